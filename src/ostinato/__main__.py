@@ -1,0 +1,5 @@
+"""`python -m ostinato`."""
+
+from ostinato.cli.main import main
+
+main()

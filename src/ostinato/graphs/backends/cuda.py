@@ -1,0 +1,232 @@
+"""Capture and replay through `torch.cuda.CUDAGraph`."""
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..cold_kernels import refuse_cold_kernels
+from ..memory import weak_alias
+from ..options import CaptureOptions
+from .protocol import Kept, PoolMemory, Recording, Session
+
+
+class CudaMemory:
+    """One private pool of the caching allocator.
+
+    The allocator drops a pool with its last graph; `_anchor`, a graph of one node that is never replayed,
+    keeps it, so that graphs may come and go.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.id = torch.cuda.graph_pool_handle()
+        self._device = device
+        self._ranges: list[tuple[int, int]] = []
+        token = torch.zeros(1, device=device)
+        self._anchor = torch.cuda.CUDAGraph()
+        with _on(stream):
+            self._anchor.capture_begin(pool=self.id, capture_error_mode="thread_local")
+            token.zero_()
+            self._anchor.capture_end()
+        self._token = token
+
+    @property
+    def bytes(self) -> int:
+        return sum(segment["total_size"] for segment in self._segments())
+
+    def contains(self, address: int) -> bool:
+        """Whether an address lies in this pool. The pool only grows, so a known range stays right."""
+        return self._in_known_range(address) or (self._refresh() and self._in_known_range(address))
+
+    def _in_known_range(self, address: int) -> bool:
+        place = bisect_right(self._ranges, (address, 1 << 63)) - 1
+        return place >= 0 and address < self._ranges[place][1]
+
+    def _refresh(self) -> bool:
+        before = len(self._ranges)
+        self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._segments())
+        return len(self._ranges) != before
+
+    def _segments(self) -> Sequence[dict[str, Any]]:
+        return torch.cuda.memory_snapshot(self.id)
+
+
+class CudaSegment:
+    """One instantiated graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph = graph
+        self.replay = graph.replay
+
+
+class CudaKept:
+    """Tensors at their captured addresses; known as soon as they are announced."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def resolve(self) -> Any:
+        return self._tree
+
+
+class CudaRecording:
+    """The graphs of one step."""
+
+    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph], nodes: int | None, kept_raw: bool) -> None:
+        self.segments = [CudaSegment(graph) for graph in graphs]
+        self.nodes = nodes
+        self.raw = [graph.raw_cuda_graph() for graph in graphs] if kept_raw else None
+
+
+class CudaSession:
+    """A capture in progress on the backend's stream.
+
+    Works on `capture_begin`/`capture_end` directly: `torch.cuda.graph` synchronises and empties the
+    allocator's cache around every graph, which over dozens of small ones is much of the capture time.
+    """
+
+    def __init__(self, backend: "CudaBackend", memory: CudaMemory, options: CaptureOptions) -> None:
+        self._backend = backend
+        self._memory = memory
+        self._options = options
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._nodes: int | None = 0
+        self._open = False
+        self._context = ExitStack()
+
+    def begin(self) -> None:
+        self._context.enter_context(self._backend.stream())
+        self._context.enter_context(refuse_cold_kernels())
+        self.resume()
+
+    def resume(self) -> None:
+        graph = torch.cuda.CUDAGraph(keep_graph=self._options.keep_graph)
+        for generator in self._options.generators:
+            graph.register_generator_state(generator)
+        graph.capture_begin(pool=self._memory.id, capture_error_mode=self._options.error_mode)
+        self._graphs.append(graph)
+        self._open = True
+
+    def pause(self) -> None:
+        self._close()
+        self._graphs[-1].replay()  # an eager call comes next and must read real values
+
+    def keep(self, tree: Any, *, weak: bool) -> Kept:
+        def keep_one(tensor: torch.Tensor) -> torch.Tensor:
+            pooled = weak and tensor.is_cuda and self._memory.contains(tensor.untyped_storage().data_ptr())
+            return weak_alias(tensor) if pooled else tensor.detach()
+
+        return CudaKept(tree_map_only(torch.Tensor, keep_one, tree))
+
+    def finish(self) -> Recording:
+        self._close()
+        self._context.close()
+        return CudaRecording(self._graphs, self._nodes, self._options.keep_graph)
+
+    def abort(self) -> None:
+        if self._open:
+            self._open = False
+            try:
+                self._graphs[-1].capture_end()
+            except RuntimeError:
+                self._backend.heal_after_failed_capture(self._memory)
+        self._graphs.clear()
+        self._context.close()
+
+    def _close(self) -> None:
+        counted = _nodes_being_captured(self._backend.own_stream)
+        self._nodes = None if counted is None or self._nodes is None else self._nodes + counted
+        with warnings.catch_warnings():
+            # An empty segment is normal: a step may begin or end with an eager boundary.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            self._graphs[-1].capture_end()
+        self._open = False
+        if self._options.keep_graph:
+            self._graphs[-1].instantiate()
+
+
+class CudaBackend:
+    """Owns the device's dedicated stream and the order of replays."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.own_stream = torch.cuda.Stream(device)
+        self._index = device.index
+        self._last_raw: int | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def new_memory(self) -> CudaMemory:
+        return CudaMemory(self.device, self.own_stream)
+
+    def session(self, memory: PoolMemory, options: CaptureOptions) -> Session:
+        assert isinstance(memory, CudaMemory)
+        return CudaSession(self, memory, options)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        with _on(self.own_stream):
+            yield
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def release_unused(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.device)
+
+    def order_replays(self) -> None:
+        raw = torch._C._cuda_getCurrentRawStream(self._index)  # type: ignore[attr-defined]
+        if raw == self._last_raw:
+            return
+        current = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None:
+            current.wait_stream(self._last_stream)
+        self._last_stream, self._last_raw = current, raw
+
+    def heal_after_failed_capture(self, memory: CudaMemory) -> None:
+        """Undo what an invalidated capture leaves behind in torch.
+
+        `capture_end` raises before it tells the allocator and the random generator that the capture is
+        over; from then on every random number on the device raises. A capture that succeeds resets the
+        generator; the allocator is told directly.
+        """
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._index, memory.id)  # type: ignore[attr-defined]
+        self.new_memory()
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run on a stream, ordered after and before the work of the caller's stream."""
+    caller = torch.cuda.current_stream(stream.device)
+    if caller == stream:
+        yield
+        return
+    stream.wait_stream(caller)
+    with torch.cuda.stream(stream):
+        yield
+    caller.wait_stream(stream)
+
+
+def _nodes_being_captured(stream: torch.cuda.Stream) -> int | None:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return None
+    answer = driver.cuStreamGetCaptureInfo(driver.CUstream(stream.cuda_stream))
+    if int(answer[0]) != 0:
+        return None
+    counted = driver.cuGraphGetNodes(answer[3], 0)
+    return int(counted[-1]) if int(counted[0]) == 0 else None

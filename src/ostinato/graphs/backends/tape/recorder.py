@@ -1,0 +1,146 @@
+"""Records every ATen call of a step, below autograd: forward, backward and optimizer alike."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...journal import written_arguments
+from .refusals import check_op
+from .storages import StorageTable, TensorSpec, is_foreign, map_leaves, tensors_of
+
+aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class RecordedOp:
+    """One call, with tensors as specs."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    fresh: frozenset[int]
+    """Numbers of the storages that this call brought into being."""
+
+
+class Recorder(TorchDispatchMode):
+    """Active between `begin` and `finish`; while `active` is off it lets everything pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = False
+        self.storages = StorageTable()
+        self.segments: list[list[RecordedOp]] = []
+        self.generators: dict[torch.Generator, torch.Tensor] = {}
+        """Generators passed by the step, with their state before it."""
+        self._position = 0
+
+    def start_segment(self) -> None:
+        self.segments.append([])
+        self.active = True
+
+    def stop_segment(self) -> None:
+        self.active = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        inputs = list(tensors_of((args, kwargs)))
+        if any(is_foreign(tensor) for tensor in inputs):
+            return NotImplemented
+        check_op(func, args, kwargs, self.storages)
+        self._save_generators(args, kwargs)
+        self._announce_hidden_writes(func, args)
+        writes = func._schema.is_mutable
+        # An op may resize what it writes (out= of the wrong size): replay needs the geometry after that.
+        frozen = None if writes else self._freeze_inputs(args, kwargs)
+        result = func(*args, **kwargs)
+        if writes:
+            self._note_written(func, args, kwargs)
+            frozen = self._freeze_inputs(args, kwargs)
+        self._record(func, frozen, inputs, result)
+        return result
+
+    def keep(self, tensor: torch.Tensor, *, weak: bool) -> TensorSpec:
+        """Note that replay must find a tensor at this point of the step."""
+        last_call = max(self._position - 1, 0)
+        spec = self.storages.use(self.storages.spec(tensor, last_call), last_call)
+        record = self.storages.records[spec.storage]
+        if weak:
+            record.weakly_kept = True
+        else:
+            record.held = tensor.untyped_storage()
+        return spec
+
+    def _freeze_inputs(self, args: Any, kwargs: Any) -> Any:
+        def freeze(tensor: torch.Tensor) -> TensorSpec:
+            return self.storages.spec(tensor, self._position)
+
+        return map_leaves((args, kwargs), torch.Tensor, freeze)
+
+    def _record(self, func: Any, frozen: Any, inputs: list[torch.Tensor], result: Any) -> None:
+        outputs = list(tensors_of(result))
+        if not outputs and (not inputs or (func._schema.returns and not func._schema.is_mutable)):
+            return  # no device work: a profiler mark, a question about metadata
+        storages = self.storages
+        known = len(storages.records)
+
+        def freeze_output(tensor: torch.Tensor) -> TensorSpec:
+            return storages.spec(tensor, self._position, fresh=True)
+
+        frozen_result = map_leaves(_as_plain(result), torch.Tensor, freeze_output)
+        fresh = frozenset(spec.storage for spec in specs_of(frozen_result) if spec.storage >= known)
+        args, kwargs = frozen
+        op = RecordedOp(func, args, kwargs, frozen_result, fresh)
+        if not is_alias(op):
+            for spec in specs_of((args, kwargs)):
+                storages.use(spec, self._position)
+        self.segments[-1].append(op)
+        self._position += 1
+
+    def _save_generators(self, args: Any, kwargs: Any) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator) and value not in self.generators:
+                self.generators[value] = value.get_state()
+
+    def _announce_hidden_writes(self, func: Any, args: Any) -> None:
+        # native_batch_norm updates running statistics that its schema does not declare. Copying them onto
+        # themselves changes nothing, but lets the write journal below save them.
+        if func is aten.native_batch_norm.default and args[5]:
+            for tensor in tensors_of(args[3:5]):
+                tensor.copy_(tensor)
+
+    def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for tensor in written_arguments(func, args, kwargs):
+            record = self.storages.known(tensor)
+            if record is not None:
+                record.written = True
+
+
+def _as_plain(result: Any) -> Any:
+    """Named result tuples as plain ones."""
+    return tuple(result) if isinstance(result, tuple) else result
+
+
+def specs_of(value: Any) -> list[TensorSpec]:
+    found: list[TensorSpec] = []
+    map_leaves(value, TensorSpec, found.append)
+    return found
+
+
+_UNDECLARED_ALIASES = {"aten::_unsafe_view", "_c10d_functional::wait_tensor"}
+
+
+def is_alias(op: RecordedOp) -> bool:
+    """Whether a call only gives another view of memory, so that replay has nothing to do."""
+    schema = op.func._schema
+    if torch.Tag.inplace_view in op.func.tags:
+        return True
+    if op.fresh or schema.is_mutable or not schema.returns:
+        return False
+    if schema.name in _UNDECLARED_ALIASES:
+        return True
+    return all(returned.alias_info is not None for returned in schema.returns)

@@ -1,0 +1,149 @@
+"""What a CUDA graph capture forbids, refused at the line of user code that does it.
+
+A dispatch mode sees ATen calls. On a CPU some host reads make none (`tolist`, `numpy`, printing), so a
+function mode watches for those.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ...blame import calling_line
+from ...errors import CaptureError
+from .storages import StorageTable, tensors_of
+
+aten = torch.ops.aten
+
+_READ = (
+    "reads a tensor's value into Python, which would wait for the device: keep the value in a tensor "
+    "(torch.where, masking) or read it after the replay"
+)
+_COPY_OUT = (
+    "copies a tensor to host memory: return the tensor from the step and copy it after the replay, or copy "
+    "into a buffer made before the capture"
+)
+_PRINT = (
+    "prints a tensor, which reads its values: return it and print it after the replay, or print its shape"
+)
+_HOST_DATA = (
+    "makes a tensor from Python or NumPy data, a copy from host memory: make it before the capture and let "
+    "the step read it, or build it on the device (torch.arange, torch.full)"
+)
+
+_Tensor = torch.Tensor
+_REFUSED_FUNCTIONS: dict[Any, str] = {
+    _Tensor.item: _READ,
+    _Tensor.tolist: _READ,
+    _Tensor.__bool__: _READ,
+    _Tensor.__int__: _READ,
+    _Tensor.__float__: _READ,
+    _Tensor.__complex__: _READ,
+    _Tensor.__index__: _READ,
+    _Tensor.__contains__: _READ,
+    _Tensor.numpy: _COPY_OUT,
+    _Tensor.__array__: _COPY_OUT,
+    _Tensor.cpu: _COPY_OUT,
+    _Tensor.__repr__: _PRINT,
+    _Tensor.__format__: _PRINT,
+}
+
+_REFUSED_OPS: dict[str, str] = {
+    "aten::_local_scalar_dense": _READ,
+    "aten::item": _READ,
+    "aten::is_nonzero": _READ,
+    "aten::equal": "compares values for Python: use torch.eq(...).all(), which stays a tensor",
+    "aten::allclose": "compares values for Python: use torch.isclose(...).all(), which stays a tensor",
+    "aten::nonzero": "has a shape that depends on values: use torch.where with three arguments, or "
+    "torch.nonzero_static",
+    "aten::masked_select": "has a shape that depends on values: use torch.where or a multiplication by the "
+    "mask, which keep the shape",
+    "aten::repeat_interleave": "has a shape that depends on values: pass output_size=",
+    "aten::bincount": "has a shape that depends on values: use scatter_add_ into a buffer of fixed size",
+}
+_UNIQUE = "has a shape that depends on values: do it outside the captured step"
+_MASK_READ = (
+    "indexes with a boolean mask, so its shape depends on values: use torch.where, which keeps the shape"
+)
+_MASK_WRITE = "writes through a boolean mask, which reads its values: use masked_fill_ or torch.where"
+_MOVES = (
+    "would change the memory of a tensor made before the capture; a graph reads and writes fixed addresses: "
+    "give the tensor its final size beforehand, or write into it with copy_"
+)
+
+_VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_INDEX_READS = {aten.index.Tensor, aten._unsafe_index.Tensor}
+_INDEX_WRITES = {
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index_put.default,
+}
+_LIFTS = {aten.lift_fresh.default, aten.lift.default}
+
+
+def refuse(what: str, why: str) -> CaptureError:
+    return CaptureError(f"{what} cannot be captured: it {why}", where=calling_line())
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_of(indices))
+
+
+def check_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], storages: StorageTable) -> None:
+    """Raise if an ATen call could not be part of a CUDA graph."""
+    name = func._schema.name
+    if func in _INDEX_READS:
+        if _has_mask(args[1]):
+            raise refuse("tensor[mask]", _MASK_READ)
+    elif func in _INDEX_WRITES:
+        if _has_mask(args[1]):
+            raise refuse("tensor[mask] = value", _MASK_WRITE)
+    elif func in _LIFTS:
+        if args[0].dim() > 0 and storages.known(args[0]) is None:
+            raise refuse("a tensor of host data", _HOST_DATA)
+    elif func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return
+    elif name in _REFUSED_OPS:
+        raise refuse(name.removeprefix("aten::"), _REFUSED_OPS[name])
+    elif "unique" in name or not _VALUE_TAGS.isdisjoint(func.tags):
+        raise refuse(name.removeprefix("aten::"), _UNIQUE)
+    elif name in ("aten::resize_", "aten::resize_as_", "aten::set_") and not storages.is_inside(args[0]):
+        raise refuse(name.removeprefix("aten::"), _MOVES)
+
+
+class RefusalMode(TorchFunctionMode):
+    """Refuses host reads that make no ATen call."""
+
+    def __init__(self, is_active: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_active = is_active
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        why = _REFUSED_FUNCTIONS.get(func)
+        if why is not None and self._is_active():
+            raise refuse(f"Tensor.{func.__name__}", why)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def answering_capture_queries(is_active: Callable[[], bool]) -> Iterator[None]:
+    """Make `torch.cuda.is_current_stream_capturing()` tell this thread that it is recording."""
+    original = torch.cuda.is_current_stream_capturing
+    owner = threading.get_ident()
+
+    def is_current_stream_capturing() -> bool:
+        return is_active() if threading.get_ident() == owner else original()
+
+    modules: tuple[Any, ...] = (torch.cuda, torch.cuda.graphs)
+    before = [module.is_current_stream_capturing for module in modules]
+    for module in modules:
+        module.is_current_stream_capturing = is_current_stream_capturing
+    try:
+        yield
+    finally:
+        for module, function in zip(modules, before, strict=True):
+            module.is_current_stream_capturing = function

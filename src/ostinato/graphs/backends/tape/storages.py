@@ -1,0 +1,134 @@
+"""Which memory a recorded call touches: storages by identity, tensors as geometry over a storage.
+
+Recording must not keep intermediates alive, or its peak memory would exceed the eager step's. So recorded
+calls hold `TensorSpec`s, and a storage is known by its address in C++ while a weak reference to it keeps
+that address from being reused.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...blame import calling_line
+from ...errors import CaptureError
+
+
+class TensorSpec(NamedTuple):
+    """A tensor without its memory: geometry over the storage of a given number."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """What the recording knows of one storage."""
+
+    ref: StorageWeakRef
+    nbytes: int
+    inside: bool
+    """First seen as the fresh result of a recorded call; everything else is outside and never moves."""
+    first: int
+    last: int
+    held: torch.UntypedStorage | None = None
+    """Set for memory that stays where it is: outside, kept strongly, or found alive at the end."""
+    weakly_kept: bool = False
+    written: bool = False
+    """A recorded call writes to it in place."""
+
+
+def is_foreign(tensor: torch.Tensor) -> bool:
+    """A tensor subclass with a dispatch of its own, which has to unwrap itself first."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an ATen call (nested lists and tuples only)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+
+
+def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The same arguments with every leaf of one kind changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, list):
+        return [map_leaves(item, kind, change) for item in value]
+    if isinstance(value, dict):
+        return {key: map_leaves(item, kind, change) for key, item in value.items()}
+    if type(value) is tuple:
+        return tuple(map_leaves(item, kind, change) for item in value)
+    return value
+
+
+class StorageTable:
+    """Every storage a recording has met, numbered in order of appearance."""
+
+    def __init__(self) -> None:
+        self.records: list[StorageRecord] = []
+        self._numbers: dict[int, int] = {}
+
+    def known(self, tensor: torch.Tensor) -> StorageRecord | None:
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if number is None else self.records[number]
+
+    def is_inside(self, tensor: torch.Tensor) -> bool:
+        record = self.known(tensor)
+        return record is not None and record.inside
+
+    def spec(self, tensor: torch.Tensor, position: int, *, fresh: bool = False) -> TensorSpec:
+        """Describe a tensor; a storage not met before is registered as inside if `fresh`, else outside."""
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            raise CaptureError(
+                f"the tape records strided CPU tensors only, not {tensor.layout} on {tensor.device}: "
+                "keep such tensors out of the captured step",
+                where=calling_line(),
+            )
+        storage = tensor.untyped_storage()
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            number = self._numbers[storage._cdata] = len(self.records)
+            held = None if fresh else storage
+            record = StorageRecord(StorageWeakRef(storage), storage.nbytes(), fresh, position, position, held)
+            self.records.append(record)
+        else:
+            record = self.records[number]
+            record.nbytes = max(record.nbytes, storage.nbytes())  # resize_ may have grown it
+        return TensorSpec(
+            number,
+            tensor.dtype,
+            tuple(tensor.size()),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def use(self, spec: TensorSpec, position: int) -> TensorSpec:
+        """Note that the call at `position` needs the memory."""
+        record = self.records[spec.storage]
+        record.last = max(record.last, position)
+        return spec
+
+    def hold_survivors(self) -> None:
+        """Keep in place every inside storage that somebody outside the recording still refers to.
+
+        Call it only when nothing of ours holds a tensor of the step any more.
+        """
+        for record in self.records:
+            if record.inside and record.held is None and not record.weakly_kept:
+                record.held = torch.UntypedStorage._new_with_weak_ptr(record.ref.cdata)

@@ -1,0 +1,292 @@
+"""The static inputs of captured graphs, and the one piece of code that fills them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+
+from .descriptor import BatchDescriptor, BatchShape
+from .errors import BatchError, ConfigError
+from .fields import Extent, Field
+from .staging import Layout, Staging, array_dtype, as_array, as_tensor, raw_scalar
+
+Batch: TypeAlias = Mapping[str, Any]
+
+_MOST_PLANS = 4096
+
+
+class _DeviceGroup(NamedTuple):
+    """One grouped copy: fields of one type, and the padding behind them."""
+
+    positions: list[int]
+    targets: list[torch.Tensor]
+    padding: list[torch.Tensor]
+
+
+class _Plan:
+    """Everything about filling one rung with one number of real rows that does not depend on the values."""
+
+    def __init__(self, buffers: "InputBuffers", layout: Layout, num_tokens: int, num_reqs: int) -> None:
+        self.layout = layout
+        self.spans: dict[tuple[int, ...], tuple[int, int, torch.Tensor]] = {}
+        self.groups: dict[tuple[tuple[int, ...], bool], list[_DeviceGroup]] = {}
+        self.rows = [field.rows(num_tokens, num_reqs) for field in buffers.fields]
+        self.expected = [field.full_shape(num_tokens, num_reqs) for field in buffers.fields]
+        self.slices: list[tuple[slice, ...]] = []
+        self.tail_slices: list[tuple[slice, ...] | None] = []
+        self.heads: list[torch.Tensor] = []
+        self.tails: list[torch.Tensor | None] = []
+        for field, view, rows in zip(buffers.fields, buffers.layout_views(layout), self.rows, strict=True):
+            total = field.rows(layout.num_tokens, layout.num_reqs)
+            before = (slice(None),) * field.dim
+            head, tail = (*before, slice(0, rows)), (*before, slice(rows, None))
+            padded = field.per is not Extent.FIXED and rows < total
+            whole = field.per is Extent.FIXED
+            self.slices.append((slice(None),) if whole and field.shape else () if whole else head)
+            self.tail_slices.append(tail if padded else None)
+            self.heads.append(view if whole else view[head])
+            self.tails.append(view[tail] if padded else None)
+
+
+class InputBuffers:
+    """Declared inputs at fixed addresses. `fill` is the one way values get into them."""
+
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        *,
+        max_tokens: int,
+        max_reqs: int | None = None,
+        device: torch.device | str,
+    ) -> None:
+        """`max_tokens`, `max_reqs`: the largest rung; every smaller one shares its memory."""
+        if not fields:
+            raise ConfigError("a step needs at least one input field")
+        names = [field.name for field in fields]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"field names must differ: {', '.join(names)}")
+        if max_tokens < 1 or (max_reqs is not None and max_reqs < 1):
+            raise ConfigError("max_tokens and max_reqs must be 1 or more")
+        self.fields = tuple(fields)
+        self.max_tokens = max_tokens
+        self.max_reqs = max_tokens if max_reqs is None else max_reqs
+        capacity = Layout(self.fields, self.max_tokens, self.max_reqs).nbytes
+        self.arena = torch.zeros(capacity, dtype=torch.uint8, device=device)
+        self.device = self.arena.device
+        self._staging: Staging | None = None
+        self._layouts: dict[tuple[int, int], tuple[Layout, list[torch.Tensor]]] = {}
+        self._plans: dict[tuple[int, int, int, int], _Plan] = {}
+        self._shapes: dict[tuple[int, int], BatchShape] = {}
+        self._templates: dict[tuple[int, bool], torch.Tensor] = {}
+        self._pads = [raw_scalar(field.pad, field.dtype) for field in self.fields]
+        self._poisons = [raw_scalar(field.poison_value, field.dtype) for field in self.fields]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the static inputs on the device."""
+        return self.arena.nbytes
+
+    def views(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
+        """The tensors a graph of this descriptor reads, by field name."""
+        views = self.layout_views(self._layout(descriptor.num_tokens, descriptor.num_reqs))
+        return {field.name: view for field, view in zip(self.fields, views, strict=True)}
+
+    def layout_views(self, layout: Layout) -> list[torch.Tensor]:
+        """The fields of one layout, in order."""
+        return self._layouts[layout.num_tokens, layout.num_reqs][1]
+
+    def shape_of(self, batch: Batch) -> BatchShape:
+        """The shape of a batch, from the rows of its fields. One token per request is uniform decode."""
+        tokens = self._rows_given(batch, Extent.TOKEN)
+        reqs = self._rows_given(batch, Extent.REQUEST)
+        if tokens is None and reqs is None:
+            raise BatchError("no field of the batch has rows: pass the step's shape")
+        tokens = reqs if tokens is None else tokens
+        reqs = tokens if reqs is None else reqs
+        assert tokens is not None
+        assert reqs is not None
+        shape = self._shapes.get((tokens, reqs))
+        if shape is None:
+            shape = BatchShape(num_tokens=tokens, num_reqs=reqs, query_len=1 if tokens == reqs else None)
+            if len(self._shapes) >= _MOST_PLANS:
+                self._shapes.clear()
+            self._shapes[tokens, reqs] = shape
+        return shape
+
+    def fill(
+        self, batch: Batch, shape: BatchShape, descriptor: BatchDescriptor, *, poison: bool = False
+    ) -> None:
+        """Copy a batch in and refill the padded tail of every field; nothing else.
+
+        Nothing is written before all fields have been checked.
+        """
+        plan = self._plan(shape, descriptor)
+        values = self.checked(batch, plan.expected)
+        if self.device.type == "cpu":
+            self._fill_here(plan, values, poison)
+            return
+        host = tuple(i for i, value in enumerate(values) if isinstance(value, np.ndarray))
+        if host:
+            self._send_host(plan, values, host, poison)
+        if len(host) < len(values):
+            self._copy_device(plan, values, poison)
+
+    def fill_padding(self, descriptor: BatchDescriptor) -> None:
+        """Make every row of a rung a padded row."""
+        layout = self._layout(descriptor.num_tokens, descriptor.num_reqs)
+        for field, view in zip(self.fields, self.layout_views(layout), strict=True):
+            view.fill_(field.pad)
+
+    def on_device(self, batch: Batch, shape: BatchShape) -> dict[str, torch.Tensor]:
+        """The batch as it is, checked, on the device: the inputs of an eager step."""
+        expected = [field.full_shape(shape.num_tokens, shape.num_reqs) for field in self.fields]
+        moved = {}
+        for field, value in zip(self.fields, self.checked(batch, expected), strict=True):
+            tensor = as_tensor(value, field.dtype) if isinstance(value, np.ndarray) else value
+            moved[field.name] = tensor.to(self.device, non_blocking=True)
+        return moved
+
+    def checked(self, batch: Batch, expected: Sequence[tuple[int, ...]]) -> list[Any]:
+        """The batch's values in field order: arrays from the host, tensors on the device. Or an error."""
+        if len(batch) != len(self.fields):
+            self._refuse_names(batch)
+        values: list[Any] = []
+        for field, shape in zip(self.fields, expected, strict=True):
+            try:
+                value = batch[field.name]
+            except KeyError:
+                self._refuse_names(batch)
+            if not isinstance(value, torch.Tensor):
+                values.append(self._checked_array(field, value, shape))
+                continue
+            if value.dtype != field.dtype:
+                raise BatchError(f"{field.name}: expected {field.dtype}, got {value.dtype}")
+            if value.shape != shape:
+                raise BatchError(f"{field.name}: expected shape {shape}, got {tuple(value.shape)}")
+            if value.device == self.device:
+                values.append(value)
+            elif value.device.type == "cpu":
+                values.append(as_array(value))
+            else:
+                raise BatchError(f"{field.name}: expected {self.device} or cpu, got {value.device}")
+        return values
+
+    # -- internals ---------------------------------------------------------------------------------
+
+    def _rows_given(self, batch: Batch, per: Extent) -> int | None:
+        for field in self.fields:
+            value = batch.get(field.name)
+            if field.per is per and value is not None:
+                shape = np.shape(value) if not isinstance(value, torch.Tensor) else value.shape
+                if len(shape) != len(field.shape) + 1:
+                    raise BatchError(
+                        f"{field.name}: expected {len(field.shape) + 1} dimensions, got {len(shape)}"
+                    )
+                return int(shape[field.dim])
+        return None
+
+    def _refuse_names(self, batch: Batch) -> NoReturn:
+        declared = {field.name for field in self.fields}
+        missing = sorted(declared - set(batch))
+        unknown = sorted(set(batch) - declared)
+        parts = [f"missing {', '.join(missing)}"] if missing else []
+        parts += [f"unknown {', '.join(map(str, unknown))}"] if unknown else []
+        raise BatchError(f"the batch does not match the declared fields: {'; '.join(parts)}")
+
+    def _checked_array(self, field: Field, value: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        if not isinstance(value, np.ndarray):
+            raise BatchError(f"{field.name}: expected a tensor or array, got {type(value).__name__}")
+        if value.dtype != array_dtype(field.dtype):
+            raise BatchError(f"{field.name}: expected {array_dtype(field.dtype)}, got {value.dtype}")
+        if value.shape != shape:
+            raise BatchError(f"{field.name}: expected shape {shape}, got {value.shape}")
+        return value
+
+    def _layout(self, num_tokens: int, num_reqs: int) -> Layout:
+        if num_tokens > self.max_tokens or num_reqs > self.max_reqs:
+            raise BatchError(
+                f"{num_tokens} tokens, {num_reqs} requests do not fit buffers for {self.max_tokens} tokens, "
+                f"{self.max_reqs} requests"
+            )
+        size = (num_tokens, num_reqs)
+        if size not in self._layouts:
+            layout = Layout(self.fields, *size)
+            self._layouts[size] = (layout, layout.views(self.arena, self.fields))
+        return self._layouts[size][0]
+
+    def _plan(self, shape: BatchShape, descriptor: BatchDescriptor) -> _Plan:
+        size = (shape.num_tokens, shape.num_reqs, descriptor.num_tokens, descriptor.num_reqs)
+        plan = self._plans.get(size)
+        if plan is None:
+            if shape.num_tokens > descriptor.num_tokens or shape.num_reqs > descriptor.num_reqs:
+                raise BatchError(f"a batch of {shape} does not fit the graph of {descriptor}")
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            layout = self._layout(descriptor.num_tokens, descriptor.num_reqs)
+            plan = self._plans[size] = _Plan(self, layout, shape.num_tokens, shape.num_reqs)
+        return plan
+
+    def _fill_here(self, plan: _Plan, values: Sequence[Any], poison: bool) -> None:
+        for i, field in enumerate(self.fields):
+            value = values[i]
+            plan.heads[i].copy_(as_tensor(value, field.dtype) if isinstance(value, np.ndarray) else value)
+            tail = plan.tails[i]
+            if tail is not None:
+                tail.fill_(field.poison_value if poison else field.pad)
+
+    def _send_host(self, plan: _Plan, values: Sequence[Any], host: tuple[int, ...], poison: bool) -> None:
+        """Pack host fields into a pinned slot and send the span that covers them in one copy.
+
+        Device fields inside the span are overwritten here and filled by the copy that follows.
+        """
+        if self._staging is None:
+            self._staging = Staging(self.bytes)
+        span = plan.spans.get(host)
+        if span is None:
+            start, end = plan.layout.starts[host[0]], plan.layout.ends[host[-1]]
+            span = plan.spans[host] = (start, end, self.arena[start:end])
+        start, end, target = span
+        source, arrays = self._staging.slot(plan.layout, self.fields, start, end)
+        fillers = self._poisons if poison else self._pads
+        for i in host:
+            array = arrays[i]
+            array[plan.slices[i]] = values[i]
+            tail = plan.tail_slices[i]
+            if tail is not None:
+                array[tail] = fillers[i]
+        target.copy_(source, non_blocking=True)
+        self._staging.sent()
+
+    def _copy_device(self, plan: _Plan, values: Sequence[Any], poison: bool) -> None:
+        """One grouped copy per type: real rows from the batch, padded rows from a template."""
+        given = tuple(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
+        groups = plan.groups.get((given, poison))
+        if groups is None:
+            groups = plan.groups[given, poison] = self._device_groups(plan, given, poison)
+        for positions, targets, padding in groups:
+            torch._foreach_copy_(targets, [values[i] for i in positions] + padding)
+
+    def _device_groups(self, plan: _Plan, given: Sequence[int], poison: bool) -> list[_DeviceGroup]:
+        groups: dict[torch.dtype, _DeviceGroup] = {}
+        for i in given:
+            group = groups.setdefault(self.fields[i].dtype, _DeviceGroup([], [], []))
+            group.positions.append(i)
+            group.targets.append(plan.heads[i])
+        for i in given:
+            tail, field = plan.tails[i], self.fields[i]
+            if tail is not None:
+                groups[field.dtype].targets.append(tail)
+                template = self._template(i, poison)
+                groups[field.dtype].padding.append(template.narrow(field.dim, 0, tail.size(field.dim)))
+        return list(groups.values())
+
+    def _template(self, position: int, poison: bool) -> torch.Tensor:
+        """A whole field of padding, to copy padded rows from."""
+        key = (position, poison)
+        if key not in self._templates:
+            field = self.fields[position]
+            value = field.poison_value if poison else field.pad
+            shape = field.full_shape(self.max_tokens, self.max_reqs)
+            self._templates[key] = torch.full(shape, value, dtype=field.dtype, device=self.device)
+        return self._templates[key]

@@ -1,0 +1,54 @@
+"""A kernel that compiles or tunes itself while a graph is being recorded fails or records garbage.
+
+Warm-ups exist to prevent that. This guard turns the case that slips through into an error that names the
+kernel.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .blame import calling_line
+from .errors import CaptureError
+
+
+@contextmanager
+def refuse_cold_kernels() -> Iterator[None]:
+    """Refuse Triton and torch.compile compilation in this context. Costs nothing where neither is in use."""
+    with _refuse_triton(), _refuse_dynamo():
+        yield
+
+
+@contextmanager
+def _refuse_triton() -> Iterator[None]:
+    triton = sys.modules.get("triton")
+    if triton is None:
+        yield
+        return
+    runtime = triton.knobs.runtime
+    before = runtime.jit_cache_hook
+
+    def refuse(*, fn: Any, **_: Any) -> bool:
+        raise CaptureError(
+            f"Triton kernel {fn.module}.{fn.name} was compiled while recording: warm it up first, with the "
+            f"argument types and constants it is captured with",
+            where=calling_line(),
+        )
+
+    runtime.jit_cache_hook = refuse
+    try:
+        yield
+    finally:
+        runtime.jit_cache_hook = before
+
+
+@contextmanager
+def _refuse_dynamo() -> Iterator[None]:
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    import torch
+
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield

@@ -1,0 +1,40 @@
+"""torch.compile for small rungs, where fused kernels pay most."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .dispatch import GraphKey
+from .errors import ConfigError
+
+
+class CompiledSteps:
+    """Chooses per rung between a step and its compiled form."""
+
+    def __init__(self, step: Callable[..., Any], up_to: int, device: torch.device) -> None:
+        if up_to < 0:
+            raise ConfigError(f"compile_up_to must be 0 or more, not {up_to}")
+        if up_to and device.type != "cuda":
+            raise ConfigError(
+                "compile_up_to needs a CUDA device: torch.compile steps aside while the tape records"
+            )
+        self._step = step
+        self._up_to = up_to
+        self._compiled = torch.compile(step, dynamic=False) if up_to else step
+
+    def reserve(self, keys: Sequence[GraphKey]) -> None:
+        """Make room for one compiled version per rung; beyond the limit dynamo would fall back silently."""
+        wanted = sum(self._applies(key) for key in keys)
+        if wanted:
+            import torch._dynamo
+
+            config = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, wanted + 8)
+
+    def for_key(self, key: GraphKey) -> Callable[..., Any]:
+        """What to warm up and capture for this key."""
+        return self._compiled if self._applies(key) else self._step
+
+    def _applies(self, key: GraphKey) -> bool:
+        return key.descriptor.num_tokens <= self._up_to

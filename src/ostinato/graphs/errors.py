@@ -1,0 +1,33 @@
+"""Every exception the runtime raises for its users. Asserts elsewhere are for our own invariants."""
+
+
+class OstinatoError(Exception):
+    """The base of all errors of ours."""
+
+
+class ConfigError(OstinatoError, ValueError):
+    """A setting is unknown, empty or contradicts another one."""
+
+
+class BatchError(OstinatoError, ValueError):
+    """A batch does not fit the declared inputs: a field, type, device, shape or count is wrong."""
+
+
+class CaptureError(OstinatoError, RuntimeError):
+    """Something cannot be captured. Carries the line of user code at fault when there is one."""
+
+    def __init__(self, message: str, *, where: str | None = None) -> None:
+        super().__init__(f"{message} (at {where})" if where else message)
+        self.where = where
+
+
+class AddressError(OstinatoError, RuntimeError):
+    """A tensor that captured graphs read has moved since the capture."""
+
+
+class StaleOutputError(OstinatoError, RuntimeError):
+    """An output was used after a later replay had overwritten its memory (debug mode)."""
+
+
+class VerifyError(OstinatoError, AssertionError):
+    """A replay disagrees with the eager step, or padding changed the result."""

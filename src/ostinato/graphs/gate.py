@@ -1,0 +1,77 @@
+"""Capture happens only where it was asked for: inside `capture_gate()`, one at a time per thread."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import CaptureError
+
+
+class _ThreadState(threading.local):
+    open = False
+    recording = False
+
+
+_state = _ThreadState()
+
+
+def is_open() -> bool:
+    """Whether this thread may capture now."""
+    return _state.open
+
+
+def is_recording() -> bool:
+    """Whether this thread is recording a graph now."""
+    return _state.recording
+
+
+@contextmanager
+def capture_gate() -> Iterator[None]:
+    """Allow captures in this context. Serving code never opens it, so serving never captures."""
+    if _state.recording:
+        raise CaptureError("capture inside capture: a graph is being recorded on this thread already")
+    before, _state.open = _state.open, True
+    try:
+        yield
+    finally:
+        _state.open = before
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Mark this thread as recording; refused outside the gate and while recording already."""
+    if _state.recording:
+        raise CaptureError("capture inside capture: a graph is being recorded on this thread already")
+    if not _state.open:
+        raise CaptureError("capture outside the gate: wrap it in `with capture_gate():` or call capture()")
+    _state.recording = True
+    try:
+        yield
+    finally:
+        _state.recording = False
+
+
+@contextmanager
+def frozen_gc(enabled: bool = True) -> Iterator[None]:
+    """Collect once, then keep the garbage collector from running or walking what exists.
+
+    A collection in the middle of a capture is slow and may free device memory that a graph still uses.
+    A user's own `gc.freeze()` is left in place: unfreezing would undo it.
+    """
+    if not enabled:
+        yield
+        return
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,88 @@
+"""A journal of writes to tensors that existed before, so that a trial run can be undone.
+
+Warm-ups and recordings must leave no trace. The journal sees every ATen write (also those of custom ops
+that declare what they mutate), saves the region about to change, and puts it back on `undo`. A raw kernel
+launch shows nothing to it: state that such a kernel changes has to be declared to the runner.
+
+Undoing does not empty the journal: a second run of the same step on the same inputs writes the same
+regions, so the same journal undoes that as well, without being active during it.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+
+# Ops that write a few rows of a large tensor: saving those rows is enough. Each entry reads the rows.
+_ROW_WRITES: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.index_copy_.default: lambda self, dim, index, *_: self.index_select(dim, index),
+}
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """All tensors of a pytree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors an op is going to write, by its schema."""
+    if func.namespace == "c10d":  # in-place collectives carry no alias annotation
+        return tensors_in((args, kwargs))
+    written: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written += tensors_in(value)
+    return written
+
+
+class WriteJournal(TorchDispatchMode):
+    """Active as a context manager; `undo()` restores what was written, as often as it is called."""
+
+    def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignore}
+        self._created: dict[int, StorageWeakRef] = {}
+        self._undo: list[Callable[[], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable or func.namespace == "c10d":
+            for tensor in written_arguments(func, args, kwargs):
+                self._save(func, tensor, args)
+        result = func(*args, **kwargs)
+        known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self._created.setdefault(storage._cdata, StorageWeakRef(storage))
+        return result
+
+    def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in self._created or key in self._ignored or tensor.numel() == 0:
+            return
+        target = tensor.detach()
+        if func is aten.index_put_.default and not (len(args) > 3 and args[3]):
+            indices = list(args[1])
+            rows = aten.index.Tensor(target, indices)
+            self._undo.append(lambda: aten.index_put_.default(target, indices, rows))
+        elif func in _ROW_WRITES:
+            dim, index = args[1], args[2]
+            rows = _ROW_WRITES[func](target, dim, index)
+            self._undo.append(lambda: target.index_copy_(dim, index, rows))
+        else:
+            saved = target.clone()
+            self._undo.append(lambda: target.copy_(saved))
+
+    def undo(self) -> None:
+        """Put back every saved region, last write first."""
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            for restore in reversed(self._undo):
+                restore()

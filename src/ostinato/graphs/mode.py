@@ -1,0 +1,128 @@
+"""Which batches run from which kind of graph, and how an attention backend limits that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+from .errors import ConfigError
+
+
+class GraphMode(Enum):
+    """A pair (decode path, mixed path) of what steps run as.
+
+    NONE, PIECEWISE and FULL are also what one single step can run as.
+    """
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    FULL = "full"
+    FULL_DECODE_ONLY = "full-decode-only"
+    FULL_AND_PIECEWISE = "full-and-piecewise"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def decode(self) -> GraphMode:
+        """What uniform (decode) batches run as: NONE, PIECEWISE or FULL."""
+        return _PATHS[self][0]
+
+    @property
+    def mixed(self) -> GraphMode:
+        """What batches of mixed query lengths run as: NONE, PIECEWISE or FULL."""
+        return _PATHS[self][1]
+
+    @property
+    def is_runtime(self) -> bool:
+        """Whether one step can run as this mode."""
+        return self in (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
+
+    @classmethod
+    def parse(cls, text: str | GraphMode) -> GraphMode:
+        """The mode of that name, in any case, with '-' or '_' between words."""
+        if isinstance(text, cls):
+            return text
+        for mode in cls:
+            if isinstance(text, str) and text.strip().upper().replace("-", "_") == mode.name:
+                return mode
+        raise ConfigError(
+            f"unknown graph mode {text!r}; the modes are {', '.join(mode.name for mode in cls)}"
+        )
+
+    @classmethod
+    def of(cls, decode: GraphMode, mixed: GraphMode) -> GraphMode:
+        """The mode with these two paths."""
+        for mode, paths in _PATHS.items():
+            if paths == (decode, mixed):
+                return mode
+        raise ConfigError(f"no graph mode runs decode batches {decode.name} and mixed ones {mixed.name}")
+
+
+_PATHS: dict[GraphMode, tuple[GraphMode, GraphMode]] = {
+    GraphMode.NONE: (GraphMode.NONE, GraphMode.NONE),
+    GraphMode.PIECEWISE: (GraphMode.PIECEWISE, GraphMode.PIECEWISE),
+    GraphMode.FULL: (GraphMode.FULL, GraphMode.FULL),
+    GraphMode.FULL_DECODE_ONLY: (GraphMode.FULL, GraphMode.NONE),
+    GraphMode.FULL_AND_PIECEWISE: (GraphMode.FULL, GraphMode.PIECEWISE),
+}
+
+
+class Capability(IntEnum):
+    """How far an attention backend can be captured; each level includes the ones below it."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+def needed_capability(query_len: int | None) -> Capability:
+    """The least capability that lets FULL graphs serve this uniform query length (None: mixed lengths)."""
+    if query_len is None:
+        return Capability.ALWAYS
+    return Capability.UNIFORM_SINGLE_TOKEN_DECODE if query_len == 1 else Capability.UNIFORM_BATCH
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A mode that is possible, and one sentence on what was lowered and why (None: nothing was)."""
+
+    mode: GraphMode
+    explanation: str | None
+
+
+def lower(
+    mode: GraphMode, capability: Capability, query_len: int = 1, piecewise_available: bool = True
+) -> Lowered:
+    """The nearest mode that an attention backend of this capability can run.
+
+    A path that cannot be FULL falls to PIECEWISE, or to NONE where piecewise capture is not available.
+    No path is ever raised above what was asked for. That decides the one case in which the paths that
+    are left form no mode: FULL_DECODE_ONLY on a backend that cannot capture the decode path becomes
+    NONE, not PIECEWISE, because piecewise graphs would serve mixed batches as well, which was declined,
+    and would cost a token ladder, capture time and memory that nobody asked for. The explanation says
+    to ask for PIECEWISE.
+    """
+    if query_len < 1:
+        raise ConfigError(f"the query length must be at least 1, not {query_len}")
+    why: list[str] = []
+
+    def limited(name: str, wanted: GraphMode, need: Capability) -> GraphMode:
+        if wanted is GraphMode.FULL and capability < need:
+            why.append(f"full graphs of {name} need {need.name}, the attention backend has {capability.name}")
+            wanted = GraphMode.PIECEWISE
+        if wanted is GraphMode.PIECEWISE and not piecewise_available:
+            why.append(f"piecewise graphs are not available for {name}")
+            wanted = GraphMode.NONE
+        return wanted
+
+    decode = limited(f"decode batches of query length {query_len}", mode.decode, needed_capability(query_len))
+    mixed = limited("mixed batches", mode.mixed, needed_capability(None))
+    if (decode, mixed) == (GraphMode.PIECEWISE, GraphMode.NONE):
+        why.append("piecewise graphs would serve mixed batches too (ask for PIECEWISE to have that)")
+        decode = GraphMode.NONE
+    possible = GraphMode.of(decode, mixed)
+    if possible is mode:
+        return Lowered(mode, None)
+    return Lowered(possible, f"{mode.name} was lowered to {possible.name}: {'; '.join(why)}.")

@@ -1,0 +1,162 @@
+"""What the graphs are and what they did, for people (a table) and for programs (JSON)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from .captured import CapturedGraph
+    from .runner import CudaGraphRunner
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """One graph's line in the report."""
+
+    mode: str
+    descriptor: str
+    num_tokens: int
+    num_reqs: int
+    segments: int
+    """Captured pieces; more than one for a piecewise graph."""
+    nodes: int | None
+    """Graph nodes; on the tape recorded calls."""
+    bytes: int
+    """How much the pool and the bridges grew for this graph."""
+    capture_ms: float
+    replays: int
+    padding_waste: float
+    """Share of replayed token rows that were padding."""
+
+
+def describe(graph: "CapturedGraph") -> GraphRow:
+    """One graph's row."""
+    descriptor, recorded = graph.descriptor, graph.recorded
+    return GraphRow(
+        mode=str(graph.key.mode),
+        descriptor=str(descriptor),
+        num_tokens=descriptor.num_tokens,
+        num_reqs=descriptor.num_reqs,
+        segments=len(recorded.graph.steps) - recorded.graph.boundaries,
+        nodes=recorded.nodes,
+        bytes=recorded.bytes,
+        capture_ms=recorded.seconds * 1e3,
+        replays=graph.replays,
+        padding_waste=graph.padding_waste,
+    )
+
+
+@dataclass(frozen=True)
+class Report:
+    """A snapshot of a runner."""
+
+    backend: str
+    device: str
+    mode: str
+    lowered: str | None
+    """Why the mode is lower than asked for, if it is."""
+    graphs: tuple[GraphRow, ...]
+    failures: Mapping[str, str]
+    """Graphs that were given up, with the cause."""
+    eager_steps: Mapping[str, int]
+    """Steps that ran without a graph, by reason."""
+    pool_bytes: int
+    input_bytes: int
+
+    @classmethod
+    def of(cls, runner: "CudaGraphRunner") -> "Report":
+        """The report of a runner as it is now."""
+        return cls(
+            backend=runner.backend.name,
+            device=str(runner.pool.device),
+            mode=str(runner.dispatcher.mode),
+            lowered=runner.dispatcher.lowered,
+            graphs=tuple(describe(graph) for graph in runner.graphs.values()),
+            failures={f"{key.mode} {key.descriptor}": cause for key, cause in runner.failures.items()},
+            eager_steps={str(reason): count for reason, count in runner.eager_steps.items()},
+            pool_bytes=runner.pool.bytes,
+            input_bytes=runner.buffers.bytes,
+        )
+
+    @classmethod
+    def joined(cls, reports: Sequence["Report"]) -> "Report":
+        """One report over runners that share a pool and a count of eager steps."""
+        first = reports[0]
+        return replace(
+            first,
+            graphs=tuple(row for report in reports for row in report.graphs),
+            failures={key: cause for report in reports for key, cause in report.failures.items()},
+            input_bytes=sum(report.input_bytes for report in reports),
+        )
+
+    @property
+    def replays(self) -> int:
+        """Steps served from graphs."""
+        return sum(row.replays for row in self.graphs)
+
+    @property
+    def capture_ms(self) -> float:
+        """Time spent recording, without warm-ups."""
+        return sum(row.capture_ms for row in self.graphs)
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of all replayed token rows that were padding."""
+        rows = sum(row.replays * row.num_tokens for row in self.graphs)
+        return (
+            sum(row.replays * row.num_tokens * row.padding_waste for row in self.graphs) / rows
+            if rows
+            else 0.0
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, totals included, as plain values."""
+        totals = {
+            "graphs": len(self.graphs),
+            "replays": self.replays,
+            "eager_steps": sum(self.eager_steps.values()),
+            "capture_ms": self.capture_ms,
+            "padding_waste": self.padding_waste,
+        }
+        return {**asdict(self), "totals": totals}
+
+    def json(self, indent: int | None = 2) -> str:
+        """The report as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def table(self) -> "Group":
+        """The report as something `rich` prints."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        title = f"{len(self.graphs)} graphs, mode {self.mode}, {self.backend} on {self.device}"
+        table = Table(title=title, title_justify="left")
+        for heading in ("mode", "batch"):
+            table.add_column(heading, no_wrap=True)
+        for heading in ("segments", "nodes", "bytes", "capture ms", "replays", "padding"):
+            table.add_column(heading, justify="right")
+        for row in self.graphs:
+            nodes = "?" if row.nodes is None else f"{row.nodes:,}"
+            cells = (str(row.segments), nodes, f"{row.bytes:,}", f"{row.capture_ms:.1f}", f"{row.replays:,}")
+            table.add_row(row.mode, row.descriptor, *cells, f"{row.padding_waste:.1%}")
+        lines = [
+            f"replays {self.replays:,}, padding {self.padding_waste:.1%}, capture {self.capture_ms:.1f} ms, "
+            f"pool {self.pool_bytes:,} bytes, inputs {self.input_bytes:,} bytes"
+        ]
+        eager = ", ".join(f"{reason} {count:,}" for reason, count in self.eager_steps.items())
+        lines.append(f"eager steps: {eager or 'none'}")
+        lines += [f"lowered: {self.lowered}"] if self.lowered else []
+        lines += [f"given up: {key}: {cause}" for key, cause in self.failures.items()]
+        return Group(table, *(Text(line) for line in lines))
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=120, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()

@@ -1,0 +1,314 @@
+"""Capture a step at every rung, then run each batch from the graph that fits, or eagerly with a reason."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .addresses import AddressBook, Watched
+from .backends import Backend
+from .buffers import Batch, InputBuffers
+from .captured import CapturedGraph, record
+from .compiled import CompiledSteps
+from .descriptor import BatchDescriptor, BatchShape
+from .dispatch import Decision, Dispatcher, GraphKey, Reason
+from .errors import AddressError, BatchError, ConfigError
+from .gate import capture_gate, frozen_gc
+from .mode import GraphMode
+from .options import CaptureOptions
+from .pool import GraphPool
+from .progress import CaptureProgress
+from .report import Report, describe
+from .segments import Bridges
+from .stale import guarded
+from .trial import Trials
+from .trimming import Trimmer
+from .verify import MakeBatch, Verification, verify
+
+logger = logging.getLogger("ostinato.graphs")
+
+Step = Callable[..., Any]
+
+
+class CudaGraphRunner:
+    """Runs a step of varying batch size from captured graphs.
+
+    `step(**inputs)` gets one tensor per declared field and returns any pytree. It must do all its device
+    work on the current stream and find everything else it reads at unchanging addresses (see `watch`).
+    Not thread-safe: one runner belongs to one thread.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        buffers: InputBuffers,
+        keys: Sequence[GraphKey],
+        *,
+        dispatcher: Dispatcher | None = None,
+        pool: GraphPool | None = None,
+        options: CaptureOptions | None = None,
+        state: Mapping[str, torch.Tensor] | None = None,
+        sinks: Mapping[str, torch.Tensor] | None = None,
+        dummy: Callable[[BatchDescriptor], Batch] | None = None,
+        make_batch: MakeBatch | None = None,
+        output_dim: int = 0,
+        compile_up_to: int = 0,
+        debug: bool = False,
+    ) -> None:
+        """Nothing is captured yet; see `capture`.
+
+        `keys`: what to capture; `capture_keys` makes them from ladders.
+        `dispatcher`: who decides; default: mode FULL.
+        `pool`: memory shared with other runners; default: one of its own.
+        `state`: tensors that the step changes and that trial runs must not; default: a journal finds them.
+        `sinks`: the memory that padded rows may read and write.
+        `dummy`: representative inputs for warm-up and recording; default: padding only.
+        `make_batch`: fresh inputs for `verify`; default: random.
+        `output_dim`: where outputs count their rows.
+        `compile_up_to`: rungs of at most this many tokens go through torch.compile.
+        `debug`: check addresses before every replay, and mark outputs so that late use is detected.
+        """
+        self.step = step
+        self.buffers = buffers
+        self.keys = tuple(sorted(set(keys), key=_largest_first))
+        self.dispatcher = dispatcher or Dispatcher(GraphMode.FULL)
+        self.pool = pool or GraphPool(buffers.device)
+        self.options = options or CaptureOptions()
+        self.debug = debug
+        self.poison = False
+        """Replay in poison mode: padded rows, the sinks and dead outputs hold hostile values."""
+        self.graphs: dict[GraphKey, CapturedGraph] = {}
+        self.failures: dict[GraphKey, str] = {}
+        """Rungs that could not be captured, with the cause."""
+        self.eager_steps: Counter[Reason] = Counter()
+        self.sinks = dict(sinks or {})
+        self.dummy = dummy
+        self.make_batch = make_batch
+        self._state = state
+        self._bridges = Bridges()
+        self._addresses = AddressBook()
+        self._trimmer = Trimmer(output_dim)
+        self._compiled = CompiledSteps(step, compile_up_to, self.pool.device)
+        if self.pool.device != buffers.device:
+            raise ConfigError(f"the pool is on {self.pool.device}, the buffers are on {buffers.device}")
+
+    @property
+    def backend(self) -> Backend:
+        """What captures and replays on this device."""
+        return self.pool.backend
+
+    # -- capture -----------------------------------------------------------------------------------
+
+    def capture(self, *, progress: bool | None = None) -> Report:
+        """Capture every key that has no graph yet, largest first. Returns the report.
+
+        Out of memory gives a rung up and goes on; so does any other failure, unless `options.strict`. Both
+        are in the report, and their batches run from a larger graph or eagerly. `progress`: show a bar
+        (default: when standard error is a terminal).
+        """
+        missing = [key for key in self.keys if key not in self.graphs]
+        self.failures.clear()
+        before = self.pool.bytes
+        with capture_gate(), frozen_gc(self.options.freeze_gc), CaptureProgress(missing, progress) as bar:
+            logger.info("capture begins: %d graphs on %s", len(missing), self.pool.device)
+            for key in missing:
+                bar.start(key)
+                self._capture_or_explain(key)
+                bar.done(self.pool.bytes)
+        self._addresses.renew()
+        logger.info(
+            "capture ends: %d graphs, %d given up, %.2f s, %d bytes",
+            sum(key in self.graphs for key in missing),
+            len(self.failures),
+            bar.seconds,
+            self.pool.bytes - before,
+        )
+        return self.report()
+
+    def capture_one(self, key: GraphKey) -> CapturedGraph:
+        """Capture one graph; only inside `capture_gate()`."""
+        self._compiled.reserve(self.keys)
+        inputs = self.buffers.views(key.descriptor)
+        step = self._compiled.for_key(key)
+        with self.backend.stream(), torch.inference_mode(False), torch.no_grad():
+            self._fill_dummy(key.descriptor)
+            trials = self.trials()
+            if step is not self.step:
+                trials.run(lambda: self.step(**inputs))  # the journal needs the step uncompiled once
+            for _ in range(self.options.warmups):
+                trials.run(lambda: step(**inputs))
+            with trials.undone():
+                recorded = record(
+                    lambda: step(**inputs),
+                    self.pool,
+                    self.options,
+                    self._bridges,
+                    piecewise=key.mode is GraphMode.PIECEWISE,
+                )
+        return CapturedGraph(key, recorded, {name: view.data_ptr() for name, view in inputs.items()})
+
+    def drop(self, key: GraphKey | None = None) -> None:
+        """Forget one graph, or all of them."""
+        for dropped in [key] if key is not None else list(self.graphs):
+            del self.graphs[dropped]
+            self.pool.graphs -= 1
+            self.dispatcher.remove(dropped, Reason.NOT_CAPTURED)
+        self.pool.shrink_if_unused()
+
+    def trials(self) -> Trials:
+        """A way to run the step without a trace."""
+        return Trials(self.backend, state=self._state, sinks=self.sinks, generators=self.options.generators)
+
+    def _capture_or_explain(self, key: GraphKey) -> None:
+        bytes_before = self.pool.bytes
+        try:
+            graph = self.capture_one(key)
+            if self.pool.over_budget and self.pool.bytes > bytes_before:
+                del graph
+                raise torch.OutOfMemoryError(
+                    f"the pool would hold {self.pool.bytes:,} bytes, its budget is {self.pool.budget:,}"
+                )
+        except torch.OutOfMemoryError as error:
+            self._give_up(key, Reason.OUT_OF_MEMORY, error)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            self._give_up(key, Reason.CAPTURE_FAILED, error)
+        else:
+            self._adopt(graph)
+
+    def _adopt(self, graph: CapturedGraph) -> None:
+        self.graphs[graph.key] = graph
+        self.pool.graphs += 1
+        self._trimmer.observe(graph.descriptor, graph.leaves)
+        for other in self.graphs.values():
+            other.forget_trimmed()
+        self.dispatcher.add(graph.key)
+        if self.options.debug_log:
+            logger.info("captured %s", describe(graph))
+
+    def _give_up(self, key: GraphKey, reason: Reason, error: BaseException) -> None:
+        self.failures[key] = f"{type(error).__name__}: {error}"
+        self.dispatcher.mark_failed(key, reason)
+        logger.warning("no %s graph for %s (%s): %s", key.mode, key.descriptor, reason, self.failures[key])
+        self.pool.shrink_if_unused()
+        self.backend.release_unused()
+
+    def _fill_dummy(self, descriptor: BatchDescriptor) -> None:
+        if self.dummy is None:
+            self.buffers.fill_padding(descriptor)
+            return
+        batch = self.dummy(descriptor)
+        shape = BatchShape(descriptor.num_tokens, descriptor.num_reqs, descriptor.query_len)
+        self.buffers.fill(batch, shape, descriptor)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def decide(self, shape: BatchShape) -> Decision:
+        """What a step of this shape will run as, and why."""
+        return self.dispatcher.decide(shape)
+
+    def can_run(self, batch: Batch | BatchShape) -> bool:
+        """Whether a graph can serve this batch."""
+        shape = batch if isinstance(batch, BatchShape) else self.buffers.shape_of(batch)
+        return not self.dispatcher.decide(shape).is_eager
+
+    def run(self, batch: Batch, shape: BatchShape | None = None) -> Any:
+        """One step: decide, then replay or run eagerly. The decision is made before anything is written.
+
+        What a replay returns lives in the pool and is overwritten by the next one.
+        """
+        if shape is None:
+            shape = self.buffers.shape_of(batch)
+        decision = self.dispatcher.decide(shape)
+        if decision.is_eager:
+            return self.run_eagerly(batch, shape, decision.reason)
+        return self.replay(batch, shape, decision)
+
+    def replay(self, batch: Batch, shape: BatchShape, decision: Decision) -> Any:
+        """Fill the buffers and launch the decided graph."""
+        graph = self._decided(decision)
+        if self.debug:
+            self.check_addresses()
+        self.backend.order_replays()
+        if self.poison:
+            self.poison_surroundings()
+        self.buffers.fill(batch, shape, graph.descriptor, poison=self.poison)
+        self.launch(graph)
+        graph.replays += 1
+        graph.real_tokens += shape.num_tokens
+        output = graph.trimmed(shape, self._trimmer.trim)
+        if self.debug and self.options.weak_output:
+            return guarded(output, self.pool, f"{graph.key.mode} graph {graph.descriptor}")
+        return output
+
+    def launch(self, graph: CapturedGraph) -> None:
+        """Replay a graph on what the buffers hold."""
+        graph.replay()
+        self.pool.generation += 1
+
+    def run_eagerly(self, batch: Batch, shape: BatchShape, reason: Reason) -> Any:
+        """Run the step on the batch as it is, and count why."""
+        inputs = self.buffers.on_device(batch, shape)
+        self.eager_steps[reason] += 1
+        with torch.no_grad():
+            return self.step(**inputs)
+
+    def _decided(self, decision: Decision) -> CapturedGraph:
+        if decision.descriptor is None:
+            raise BatchError(f"nothing to replay: the step runs eagerly ({decision.reason})")
+        return self.graphs[GraphKey(decision.mode, decision.descriptor)]
+
+    # -- safety ------------------------------------------------------------------------------------
+
+    def watch(self, tensors: Watched) -> None:
+        """Name tensors that graphs read besides their inputs: parameters, caches, tables.
+
+        A mapping, a module, or a function that returns a mapping.
+        """
+        self._addresses.watch(tensors)
+
+    def check_addresses(self) -> None:
+        """Raise AddressError if anything the graphs read has moved. Call after a weight update or wake-up."""
+        self._addresses.check()
+        for graph in self.graphs.values():
+            views = self.buffers.views(graph.descriptor)
+            for name, address in graph.input_addresses.items():
+                if views[name].data_ptr() != address:
+                    raise AddressError(
+                        f"the buffer of input {name} has moved since {graph.descriptor} was captured"
+                    )
+
+    def poison_surroundings(self) -> None:
+        """Fill what a replay must not depend on: dead outputs with NaN, the sinks with large numbers."""
+        for graph in self.graphs.values():
+            for leaf in graph.leaves:
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and self._is_pooled(leaf):
+                    leaf.fill_(float("nan"))
+        for sink in self.sinks.values():
+            if sink.is_floating_point():
+                sink.fill_(min(3.0e4, torch.finfo(sink.dtype).max / 2))
+
+    def _is_pooled(self, tensor: torch.Tensor) -> bool:
+        return self.pool.memory.contains(tensor.untyped_storage().data_ptr())
+
+    def report(self) -> Report:
+        """What was captured, what it costs, what it served, and why steps ran eagerly."""
+        return Report.of(self)
+
+    def trim(self, position: int, leaf: torch.Tensor, shape: BatchShape) -> torch.Tensor:
+        """The real rows of the output at this position of the flattened result."""
+        return self._trimmer.trim(position, leaf, shape)
+
+    def verify(
+        self, *, make_batch: MakeBatch | None = None, tolerance: float | None = None, seed: int = 0
+    ) -> Verification:
+        """Every graph against the eager step; raises VerifyError where they disagree."""
+        return verify(self, make_batch=make_batch or self.make_batch, tolerance=tolerance, seed=seed)
+
+
+def _largest_first(key: GraphKey) -> tuple[int, int, int, int]:
+    descriptor = key.descriptor
+    return (-descriptor.num_tokens, -descriptor.lora, -(descriptor.context or 1 << 60), -len(key.mode.value))

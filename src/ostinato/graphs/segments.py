@@ -1,0 +1,229 @@
+"""Piecewise capture: recording stops at a function marked `@eager_boundary` and goes on behind it.
+
+    segment 0 | attention (eager) | segment 1 | attention (eager) | segment 2
+
+At replay the segments are launched and the marked functions are called in the same order. What an eager
+call returns is copied into a *bridge*, a buffer at a fixed address that the next segment reads. What it is
+given are the addresses that the segment before it has just written.
+
+Note [Bridges]
+A bridge has memory of its own, outside the graph pool, held as long as any graph that uses it. Only one
+graph runs at a time, so all graphs of a runner share the same bridges: captured largest first, the smaller
+rungs fit into what the largest one needed. Within one graph a bridge is used again for a later boundary
+once nothing holds the tensor handed to the step any more.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .backends import Kept, Segment, Session
+from .blame import calling_line
+from .errors import CaptureError
+from .journal import tensors_in
+from .memory import tensor_over, unowned_storage
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Bridge:
+    """One buffer, and whether the tensor last handed out over it is still in use."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._in_use: StorageWeakRef | None = None
+
+    @property
+    def free(self) -> bool:
+        return self._in_use is None or self._in_use.expired()
+
+    def release(self) -> None:
+        self._in_use = None
+
+    def hand_out(self, like: torch.Tensor) -> torch.Tensor:
+        alias = self._view(like)
+        self._in_use = StorageWeakRef(alias.untyped_storage())
+        return alias
+
+    def place_for(self, like: torch.Tensor) -> torch.Tensor:
+        return self._view(like)
+
+    def _view(self, like: torch.Tensor) -> torch.Tensor:
+        storage = unowned_storage(self.buffer.data_ptr(), self.buffer.nbytes, like.device)
+        return tensor_over(storage, like.dtype, like.size(), like.stride())
+
+
+class Bridges:
+    """The bridges that the graphs of one runner share."""
+
+    def __init__(self) -> None:
+        self._bridges: list[_Bridge] = []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all bridges."""
+        return sum(bridge.buffer.nbytes for bridge in self._bridges)
+
+    def begin_graph(self) -> None:
+        """All bridges are free for a new graph: no two graphs run at the same time."""
+        for bridge in self._bridges:
+            bridge.release()
+
+    def take(self, like: torch.Tensor) -> _Bridge:
+        """A free bridge with room for a tensor of this geometry."""
+        need = _span_bytes(like)
+        fitting = [b for b in self._bridges if b.free and b.buffer.nbytes >= need]
+        if fitting:
+            return min(fitting, key=lambda bridge: bridge.buffer.nbytes)
+        bridge = _Bridge(need, like.device)
+        self._bridges.append(bridge)
+        return bridge
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    if tensor.numel() == 0:
+        return tensor.itemsize
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (reach + 1) * tensor.itemsize
+
+
+class EagerCall:
+    """A marked function between two segments, called anew at every replay."""
+
+    def __init__(
+        self, function: Callable[..., Any], kept: Kept, places: Sequence[torch.Tensor | None]
+    ) -> None:
+        self._function = function
+        self._kept = kept
+        self._places = places
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def replay(self) -> None:
+        """Call the function on the tensors the segment before it has written; refresh the bridges."""
+        if self._arguments is None:
+            self._arguments = self._kept.resolve()
+        args, kwargs = self._arguments
+        with torch.no_grad():
+            leaves, _ = tree_flatten(self._function(*args, **kwargs))
+            for place, leaf in zip(self._places, leaves, strict=True):
+                if place is not None:
+                    place.copy_(leaf)
+
+
+class SegmentedGraph:
+    """Captured segments with the eager calls between them, in order. One segment is an ordinary graph."""
+
+    def __init__(self, steps: Sequence[Segment | EagerCall]) -> None:
+        self.steps = tuple(steps)
+        self.replay: Callable[[], None] = self.steps[0].replay if len(self.steps) == 1 else self._replay_all
+
+    @property
+    def boundaries(self) -> int:
+        """Eager calls per replay."""
+        return sum(isinstance(step, EagerCall) for step in self.steps)
+
+    def _replay_all(self) -> None:
+        for step in self.steps:
+            step.replay()
+
+
+class BoundaryCapture:
+    """What an active capture does when the step reaches a marked function."""
+
+    def __init__(self, session: Session, bridges: Bridges, *, piecewise: bool) -> None:
+        self._session = session
+        self._bridges = bridges
+        self._piecewise = piecewise
+        self._inside = False
+        self._calls: list[EagerCall] = []
+        bridges.begin_graph()
+
+    def __enter__(self) -> "BoundaryCapture":
+        _active.capture = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _active.capture = None
+
+    @property
+    def breaks(self) -> bool:
+        """Whether a marked function met now interrupts the recording."""
+        return self._piecewise and not self._inside
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Interrupt the recording, call the function for real, go on recording behind it."""
+        self._session.pause()
+        kept = self._session.keep((args, kwargs), weak=True)
+        self._inside = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._inside = False
+        handed, places = self._bridge(function, result, (args, kwargs))
+        self._calls.append(EagerCall(function, kept, places))
+        self._session.resume()
+        return handed
+
+    def _bridge(self, function: Callable[..., Any], result: Any, given: Any) -> tuple[Any, list[Any]]:
+        leaves, spec = tree_flatten(result)
+        given_storages = {t.untyped_storage()._cdata for t in tensors_in(given)}
+        handed: list[Any] = []
+        places: list[torch.Tensor | None] = []
+        for leaf in leaves:
+            if leaf is None or (
+                isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in given_storages
+            ):
+                handed.append(leaf)  # written in place: its address is that of an argument already
+                places.append(None)
+            elif isinstance(leaf, torch.Tensor):
+                bridge = self._bridges.take(leaf)
+                tensor = bridge.hand_out(leaf)
+                tensor.copy_(leaf)
+                handed.append(tensor)
+                places.append(bridge.place_for(leaf))
+            else:
+                name = getattr(function, "__qualname__", repr(function))
+                raise CaptureError(
+                    f"eager boundary {name} returned a {type(leaf).__name__}: a replay cannot pass Python "
+                    f"values on to the next segment; return tensors or None",
+                    where=calling_line(),
+                )
+        return tree_unflatten(handed, spec), places
+
+    def assemble(self, segments: Sequence[Segment]) -> SegmentedGraph:
+        """Segments and eager calls in the order they run."""
+        assert len(segments) == len(self._calls) + 1
+        steps: list[Segment | EagerCall] = [segments[0]]
+        for call, segment in zip(self._calls, segments[1:], strict=True):
+            steps += [call, segment]
+        return SegmentedGraph(steps)
+
+
+class _Active(threading.local):
+    capture: BoundaryCapture | None = None
+
+
+_active = _Active()
+
+
+def eager_boundary(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that piecewise capture must not record, such as attention.
+
+    Outside a piecewise capture the mark does nothing: the function is part of an eager step, or of a full
+    graph. A marked function called by another marked function is part of that one's eager call.
+    """
+
+    @functools.wraps(function)
+    def boundary(*args: P.args, **kwargs: P.kwargs) -> R:
+        capture = _active.capture
+        if capture is None or not capture.breaks:
+            return function(*args, **kwargs)
+        return cast(R, capture.call(function, args, kwargs))
+
+    return boundary

@@ -1,0 +1,161 @@
+"""From the arguments of a call to the fields of a step, and back."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from .buffers import Batch
+from .descriptor import BatchDescriptor, BatchShape
+from .errors import BatchError, ConfigError
+from .fields import Extent, Field, Scalar
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The structure of a call: which leaves are tensors, of which type and shape, and which are constants."""
+
+    spec: TreeSpec
+    fields: tuple[Field | None, ...]
+    """One per leaf; None for a constant."""
+    constants: tuple[Any, ...]
+    """One per leaf; None for a tensor."""
+    batch_dim: int
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        batch_dim: int,
+        shared: Sequence[str],
+        pads: Mapping[str, Scalar],
+    ) -> "Signature":
+        """The signature of a call. `shared`: arguments without a batch; `pads`: padding by argument."""
+        paths, spec = tree_flatten_with_path((args, kwargs))
+        parameters = _parameter_names(function, len(args))
+        named = [(*_argument_name(path, parameters), leaf) for path, leaf in paths]
+        known = {argument for argument, _, _ in named}
+        for name in (*shared, *pads):
+            if name not in known:
+                raise ConfigError(f"no argument {name!r} in this call: it has {', '.join(sorted(known))}")
+        fields: list[Field | None] = []
+        for argument, name, leaf in named:
+            if not isinstance(leaf, torch.Tensor):
+                fields.append(None)
+                continue
+            pad = pads.get(argument, False if leaf.dtype is torch.bool else 0)
+            if argument in shared or leaf.dim() <= batch_dim:
+                fields.append(Field(name, leaf.dtype, tuple(leaf.shape), Extent.FIXED, pad))
+            else:
+                row = tuple(leaf.shape[:batch_dim]) + tuple(leaf.shape[batch_dim + 1 :])
+                fields.append(Field(name, leaf.dtype, row, Extent.TOKEN, pad, dim=batch_dim))
+        if not any(field is not None and field.per is Extent.TOKEN for field in fields):
+            raise BatchError(f"no tensor argument has a batch dimension {batch_dim}")
+        constants = [None if isinstance(leaf, torch.Tensor) else leaf for _, leaf in paths]
+        return cls(spec, tuple(fields), tuple(constants), batch_dim)
+
+    @property
+    def tensor_fields(self) -> tuple[Field, ...]:
+        """The fields, without the constants."""
+        return tuple(field for field in self.fields if field is not None)
+
+    def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batch, BatchShape] | None:
+        """The call's tensors by field name and their shape; None if the call has another signature."""
+        leaves, spec = tree_flatten((args, kwargs))
+        if spec != self.spec:
+            return None
+        batch: dict[str, torch.Tensor] = {}
+        rows: int | None = None
+        for leaf, field, constant in zip(leaves, self.fields, self.constants, strict=True):
+            if field is None:
+                if isinstance(leaf, torch.Tensor) or not _same_constant(leaf, constant):
+                    return None
+                continue
+            if not isinstance(leaf, torch.Tensor) or leaf.dtype != field.dtype:
+                return None
+            if field.per is Extent.TOKEN:
+                if leaf.dim() != len(field.shape) + 1:
+                    return None
+                size = leaf.size(self.batch_dim)
+                rows = size if rows is None else rows
+                if size != rows:
+                    raise BatchError(
+                        f"{field.name} has a batch of {size}, another argument one of {rows}; name arguments "
+                        f"without a batch in shared="
+                    )
+            if leaf.shape != field.full_shape(rows or 1, rows or 1):
+                return None
+            batch[field.name] = leaf
+        assert rows is not None
+        return batch, BatchShape.decode(rows)
+
+    def call(self, function: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> Any:
+        """Call the function with these tensors in place of its own."""
+        leaves = [
+            constant if field is None else inputs[field.name]
+            for field, constant in zip(self.fields, self.constants, strict=True)
+        ]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return function(*args, **kwargs)
+
+
+class Examples:
+    """Representative inputs made from the rows of one call."""
+
+    def __init__(self, signature: Signature, batch: Batch) -> None:
+        self._fields = signature.tensor_fields
+        self._batch = {name: tensor.detach().clone() for name, tensor in batch.items()}
+
+    def dummy(self, descriptor: BatchDescriptor) -> Batch:
+        """As many rows as the rung has, repeating the example's."""
+        return self._rows(torch.arange(descriptor.num_tokens))
+
+    def random(self, shape: BatchShape, generator: torch.Generator) -> Batch:
+        """Rows drawn from the example, floating ones scaled at random."""
+        batch = dict(self._rows(torch.randint(1 << 30, (shape.num_tokens,), generator=generator)))
+        for field in self._fields:
+            if field.dtype.is_floating_point:
+                value = batch[field.name]
+                scale = 0.5 + torch.rand(value.shape, generator=generator)
+                batch[field.name] = value * scale.to(value.device, value.dtype)
+        return batch
+
+    def _rows(self, rows: torch.Tensor) -> Batch:
+        chosen = {}
+        for field in self._fields:
+            value = self._batch[field.name]
+            if field.per is Extent.TOKEN:
+                index = (rows % value.size(field.dim)).to(value.device)
+                value = value.index_select(field.dim, index)
+            chosen[field.name] = value
+        return chosen
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
+    target = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in positional]
+    return names[:count] + [f"arg{i}" for i in range(len(names[:count]), count)]
+
+
+def _argument_name(path: tuple[Any, ...], parameters: Sequence[str]) -> tuple[str, str]:
+    """(the argument, a unique identifier of the leaf within the call)."""
+    group, first, *rest = path
+    argument = parameters[first.idx] if group.idx == 0 else str(first.key)
+    inner = re.sub(r"\W+", "_", keystr(tuple(rest))).strip("_")
+    return argument, f"{argument}_{inner}" if inner else argument

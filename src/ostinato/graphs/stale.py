@@ -1,0 +1,69 @@
+"""Debug mode: an output that a later replay has overwritten says so when it is used."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .errors import StaleOutputError
+from .journal import tensors_in
+from .pool import GraphPool
+
+
+class GuardedOutput(torch.Tensor):
+    """An output in shared memory, good until the pool's next replay. Views of it are guarded too."""
+
+    _pool: GraphPool
+    _generation: int
+    _origin: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        guards: dict[int, GuardedOutput] = {}
+        for tensor in tensors_in((args, kwargs or {})):
+            if isinstance(tensor, GuardedOutput) and hasattr(tensor, "_pool"):
+                tensor._raise_if_stale()
+                guards[_storage(tensor)] = tensor
+        result = super().__torch_function__(func, types, args, kwargs or {})
+
+        def guard_views(tensor: torch.Tensor) -> torch.Tensor:
+            guard = guards.get(_storage(tensor))
+            return _plain(tensor) if guard is None else _guarded(tensor, guard)
+
+        return tree_map_only(torch.Tensor, guard_views, result)
+
+    def _raise_if_stale(self) -> None:
+        if self._generation != self._pool.generation:
+            later = self._pool.generation - self._generation
+            raise StaleOutputError(
+                f"the output of {self._origin} was used {later} replay(s) after its own: its memory is "
+                f"shared and has been overwritten. Copy what must last (clone) before the next step"
+            )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()._cdata
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def _guarded(tensor: torch.Tensor, like: GuardedOutput) -> GuardedOutput:
+    return _mark(tensor, like._pool, like._generation, like._origin)
+
+
+def _mark(tensor: torch.Tensor, pool: GraphPool, generation: int, origin: str) -> GuardedOutput:
+    with torch._C.DisableTorchFunctionSubclass():
+        guarded = tensor.as_subclass(GuardedOutput)
+    guarded._pool, guarded._generation, guarded._origin = pool, generation, origin
+    return guarded
+
+
+def guarded(tree: Any, pool: GraphPool, origin: str) -> Any:
+    """The same outputs, each watching the pool's replays."""
+    mark: Callable[[torch.Tensor], GuardedOutput] = lambda t: _mark(t, pool, pool.generation, origin)  # noqa: E731
+    return tree_map_only(torch.Tensor, mark, tree)

@@ -1,0 +1,287 @@
+"""Every listed binding means the same as its ATen overload, and the out-variants found by schema do too."""
+
+import pytest
+import torch
+from tape_recording import same
+
+from ostinato.graphs.backends.tape.fastcalls import IN_PLACE, OUT, PLAIN
+from ostinato.graphs.backends.tape.outvariants import find_out_variant
+
+aten = torch.ops.aten
+
+
+def overload(name):
+    packet, kind = name.split(".")
+    return getattr(getattr(aten, packet), kind)
+
+
+def f(*size):
+    return torch.randn(*size)
+
+
+def i(*values):
+    return torch.tensor(values)
+
+
+def b(*size):
+    return torch.randn(*size) > 0
+
+
+# Arguments by overload: positional, then keyword ones. Where a family shares its arguments, by pattern below.
+ARGUMENTS = {
+    "mm.default": lambda: (f(3, 4), f(4, 5)),
+    "addmm.default": lambda: ((f(5), f(3, 4), f(4, 5)), {"beta": 2, "alpha": 0.5}),
+    "bmm.default": lambda: (f(2, 3, 4), f(2, 4, 5)),
+    "baddbmm.default": lambda: ((f(2, 3, 5), f(2, 3, 4), f(2, 4, 5)), {"beta": 0.5, "alpha": 2}),
+    "addmv.default": lambda: (f(3), f(3, 4), f(4)),
+    "mv.default": lambda: (f(3, 4), f(4)),
+    "dot.default": lambda: (f(4), f(4)),
+    "linear.default": lambda: (f(3, 4), f(5, 4), f(5)),
+    "add.Tensor": lambda: ((f(3, 4), f(4)), {"alpha": 3}),
+    "sub.Tensor": lambda: ((f(3, 4), f(4)), {"alpha": 3}),
+    "div.Tensor_mode": lambda: ((f(3, 4), f(4)), {"rounding_mode": "floor"}),
+    "div.Scalar_mode": lambda: ((f(3, 4), 0.5), {"rounding_mode": "trunc"}),
+    "pow.Tensor_Scalar": lambda: (f(3, 4), 2),
+    "pow.Tensor_Tensor": lambda: (f(3, 4).abs(), f(3, 4)),
+    "pow.Scalar": lambda: (2.0, f(3, 4)),
+    "addcmul.default": lambda: ((f(3), f(3), f(3)), {"value": 2}),
+    "addcdiv.default": lambda: ((f(3), f(3), f(3)), {"value": 2}),
+    "lerp.Scalar": lambda: (f(3), f(3), 0.3),
+    "lerp.Tensor": lambda: (f(3), f(3), f(3)),
+    "clamp.default": lambda: (f(3, 4), -0.5, None),
+    "clamp.Tensor": lambda: (f(3, 4), None, f(4)),
+    "sum.dim_IntList": lambda: ((f(3, 4), [1], True), {"dtype": torch.float64}),
+    "sum.default": lambda: (f(3, 4),),
+    "mean.dim": lambda: (f(3, 4), [-1], True),
+    "mean.default": lambda: (f(3, 4),),
+    "prod.dim_int": lambda: (f(3, 4), 1),
+    "amax.default": lambda: (f(3, 4), [1], True),
+    "amin.default": lambda: (f(3, 4), [0]),
+    "all.dim": lambda: (b(3, 4), 1, True),
+    "any.dim": lambda: (b(3, 4), 1),
+    "all.default": lambda: (b(3, 4),),
+    "any.default": lambda: (b(3, 4),),
+    "argmax.default": lambda: (f(3, 4), -1, True),
+    "argmin.default": lambda: (f(3, 4),),
+    "cumsum.default": lambda: (f(3, 4), 1),
+    "cumprod.default": lambda: (f(3, 4), 1),
+    "logsumexp.default": lambda: (f(3, 4), [1]),
+    "_softmax.default": lambda: (f(3, 4), -1, False),
+    "_log_softmax.default": lambda: (f(3, 4), -1, False),
+    "cat.default": lambda: ([f(3, 4), f(3, 2)], 1),
+    "stack.default": lambda: ([f(3, 4), f(3, 4)], 1),
+    "index_select.default": lambda: (f(3, 4), 1, i(0, 3, 3)),
+    "gather.default": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2)),
+    "take_along_dim.default": lambda: (f(3, 4), i(0, 3).expand(3, 2), 1),
+    "where.self": lambda: (b(3, 4), f(3, 4), f(4)),
+    "scatter.src": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2), f(3, 2)),
+    "scatter.value": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2), 2.0),
+    "scatter_add.default": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2), f(3, 2)),
+    "index_copy.default": lambda: (f(3, 4), 0, i(2, 0), f(2, 4)),
+    "index_add.default": lambda: ((f(3, 4), 0, i(2, 2), f(2, 4)), {"alpha": 2}),
+    "tril.default": lambda: (f(3, 4), -1),
+    "triu.default": lambda: (f(3, 4), 1),
+    "arange.default": lambda: ((5,), {"dtype": torch.float32}),
+    "arange.start": lambda: (2, 5),
+    "arange.start_step": lambda: ((2, 9, 3), {"dtype": torch.int32}),
+    "rand.default": lambda: ([3, 4],),
+    "randn.default": lambda: (([5, 4],), {"dtype": torch.float64}),
+    "randint.default": lambda: (9, [3, 4]),
+    "randint.low": lambda: (3, 9, [3, 4]),
+    "randperm.default": lambda: (9,),
+    "multinomial.default": lambda: (f(3, 4).softmax(-1), 2, False),
+    "bernoulli.default": lambda: (f(3, 4).sigmoid(),),
+    "topk.default": lambda: (f(3, 6), 2, -1, False, True),
+    "sort.default": lambda: (f(3, 6), 0, True),
+    "sort.stable": lambda: ((f(3, 6),), {"stable": True, "dim": 0, "descending": True}),
+    "max.dim": lambda: (f(3, 4), 1, True),
+    "min.dim": lambda: (f(3, 4), 0),
+    "cummax.default": lambda: (f(3, 4), 1),
+    "kthvalue.default": lambda: (f(3, 4), 2, 1),
+    "gelu.default": lambda: ((f(3, 4),), {"approximate": "tanh"}),
+    "softplus.default": lambda: (f(3, 4), 2, 10),
+    "leaky_relu.default": lambda: (f(3, 4), 0.2),
+    "elu.default": lambda: (f(3, 4), 0.5),
+    "hardtanh.default": lambda: (f(3, 4), -0.5, 0.5),
+    "glu.default": lambda: (f(3, 4), 1),
+    "embedding.default": lambda: (f(5, 4), i(1, 3, 0), -1, False, False),
+    "native_layer_norm.default": lambda: (f(3, 4), [4], f(4), None, 1e-5),
+    "native_group_norm.default": lambda: (f(2, 4, 3), f(4), f(4), 2, 4, 3, 2, 1e-5),
+    "native_batch_norm.default": lambda: (f(5, 3), f(3), f(3), f(3), f(3), True, 0.1, 1e-5),
+    "masked_fill.Scalar": lambda: (f(3, 4), b(3, 4), float("-inf")),
+    "masked_fill.Tensor": lambda: (f(3, 4), b(3, 4), torch.tensor(2.0)),
+    "repeat_interleave.self_int": lambda: (f(3, 4), 2, 0),
+    "constant_pad_nd.default": lambda: (f(3, 4), [1, 2], 0.5),
+    "convolution.default": lambda: (f(1, 2, 5, 5), f(3, 2, 3, 3), f(3), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    "var_mean.correction": lambda: ((f(3, 4), [1]), {"correction": 0, "keepdim": True}),
+    "std_mean.correction": lambda: ((f(3, 4), [1]), {"correction": 1}),
+    "native_dropout.default": lambda: (f(30, 4), 0.4, True),
+    "_scaled_dot_product_flash_attention_for_cpu.default": lambda: (
+        (f(1, 2, 3, 8), f(1, 2, 3, 8), f(1, 2, 3, 8), 0.0, True),
+        {"scale": 0.3},
+    ),
+    "_fused_rms_norm.default": lambda: (f(3, 4), [4], f(4), 1e-6),
+    "roll.default": lambda: (f(3, 4), [1], [0]),
+    "flip.default": lambda: (f(3, 4), [1]),
+    "copy_.default": lambda: (f(3, 4), f(4), False),
+    "fill_.Scalar": lambda: (f(3), 2.5),
+    "fill_.Tensor": lambda: (f(3), torch.tensor(2.5)),
+    "pow_.Scalar": lambda: (f(3), 2),
+    "clamp_.default": lambda: (f(3), None, 0.5),
+    "lerp_.Scalar": lambda: (f(3), f(3), 0.3),
+    "lerp_.Tensor": lambda: (f(3), f(3), f(3)),
+    "addcmul_.default": lambda: ((f(3), f(3), f(3)), {"value": 2}),
+    "addcdiv_.default": lambda: ((f(3), f(3), f(3)), {"value": 2}),
+    "addmm_.default": lambda: ((f(3, 5), f(3, 4), f(4, 5)), {"beta": 0.5}),
+    "baddbmm_.default": lambda: ((f(2, 3, 5), f(2, 3, 4), f(2, 4, 5)), {"alpha": 0.5}),
+    "masked_fill_.Scalar": lambda: (f(3, 4), b(3, 4), 1.5),
+    "masked_fill_.Tensor": lambda: (f(3, 4), b(3, 4), torch.tensor(1.5)),
+    "index_copy_.default": lambda: (f(3, 4), 0, i(2, 0), f(2, 4)),
+    "index_add_.default": lambda: ((f(3, 4), 0, i(2, 2), f(2, 4)), {"alpha": 2}),
+    "index_fill_.int_Scalar": lambda: (f(3, 4), 1, i(2, 0), 1.5),
+    "index_put_.default": lambda: (f(3, 4), [i(2, 0), i(1, 1)], f(2), True),
+    "scatter_.src": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2), f(3, 2)),
+    "scatter_.value": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2), 1.5),
+    "scatter_add_.default": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2), f(3, 2)),
+    "logical_and_.default": lambda: (b(3, 4), b(3, 4)),
+    "logical_or_.default": lambda: (b(3, 4), b(3, 4)),
+    "logical_not_.default": lambda: (b(3, 4),),
+    "eq_.Scalar": lambda: (i(1, 2, 3), 2),
+    "tril_.default": lambda: (f(3, 4), -1),
+    "triu_.default": lambda: (f(3, 4), 1),
+    "uniform_.default": lambda: (f(3, 4), -1, 2),
+    "normal_.default": lambda: (f(3, 40), 1, 2),
+    "bernoulli_.float": lambda: (f(3, 4), 0.3),
+    "bernoulli_.Tensor": lambda: (f(3, 4), f(3, 4).sigmoid()),
+    "exponential_.default": lambda: (f(3, 4), 2.0),
+    "random_.default": lambda: (f(3, 4),),
+    "random_.from": lambda: (f(3, 4), 2, 9),
+    "random_.to": lambda: (f(3, 4), 9),
+    "cauchy_.default": lambda: (f(3, 4), 1, 2),
+    "geometric_.default": lambda: (f(3, 4), 0.3),
+    "log_normal_.default": lambda: (f(3, 4), 1, 0.5),
+    "leaky_relu_.default": lambda: (f(3, 4), 0.2),
+    "elu_.default": lambda: (f(3, 4), 0.5),
+    "hardtanh_.default": lambda: (f(3, 4), -0.5, 0.5),
+    "gelu_.default": lambda: ((f(3, 4),), {"approximate": "tanh"}),
+    "_foreach_add_.List": lambda: (([f(3), f(2)], [f(3), f(2)]), {"alpha": 2}),
+    "_foreach_add_.Scalar": lambda: ([f(3), f(2)], 2.0),
+    "_foreach_mul_.List": lambda: ([f(3), f(2)], [f(3), f(2)]),
+    "_foreach_mul_.Scalar": lambda: ([f(3), f(2)], 2.0),
+    "_foreach_mul_.Tensor": lambda: ([f(3), f(2)], torch.tensor(2.0)),
+    "_foreach_sub_.List": lambda: (([f(3), f(2)], [f(3), f(2)]), {"alpha": 2}),
+    "_foreach_div_.List": lambda: ([f(3), f(2)], [f(3), f(2)]),
+    "_foreach_copy_.default": lambda: ([f(3), f(2)], [f(3), f(2)]),
+    "_foreach_zero_.default": lambda: ([f(3), f(2)],),
+    "_foreach_sqrt_.default": lambda: ([f(3).abs(), f(2).abs()],),
+    "_foreach_lerp_.Scalar": lambda: ([f(3), f(2)], [f(3), f(2)], 0.3),
+    "_foreach_addcmul_.Scalar": lambda: ([f(3)], [f(3)], [f(3)], 0.3),
+    "_foreach_addcdiv_.Scalar": lambda: ([f(3)], [f(3)], [f(3)], 0.3),
+}
+
+
+def adam_arguments(lr):
+    state = [[f(3)], [f(3)], [f(3)], [f(3).abs()], [], [torch.tensor(2.0)]]
+    options = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+    return tuple(state), {"lr": lr, **options, "amsgrad": False, "maximize": False}
+
+
+def sgd_arguments(lr):
+    options = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": False}
+    return ([f(3)], [f(3)], [f(3)]), {**options, "lr": lr, **flags}
+
+
+def arguments_of(name):
+    """Sample arguments; a family without an entry is told by its schema."""
+    if name in ARGUMENTS:
+        found = ARGUMENTS[name]()
+    elif name.startswith("_fused_ada"):
+        found = adam_arguments(torch.tensor(0.1) if "tensor_lr" in name else 0.1)
+    elif name.startswith("_fused_sgd"):
+        found = sgd_arguments(torch.tensor(0.1) if "tensor_lr" in name else 0.1)
+    else:
+        required = [a for a in overload(name)._schema.arguments if not a.kwarg_only and a.default_value is None]
+        integers = name.startswith(("bitwise", "logical")) or "_bitwise" in name
+        make = (lambda: torch.randint(1, 9, (3, 4))) if integers else (lambda: f(3, 4).abs() + 0.1)
+        number = 2 if integers else 1.5
+        found = tuple(make() if str(a.type) == "Tensor" else number for a in required)
+    with_keywords = len(found) == 2 and isinstance(found[0], tuple) and isinstance(found[1], dict)
+    return found if with_keywords else (found, {})
+
+
+def two_runs(name, first, second):
+    """Run both on equal arguments from one seed; results and arguments afterwards."""
+    outcomes = []
+    for run in (first, second):
+        torch.manual_seed(5)
+        args, kwargs = arguments_of(name)
+        torch.manual_seed(6)
+        outcomes.append((run(args, kwargs), args, kwargs, torch.get_rng_state()))
+    return outcomes
+
+
+def places_like(result):
+    return [torch.full_like(leaf, 1) for leaf in ([result] if isinstance(result, torch.Tensor) else result)]
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_bindings_with_out(name):
+    def through_binding(args, kwargs):
+        results = overload(name)(*args, **kwargs)
+        torch.manual_seed(6)
+        places = places_like(results)
+        args, kwargs = arguments_again(name)
+        if any(a.name == "pin_memory" for a in overload(name)._schema.arguments):
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "layout", "device", "pin_memory")}
+        OUT[name](*args, **kwargs, out=places[0] if len(places) == 1 else tuple(places))
+        return places
+
+    got, expected = two_runs(name, through_binding, lambda args, kwargs: overload(name)(*args, **kwargs))
+    assert same(list(got[0]), [expected[0]] if isinstance(expected[0], torch.Tensor) else list(expected[0]))
+    assert torch.equal(got[3], expected[3])
+
+
+def arguments_again(name):
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    found = arguments_of(name)
+    torch.set_rng_state(state)
+    return found
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *IN_PLACE])
+def test_bindings_without_out(name):
+    binding = PLAIN.get(name) or IN_PLACE[name]
+    got, expected = two_runs(
+        name,
+        lambda args, kwargs: binding(*args, **kwargs),
+        lambda args, kwargs: overload(name)(*args, **kwargs),
+    )
+    if not name.startswith("_foreach"):  # Python gets the lists back, the overload gives nothing
+        assert same(got[0], expected[0])
+    assert same(got[1:3], expected[1:3])
+    assert torch.equal(got[3], expected[3])
+
+
+@pytest.mark.parametrize("name", [n for n in [*OUT, *PLAIN] if find_out_variant(overload(n)) is not None])
+def test_out_variants_found_by_schema(name):
+    def through_variant(args, kwargs):
+        results = overload(name)(*args, **kwargs)
+        torch.manual_seed(6)
+        places = places_like(results)
+        args, kwargs = arguments_again(name)
+        variant = find_out_variant(overload(name))
+        kwargs = {k: v for k, v in kwargs.items() if k not in variant.dropped}
+        variant.func(*args, **kwargs, **dict(zip(variant.outs, places, strict=True)))
+        return places
+
+    got, expected = two_runs(name, through_variant, lambda args, kwargs: overload(name)(*args, **kwargs))
+    assert same(list(got[0]), [expected[0]] if isinstance(expected[0], torch.Tensor) else list(expected[0]))
+
+
+def test_an_overload_with_other_arguments_is_not_taken_for_an_out_variant():
+    assert find_out_variant(aten.split.Tensor) is None
+    assert find_out_variant(aten.mm.default).func is aten.mm.out
+    assert find_out_variant(aten.topk.default).outs == ("values", "indices")
+    assert find_out_variant(aten.add.Tensor).func is aten.add.out

@@ -1,0 +1,185 @@
+"""What CUDA forbids while capturing is refused at the line that does it, and recording leaves no trace."""
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+import torch
+from tape_recording import record
+
+from ostinato.graphs.backends.tape import TapeBackend
+from ostinato.graphs.errors import CaptureError
+from ostinato.graphs.options import CaptureOptions
+
+X = torch.arange(6.0).view(2, 3)
+FLAG = torch.tensor(True)
+COUNT = torch.tensor(2)
+OUTSIDE = torch.zeros(4)
+
+
+# One line each: the error must name that very line.
+REFUSED = {
+    "item": lambda: (X * 2).sum().item(),
+    "tolist": lambda: (X * 2).tolist(),
+    "numpy": lambda: (X * 2).numpy(),
+    "asarray": lambda: np.asarray(X * 2),
+    "cpu": lambda: (X * 2).cpu(),
+    "bool": lambda: 1 if X.sum() > 0 else 2,
+    "and": lambda: FLAG and 3,
+    "int": lambda: int(COUNT),
+    "float": lambda: float(COUNT),
+    "index": lambda: list(range(COUNT)),
+    "contains": lambda: 3 in X,
+    "print": lambda: print(X),
+    "str": lambda: str(X),
+    "format": lambda: f"{X.sum()}",
+    "format_many": lambda: f"{X}",
+    "nonzero": lambda: X.nonzero(),
+    "where_one_argument": lambda: torch.where(X > 1),
+    "argwhere": lambda: torch.argwhere(X),
+    "mask_read": lambda: X[X > 1],
+    "mask_read_uint8": lambda: X[(X > 1).to(torch.uint8)],
+    "mask_write": lambda: X.__setitem__(X > 1, 0.0),
+    "masked_select": lambda: X.masked_select(X > 1),
+    "unique": lambda: X.unique(),
+    "unique_consecutive": lambda: X.unique_consecutive(),
+    "is_nonzero": lambda: torch.is_nonzero(COUNT),
+    "equal": lambda: torch.equal(X, X),
+    "allclose": lambda: torch.allclose(X, X),
+    "repeat_interleave": lambda: torch.repeat_interleave(X, COUNT.expand(2), dim=0),
+    "bincount": lambda: torch.bincount(COUNT.view(1)),
+    "resize": lambda: OUTSIDE.resize_(9),
+    "set": lambda: OUTSIDE.set_(X),
+    "tensor_of_list": lambda: torch.tensor([1.0, 2.0]),
+    "as_tensor_of_list": lambda: torch.as_tensor([1.0, 2.0]),
+    "asarray_of_array": lambda: torch.asarray(np.ones(3)),
+    "from_numpy": lambda: torch.from_numpy(np.ones(3)),
+    "new_tensor": lambda: X.new_tensor([1.0]),
+    "legacy_constructor": lambda: torch.FloatTensor([1.0]),
+    "index_with_list": lambda: X[[0, 1]],
+    "index_with_tensor_scalar": lambda: X[COUNT - 1],
+    "split_by_tensor": lambda: torch.tensor_split(X, COUNT),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_the_users_line(name):
+    step = REFUSED[name]
+    line = inspect.getsourcelines(step)[1]
+    with pytest.raises(CaptureError) as caught:
+        record(step)
+    assert caught.value.where is not None
+    assert caught.value.where.startswith(f"{__file__}:{line} in <lambda>"), caught.value.where
+    assert re.search(r"(use|return|make|keep|read|pass|give|do it) ", str(caught.value)), "no advice given"
+
+
+def test_a_refusal_in_the_backward_pass_names_the_line():
+    x = torch.ones(3, requires_grad=True)
+
+    def peek(grad):
+        grad.sum().item()  # this line
+
+    def step():
+        y = (x * 2).sum()
+        x.register_hook(peek)
+        y.backward()
+
+    with pytest.raises(CaptureError) as caught:
+        record(step, grad=True)
+    assert "# this line" in str(caught.value.where)
+
+
+ALLOWED = {
+    "integer_index": lambda: X[torch.arange(2), COUNT.expand(2)],
+    "integer_index_write": lambda: X.clone().index_put_((torch.arange(2),), X),
+    "scalar_constant": lambda: X * torch.tensor(2.0),
+    "scalar_assignment": lambda: X.clone().__setitem__((0, 1), 5.0),
+    "repeat_interleave": lambda: torch.repeat_interleave(X, COUNT.expand(2), dim=0, output_size=4),
+    "repeat_interleave_int": lambda: X.repeat_interleave(2, dim=1),
+    "masked_fill": lambda: X.masked_fill(X > 1, 0.0),
+    "where": lambda: torch.where(X > 1, X, 0.0),
+    "nonzero_static": lambda: torch.nonzero_static(X, size=4),
+    "shape_questions": lambda: X + len(X) + X.shape[1] + X.numel() + X.stride(0) + X.dim(),
+    "tensor_of_tensor": lambda: torch.as_tensor(X) + X.clone().detach(),
+    "inside_resize": lambda: (X * 2).resize_(2, 2) + 1,
+    "record_function": lambda: marked(X),
+    "iteration": lambda: sum(row.sum() for row in X),
+}
+
+
+def marked(x):
+    with torch.profiler.record_function("mark"):
+        return x + 1
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_legal_under_capture(name):
+    step = ALLOWED[name]
+    expected = step()
+    got = record(step).replay()
+    assert got is expected is None or torch.equal(got, expected)
+
+
+def test_capture_query_answers_yes_only_while_recording():
+    original, in_graphs = torch.cuda.is_current_stream_capturing, torch.cuda.graphs.is_current_stream_capturing
+    answers = []
+
+    def step():
+        answers.append(torch.cuda.is_current_stream_capturing())
+        answers.append(torch.cuda.graphs.is_current_stream_capturing())
+        return X + 1
+
+    record(step)
+    assert answers == [True, True]
+    with pytest.raises(ZeroDivisionError):
+        record(lambda: 1 / 0)
+    assert torch.cuda.is_current_stream_capturing is original
+    assert torch.cuda.graphs.is_current_stream_capturing is in_graphs
+
+
+def test_the_steps_own_error_passes_and_leaves_nothing_behind():
+    state, before = torch.zeros(3), torch.get_rng_state()
+
+    def step():
+        state.add_(1)
+        torch.rand(4)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        record(step)
+    assert state.tolist() == [0, 0, 0]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._len_torch_function_stack() == 0
+    assert state.tolist() == [0, 0, 0]
+
+
+def test_abort_ends_the_recording():
+    backend = TapeBackend()
+    session = backend.session(backend.new_memory(), CaptureOptions())
+    with torch.no_grad():
+        session.begin()
+        X + 1
+        recorded = len(session._recorder.segments[0])
+        session.abort()
+        X + 1
+    assert recorded == len(session._recorder.segments[0]) == 1
+    assert X.tolist()[0] == [0, 1, 2]
+
+
+def test_recording_leaves_outside_state_alone():
+    layer = torch.nn.BatchNorm1d(3)
+    cache, counter = torch.zeros(4, 3), torch.zeros((), dtype=torch.long)
+    before = [t.clone() for t in (*layer.state_dict().values(), cache, counter, torch.get_rng_state())]
+
+    def step():
+        counter.add_(1)
+        cache[counter.view(1)] = 5.0
+        cache.t()[0].uniform_()
+        layer.weight.mul_(2)
+        return layer(torch.randn(4, 3))
+
+    record(step)
+    after = (*layer.state_dict().values(), cache, counter, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
