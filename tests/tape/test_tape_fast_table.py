@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tape_recording import same
+from tape_recording import record, same
 
 from ostinato.graphs.backends.tape.fastcalls import IN_PLACE, OUT, PLAIN
 from ostinato.graphs.backends.tape.outvariants import find_out_variant
@@ -72,7 +72,6 @@ ARGUMENTS = {
     "stack.default": lambda: ([f(3, 4), f(3, 4)], 1),
     "index_select.default": lambda: (f(3, 4), 1, i(0, 3, 3)),
     "gather.default": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2)),
-    "take_along_dim.default": lambda: (f(3, 4), i(0, 3).expand(3, 2), 1),
     "where.self": lambda: (b(3, 4), f(3, 4), f(4)),
     "scatter.src": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2), f(3, 2)),
     "scatter.value": lambda: (f(3, 4), 1, i(0, 3).expand(3, 2), 2.0),
@@ -110,9 +109,18 @@ ARGUMENTS = {
     "native_batch_norm.default": lambda: (f(5, 3), f(3), f(3), f(3), f(3), True, 0.1, 1e-5),
     "masked_fill.Scalar": lambda: (f(3, 4), b(3, 4), float("-inf")),
     "masked_fill.Tensor": lambda: (f(3, 4), b(3, 4), torch.tensor(2.0)),
-    "repeat_interleave.self_int": lambda: (f(3, 4), 2, 0),
     "constant_pad_nd.default": lambda: (f(3, 4), [1, 2], 0.5),
-    "convolution.default": lambda: (f(1, 2, 5, 5), f(3, 2, 3, 3), f(3), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    "convolution.default": lambda: (
+        f(1, 2, 5, 5),
+        f(3, 2, 3, 3),
+        f(3),
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        False,
+        [0, 0],
+        1,
+    ),
     "var_mean.correction": lambda: ((f(3, 4), [1]), {"correction": 0, "keepdim": True}),
     "std_mean.correction": lambda: ((f(3, 4), [1]), {"correction": 1}),
     "native_dropout.default": lambda: (f(30, 4), 0.4, True),
@@ -201,7 +209,9 @@ def arguments_of(name):
     elif name.startswith("_fused_sgd"):
         found = sgd_arguments(torch.tensor(0.1) if "tensor_lr" in name else 0.1)
     else:
-        required = [a for a in overload(name)._schema.arguments if not a.kwarg_only and a.default_value is None]
+        required = [
+            a for a in overload(name)._schema.arguments if not a.kwarg_only and a.default_value is None
+        ]
         integers = name.startswith(("bitwise", "logical")) or "_bitwise" in name
         make = (lambda: torch.randint(1, 9, (3, 4))) if integers else (lambda: f(3, 4).abs() + 0.1)
         number = 2 if integers else 1.5
@@ -278,6 +288,23 @@ def test_out_variants_found_by_schema(name):
 
     got, expected = two_runs(name, through_variant, lambda args, kwargs: overload(name)(*args, **kwargs))
     assert same(list(got[0]), [expected[0]] if isinstance(expected[0], torch.Tensor) else list(expected[0]))
+
+
+@pytest.mark.parametrize("name", [*OUT, *PLAIN, *IN_PLACE])
+def test_a_tape_takes_the_fast_way_and_agrees(name):
+    torch.manual_seed(5)
+    args, kwargs = arguments_of(name)
+    recorded = record(lambda: overload(name)(*args, **kwargs))
+    eager_args, eager_kwargs = arguments_again(name)
+    torch.manual_seed(6)
+    expected = overload(name)(*eager_args, **eager_kwargs)
+    torch.manual_seed(6)
+    assert same(recorded.replay(), expected)
+    assert same((args, kwargs), (eager_args, eager_kwargs))
+    if overload(name).has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return  # arrives whole only below autograd
+    call = recorded.tape.segments[0]._calls[0]
+    assert (call.args[0] if name in PLAIN else call).func is {**OUT, **PLAIN, **IN_PLACE}[name]
 
 
 def test_an_overload_with_other_arguments_is_not_taken_for_an_out_variant():

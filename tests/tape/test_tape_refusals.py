@@ -122,7 +122,10 @@ def test_legal_under_capture(name):
 
 
 def test_capture_query_answers_yes_only_while_recording():
-    original, in_graphs = torch.cuda.is_current_stream_capturing, torch.cuda.graphs.is_current_stream_capturing
+    original, in_graphs = (
+        torch.cuda.is_current_stream_capturing,
+        torch.cuda.graphs.is_current_stream_capturing,
+    )
     answers = []
 
     def step():

@@ -186,14 +186,22 @@ STEPS = {
         lambda: (rand(4, 4), torch.arange(4).repeat(4, 1)),
     ),
     "partial_index_put": (
-        lambda x, i: (x.index_put((None, i), x[:, :3]), x.index_put_((None, i), x[:, :3] * 2), 1 - x),
+        lambda x, i: (x.__setitem__((slice(None), i), x[:, :3] * 2), 1 - x),
         lambda: (rand(4, 6), torch.tensor([2, 0, 3])),
     ),
     "scalars": (
         lambda x, i, h: (
             [x + 0.1, x * 3, x / 7, x - 1e-9, x > 0.1, x.eq(1), x + True, 2 - x, 1 / x],
             [i + 1, i * 2, i / 3, i + 0.5, i > 2, i >= 2.5, i - 16777217],
-            [h + 0.1, h * 3.3, h / 7, h > 0.1, x.sum() * 0.3, i.sum() + 2, x.clone().mul_(0.7).add_(1, alpha=3)],
+            [
+                h + 0.1,
+                h * 3.3,
+                h / 7,
+                h > 0.1,
+                x.sum() * 0.3,
+                i.sum() + 2,
+                x.clone().mul_(0.7).add_(1, alpha=3),
+            ],
         ),
         lambda: (rand(4, 6), torch.arange(6), rand(5, dtype=torch.bfloat16)),
     ),
@@ -291,7 +299,9 @@ def test_replay_under_other_modes_is_unchanged():
     expected = recorded.replay().clone()
     for context in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.enable_grad()):
         with context:
+            autocast = torch.is_autocast_enabled("cpu")
             assert torch.equal(recorded.replay(), expected)
+            assert torch.is_autocast_enabled("cpu") == autocast
     with torch.device("meta"):
         assert torch.equal(recorded.replay(), expected)
 

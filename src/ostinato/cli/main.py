@@ -36,7 +36,7 @@ def bench_graphs_command(
     device: Device = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
-    """What a replay costs: chains of small ops, CPU time of run(), capture time and bytes, torch's own ways."""
+    """What a replay costs: chains of small ops, CPU time of run(), capture time and memory."""
     from rich.console import Console
 
     from ostinato.tools.bench_graphs import as_tables, bench_graphs

@@ -8,7 +8,7 @@ from .addresses import AddressBook
 from .buffers import InputBuffers
 from .captured import CapturedGraph
 from .descriptor import BatchDescriptor, BatchShape
-from .dispatch import Decision, Dispatcher, GraphKey, Reason, capture_keys
+from .dispatch import Decision, Dispatcher, Reason
 from .errors import (
     AddressError,
     BatchError,
@@ -22,6 +22,7 @@ from .fields import Extent, Field
 from .gate import capture_gate, frozen_gc
 from .graphed import graphed
 from .graphed_call import step_mode
+from .keys import GraphKey, capture_keys
 from .ladder import Ladder
 from .mode import Capability, GraphMode, lower
 from .options import CaptureOptions

@@ -24,7 +24,7 @@ class _DeviceGroup(NamedTuple):
     padding: list[torch.Tensor]
 
 
-class _Plan:
+class FillPlan:
     """Everything about filling one rung with one number of real rows that does not depend on the values."""
 
     def __init__(self, buffers: "InputBuffers", layout: Layout, num_tokens: int, num_reqs: int) -> None:
@@ -76,8 +76,10 @@ class InputBuffers:
         self.device = self.arena.device
         self._staging: Staging | None = None
         self._layouts: dict[tuple[int, int], tuple[Layout, list[torch.Tensor]]] = {}
-        self._plans: dict[tuple[int, int, int, int], _Plan] = {}
-        self._shapes: dict[tuple[int, int], BatchShape] = {}
+        self._plans: dict[tuple[int, int, int, int], FillPlan] = {}
+        self._shapes: dict[tuple[int | None, int | None], BatchShape] = {}
+        self._token_field = next((field for field in fields if field.per is Extent.TOKEN), None)
+        self._request_field = next((field for field in fields if field.per is Extent.REQUEST), None)
         self._templates: dict[tuple[int, bool], torch.Tensor] = {}
         self._pads = [raw_scalar(field.pad, field.dtype) for field in self.fields]
         self._poisons = [raw_scalar(field.poison_value, field.dtype) for field in self.fields]
@@ -98,21 +100,11 @@ class InputBuffers:
 
     def shape_of(self, batch: Batch) -> BatchShape:
         """The shape of a batch, from the rows of its fields. One token per request is uniform decode."""
-        tokens = self._rows_given(batch, Extent.TOKEN)
-        reqs = self._rows_given(batch, Extent.REQUEST)
-        if tokens is None and reqs is None:
-            raise BatchError("no field of the batch has rows: pass the step's shape")
-        tokens = reqs if tokens is None else tokens
-        reqs = tokens if reqs is None else reqs
-        assert tokens is not None
-        assert reqs is not None
-        shape = self._shapes.get((tokens, reqs))
-        if shape is None:
-            shape = BatchShape(num_tokens=tokens, num_reqs=reqs, query_len=1 if tokens == reqs else None)
-            if len(self._shapes) >= _MOST_PLANS:
-                self._shapes.clear()
-            self._shapes[tokens, reqs] = shape
-        return shape
+        tokens = self._rows_given(batch, self._token_field)
+        reqs = self._rows_given(batch, self._request_field)
+        size = (reqs if tokens is None else tokens, tokens if reqs is None else reqs)
+        shape = self._shapes.get(size)
+        return self._new_shape(*size) if shape is None else shape
 
     def fill(
         self, batch: Batch, shape: BatchShape, descriptor: BatchDescriptor, *, poison: bool = False
@@ -121,14 +113,16 @@ class InputBuffers:
 
         Nothing is written before all fields have been checked.
         """
-        plan = self._plan(shape, descriptor)
-        values = self.checked(batch, plan.expected)
+        self.fill_as(self.plan(shape, descriptor), batch, poison=poison)
+
+    def fill_as(self, plan: FillPlan, batch: Batch, *, poison: bool = False) -> None:
+        """`fill` for a batch whose plan is at hand."""
+        values, host = self._checked(batch, plan.expected)
         if self.device.type == "cpu":
             self._fill_here(plan, values, poison)
             return
-        host = tuple(i for i, value in enumerate(values) if isinstance(value, np.ndarray))
         if host:
-            self._send_host(plan, values, host, poison)
+            self._send_host(plan, values, tuple(host), poison)
         if len(host) < len(values):
             self._copy_device(plan, values, poison)
 
@@ -141,50 +135,50 @@ class InputBuffers:
     def on_device(self, batch: Batch, shape: BatchShape) -> dict[str, torch.Tensor]:
         """The batch as it is, checked, on the device: the inputs of an eager step."""
         expected = [field.full_shape(shape.num_tokens, shape.num_reqs) for field in self.fields]
+        values, _ = self._checked(batch, expected)
         moved = {}
-        for field, value in zip(self.fields, self.checked(batch, expected), strict=True):
+        for field, value in zip(self.fields, values, strict=True):
             tensor = as_tensor(value, field.dtype) if isinstance(value, np.ndarray) else value
             moved[field.name] = tensor.to(self.device, non_blocking=True)
         return moved
 
-    def checked(self, batch: Batch, expected: Sequence[tuple[int, ...]]) -> list[Any]:
-        """The batch's values in field order: arrays from the host, tensors on the device. Or an error."""
-        if len(batch) != len(self.fields):
-            self._refuse_names(batch)
-        values: list[Any] = []
-        for field, shape in zip(self.fields, expected, strict=True):
-            try:
-                value = batch[field.name]
-            except KeyError:
-                self._refuse_names(batch)
-            if not isinstance(value, torch.Tensor):
-                values.append(self._checked_array(field, value, shape))
-                continue
-            if value.dtype != field.dtype:
-                raise BatchError(f"{field.name}: expected {field.dtype}, got {value.dtype}")
-            if value.shape != shape:
-                raise BatchError(f"{field.name}: expected shape {shape}, got {tuple(value.shape)}")
-            if value.device == self.device:
-                values.append(value)
-            elif value.device.type == "cpu":
-                values.append(as_array(value))
-            else:
-                raise BatchError(f"{field.name}: expected {self.device} or cpu, got {value.device}")
-        return values
+    def plan(self, shape: BatchShape, descriptor: BatchDescriptor) -> FillPlan:
+        """How to fill a graph's buffers with a batch of this shape; made once."""
+        size = (shape.num_tokens, shape.num_reqs, descriptor.num_tokens, descriptor.num_reqs)
+        plan = self._plans.get(size)
+        if plan is None:
+            if shape.num_tokens > descriptor.num_tokens or shape.num_reqs > descriptor.num_reqs:
+                raise BatchError(f"a batch of {shape} does not fit the graph of {descriptor}")
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            layout = self._layout(descriptor.num_tokens, descriptor.num_reqs)
+            plan = self._plans[size] = FillPlan(self, layout, shape.num_tokens, shape.num_reqs)
+        return plan
 
     # -- internals ---------------------------------------------------------------------------------
 
-    def _rows_given(self, batch: Batch, per: Extent) -> int | None:
-        for field in self.fields:
-            value = batch.get(field.name)
-            if field.per is per and value is not None:
-                shape = np.shape(value) if not isinstance(value, torch.Tensor) else value.shape
-                if len(shape) != len(field.shape) + 1:
-                    raise BatchError(
-                        f"{field.name}: expected {len(field.shape) + 1} dimensions, got {len(shape)}"
-                    )
-                return int(shape[field.dim])
-        return None
+    def _rows_given(self, batch: Batch, field: Field | None) -> int | None:
+        if field is None:
+            return None
+        try:
+            shape = batch[field.name].shape
+        except KeyError:
+            self._refuse_names(batch)
+        except AttributeError:
+            got = type(batch[field.name]).__name__
+            raise BatchError(f"{field.name}: expected a tensor or array, got {got}") from None
+        if len(shape) != len(field.shape) + 1:
+            raise BatchError(f"{field.name}: expected {len(field.shape) + 1} dimensions, got {len(shape)}")
+        return int(shape[field.dim])
+
+    def _new_shape(self, tokens: int | None, reqs: int | None) -> BatchShape:
+        if tokens is None or reqs is None:
+            raise BatchError("no field of the batch has rows: pass the step's shape")
+        shape = BatchShape(num_tokens=tokens, num_reqs=reqs, query_len=1 if tokens == reqs else None)
+        if len(self._shapes) >= _MOST_PLANS:
+            self._shapes.clear()
+        self._shapes[tokens, reqs] = shape
+        return shape
 
     def _refuse_names(self, batch: Batch) -> NoReturn:
         declared = {field.name for field in self.fields}
@@ -194,7 +188,38 @@ class InputBuffers:
         parts += [f"unknown {', '.join(map(str, unknown))}"] if unknown else []
         raise BatchError(f"the batch does not match the declared fields: {'; '.join(parts)}")
 
-    def _checked_array(self, field: Field, value: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def _checked(self, batch: Batch, expected: Sequence[tuple[int, ...]]) -> tuple[list[Any], list[int]]:
+        """The values in field order, and which of them are arrays from the host. Or an error."""
+        if len(batch) != len(self.fields):
+            self._refuse_names(batch)
+        values: list[Any] = []
+        host: list[int] = []
+        for position, field in enumerate(self.fields):
+            value = batch.get(field.name)
+            if not isinstance(value, torch.Tensor):
+                values.append(self._checked_array(field, value, expected[position], batch))
+                host.append(position)
+                continue
+            if value.dtype is not field.dtype:
+                raise BatchError(f"{field.name}: expected {field.dtype}, got {value.dtype}")
+            if value.shape != expected[position]:
+                raise BatchError(
+                    f"{field.name}: expected shape {expected[position]}, got {tuple(value.shape)}"
+                )
+            if value.device == self.device:
+                values.append(value)
+            elif value.device.type == "cpu":
+                values.append(as_array(value))
+                host.append(position)
+            else:
+                raise BatchError(f"{field.name}: expected {self.device} or cpu, got {value.device}")
+        return values, host
+
+    def _checked_array(
+        self, field: Field, value: Any, shape: tuple[int, ...], batch: Batch
+    ) -> np.ndarray[Any, Any]:
+        if field.name not in batch:
+            self._refuse_names(batch)
         if not isinstance(value, np.ndarray):
             raise BatchError(f"{field.name}: expected a tensor or array, got {type(value).__name__}")
         if value.dtype != array_dtype(field.dtype):
@@ -215,19 +240,7 @@ class InputBuffers:
             self._layouts[size] = (layout, layout.views(self.arena, self.fields))
         return self._layouts[size][0]
 
-    def _plan(self, shape: BatchShape, descriptor: BatchDescriptor) -> _Plan:
-        size = (shape.num_tokens, shape.num_reqs, descriptor.num_tokens, descriptor.num_reqs)
-        plan = self._plans.get(size)
-        if plan is None:
-            if shape.num_tokens > descriptor.num_tokens or shape.num_reqs > descriptor.num_reqs:
-                raise BatchError(f"a batch of {shape} does not fit the graph of {descriptor}")
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            layout = self._layout(descriptor.num_tokens, descriptor.num_reqs)
-            plan = self._plans[size] = _Plan(self, layout, shape.num_tokens, shape.num_reqs)
-        return plan
-
-    def _fill_here(self, plan: _Plan, values: Sequence[Any], poison: bool) -> None:
+    def _fill_here(self, plan: FillPlan, values: Sequence[Any], poison: bool) -> None:
         for i, field in enumerate(self.fields):
             value = values[i]
             plan.heads[i].copy_(as_tensor(value, field.dtype) if isinstance(value, np.ndarray) else value)
@@ -235,7 +248,7 @@ class InputBuffers:
             if tail is not None:
                 tail.fill_(field.poison_value if poison else field.pad)
 
-    def _send_host(self, plan: _Plan, values: Sequence[Any], host: tuple[int, ...], poison: bool) -> None:
+    def _send_host(self, plan: FillPlan, values: Sequence[Any], host: tuple[int, ...], poison: bool) -> None:
         """Pack host fields into a pinned slot and send the span that covers them in one copy.
 
         Device fields inside the span are overwritten here and filled by the copy that follows.
@@ -258,16 +271,16 @@ class InputBuffers:
         target.copy_(source, non_blocking=True)
         self._staging.sent()
 
-    def _copy_device(self, plan: _Plan, values: Sequence[Any], poison: bool) -> None:
+    def _copy_device(self, plan: FillPlan, values: Sequence[Any], poison: bool) -> None:
         """One grouped copy per type: real rows from the batch, padded rows from a template."""
         given = tuple(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
         groups = plan.groups.get((given, poison))
         if groups is None:
             groups = plan.groups[given, poison] = self._device_groups(plan, given, poison)
         for positions, targets, padding in groups:
-            torch._foreach_copy_(targets, [values[i] for i in positions] + padding)
+            torch._foreach_copy_(targets, [*[values[i] for i in positions], *padding])
 
-    def _device_groups(self, plan: _Plan, given: Sequence[int], poison: bool) -> list[_DeviceGroup]:
+    def _device_groups(self, plan: FillPlan, given: Sequence[int], poison: bool) -> list[_DeviceGroup]:
         groups: dict[torch.dtype, _DeviceGroup] = {}
         for i in given:
             group = groups.setdefault(self.fields[i].dtype, _DeviceGroup([], [], []))

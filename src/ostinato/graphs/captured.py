@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .autocast import clean_autocast_cache
 from .blame import raising_line
 from .descriptor import BatchDescriptor, BatchShape
-from .dispatch import GraphKey
 from .errors import CaptureError, OstinatoError
 from .gate import recording
+from .keys import GraphKey
 from .options import CaptureOptions
 from .pool import GraphPool
 from .segments import BoundaryCapture, Bridges, SegmentedGraph
@@ -34,7 +35,7 @@ def record(
     step: Callable[[], Any], pool: GraphPool, options: CaptureOptions, bridges: Bridges, *, piecewise: bool
 ) -> Recorded:
     """Record one call of `step` into the pool. The only place where anything is captured."""
-    with recording(), torch.inference_mode(False), torch.no_grad(), _clean_autocast_cache():
+    with recording(), torch.inference_mode(False), torch.no_grad(), clean_autocast_cache():
         bytes_before = pool.bytes + bridges.bytes
         started = time.perf_counter()
         session = pool.backend.session(pool.memory, options)
@@ -62,27 +63,15 @@ def record(
         )
 
 
-class _clean_autocast_cache:
-    """Keep autocast's weight cache out of a recording.
-
-    A cast cached before the recording would be baked in as data that no weight update reaches; a cast
-    cached during it lives in the pool and must not be met by eager code afterwards.
-    """
-
-    def __enter__(self) -> None:
-        self._before = torch.is_autocast_cache_enabled()
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *exception: object) -> None:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(self._before)
-
-
 def _explained(error: BaseException) -> BaseException:
     """Errors that capture itself caused, with the user's line; everything else as it is."""
     if isinstance(error, OstinatoError) or not isinstance(error, RuntimeError):
         return error
+    if "fail_on_recompile" in str(error):
+        return CaptureError(
+            f"torch.compile compiled something while recording: {error}",
+            where=raising_line(error.__traceback__),
+        )
     if "captur" not in str(error) or isinstance(error, torch.OutOfMemoryError):
         return error
     first_line = str(error).splitlines()[0]
@@ -91,9 +80,6 @@ def _explained(error: BaseException) -> BaseException:
         f"shape or a copy to the host cannot be captured; do it before or after the step",
         where=raising_line(error.__traceback__),
     )
-
-
-_MOST_TRIMMED = 1024
 
 
 class CapturedGraph:
@@ -107,7 +93,6 @@ class CapturedGraph:
         self.real_tokens = 0
         self.replay = recorded.graph.replay
         self.leaves, self._spec = tree_flatten(recorded.output)
-        self._trimmed: dict[tuple[int, int], Any] = {}
 
     @property
     def descriptor(self) -> BatchDescriptor:
@@ -120,21 +105,12 @@ class CapturedGraph:
         total = self.replays * self.descriptor.num_tokens
         return 1 - self.real_tokens / total if total else 0.0
 
-    def forget_trimmed(self) -> None:
-        """Make trimmed outputs anew: what is known about the outputs' rows has changed."""
-        self._trimmed.clear()
-
     def trimmed(
         self, shape: BatchShape, trim: Callable[[int, torch.Tensor, BatchShape], torch.Tensor]
     ) -> Any:
-        """The output without padded rows; made once per batch size, since the addresses never change."""
-        size = (shape.num_tokens, shape.num_reqs)
-        if size not in self._trimmed:
-            if len(self._trimmed) >= _MOST_TRIMMED:
-                self._trimmed.clear()
-            leaves = [
-                trim(position, leaf, shape) if isinstance(leaf, torch.Tensor) else leaf
-                for position, leaf in enumerate(self.leaves)
-            ]
-            self._trimmed[size] = tree_unflatten(leaves, self._spec)
-        return self._trimmed[size]
+        """The output without padded rows, at its unchanging address."""
+        leaves = [
+            trim(position, leaf, shape) if isinstance(leaf, torch.Tensor) else leaf
+            for position, leaf in enumerate(self.leaves)
+        ]
+        return tree_unflatten(leaves, self._spec)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from .dispatch import GraphKey
 from .errors import ConfigError
+from .keys import GraphKey
 
 
 class CompiledSteps:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 from .descriptor import BatchDescriptor, BatchShape
 from .errors import ConfigError
-from .ladder import Ladder
+from .graph_index import Cost, Index, Need
+from .keys import GraphKey
 from .mode import Capability, GraphMode, lower, needed_capability
 
 _MAX_REMEMBERED = 4096
@@ -65,16 +63,6 @@ class Reason(StrEnum):
         return self in (Reason.EXACT, Reason.PADDED)
 
 
-class GraphKey(NamedTuple):
-    """One graph: FULL or PIECEWISE, and the batches it serves."""
-
-    mode: GraphMode
-    descriptor: BatchDescriptor
-
-
-Key = GraphKey
-
-
 @dataclass(frozen=True, slots=True)
 class Decision:
     """How one step runs."""
@@ -92,78 +80,6 @@ class Decision:
     def is_eager(self) -> bool:
         """Whether the step runs without a graph."""
         return self.mode is GraphMode.NONE
-
-
-Cost = Callable[[GraphMode, BatchDescriptor], float]
-"""What one replay costs, for instance in measured milliseconds."""
-
-
-def capture_keys(
-    mode: GraphMode,
-    decode_ladder: Ladder | None,
-    token_ladder: Ladder | None,
-    *,
-    query_len: int = 1,
-    max_reqs: int,
-    lora_cases: Sequence[int] = (0,),
-    context_buckets: Sequence[int | None] = (None,),
-) -> list[GraphKey]:
-    """The graphs to capture for a mode, the largest first.
-
-    `decode_ladder` counts requests (of `query_len` tokens each) and is needed where the decode path is
-    FULL; `token_ladder` counts tokens and is needed by every other graph. Piecewise graphs serve both
-    paths and any context, so they are listed once.
-    """
-    if max_reqs < 1:
-        raise ConfigError(f"max_reqs must be at least 1, not {max_reqs}")
-    for name, cases in (("lora_cases", lora_cases), ("context_buckets", context_buckets)):
-        if not cases or len(set(cases)) != len(cases):
-            raise ConfigError(f"{name} must list at least one case and none twice, not {list(cases)}")
-    keys: list[GraphKey] = []
-    if mode.decode is GraphMode.FULL:
-        if decode_ladder is None:
-            raise ConfigError(f"{mode.name} captures decode batches and needs a decode ladder")
-        if decode_ladder.limit > max_reqs:
-            raise ConfigError(
-                f"the decode ladder reaches {decode_ladder.limit} requests and there are never more than "
-                f"{max_reqs}; cut it with up_to({max_reqs})"
-            )
-        keys += [
-            GraphKey(GraphMode.FULL, BatchDescriptor.decode(num_reqs, query_len, lora=lora, context=context))
-            for num_reqs in decode_ladder
-            for lora in lora_cases
-            for context in context_buckets
-        ]
-    if mode.mixed is not GraphMode.NONE:
-        if token_ladder is None:
-            raise ConfigError(f"{mode.name} captures mixed batches and needs a token ladder")
-        keys += [
-            GraphKey(
-                mode.mixed, BatchDescriptor(num_tokens, min(num_tokens, max_reqs), lora=lora, context=context)
-            )
-            for num_tokens in token_ladder
-            for lora in lora_cases
-            for context in (context_buckets if mode.mixed is GraphMode.FULL else (None,))
-        ]
-    return sorted(keys, key=_capture_order)
-
-
-def _capture_order(key: GraphKey) -> tuple[Any, ...]:
-    dearest_first = tuple(-part for part in key.descriptor.sort_key)
-    return (dearest_first[0], key.mode is not GraphMode.FULL, *dearest_first[1:])
-
-
-class _Need(NamedTuple):
-    """A shape as the search sees it. Unlike a shape it can drop a requirement, even that of its size."""
-
-    tokens: int
-    reqs: int
-    query_len: int | None
-    lora: int
-    context: int
-    encoder: bool | None
-    cascade: bool
-    exact: bool
 
 
 # What may keep a batch from a graph that is large enough: the field, and its value once it is dropped.
@@ -212,10 +128,28 @@ class Dispatcher:
         self._live: dict[GraphKey, None] = {}
         self._lost: dict[GraphKey, Reason] = {}
         self._decode_lengths = {query_len}
-        # Contexts between two neighbours here decide alike, so remembered decisions survive its growth.
+        # Contexts between two neighbours here decide alike: a growing context keeps its remembered decision.
         self._context_bounds: list[int] = []
         self._remembered: dict[tuple[Any, ...], Decision] = {}
-        self._indexes: tuple[_Index, _Index] | None = None
+        self._indexes: tuple[Index, Index] | None = None
+
+    def check(self, key: GraphKey) -> None:
+        """Refuse a graph that no batch could ever use: worth asking before it is captured."""
+        mode, descriptor = key
+        if mode is GraphMode.FULL:
+            if self.mode.decode is not GraphMode.FULL:
+                raise ConfigError(f"{self.mode.name} uses no full graphs: {descriptor}")
+            if self._capability < needed_capability(descriptor.query_len):
+                raise ConfigError(f"{self._capability.name} does not allow a full graph for {descriptor}")
+        elif mode is GraphMode.PIECEWISE:
+            if self.mode.mixed is not GraphMode.PIECEWISE:
+                raise ConfigError(f"{self.mode.name} uses no piecewise graphs: {descriptor}")
+            if descriptor.query_len is not None or descriptor.context is not None:
+                raise ConfigError(
+                    f"a piecewise graph serves any query length and context, not only {descriptor}"
+                )
+        else:
+            raise ConfigError(f"a graph is FULL or PIECEWISE, not {mode.name}")
 
     def add(self, key: GraphKey) -> None:
         """Let a captured graph serve batches."""
@@ -263,7 +197,7 @@ class Dispatcher:
         wanted, path = self._paths(shape)
         if path is GraphMode.NONE:
             return Decision(GraphMode.NONE, None, self._why_no_path(shape, wanted))
-        need = _Need(
+        need = Need(
             shape.num_tokens,
             shape.num_reqs,
             shape.query_len,
@@ -304,14 +238,14 @@ class Dispatcher:
             return Reason.BACKEND_CAPABILITY
         return Reason.MIXED_BATCH if shape.query_len is None else Reason.NO_GRAPH_FOR_QUERY_LENGTH
 
-    def _cause(self, live: _Index, lost: _Index, modes: list[GraphMode], need: _Need) -> Reason:
+    def _cause(self, live: Index, lost: Index, modes: list[GraphMode], need: Need) -> Reason:
         """Why no live graph of these modes serves a batch: the most specific cause that is true.
 
         A lost graph that would have served it; else the smallest set of requirements without which a
         graph serves it, by its first member; else its size; else its query length.
         """
 
-        def found(eased: _Need, *, any_length: bool = False) -> bool:
+        def found(eased: Need, *, any_length: bool = False) -> bool:
             return any(live.cheapest(mode, eased, any_length=any_length) for mode in modes)
 
         for mode in modes:
@@ -334,22 +268,8 @@ class Dispatcher:
         return Reason.LARGER_THAN_MAX if found(tiny, any_length=True) else Reason.NOT_CAPTURED
 
     def _admit(self, key: GraphKey) -> None:
-        """Refuse a graph that no batch could ever use, take note of the rest."""
-        mode, descriptor = key
-        if mode is GraphMode.FULL:
-            if self.mode.decode is not GraphMode.FULL:
-                raise ConfigError(f"{self.mode.name} uses no full graphs: {descriptor}")
-            if self._capability < needed_capability(descriptor.query_len):
-                raise ConfigError(f"{self._capability.name} does not allow a full graph for {descriptor}")
-        elif mode is GraphMode.PIECEWISE:
-            if self.mode.mixed is not GraphMode.PIECEWISE:
-                raise ConfigError(f"{self.mode.name} uses no piecewise graphs: {descriptor}")
-            if descriptor.query_len is not None or descriptor.context is not None:
-                raise ConfigError(
-                    f"a piecewise graph serves any query length and context, not only {descriptor}"
-                )
-        else:
-            raise ConfigError(f"a graph is FULL or PIECEWISE, not {mode.name}")
+        self.check(key)
+        descriptor = key.descriptor
         if descriptor.query_len is not None:
             self._decode_lengths.add(descriptor.query_len)
         if descriptor.context is not None and descriptor.context not in self._context_bounds:
@@ -357,118 +277,8 @@ class Dispatcher:
         self._remembered.clear()
         self._indexes = None
 
-    def _indexed(self) -> tuple[_Index, _Index]:
+    def _indexed(self) -> tuple[Index, Index]:
         if self._indexes is None:
             # A lost graph was perhaps never measured: its cost is not asked for.
-            self._indexes = _Index(self._live, self._cost), _Index(self._lost, None)
+            self._indexes = Index(self._live, self._cost), Index(self._lost, None)
         return self._indexes
-
-
-_Priced = tuple[tuple[Any, ...], BatchDescriptor]
-
-
-class _Chain:
-    """Graphs of growing tokens and requests: those that hold a batch are a suffix, its cheapest is known."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.reqs: list[int] = []
-        self.priced: list[_Priced] = []
-
-    def seal(self) -> None:
-        """Work out the cheapest of every suffix, and of every suffix within one number of tokens."""
-        self.cheapest_from = list(self.priced)
-        self.cheapest_exact_from = list(self.priced)
-        for i in range(len(self.priced) - 2, -1, -1):
-            self.cheapest_from[i] = min(self.priced[i], self.cheapest_from[i + 1])
-            if self.tokens[i] == self.tokens[i + 1]:
-                self.cheapest_exact_from[i] = min(self.priced[i], self.cheapest_exact_from[i + 1])
-
-    def cheapest(self, need: _Need) -> _Priced | None:
-        at = max(bisect_left(self.tokens, need.tokens), bisect_left(self.reqs, need.reqs))
-        if at == len(self.tokens):
-            return None
-        if not need.exact:
-            return self.cheapest_from[at]
-        return self.cheapest_exact_from[at] if self.tokens[at] == need.tokens else None
-
-
-class _Bucket:
-    """Graphs of one mode that differ in tokens and requests only."""
-
-    def __init__(self, lora: int, context: int | None, encoder: bool, priced: list[_Priced]) -> None:
-        self.lora = lora
-        self.context = math.inf if context is None else context
-        self.encoder = encoder
-        self.chains = _chains(priced)
-
-    def serves(self, need: _Need) -> bool:
-        return (
-            self.lora >= need.lora
-            and self.context >= need.context
-            and (need.encoder is None or self.encoder == need.encoder)
-        )
-
-
-def _chains(priced: list[_Priced]) -> list[_Chain]:
-    """As few chains as possible: one for any ladder, more only where more tokens come with fewer requests."""
-    chains: list[_Chain] = []
-    for entry in sorted(priced, key=lambda entry: (entry[1].num_tokens, entry[1].num_reqs)):
-        descriptor = entry[1]
-        # Chains stay sorted by falling last requests, so the first that fits is the tightest.
-        for chain in chains:
-            if chain.reqs[-1] <= descriptor.num_reqs:
-                break
-        else:
-            chain = _Chain()
-            chains.append(chain)
-        chain.tokens.append(descriptor.num_tokens)
-        chain.reqs.append(descriptor.num_reqs)
-        chain.priced.append(entry)
-    for chain in chains:
-        chain.seal()
-    return chains
-
-
-class _Index:
-    """Graphs arranged so that the cheapest one for a batch is found without a look at all of them."""
-
-    def __init__(self, keys: Iterable[GraphKey], cost: Cost | None) -> None:
-        alike: defaultdict[tuple[Any, ...], list[_Priced]] = defaultdict(list)
-        for mode, descriptor in keys:
-            price = _price(cost, mode, descriptor)
-            alike[mode, descriptor.query_len, descriptor.lora, descriptor.context, descriptor.encoder].append(
-                (price, descriptor)
-            )
-        self._families: defaultdict[tuple[GraphMode, int | None], list[_Bucket]] = defaultdict(list)
-        for (mode, query_len, lora, context, encoder), priced in alike.items():
-            self._families[mode, query_len].append(_Bucket(lora, context, encoder, priced))
-
-    def cheapest(self, mode: GraphMode, need: _Need, *, any_length: bool = False) -> BatchDescriptor | None:
-        """The cheapest graph that serves a batch; with `any_length`, as if query lengths did not matter."""
-        if mode is GraphMode.FULL and need.cascade:
-            return None
-        if any_length:
-            families = [family for family in self._families if family[0] is mode]
-        else:
-            # A piecewise graph and a full one for mixed lengths serve uniform batches as well.
-            families = [(mode, query_len) for query_len in {need.query_len, None}]
-        candidates = [
-            candidate
-            for family in families
-            for bucket in self._families.get(family, ())
-            if bucket.serves(need)
-            for chain in bucket.chains
-            if (candidate := chain.cheapest(need)) is not None
-        ]
-        return min(candidates)[1] if candidates else None
-
-
-def _price(cost: Cost | None, mode: GraphMode, descriptor: BatchDescriptor) -> tuple[Any, ...]:
-    # The sort key tells any two descriptors apart, so prices never tie.
-    if cost is None:
-        return descriptor.sort_key
-    price = cost(mode, descriptor)
-    if math.isnan(price):
-        raise ConfigError(f"the cost of the {mode} graph for {descriptor} is not a number")
-    return (price, *descriptor.sort_key)

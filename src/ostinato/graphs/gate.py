@@ -16,14 +16,12 @@ class _ThreadState(threading.local):
 _state = _ThreadState()
 
 
-def is_open() -> bool:
-    """Whether this thread may capture now."""
-    return _state.open
-
-
-def is_recording() -> bool:
-    """Whether this thread is recording a graph now."""
-    return _state.recording
+def require_open_gate() -> None:
+    """Raise CaptureError unless this thread may capture now."""
+    if _state.recording:
+        raise CaptureError("capture inside capture: a graph is being recorded on this thread already")
+    if not _state.open:
+        raise CaptureError("capture outside the gate: wrap it in `with capture_gate():` or call capture()")
 
 
 @contextmanager
@@ -41,10 +39,7 @@ def capture_gate() -> Iterator[None]:
 @contextmanager
 def recording() -> Iterator[None]:
     """Mark this thread as recording; refused outside the gate and while recording already."""
-    if _state.recording:
-        raise CaptureError("capture inside capture: a graph is being recorded on this thread already")
-    if not _state.open:
-        raise CaptureError("capture outside the gate: wrap it in `with capture_gate():` or call capture()")
+    require_open_gate()
     _state.recording = True
     try:
         yield

@@ -12,9 +12,10 @@ import torch
 from .buffers import Batch, InputBuffers
 from .captured import CapturedGraph
 from .descriptor import BatchDescriptor, BatchShape
-from .dispatch import Dispatcher, GraphKey, Reason
+from .dispatch import Dispatcher, Reason
 from .errors import BatchError, ConfigError, VerifyError
 from .fields import Scalar
+from .keys import GraphKey
 from .ladder import Ladder
 from .mode import GraphMode
 from .options import CaptureOptions
@@ -47,6 +48,7 @@ class _Entry:
         self.signature = signature
         self.runner = runner
         self.surroundings = surroundings
+        self.must_check_addresses = False
 
 
 class GraphedCall:
@@ -70,7 +72,6 @@ class GraphedCall:
         self.ladder = ladder
         self.mode = mode
         self.eager_steps: Counter[Reason] = Counter()
-        self.must_check_addresses = False
         self._batch_dim = batch_dim
         self._shared = shared
         self._pads = pads
@@ -99,13 +100,13 @@ class GraphedCall:
         decision = entry.runner.decide(shape)
         if decision.is_eager:
             return self._eagerly(decision.reason, args, kwargs)
-        if self.must_check_addresses:
+        if entry.must_check_addresses:
             entry.runner.check_addresses()
-            self.must_check_addresses = False
+            entry.must_check_addresses = False
         if self.mode is GraphMode.FULL:
-            return entry.runner.replay(batch, shape, decision)
+            return entry.runner.run(batch, shape)
         with step_mode(GraphMode.NONE):  # eager calls between segments may hold wrappers of their own
-            return entry.runner.replay(batch, shape, decision)
+            return entry.runner.run(batch, shape)
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one; further signatures may be added the same way."""
@@ -129,13 +130,18 @@ class GraphedCall:
             entry.runner.drop()
             with step_mode(GraphMode.NONE):
                 entry.runner.capture()
-        self.must_check_addresses = False
+            entry.must_check_addresses = False
         return self.report()
 
     def check_addresses(self) -> None:
         """Raise AddressError if a parameter or buffer has moved since the capture."""
         for entry in self._entries:
             entry.runner.check_addresses()
+
+    def addresses_may_have_moved(self) -> None:
+        """Have every signature's next replay check addresses first."""
+        for entry in self._entries:
+            entry.must_check_addresses = True
 
     def report(self) -> Report:
         """What was captured and what it served."""

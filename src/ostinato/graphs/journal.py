@@ -18,6 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
+# Ops that write arguments their schema does not mark, by position.
+_UNDECLARED_WRITES: dict[Any, tuple[int, ...]] = {
+    aten.native_batch_norm.default: (3, 4),  # the running statistics
+    aten.cudnn_batch_norm.default: (3, 4),
+}
+
 # Ops that write a few rows of a large tensor: saving those rows is enough. Each entry reads the rows.
 _ROW_WRITES: dict[Any, Callable[..., torch.Tensor]] = {
     aten.index_copy_.default: lambda self, dim, index, *_: self.index_select(dim, index),
@@ -29,11 +35,16 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def writes(func: Any) -> bool:
+    """Whether an op writes any of its arguments."""
+    return func._schema.is_mutable or func.namespace == "c10d" or func in _UNDECLARED_WRITES
+
+
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors an op is going to write, by its schema."""
     if func.namespace == "c10d":  # in-place collectives carry no alias annotation
         return tensors_in((args, kwargs))
-    written: list[torch.Tensor] = []
+    written = tensors_in([args[i] for i in _UNDECLARED_WRITES.get(func, ()) if i < len(args)])
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -53,9 +64,8 @@ class WriteJournal(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable or func.namespace == "c10d":
-            for tensor in written_arguments(func, args, kwargs):
-                self._save(func, tensor, args)
+        for tensor in written_arguments(func, args, kwargs) if writes(func) else ():
+            self._save(func, tensor, args)
         result = func(*args, **kwargs)
         known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
@@ -70,11 +80,11 @@ class WriteJournal(TorchDispatchMode):
             return
         target = tensor.detach()
         if func is aten.index_put_.default and not (len(args) > 3 and args[3]):
-            indices = list(args[1])
+            indices = [None if index is None else index.clone() for index in args[1]]
             rows = aten.index.Tensor(target, indices)
             self._undo.append(lambda: aten.index_put_.default(target, indices, rows))
         elif func in _ROW_WRITES:
-            dim, index = args[1], args[2]
+            dim, index = args[1], args[2].clone()
             rows = _ROW_WRITES[func](target, dim, index)
             self._undo.append(lambda: target.index_copy_(dim, index, rows))
         else:

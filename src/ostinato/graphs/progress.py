@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from .dispatch import GraphKey
+from .keys import GraphKey
 
 
 class CaptureProgress:

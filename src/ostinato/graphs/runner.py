@@ -3,19 +3,21 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .addresses import AddressBook, Watched
+from .autocast import clean_autocast_cache
 from .backends import Backend
-from .buffers import Batch, InputBuffers
+from .buffers import Batch, FillPlan, InputBuffers
 from .captured import CapturedGraph, record
 from .compiled import CompiledSteps
 from .descriptor import BatchDescriptor, BatchShape
-from .dispatch import Decision, Dispatcher, GraphKey, Reason
+from .dispatch import Decision, Dispatcher, Reason
 from .errors import AddressError, BatchError, ConfigError
-from .gate import capture_gate, frozen_gc
+from .gate import capture_gate, frozen_gc, require_open_gate
+from .keys import GraphKey, capture_order
 from .mode import GraphMode
 from .options import CaptureOptions
 from .pool import GraphPool
@@ -30,6 +32,16 @@ from .verify import MakeBatch, Verification, verify
 logger = logging.getLogger("ostinato.graphs")
 
 Step = Callable[..., Any]
+
+_MOST_READY = 4096
+
+
+class _Ready(NamedTuple):
+    """What serves one shape. The dispatcher's decision, so to speak, already carried out."""
+
+    graph: CapturedGraph
+    plan: FillPlan
+    output: Any
 
 
 class CudaGraphRunner:
@@ -72,7 +84,7 @@ class CudaGraphRunner:
         """
         self.step = step
         self.buffers = buffers
-        self.keys = tuple(sorted(set(keys), key=_largest_first))
+        self.keys = tuple(sorted(set(keys), key=capture_order))
         self.dispatcher = dispatcher or Dispatcher(GraphMode.FULL)
         self.pool = pool or GraphPool(buffers.device)
         self.options = options or CaptureOptions()
@@ -90,7 +102,10 @@ class CudaGraphRunner:
         self._bridges = Bridges()
         self._addresses = AddressBook()
         self._trimmer = Trimmer(output_dim)
+        self._ready: dict[BatchShape, _Ready] = {}
         self._compiled = CompiledSteps(step, compile_up_to, self.pool.device)
+        for key in self.keys:
+            self.dispatcher.check(key)
         if self.pool.device != buffers.device:
             raise ConfigError(f"the pool is on {self.pool.device}, the buffers are on {buffers.device}")
 
@@ -129,10 +144,11 @@ class CudaGraphRunner:
 
     def capture_one(self, key: GraphKey) -> CapturedGraph:
         """Capture one graph; only inside `capture_gate()`."""
+        require_open_gate()
         self._compiled.reserve(self.keys)
         inputs = self.buffers.views(key.descriptor)
         step = self._compiled.for_key(key)
-        with self.backend.stream(), torch.inference_mode(False), torch.no_grad():
+        with self.backend.stream(), torch.inference_mode(False), torch.no_grad(), clean_autocast_cache():
             self._fill_dummy(key.descriptor)
             trials = self.trials()
             if step is not self.step:
@@ -155,6 +171,7 @@ class CudaGraphRunner:
             del self.graphs[dropped]
             self.pool.graphs -= 1
             self.dispatcher.remove(dropped, Reason.NOT_CAPTURED)
+        self._ready.clear()
         self.pool.shrink_if_unused()
 
     def trials(self) -> Trials:
@@ -183,8 +200,7 @@ class CudaGraphRunner:
         self.graphs[graph.key] = graph
         self.pool.graphs += 1
         self._trimmer.observe(graph.descriptor, graph.leaves)
-        for other in self.graphs.values():
-            other.forget_trimmed()
+        self._ready.clear()
         self.dispatcher.add(graph.key)
         if self.options.debug_log:
             logger.info("captured %s", describe(graph))
@@ -222,24 +238,33 @@ class CudaGraphRunner:
         """
         if shape is None:
             shape = self.buffers.shape_of(batch)
+        ready = self._ready.get(shape)
+        if ready is not None:
+            return self._replay(batch, shape, ready)
         decision = self.dispatcher.decide(shape)
         if decision.is_eager:
             return self.run_eagerly(batch, shape, decision.reason)
-        return self.replay(batch, shape, decision)
+        if len(self._ready) >= _MOST_READY:
+            self._ready.clear()
+        ready = self._ready[shape] = self._make_ready(shape, decision)
+        return self._replay(batch, shape, ready)
 
     def replay(self, batch: Batch, shape: BatchShape, decision: Decision) -> Any:
         """Fill the buffers and launch the decided graph."""
-        graph = self._decided(decision)
+        return self._replay(batch, shape, self._make_ready(shape, decision))
+
+    def _replay(self, batch: Batch, shape: BatchShape, ready: _Ready) -> Any:
+        graph, plan, output = ready
         if self.debug:
             self.check_addresses()
         self.backend.order_replays()
         if self.poison:
             self.poison_surroundings()
-        self.buffers.fill(batch, shape, graph.descriptor, poison=self.poison)
-        self.launch(graph)
+        self.buffers.fill_as(plan, batch, poison=self.poison)
+        graph.replay()
+        self.pool.generation += 1
         graph.replays += 1
         graph.real_tokens += shape.num_tokens
-        output = graph.trimmed(shape, self._trimmer.trim)
         if self.debug and self.options.weak_output:
             return guarded(output, self.pool, f"{graph.key.mode} graph {graph.descriptor}")
         return output
@@ -256,10 +281,13 @@ class CudaGraphRunner:
         with torch.no_grad():
             return self.step(**inputs)
 
-    def _decided(self, decision: Decision) -> CapturedGraph:
+    def _make_ready(self, shape: BatchShape, decision: Decision) -> _Ready:
+        """All that replaying this shape needs, looked up once."""
         if decision.descriptor is None:
             raise BatchError(f"nothing to replay: the step runs eagerly ({decision.reason})")
-        return self.graphs[GraphKey(decision.mode, decision.descriptor)]
+        graph = self.graphs[GraphKey(decision.mode, decision.descriptor)]
+        output = graph.trimmed(shape, self._trimmer.trim)
+        return _Ready(graph, self.buffers.plan(shape, graph.descriptor), output)
 
     # -- safety ------------------------------------------------------------------------------------
 
@@ -307,8 +335,3 @@ class CudaGraphRunner:
     ) -> Verification:
         """Every graph against the eager step; raises VerifyError where they disagree."""
         return verify(self, make_batch=make_batch or self.make_batch, tolerance=tolerance, seed=seed)
-
-
-def _largest_first(key: GraphKey) -> tuple[int, int, int, int]:
-    descriptor = key.descriptor
-    return (-descriptor.num_tokens, -descriptor.lora, -(descriptor.context or 1 << 60), -len(key.mode.value))

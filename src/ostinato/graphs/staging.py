@@ -16,6 +16,7 @@ halves; an event is recorded when a half is full and waited for when that half c
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,8 @@ class Staging:
 _ARRAY_STAND_INS = {1: torch.uint8, 2: torch.int16}
 
 
-def _stand_in(dtype: torch.dtype) -> torch.dtype:
+@cache
+def stand_in(dtype: torch.dtype) -> torch.dtype:
     """The type whose bytes NumPy can hold: bfloat16 and float8 travel as integers of the same width."""
     if dtype is torch.bfloat16 or str(dtype).startswith("torch.float8"):
         return _ARRAY_STAND_INS[dtype.itemsize]
@@ -99,22 +101,27 @@ def _stand_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A host tensor's values as NumPy sees them, without a copy."""
     plain = tensor.detach() if tensor.requires_grad else tensor
-    stand_in = _stand_in(tensor.dtype)
-    return (plain if stand_in is tensor.dtype else plain.view(stand_in)).numpy()
+    seen_as = stand_in(tensor.dtype)
+    return (plain if seen_as is tensor.dtype else plain.view(seen_as)).numpy()
 
 
 def as_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """The reverse of `as_array`."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
 
+@cache
 def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=_stand_in(dtype)).numpy().dtype
+    """The NumPy type a field's host values have."""
+    return torch.empty(0, dtype=stand_in(dtype)).numpy().dtype
 
 
 def raw_scalar(value: Scalar, dtype: torch.dtype) -> Any:
+    """A padding value as NumPy writes it; ConfigError if the type cannot hold it."""
     try:
-        return torch.tensor(value, dtype=dtype).view(_stand_in(dtype)).item()
+        return torch.tensor(value, dtype=dtype).view(stand_in(dtype)).item()
     except RuntimeError as error:
         raise ConfigError(f"padding {value!r} is not a value of {dtype}: {error}") from None

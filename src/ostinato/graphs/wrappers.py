@@ -98,11 +98,11 @@ class GraphedModule(_GraphControls, torch.nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)  # .to(), .half(), .cuda(): parameters may move
-        self.graph_call.must_check_addresses = True
+        self.graph_call.addresses_may_have_moved()
         return result
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the wrapped module's; addresses are checked before the next replay."""
         result = self.unwrap().load_state_dict(*args, **kwargs)
-        self.graph_call.must_check_addresses = True
+        self.graph_call.addresses_may_have_moved()
         return result

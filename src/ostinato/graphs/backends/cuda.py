@@ -131,7 +131,7 @@ class CudaSession:
         if self._open:
             self._open = False
             try:
-                self._graphs[-1].capture_end()
+                self._end_capture()
             except RuntimeError:
                 self._backend.heal_after_failed_capture(self._memory)
         self._graphs.clear()
@@ -140,13 +140,16 @@ class CudaSession:
     def _close(self) -> None:
         counted = _nodes_being_captured(self._backend.own_stream)
         self._nodes = None if counted is None or self._nodes is None else self._nodes + counted
-        with warnings.catch_warnings():
-            # An empty segment is normal: a step may begin or end with an eager boundary.
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            self._graphs[-1].capture_end()
+        self._end_capture()
         self._open = False
         if self._options.keep_graph:
             self._graphs[-1].instantiate()
+
+    def _end_capture(self) -> None:
+        with warnings.catch_warnings():
+            # An empty segment is normal: a step may begin or end with an eager boundary, or fail at once.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            self._graphs[-1].capture_end()
 
 
 class CudaBackend:

@@ -105,7 +105,7 @@ class TapeMemory:
         slab = torch.UntypedStorage(nbytes)
         assert slab.data_ptr() % ALIGNMENT == 0
         # All ones is NaN in every floating type: what was never replayed cannot pass for a result.
-        torch.empty(0, dtype=torch.uint8).set_(slab).fill_(0xFF)
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(slab).fill_(0xFF)
         self._slabs.append(slab)
         return slab
 

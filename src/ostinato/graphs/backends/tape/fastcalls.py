@@ -24,13 +24,13 @@ ge.Tensor ge.Scalar logical_and.default logical_or.default logical_not.default l
 bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor
 bitwise_not.default bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar
 neg.default abs.default sign.default exp.default exp2.default expm1.default log.default log2.default
-log1p.default sqrt.default rsqrt.default reciprocal.default square.default sin.default cos.default
+log1p.default sqrt.default rsqrt.default reciprocal.default sin.default cos.default
 tanh.default sigmoid.default erf.default floor.default ceil.default round.default trunc.default
 isposinf.default isneginf.default
 sum.dim_IntList mean.dim mean.default prod.dim_int amax.default amin.default
 all.dim any.dim all.default any.default argmax.default argmin.default
 cumsum.default cumprod.default logsumexp.default _softmax.default _log_softmax.default
-cat.default stack.default index_select.default gather.default take_along_dim.default where.self
+cat.default stack.default index_select.default gather.default where.self
 scatter.src scatter.value scatter_add.default index_copy.default index_add.default
 tril.default triu.default arange.default arange.start arange.start_step
 rand.default randn.default randint.default randint.low randperm.default
@@ -40,12 +40,13 @@ topk.default sort.default sort.stable max.dim min.dim cummax.default kthvalue.de
 
 _NN_OUT_NAMES = """
 silu.default gelu.default softplus.default leaky_relu.default elu.default hardtanh.default hardswish.default
-hardsigmoid.default log_sigmoid.default glu.default linear.default
+hardsigmoid.default glu.default linear.default
 """
 
 _PLAIN_NAMES = """
-sum.default relu.default embedding.default native_layer_norm.default native_group_norm.default native_batch_norm.default
-masked_fill.Scalar masked_fill.Tensor repeat_interleave.self_int constant_pad_nd.default
+sum.default relu.default embedding.default
+native_layer_norm.default native_group_norm.default native_batch_norm.default
+masked_fill.Scalar masked_fill.Tensor constant_pad_nd.default
 convolution.default var_mean.correction std_mean.correction native_dropout.default
 _scaled_dot_product_flash_attention_for_cpu.default _fused_rms_norm.default roll.default flip.default
 isnan.default isinf.default

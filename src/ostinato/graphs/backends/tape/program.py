@@ -53,10 +53,10 @@ _COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd"}
 
 
 class Call(NamedTuple):
-    """One call of the replay, with a description for people."""
+    """One call of the replay, and what was recorded."""
 
     run: Callable[[], Any]
-    text: str
+    op: RecordedOp
 
 
 def _run_and_copy(run: Callable[[], Any], copy: Callable[[torch.Tensor], Any]) -> None:
@@ -97,7 +97,7 @@ class Emitter:
         for op in ops:
             run = self._emit(op)
             if run is not None:
-                calls.append(Call(run, _describe(op)))
+                calls.append(Call(run, op))
         return calls
 
     def _tensor(self, spec: TensorSpec) -> torch.Tensor:
@@ -176,7 +176,7 @@ class Emitter:
 
     def _into_place(self, op: RecordedOp) -> Callable[[], Any] | None:
         """The call as an out-variant, if every result is a tensor with fresh memory of its own."""
-        results = op.result if isinstance(op.result, tuple) else (op.result,)
+        results = (op.result,) if isinstance(op.result, TensorSpec) else op.result
         if lookup(PLAIN, op.func, op.args) is not None or not all(
             isinstance(spec, TensorSpec) and spec.storage in op.fresh for spec in results
         ):
@@ -200,22 +200,24 @@ class Emitter:
         """Replace a Python number by a tensor of the other operand's type, which is 3 times cheaper.
 
         Only where torch would convert the number to that very type before computing, so that not a bit
-        changes: operand with dimensions, of a type that computes in itself, number of the same category.
+        changes: an operand of a type that computes in itself, and a number of the same category.
         """
         if op.func._opname not in _SCALAR_OPERATORS or len(args) != 2:
             return args
         operand, number = args
-        if not isinstance(operand, torch.Tensor) or operand.dim() == 0 or operand.is_conj():
+        if not isinstance(operand, torch.Tensor) or operand.is_conj():
             return args
         floating = operand.dtype in (torch.float32, torch.float64)
         if (floating and type(number) in (int, float)) or (
             operand.dtype is torch.int64 and type(number) is int
         ):
-            return operand, torch.tensor(number, dtype=operand.dtype)
+            return operand, torch.tensor(number, dtype=operand.dtype, device="cpu")
         return args
 
 
-def _describe(op: RecordedOp) -> str:
+def describe(op: RecordedOp) -> str:
+    """A recorded call for people to read."""
+
     def text(value: Any) -> str:
         if isinstance(value, TensorSpec):
             shape = "x".join(map(str, value.size)) or "scalar"

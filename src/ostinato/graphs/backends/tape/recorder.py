@@ -1,6 +1,7 @@
 """Records every ATen call of a step, below autograd: forward, backward and optimizer alike."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,13 +135,22 @@ def specs_of(value: Any) -> list[TensorSpec]:
 _UNDECLARED_ALIASES = {"aten::_unsafe_view", "_c10d_functional::wait_tensor"}
 
 
+@cache
+def _never_works(func: Any) -> bool:
+    """An op that changes only metadata, whatever its arguments."""
+    return torch.Tag.inplace_view in func.tags
+
+
+@cache
+def _may_alias(func: Any) -> bool:
+    """An op that works only when its result has fresh memory."""
+    schema = func._schema
+    if schema.is_mutable or not schema.returns:
+        return False
+    declared = all(returned.alias_info is not None for returned in schema.returns)
+    return declared or schema.name in _UNDECLARED_ALIASES
+
+
 def is_alias(op: RecordedOp) -> bool:
     """Whether a call only gives another view of memory, so that replay has nothing to do."""
-    schema = op.func._schema
-    if torch.Tag.inplace_view in op.func.tags:
-        return True
-    if op.fresh or schema.is_mutable or not schema.returns:
-        return False
-    if schema.name in _UNDECLARED_ALIASES:
-        return True
-    return all(returned.alias_info is not None for returned in schema.returns)
+    return _never_works(op.func) or (not op.fresh and _may_alias(op.func))

@@ -13,7 +13,7 @@ from ...journal import WriteJournal
 from ...options import CaptureOptions
 from .arena import TapeMemory
 from .layout import Layout
-from .program import Call, Emitter
+from .program import Call, Emitter, describe
 from .recorder import Recorder
 from .refusals import RefusalMode, answering_capture_queries
 from .storages import TensorSpec, is_foreign
@@ -47,7 +47,7 @@ class Tape:
         self.segments: Sequence[TapeSegment] = [TapeSegment(calls) for calls in segments]
         self.nodes: int = sum(len(calls) for calls in segments)
         self.raw: list[list[str]] | None = (
-            [[call.text for call in calls] for calls in segments] if keep_raw else None
+            [[describe(call.op) for call in calls] for calls in segments] if keep_raw else None
         )
 
 

@@ -127,8 +127,9 @@ class StorageTable:
     def hold_survivors(self) -> None:
         """Keep in place every inside storage that somebody outside the recording still refers to.
 
-        Call it only when nothing of ours holds a tensor of the step any more.
+        Weakly kept or not: on CUDA, too, memory that somebody holds is not given to another graph. Call it
+        only when nothing of ours, nor the caller's output, holds a tensor of the step any more.
         """
         for record in self.records:
-            if record.inside and record.held is None and not record.weakly_kept:
+            if record.inside and record.held is None:
                 record.held = torch.UntypedStorage._new_with_weak_ptr(record.ref.cdata)

@@ -1,0 +1,98 @@
+"""Clause 6: the collector is frozen while capturing and found as it was afterwards."""
+
+import gc
+
+import pytest
+
+from contract.steps import make_runner
+from ostinato.graphs import CaptureOptions, frozen_gc
+
+
+def state():
+    return gc.isenabled(), gc.get_freeze_count() > 0
+
+
+@pytest.fixture(autouse=True)
+def _tidy():
+    gc.unfreeze()
+    gc.enable()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def watched(seen):
+    def step(x):
+        seen.append(state())
+        return x * 2
+
+    return step
+
+
+def test_it_is_off_and_frozen_while_capturing_and_as_before_afterwards(device):
+    seen = []
+    make_runner(device, watched(seen), [2, 4])
+    assert set(seen) == {(False, True)}
+    assert state() == (True, False)
+
+
+def test_it_is_left_alone_when_asked(device):
+    seen = []
+    make_runner(device, watched(seen), [2], options=CaptureOptions(freeze_gc=False))
+    assert set(seen) == {(True, False)}
+    assert state() == (True, False)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_it_is_as_before_after_an_exception(device, enabled):
+    def step(x):
+        raise ValueError("no")
+
+    if not enabled:
+        gc.disable()
+    runner = make_runner(device, step, [2], capture=False, options=CaptureOptions(strict=True))
+    with pytest.raises(ValueError, match="no"):
+        runner.capture(progress=False)
+    assert state() == (enabled, False)
+
+
+def test_it_is_as_before_after_an_interrupt(device):
+    def step(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_runner(device, step, [2], capture=False).capture(progress=False)
+    assert state() == (True, False)
+
+
+def test_what_the_user_had_frozen_stays_frozen(device):
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    make_runner(device, lambda x: x * 2, [2])
+    assert gc.isenabled()
+    # Frozen objects may die meanwhile; unfreezing would leave none.
+    assert frozen * 0.9 < gc.get_freeze_count() <= frozen
+
+
+def test_a_collector_that_was_off_stays_off(device):
+    gc.disable()
+    make_runner(device, lambda x: x * 2, [2])
+    assert state() == (False, False)
+
+
+def test_garbage_is_collected_before_the_capture(device):
+    class Node:
+        alive = 0
+
+        def __init__(self):
+            self.me = self
+            Node.alive += 1
+
+        def __del__(self):
+            Node.alive -= 1
+
+    gc.disable()
+    Node()
+    assert Node.alive == 1
+    with frozen_gc():
+        assert Node.alive == 0

@@ -1,0 +1,88 @@
+"""Imports point only right or down: cli -> tools, server -> engine -> models, cache -> kernels; graphs."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "ostinato"
+
+MAY_IMPORT = {
+    "cli": {"cli", "tools", "server", "engine", "models", "cache", "kernels", "graphs"},
+    "tools": {"tools", "engine", "models", "cache", "kernels", "graphs"},
+    "server": {"server", "engine", "models", "cache", "kernels", "graphs"},
+    "engine": {"engine", "models", "cache", "kernels", "graphs"},
+    "models": {"models", "kernels"},
+    "cache": {"cache", "kernels"},
+    "kernels": {"kernels"},
+    "graphs": {"graphs"},
+}
+OUTSIDE_PACKAGES_OF_GRAPHS = {"torch", "numpy", "rich", "cuda", "triton"}
+ENTRY_POINTS = {"__init__", "__main__", "launch_server"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_names(path: Path) -> set[str]:
+    """Absolute dotted names of everything a module imports, at any depth of its code."""
+    here = ["ostinato", *path.relative_to(PACKAGE).parts[:-1]]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            names |= (
+                {".".join([*module, alias.name]) for alias in node.names}
+                if node.level
+                else {".".join(module)}
+            )
+    return names
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_respect_the_layers(path: Path) -> None:
+    if path.parent == PACKAGE:
+        assert path.stem in ENTRY_POINTS, (
+            f"{path.name}: a module at the top explains nothing; give it a layer"
+        )
+        return
+    for name in imported_names(path):
+        parts = name.split(".")
+        if parts[0] == "ostinato" and len(parts) > 1:
+            assert parts[1] in MAY_IMPORT[layer(path)], f"{path.name} imports {name} against the layers"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "graphs").rglob("*.py")), ids=lambda path: path.stem)
+def test_the_runtime_needs_torch_and_nothing_of_ours(path: Path) -> None:
+    import sys
+
+    for name in imported_names(path):
+        top = name.split(".")[0]
+        assert top in {"ostinato", *OUTSIDE_PACKAGES_OF_GRAPHS} | set(sys.stdlib_module_names), name
+
+
+def test_a_wrong_arrow_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "ostinato"
+    (package / "graphs").mkdir(parents=True)
+    wrong = package / "graphs" / "wrong.py"
+    wrong.write_text("def late():\n    from ostinato.engine import scheduler\nfrom ..models import llama\n")
+    monkeypatch.setattr(f"{__name__}.PACKAGE", package)
+    with pytest.raises(AssertionError, match=r"wrong\.py imports ostinato\.\w+"):
+        test_imports_respect_the_layers(wrong)
+    assert {"ostinato.engine", "ostinato.models.llama"} <= imported_names(wrong)
+
+
+def test_importing_the_package_does_not_load_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, ostinato, ostinato.cli.main; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
