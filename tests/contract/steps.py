@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ostinato.graphs import (
     BatchDescriptor,
     BatchShape,
+    CaptureOptions,
     CudaGraphRunner,
     Dispatcher,
     Field,
@@ -22,7 +23,9 @@ from ostinato.graphs.gate import is_recording  # noqa: F401  (for steps that beh
 WIDTH = 8
 
 
-def randn(*shape: int, device: torch.device, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def randn(
+    *shape: int, device: torch.device, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Random numbers that are the same on every device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
@@ -31,7 +34,9 @@ def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def mlp(device: torch.device, *, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+def mlp(
+    device: torch.device, *, width: int = WIDTH, dtype: torch.dtype = torch.float32
+) -> torch.nn.Sequential:
     """Two layers with fixed weights, in eval mode; its parameters require gradients, as a user's do."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -63,6 +68,8 @@ def make_runner(
 ) -> CudaGraphRunner:
     """A runner with one decode graph per size, captured unless told otherwise."""
     buffers = InputBuffers(fields or [x_field()], max_tokens=max(sizes), device=device)
+    # One garbage collection per capture would be half the time of the suite.
+    settings.setdefault("options", CaptureOptions(freeze_gc=False))
     runner = CudaGraphRunner(
         step, buffers, [key(size, mode) for size in sizes], dispatcher=Dispatcher(mode), **settings
     )

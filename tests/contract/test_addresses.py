@@ -65,7 +65,10 @@ def test_an_update_in_place_reaches_the_graph_and_raises_nothing(device):
 
 
 def test_a_replaced_cache_is_named_and_a_removed_one_is_called_gone(device):
-    caches = {"k_cache": torch.zeros(4, WIDTH, device=device), "v_cache": torch.zeros(4, WIDTH, device=device)}
+    caches = {
+        "k_cache": torch.zeros(4, WIDTH, device=device),
+        "v_cache": torch.zeros(4, WIDTH, device=device),
+    }
     k_cache = caches["k_cache"]
     runner = make_runner(device, lambda x: x + k_cache[0], [2])
     runner.watch(lambda: caches)

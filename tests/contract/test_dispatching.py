@@ -85,7 +85,9 @@ def test_each_mode_captures_as_many_graphs_as_its_paths_need(device, mode, full,
 @pytest.mark.parametrize(
     "mode", [GraphMode.PIECEWISE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE]
 )
-@pytest.mark.parametrize("lengths", [[1], [1, 1], [1, 1, 1], [1] * 4, [3, 1], [5], [2, 1, 7], [4, 4, 4, 4], [9, 9]])
+@pytest.mark.parametrize(
+    "lengths", [[1], [1, 1], [1, 1, 1], [1] * 4, [3, 1], [5], [2, 1, 7], [4, 4, 4, 4], [9, 9]]
+)
 def test_any_batch_gives_what_eager_gives_at_the_same_padded_shape(device, mode, lengths):
     runner = make(device, mode)
     batch = batch_of(device, lengths)
@@ -106,7 +108,11 @@ def test_any_batch_gives_what_eager_gives_at_the_same_padded_shape(device, mode,
 def test_exact_hit_padded_hit_and_above_the_maximum(device):
     runner = make(device, GraphMode.FULL)
     exact, padded, above = (runner.decide(BatchShape.decode(n)) for n in (4, 3, 17))
-    assert (exact.mode, exact.descriptor, exact.reason) == (GraphMode.FULL, BatchDescriptor.decode(4), Reason.EXACT)
+    assert (exact.mode, exact.descriptor, exact.reason) == (
+        GraphMode.FULL,
+        BatchDescriptor.decode(4),
+        Reason.EXACT,
+    )
     assert (padded.descriptor, padded.reason) == (BatchDescriptor.decode(4), Reason.PADDED)
     assert (above.is_eager, above.descriptor, above.reason) == (True, None, Reason.LARGER_THAN_MAX)
     assert runner.can_run(BatchShape.decode(3))
@@ -180,7 +186,12 @@ def test_what_no_graph_was_captured_for_runs_eagerly_with_its_reason(device, mor
 
 def test_lora_cases_and_context_buckets_have_graphs_of_their_own(device):
     keys = capture_keys(
-        GraphMode.FULL_DECODE_ONLY, DECODE, None, max_reqs=MAX_REQS, lora_cases=[0, 2], context_buckets=[64, None]
+        GraphMode.FULL_DECODE_ONLY,
+        DECODE,
+        None,
+        max_reqs=MAX_REQS,
+        lora_cases=[0, 2],
+        context_buckets=[64, None],
     )
     runner = make(device, GraphMode.FULL_DECODE_ONLY, keys=keys)
     assert len(runner.graphs) == 3 * 2 * 2
@@ -217,3 +228,16 @@ def test_before_the_capture_the_reason_is_that_nothing_is_captured(device):
     runner = CudaGraphRunner(step, buffers, capture_keys(GraphMode.FULL, DECODE, TOKENS, max_reqs=4))
     runner.run(batch_of(device, [1]))
     assert runner.eager_steps == {Reason.NOT_CAPTURED: 1}
+
+
+def test_a_graph_taken_out_of_service_is_not_replayed_any_longer(device):
+    counter = CallCounter(step)
+    runner = make(device, GraphMode.FULL_DECODE_ONLY, counter=counter)
+    batch = batch_of(device, [1, 1, 1])
+    runner.run(batch)
+    calls = counter.calls
+    runner.dispatcher.remove(GraphKey(GraphMode.FULL, BatchDescriptor.decode(4)), Reason.CAPTURE_FAILED)
+    assert runner.decide(BatchShape.decode(3)).is_eager
+    runner.run(batch)
+    assert counter.calls == calls + 1
+    assert runner.eager_steps == {Reason.CAPTURE_FAILED: 1}

@@ -31,7 +31,7 @@ def watched(seen):
 
 def test_it_is_off_and_frozen_while_capturing_and_as_before_afterwards(device):
     seen = []
-    make_runner(device, watched(seen), [2, 4])
+    make_runner(device, watched(seen), [2, 4], options=CaptureOptions())
     assert set(seen) == {(False, True)}
     assert state() == (True, False)
 
@@ -61,14 +61,14 @@ def test_it_is_as_before_after_an_interrupt(device):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_runner(device, step, [2], capture=False).capture(progress=False)
+        make_runner(device, step, [2], capture=False, options=CaptureOptions()).capture(progress=False)
     assert state() == (True, False)
 
 
 def test_what_the_user_had_frozen_stays_frozen(device):
     gc.freeze()
     frozen = gc.get_freeze_count()
-    make_runner(device, lambda x: x * 2, [2])
+    make_runner(device, lambda x: x * 2, [2], options=CaptureOptions())
     assert gc.isenabled()
     # Frozen objects may die meanwhile; unfreezing would leave none.
     assert frozen * 0.9 < gc.get_freeze_count() <= frozen
@@ -76,7 +76,7 @@ def test_what_the_user_had_frozen_stays_frozen(device):
 
 def test_a_collector_that_was_off_stays_off(device):
     gc.disable()
-    make_runner(device, lambda x: x * 2, [2])
+    make_runner(device, lambda x: x * 2, [2], options=CaptureOptions())
     assert state() == (False, False)
 
 

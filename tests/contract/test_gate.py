@@ -5,7 +5,16 @@ import threading
 import pytest
 import torch
 
-from contract.steps import WIDTH, CallCounter, is_recording, key, make_runner, randn, rng_state, same, unchanged
+from contract.steps import (
+    WIDTH,
+    CallCounter,
+    is_recording,
+    key,
+    make_runner,
+    randn,
+    same,
+    unchanged,
+)
 from ostinato.graphs import CaptureError, CaptureOptions, capture_gate
 
 

@@ -197,7 +197,7 @@ def test_forward_hooks_of_the_module_are_part_of_the_graph(device):
 
 
 def test_forward_is_the_plain_module_without_graphs(wrapped, device):
-    module, f = wrapped
+    _, f = wrapped
     f(randn(2, WIDTH, device=device))
     replays = f.report().replays
     f.forward(randn(2, WIDTH, device=device))

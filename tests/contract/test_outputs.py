@@ -46,6 +46,20 @@ def test_strong_outputs_last_until_their_own_graphs_next_replay(device, mode):
     assert not same(first, kept)
 
 
+def test_strong_outputs_are_not_in_memory_that_an_earlier_graph_works_in(device):
+    def step(x):
+        if x.size(0) < 4:
+            return x * 2
+        parts = [x + i for i in range(6)]
+        return torch.stack(parts).sum(0)
+
+    runner = make_runner(device, step, [1, 2, 4], options=CaptureOptions(weak_output=False))
+    outputs = [runner.run({"x": randn(n, WIDTH, device=device, seed=n)}) for n in (1, 2)]
+    kept = [output.clone() for output in outputs]
+    runner.run({"x": randn(4, WIDTH, device=device)})
+    assert same(outputs, kept)
+
+
 def test_what_a_graph_copies_into_a_static_buffer_outlives_other_replays(device):
     lasting = torch.zeros(4, WIDTH, device=device)
 
@@ -89,7 +103,14 @@ def test_debug_mode_names_the_graph_whose_stale_output_is_used(debugged):
 def test_debug_mode_sees_through_views_of_a_stale_output(debugged):
     runner, batch = debugged
     out = runner.run(batch(4))
-    views = [out["y"][1:], out["y"].view(-1), out["y"].t(), out["y"][0][2:], out["y"].detach(), *out["y"].unbind(0)]
+    views = [
+        out["y"][1:],
+        out["y"].view(-1),
+        out["y"].t(),
+        out["y"][0][2:],
+        out["y"].detach(),
+        *out["y"].unbind(0),
+    ]
     runner.run(batch(4))
     for view in views:
         with pytest.raises(StaleOutputError, match="decode 4x1"):

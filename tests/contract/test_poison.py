@@ -86,7 +86,9 @@ def test_a_function_that_mixes_rows_is_caught_by_verify_which_says_so(device, mi
 
 def test_a_function_that_mixes_rows_through_a_declared_index_is_caught(device):
     def counts(rows):
-        return torch.zeros(4, device=device).index_add_(0, rows, torch.ones_like(rows, dtype=torch.float32))[rows]
+        return torch.zeros(4, device=device).index_add_(0, rows, torch.ones_like(rows, dtype=torch.float32))[
+            rows
+        ]
 
     fields = [Field("rows", torch.int64, pad=0, poison=3, sample=(3, 4))]
     with pytest.raises(VerifyError, match="mixes rows"):

@@ -328,6 +328,21 @@ def test_segments_that_change_state_do_so_once_per_replay(device):
         assert same(runner.run({"x": x}), x * 2 + times + times)
 
 
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_boundary_with_parameters_of_its_own_leaves_no_autograd_history(device, grad):
+    attention = mlp(device)
+    attend = eager_boundary(lambda h: attention(h))
+    layer = mlp(device)
+    runner = segmented(device, lambda x: layer(attend(layer(x))) + x)
+    for seed in range(3):
+        batch = {"x": randn(3, WIDTH, device=device, seed=seed)}
+        wanted = eager_padded(runner, batch)[:3]
+        with grad():
+            out = runner.run(batch)
+            assert not out.requires_grad
+            assert same(out, wanted)
+
+
 def test_two_piecewise_runners_may_share_a_pool(device):
     attend, _ = counted(lambda h: h * 2)
     one = segmented(device, lambda x: attend(x + 1) + x)

@@ -3,7 +3,20 @@
 import pytest
 import torch
 
-from contract.steps import WIDTH, CallCounter, is_recording, eager_padded, ints, key, make_runner, randn, rng_state, same, unchanged, x_field
+from contract.steps import (
+    WIDTH,
+    CallCounter,
+    eager_padded,
+    ints,
+    is_recording,
+    key,
+    make_runner,
+    randn,
+    rng_state,
+    same,
+    unchanged,
+    x_field,
+)
 from ostinato.graphs import CaptureOptions, Field, GraphMode, eager_boundary
 
 MODES = [GraphMode.FULL, GraphMode.PIECEWISE]
@@ -58,7 +71,9 @@ def test_counters_caches_and_random_numbers_are_as_before(device, mode, warmups,
 def test_the_random_generator_stands_where_it_stood(device, mode):
     torch.manual_seed(5)
     before = rng_state(device)
-    make_runner(device, lambda x: attend(torch.rand_like(x), x.clone()) + torch.randn_like(x), [1, 4], mode=mode)
+    make_runner(
+        device, lambda x: attend(torch.rand_like(x), x.clone()) + torch.randn_like(x), [1, 4], mode=mode
+    )
     assert same(rng_state(device), before)
 
 
@@ -117,6 +132,21 @@ def test_writes_that_feed_each_other_are_undone_in_reverse_order(device):
     positions.copy_(wanted_positions)
     cache.copy_(wanted_cache)
     assert same(got, (step(x), positions, cache))
+
+
+def test_a_sink_that_is_one_page_of_a_cache_does_not_excuse_writes_to_the_other_pages(device):
+    pages = randn(4, WIDTH, device=device)
+
+    def step(x, page):
+        pages.index_put_((page,), x)
+        return pages[page] * 2
+
+    def dummy(descriptor):
+        return {"x": randn(descriptor.num_tokens, WIDTH, device=device, seed=1), "page": ints([2, 3], device)}
+
+    fields = [x_field(), Field("page", torch.int64)]
+    with unchanged(pages[1:]):
+        make_runner(device, step, [2], fields=fields, dummy=dummy, sinks={"page 0": pages[0]})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -185,7 +215,9 @@ def test_a_separate_generator_is_as_before(device):
     generator = torch.Generator(device).manual_seed(11)
     options = CaptureOptions(generators=(generator,))
     before = generator.get_state()
-    make_runner(device, lambda x: x + torch.rand(x.shape, device=device, generator=generator), [2], options=options)
+    make_runner(
+        device, lambda x: x + torch.rand(x.shape, device=device, generator=generator), [2], options=options
+    )
     assert same(generator.get_state(), before)
 
 

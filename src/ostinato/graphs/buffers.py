@@ -14,12 +14,16 @@ from .staging import Layout, Staging, array_dtype, as_array, as_tensor, raw_scal
 Batch: TypeAlias = Mapping[str, Any]
 
 _MOST_PLANS = 4096
+_SMALL_LAYOUT = 64 << 10
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class _DeviceGroup(NamedTuple):
-    """One grouped copy: fields of one type, and the padding behind them."""
+    """One grouped copy: fields seen as one type, and the padding behind them."""
 
     positions: list[int]
+    seen_as: list[torch.dtype | None]
+    """The type each value is reinterpreted as; None: as it is."""
     targets: list[torch.Tensor]
     padding: list[torch.Tensor]
 
@@ -30,7 +34,7 @@ class FillPlan:
     def __init__(self, buffers: "InputBuffers", layout: Layout, num_tokens: int, num_reqs: int) -> None:
         self.layout = layout
         self.spans: dict[tuple[int, ...], tuple[int, int, torch.Tensor]] = {}
-        self.groups: dict[tuple[tuple[int, ...], bool], list[_DeviceGroup]] = {}
+        self.groups: dict[tuple[tuple[int, ...], bool, bool], list[_DeviceGroup]] = {}
         self.rows = [field.rows(num_tokens, num_reqs) for field in buffers.fields]
         self.expected = [field.full_shape(num_tokens, num_reqs) for field in buffers.fields]
         self.slices: list[tuple[slice, ...]] = []
@@ -72,7 +76,8 @@ class InputBuffers:
         self.max_tokens = max_tokens
         self.max_reqs = max_tokens if max_reqs is None else max_reqs
         capacity = Layout(self.fields, self.max_tokens, self.max_reqs).nbytes
-        self.arena = torch.zeros(capacity, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):
+            self.arena = torch.zeros(capacity, dtype=torch.uint8, device=device)
         self.device = self.arena.device
         self._staging: Staging | None = None
         self._layouts: dict[tuple[int, int], tuple[Layout, list[torch.Tensor]]] = {}
@@ -117,14 +122,17 @@ class InputBuffers:
 
     def fill_as(self, plan: FillPlan, batch: Batch, *, poison: bool = False) -> None:
         """`fill` for a batch whose plan is at hand."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.fill_as(plan, batch, poison=poison)
         values, host = self._checked(batch, plan.expected)
         if self.device.type == "cpu":
-            self._fill_here(plan, values, poison)
-            return
+            return self._fill_here(plan, values, poison)
         if host:
             self._send_host(plan, values, tuple(host), poison)
         if len(host) < len(values):
             self._copy_device(plan, values, poison)
+        return None
 
     def fill_padding(self, descriptor: BatchDescriptor) -> None:
         """Make every row of a rung a padded row."""
@@ -152,7 +160,9 @@ class InputBuffers:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             layout = self._layout(descriptor.num_tokens, descriptor.num_reqs)
-            plan = self._plans[size] = FillPlan(self, layout, shape.num_tokens, shape.num_reqs)
+            with torch.inference_mode(False):
+                plan = FillPlan(self, layout, shape.num_tokens, shape.num_reqs)
+            self._plans[size] = plan
         return plan
 
     # -- internals ---------------------------------------------------------------------------------
@@ -237,7 +247,8 @@ class InputBuffers:
         size = (num_tokens, num_reqs)
         if size not in self._layouts:
             layout = Layout(self.fields, *size)
-            self._layouts[size] = (layout, layout.views(self.arena, self.fields))
+            with torch.inference_mode(False):
+                self._layouts[size] = (layout, layout.views(self.arena, self.fields))
         return self._layouts[size][0]
 
     def _fill_here(self, plan: FillPlan, values: Sequence[Any], poison: bool) -> None:
@@ -272,26 +283,45 @@ class InputBuffers:
         self._staging.sent()
 
     def _copy_device(self, plan: FillPlan, values: Sequence[Any], poison: bool) -> None:
-        """One grouped copy per type: real rows from the batch, padded rows from a template."""
+        """Grouped copies, as few as possible: real rows from the batch, padded rows from a template."""
         given = tuple(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
-        groups = plan.groups.get((given, poison))
+        one_type = all(values[i].is_contiguous() for i in given)
+        groups = plan.groups.get((given, one_type, poison))
         if groups is None:
-            groups = plan.groups[given, poison] = self._device_groups(plan, given, poison)
-        for positions, targets, padding in groups:
-            torch._foreach_copy_(targets, [*[values[i] for i in positions], *padding])
+            groups = self._device_groups(plan, given, one_type, poison)
+            plan.groups[given, one_type, poison] = groups
+        for positions, seen_as, targets, padding in groups:
+            sources = [
+                values[i] if dtype is None else values[i].view(dtype)
+                for i, dtype in zip(positions, seen_as, strict=True)
+            ]
+            torch._foreach_copy_(targets, sources + padding)
 
-    def _device_groups(self, plan: FillPlan, given: Sequence[int], poison: bool) -> list[_DeviceGroup]:
+    def _device_groups(
+        self, plan: FillPlan, given: Sequence[int], one_type: bool, poison: bool
+    ) -> list[_DeviceGroup]:
+        """A grouped copy needs one type; small contiguous fields are all seen as integers of one width.
+
+        Large fields keep their own type: the wider its elements, the faster a copy.
+        """
+        one_type &= plan.layout.nbytes <= _SMALL_LAYOUT
+        one_type &= all(plan.heads[i].is_contiguous() and plan.heads[i].dim() > 0 for i in given)
+        width = min(self.fields[i].dtype.itemsize for i in given)
         groups: dict[torch.dtype, _DeviceGroup] = {}
+        tails: list[tuple[_DeviceGroup, torch.Tensor, torch.Tensor]] = []
         for i in given:
-            group = groups.setdefault(self.fields[i].dtype, _DeviceGroup([], [], []))
+            field, head, tail = self.fields[i], plan.heads[i], plan.tails[i]
+            dtype = _INTEGERS[width] if one_type else field.dtype
+            group = groups.setdefault(dtype, _DeviceGroup([], [], [], []))
             group.positions.append(i)
-            group.targets.append(plan.heads[i])
-        for i in given:
-            tail, field = plan.tails[i], self.fields[i]
+            group.seen_as.append(None if dtype is field.dtype else dtype)
+            group.targets.append(head.view(dtype))
             if tail is not None:
-                groups[field.dtype].targets.append(tail)
-                template = self._template(i, poison)
-                groups[field.dtype].padding.append(template.narrow(field.dim, 0, tail.size(field.dim)))
+                template = self._template(i, poison).narrow(field.dim, 0, tail.size(field.dim))
+                tails.append((group, tail.view(dtype), template.view(dtype)))
+        for group, tail, template in tails:
+            group.targets.append(tail)
+            group.padding.append(template)
         return list(groups.values())
 
     def _template(self, position: int, poison: bool) -> torch.Tensor:

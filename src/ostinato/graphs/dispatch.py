@@ -130,6 +130,8 @@ class Dispatcher:
         self._decode_lengths = {query_len}
         # Contexts between two neighbours here decide alike: a growing context keeps its remembered decision.
         self._context_bounds: list[int] = []
+        self.version = 0
+        """Changes whenever the set of graphs does; decisions of an earlier version are void."""
         self._remembered: dict[tuple[Any, ...], Decision] = {}
         self._indexes: tuple[Index, Index] | None = None
 
@@ -274,6 +276,7 @@ class Dispatcher:
             self._decode_lengths.add(descriptor.query_len)
         if descriptor.context is not None and descriptor.context not in self._context_bounds:
             insort(self._context_bounds, descriptor.context)
+        self.version += 1
         self._remembered.clear()
         self._indexes = None
 

@@ -24,6 +24,11 @@ def require_open_gate() -> None:
         raise CaptureError("capture outside the gate: wrap it in `with capture_gate():` or call capture()")
 
 
+def is_recording() -> bool:
+    """Whether this thread is recording a graph now."""
+    return _state.recording
+
+
 @contextmanager
 def capture_gate() -> Iterator[None]:
     """Allow captures in this context. Serving code never opens it, so serving never captures."""

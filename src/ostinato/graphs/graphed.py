@@ -12,7 +12,7 @@ from .ladder import Ladder
 from .mode import GraphMode
 from .options import CaptureOptions
 from .pool import GraphPool
-from .wrappers import GraphedFunction, GraphedModule
+from .wrappers import GraphedFunction, wrap_module
 
 
 def graphed(
@@ -60,4 +60,4 @@ def graphed(
         compile_up_to=compile_up_to,
         debug=debug,
     )
-    return GraphedModule(function, call) if isinstance(function, torch.nn.Module) else GraphedFunction(call)
+    return wrap_module(function, call) if isinstance(function, torch.nn.Module) else GraphedFunction(call)

@@ -80,6 +80,7 @@ class GraphedCall:
         self._compile_up_to = compile_up_to
         self._debug = debug
         self._entries: list[_Entry] = []
+        self._modules = list(function.modules()) if isinstance(function, torch.nn.Module) else []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Serve one call from a graph if the step's mode lets this wrapper act; capture at the first call."""
@@ -118,7 +119,8 @@ class GraphedCall:
             raise BatchError("the arguments do not agree with each other")
         batch, _ = found
         self._entries = [entry for entry in self._entries if entry.signature != signature]
-        runner = self._runner(signature, batch)
+        with torch.inference_mode(False), torch.no_grad():
+            runner = self._runner(signature, batch)
         with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
             runner.capture()
         self._entries.append(_Entry(signature, runner, self._surroundings(runner.pool.device)))
@@ -146,7 +148,7 @@ class GraphedCall:
     def report(self) -> Report:
         """What was captured and what it served."""
         if not self._entries:
-            raise ConfigError("nothing to report: no call has been captured yet")
+            return Report.of_nothing(self.mode, self.eager_steps)
         return Report.joined([entry.runner.report() for entry in self._entries])
 
     def verify(self, *, tolerance: float | None = None, seed: int = 0) -> Verification:
@@ -216,7 +218,7 @@ class GraphedCall:
 
     def _surroundings(self, device: torch.device) -> tuple[Any, ...]:
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        return autocast, getattr(self.function, "training", None)
+        return autocast, [module.training for module in self._modules]
 
 
 def _call_with(signature: Signature, function: Callable[..., Any], /, **inputs: torch.Tensor) -> Any:

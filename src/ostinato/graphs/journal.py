@@ -53,12 +53,20 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return written
 
 
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses a tensor may touch, first and behind the last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.itemsize if tensor.numel() else start
+
+
 class WriteJournal(TorchDispatchMode):
     """Active as a context manager; `undo()` restores what was written, as often as it is called."""
 
     def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
+        """`ignore`: memory whose contents nobody needs; writes that stay within it are not saved."""
         super().__init__()
-        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignore}
+        self._ignored = [_byte_range(tensor) for tensor in ignore]
         self._created: dict[int, StorageWeakRef] = {}
         self._undo: list[Callable[[], Any]] = []
 
@@ -76,7 +84,7 @@ class WriteJournal(TorchDispatchMode):
 
     def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         key = tensor.untyped_storage()._cdata
-        if key in self._created or key in self._ignored or tensor.numel() == 0:
+        if key in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
             return
         target = tensor.detach()
         if func is aten.index_put_.default and not (len(args) > 3 and args[3]):
@@ -90,6 +98,10 @@ class WriteJournal(TorchDispatchMode):
         else:
             saved = target.clone()
             self._undo.append(lambda: target.copy_(saved))
+
+    def _is_ignored(self, tensor: torch.Tensor) -> bool:
+        start, end = _byte_range(tensor)
+        return any(first <= start and end <= last for first, last in self._ignored)
 
     def undo(self) -> None:
         """Put back every saved region, last write first."""

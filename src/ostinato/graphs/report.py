@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from .mode import GraphMode
+
 if TYPE_CHECKING:
     from rich.console import Group
 
@@ -80,6 +82,12 @@ class Report:
             pool_bytes=runner.pool.bytes,
             input_bytes=runner.buffers.bytes,
         )
+
+    @classmethod
+    def of_nothing(cls, mode: GraphMode, eager_steps: Mapping[Any, int]) -> "Report":
+        """The report where nothing has been captured."""
+        eager = {str(reason): count for reason, count in eager_steps.items()}
+        return cls("none", "none", str(mode), None, (), {}, eager, pool_bytes=0, input_bytes=0)
 
     @classmethod
     def joined(cls, reports: Sequence["Report"]) -> "Report":

@@ -103,6 +103,7 @@ class CudaGraphRunner:
         self._addresses = AddressBook()
         self._trimmer = Trimmer(output_dim)
         self._ready: dict[BatchShape, _Ready] = {}
+        self._ready_version = self.dispatcher.version
         self._compiled = CompiledSteps(step, compile_up_to, self.pool.device)
         for key in self.keys:
             self.dispatcher.check(key)
@@ -170,8 +171,7 @@ class CudaGraphRunner:
         for dropped in [key] if key is not None else list(self.graphs):
             del self.graphs[dropped]
             self.pool.graphs -= 1
-            self.dispatcher.remove(dropped, Reason.NOT_CAPTURED)
-        self._ready.clear()
+            self.dispatcher.mark_failed(dropped, Reason.NOT_CAPTURED)
         self.pool.shrink_if_unused()
 
     def trials(self) -> Trials:
@@ -200,7 +200,6 @@ class CudaGraphRunner:
         self.graphs[graph.key] = graph
         self.pool.graphs += 1
         self._trimmer.observe(graph.descriptor, graph.leaves)
-        self._ready.clear()
         self.dispatcher.add(graph.key)
         if self.options.debug_log:
             logger.info("captured %s", describe(graph))
@@ -238,6 +237,9 @@ class CudaGraphRunner:
         """
         if shape is None:
             shape = self.buffers.shape_of(batch)
+        if self._ready_version != self.dispatcher.version:
+            self._ready.clear()
+            self._ready_version = self.dispatcher.version
         ready = self._ready.get(shape)
         if ready is not None:
             return self._replay(batch, shape, ready)

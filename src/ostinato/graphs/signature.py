@@ -85,6 +85,8 @@ class Signature:
                     return None
                 size = leaf.size(self.batch_dim)
                 rows = size if rows is None else rows
+                if size == 0:
+                    raise BatchError(f"{field.name} is empty: a batch has at least one row")
                 if size != rows:
                     raise BatchError(
                         f"{field.name} has a batch of {size}, another argument one of {rows}; name arguments "

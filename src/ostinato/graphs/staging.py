@@ -109,7 +109,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def as_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
     """The reverse of `as_array`."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    tensor = torch.from_numpy(array if array.flags.c_contiguous else array.copy())
     return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
 
@@ -122,6 +122,11 @@ def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 def raw_scalar(value: Scalar, dtype: torch.dtype) -> Any:
     """A padding value as NumPy writes it; ConfigError if the type cannot hold it."""
     try:
-        return torch.tensor(value, dtype=dtype).view(stand_in(dtype)).item()
-    except RuntimeError as error:
-        raise ConfigError(f"padding {value!r} is not a value of {dtype}: {error}") from None
+        held = torch.tensor(value, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError):
+        raise ConfigError(f"padding {value!r} is not a value of {dtype}") from None
+    exact = held.item() == value
+    rounded = dtype.is_floating_point and bool(held.isfinite()) and isinstance(value, int | float)
+    if not exact and not rounded and value == value:
+        raise ConfigError(f"padding {value!r} is not a value of {dtype}: it would become {held.item()!r}")
+    return held.view(stand_in(dtype)).item()

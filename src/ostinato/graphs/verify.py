@@ -156,7 +156,13 @@ def _check(
                 return _real_rows(runner, tree_leaves(graph.recorded.output), shape)
 
         def eager() -> list[Any]:
-            return _real_rows(runner, tree_leaves(runner.step(**inputs)), shape)
+            leaves = tree_leaves(runner.step(**inputs))
+            if len(leaves) != len(graph.leaves):
+                raise VerifyError(
+                    f"the eager step returns {len(leaves)} values, the graph of {graph.descriptor} "
+                    f"{len(graph.leaves)}: it no longer does what was captured"
+                )
+            return _real_rows(runner, leaves, shape)
 
         runner.buffers.fill(batch, shape, graph.descriptor)
         expected = trials.run(eager)

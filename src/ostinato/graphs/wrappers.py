@@ -57,6 +57,23 @@ class GraphedFunction(_GraphControls):
         return getattr(self.graph_call.function, name)
 
 
+def wrap_module(module: torch.nn.Module, call: GraphedCall) -> "GraphedModule":
+    """The wrapper of a module; containers stay containers (`len`, indexing, iteration)."""
+    return _wrapper_class(type(module))(module, call)
+
+
+@functools.cache
+def _wrapper_class(wrapped: Any) -> "type[GraphedModule]":
+    special = [name for name in dir(wrapped) if name.startswith("__") and not hasattr(torch.nn.Module, name)]
+    methods = {name: _forwarded(name) for name in special if callable(getattr(wrapped, name))}
+    return type(GraphedModule.__name__, (GraphedModule,), methods)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    """Python looks special methods up on the type, where `__getattr__` is not asked."""
+    return lambda self, *args: getattr(self.unwrap(), name)(*args)
+
+
 class GraphedModule(_GraphControls, torch.nn.Module):
     """A module served from graphs.
 

@@ -54,7 +54,6 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         check_op(func, args, kwargs, self.storages)
         self._save_generators(args, kwargs)
-        self._announce_hidden_writes(func, args)
         writes = func._schema.is_mutable
         # An op may resize what it writes (out= of the wrong size): replay needs the geometry after that.
         frozen = None if writes else self._freeze_inputs(args, kwargs)
@@ -106,13 +105,6 @@ class Recorder(TorchDispatchMode):
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator) and value not in self.generators:
                 self.generators[value] = value.get_state()
-
-    def _announce_hidden_writes(self, func: Any, args: Any) -> None:
-        # native_batch_norm updates running statistics that its schema does not declare. Copying them onto
-        # themselves changes nothing, but lets the write journal below save them.
-        if func is aten.native_batch_norm.default and args[5]:
-            for tensor in tensors_of(args[3:5]):
-                tensor.copy_(tensor)
 
     def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for tensor in written_arguments(func, args, kwargs):

@@ -1,0 +1,3 @@
+"""The contract of `contract/test_addresses.py`, on CUDA."""
+
+from contract.test_addresses import *  # noqa: F403

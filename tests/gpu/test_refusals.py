@@ -1,0 +1,3 @@
+"""The contract of `contract/test_refusals.py`, on CUDA."""
+
+from contract.test_refusals import *  # noqa: F403
