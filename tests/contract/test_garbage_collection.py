@@ -9,7 +9,8 @@ from ostinato.graphs import CaptureOptions, frozen_gc
 
 
 def state():
-    return gc.isenabled(), gc.get_freeze_count() > 0
+    # Since Python 3.12 a few hundred immortal objects always count as frozen; a real freeze takes them all.
+    return gc.isenabled(), gc.get_freeze_count() > 5_000
 
 
 @pytest.fixture(autouse=True)

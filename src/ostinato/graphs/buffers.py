@@ -21,9 +21,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 class _DeviceGroup(NamedTuple):
     """One grouped copy: fields seen as one type, and the padding behind them."""
 
-    positions: list[int]
-    seen_as: list[torch.dtype | None]
-    """The type each value is reinterpreted as; None: as it is."""
+    positions_seen_as: list[tuple[int, torch.dtype | None]]
+    """The fields, and the type each one's value is reinterpreted as; None: as it is."""
     targets: list[torch.Tensor]
     padding: list[torch.Tensor]
 
@@ -79,6 +78,9 @@ class InputBuffers:
         with torch.inference_mode(False):
             self.arena = torch.zeros(capacity, dtype=torch.uint8, device=device)
         self.device = self.arena.device
+        self._begins = self.arena.data_ptr()
+        self._ends = self._begins + self.arena.nbytes
+        self._positions = tuple(range(len(self.fields)))
         self._staging: Staging | None = None
         self._layouts: dict[tuple[int, int], tuple[Layout, list[torch.Tensor]]] = {}
         self._plans: dict[tuple[int, int, int, int], FillPlan] = {}
@@ -122,8 +124,8 @@ class InputBuffers:
 
     def fill_as(self, plan: FillPlan, batch: Batch, *, poison: bool = False) -> None:
         """`fill` for a batch whose plan is at hand."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
                 return self.fill_as(plan, batch, poison=poison)
         values, host = self._checked(batch, plan.expected)
         if self.device.type == "cpu":
@@ -131,7 +133,7 @@ class InputBuffers:
         if host:
             self._send_host(plan, values, tuple(host), poison)
         if len(host) < len(values):
-            self._copy_device(plan, values, poison)
+            self._copy_device(plan, values, host, poison)
         return None
 
     def fill_padding(self, descriptor: BatchDescriptor) -> None:
@@ -217,7 +219,9 @@ class InputBuffers:
                     f"{field.name}: expected shape {expected[position]}, got {tuple(value.shape)}"
                 )
             if value.device == self.device:
-                values.append(value)
+                # A result that is an earlier input may come back as another one: it lies in the arena.
+                ours = self._begins <= value.data_ptr() < self._ends
+                values.append(value.clone() if ours else value)
             elif value.device.type == "cpu":
                 values.append(as_array(value))
                 host.append(position)
@@ -282,20 +286,30 @@ class InputBuffers:
         target.copy_(source, non_blocking=True)
         self._staging.sent()
 
-    def _copy_device(self, plan: FillPlan, values: Sequence[Any], poison: bool) -> None:
+    def _copy_device(self, plan: FillPlan, values: Sequence[Any], host: Sequence[int], poison: bool) -> None:
         """Grouped copies, as few as possible: real rows from the batch, padded rows from a template."""
-        given = tuple(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
-        one_type = all(values[i].is_contiguous() for i in given)
+        given = tuple(i for i in self._positions if i not in host) if host else self._positions
+        try:
+            copies = self._copies(plan, values, given, True, poison)
+        except RuntimeError:  # a value whose rows are not contiguous cannot be seen as another type
+            copies = self._copies(plan, values, given, False, poison)
+        for targets, sources in copies:
+            torch._foreach_copy_(targets, sources)
+
+    def _copies(
+        self, plan: FillPlan, values: Sequence[Any], given: tuple[int, ...], one_type: bool, poison: bool
+    ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         groups = plan.groups.get((given, one_type, poison))
         if groups is None:
             groups = self._device_groups(plan, given, one_type, poison)
             plan.groups[given, one_type, poison] = groups
-        for positions, seen_as, targets, padding in groups:
+        copies = []
+        for group in groups:
             sources = [
-                values[i] if dtype is None else values[i].view(dtype)
-                for i, dtype in zip(positions, seen_as, strict=True)
+                values[i] if dtype is None else values[i].view(dtype) for i, dtype in group.positions_seen_as
             ]
-            torch._foreach_copy_(targets, sources + padding)
+            copies.append((group.targets, sources + group.padding))
+        return copies
 
     def _device_groups(
         self, plan: FillPlan, given: Sequence[int], one_type: bool, poison: bool
@@ -312,9 +326,8 @@ class InputBuffers:
         for i in given:
             field, head, tail = self.fields[i], plan.heads[i], plan.tails[i]
             dtype = _INTEGERS[width] if one_type else field.dtype
-            group = groups.setdefault(dtype, _DeviceGroup([], [], [], []))
-            group.positions.append(i)
-            group.seen_as.append(None if dtype is field.dtype else dtype)
+            group = groups.setdefault(dtype, _DeviceGroup([], [], []))
+            group.positions_seen_as.append((i, None if dtype is field.dtype else dtype))
             group.targets.append(head.view(dtype))
             if tail is not None:
                 template = self._template(i, poison).narrow(field.dim, 0, tail.size(field.dim))

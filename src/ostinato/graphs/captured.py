@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from .autocast import clean_autocast_cache
 from .blame import raising_line
@@ -43,7 +43,7 @@ def record(
             session.begin()
             with BoundaryCapture(session, bridges, piecewise=piecewise) as boundaries:
                 output = step()
-            kept = session.keep(output, weak=options.weak_output)
+            kept = session.keep(output, weak=True)
             del output
             finished = session.finish()
         except BaseException as error:
@@ -61,6 +61,23 @@ def record(
             seconds=time.perf_counter() - started,
             raw=finished.raw,
         )
+
+
+def with_outputs_of_their_own(step: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    """The step, with its results copied in the end to memory that no graph of the pool works in.
+
+    Holding on to a result in the pool would not do: a graph captured earlier may use that very memory for
+    its intermediates.
+    """
+    places = tree_map_only(torch.Tensor, torch.empty_like, like)
+
+    def copying(**inputs: torch.Tensor) -> Any:
+        for place, leaf in zip(tree_leaves(places), tree_leaves(step(**inputs)), strict=True):
+            if isinstance(leaf, torch.Tensor):
+                place.copy_(leaf)
+        return places
+
+    return copying
 
 
 def _explained(error: BaseException) -> BaseException:

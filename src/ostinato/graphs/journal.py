@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -53,6 +52,10 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return written
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses a tensor may touch, first and behind the last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -67,7 +70,9 @@ class WriteJournal(TorchDispatchMode):
         """`ignore`: memory whose contents nobody needs; writes that stay within it are not saved."""
         super().__init__()
         self._ignored = [_byte_range(tensor) for tensor in ignore]
-        self._created: dict[int, StorageWeakRef] = {}
+        # Addresses of memory allocated while active. What existed before is never freed and reused for it
+        # without becoming new, so an address is enough to tell the two apart.
+        self._created: set[int] = set()
         self._undo: list[Callable[[], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,16 +80,12 @@ class WriteJournal(TorchDispatchMode):
         for tensor in written_arguments(func, args, kwargs) if writes(func) else ():
             self._save(func, tensor, args)
         result = func(*args, **kwargs)
-        known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                self._created.setdefault(storage._cdata, StorageWeakRef(storage))
+        known = {_memory(tensor) for tensor in tensors_in((args, kwargs))}
+        self._created.update({_memory(tensor) for tensor in tensors_in(result)} - known)
         return result
 
     def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
-        key = tensor.untyped_storage()._cdata
-        if key in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
+        if _memory(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
             return
         target = tensor.detach()
         if func is aten.index_put_.default and not (len(args) > 3 and args[3]):

@@ -11,7 +11,7 @@ from .addresses import AddressBook, Watched
 from .autocast import clean_autocast_cache
 from .backends import Backend
 from .buffers import Batch, FillPlan, InputBuffers
-from .captured import CapturedGraph, record
+from .captured import CapturedGraph, record, with_outputs_of_their_own
 from .compiled import CompiledSteps
 from .descriptor import BatchDescriptor, BatchShape
 from .dispatch import Decision, Dispatcher, Reason
@@ -152,17 +152,19 @@ class CudaGraphRunner:
         with self.backend.stream(), torch.inference_mode(False), torch.no_grad(), clean_autocast_cache():
             self._fill_dummy(key.descriptor)
             trials = self.trials()
-            if step is not self.step:
-                trials.run(lambda: self.step(**inputs))  # the journal needs the step uncompiled once
+            piecewise = key.mode is GraphMode.PIECEWISE
+            strong = not self.options.weak_output
+            if step is not self.step or piecewise or strong:
+                # Compiled code hides its writes from the journal, a piecewise recording executes, and strong
+                # outputs need to know their shapes: each wants one observed run before the others.
+                like = trials.run(lambda: self.step(**inputs))
+                step = with_outputs_of_their_own(step, like) if strong else step
+                del like
             for _ in range(self.options.warmups):
                 trials.run(lambda: step(**inputs))
             with trials.undone():
                 recorded = record(
-                    lambda: step(**inputs),
-                    self.pool,
-                    self.options,
-                    self._bridges,
-                    piecewise=key.mode is GraphMode.PIECEWISE,
+                    lambda: step(**inputs), self.pool, self.options, self._bridges, piecewise=piecewise
                 )
         return CapturedGraph(key, recorded, {name: view.data_ptr() for name, view in inputs.items()})
 

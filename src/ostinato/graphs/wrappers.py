@@ -59,7 +59,8 @@ class GraphedFunction(_GraphControls):
 
 def wrap_module(module: torch.nn.Module, call: GraphedCall) -> "GraphedModule":
     """The wrapper of a module; containers stay containers (`len`, indexing, iteration)."""
-    return _wrapper_class(type(module))(module, call)
+    wrapped: Any = type(module)
+    return _wrapper_class(wrapped)(module, call)
 
 
 @functools.cache

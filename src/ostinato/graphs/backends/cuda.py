@@ -4,7 +4,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -15,24 +15,64 @@ from ..options import CaptureOptions
 from .protocol import Kept, PoolMemory, Recording, Session
 
 
-class CudaMemory:
-    """One private pool of the caching allocator.
+class Graph(torch.cuda.CUDAGraph):
+    """A graph that may be collected at any time.
 
-    The allocator drops a pool with its last graph; `_anchor`, a graph of one node that is never replayed,
-    keeps it, so that graphs may come and go.
+    Destroying a graph while a stream captures invalidates that capture, and the garbage collector chooses
+    its moments freely: a graph that dies meanwhile is buried when the recording is over.
+    """
+
+    _recordings = 0
+    _unburied: ClassVar[list["Graph"]] = []
+
+    @classmethod
+    @contextmanager
+    def burials_postponed(cls) -> Iterator[None]:
+        """While recording."""
+        Graph._recordings += 1
+        try:
+            yield
+        finally:
+            Graph._recordings -= 1
+            if not Graph._recordings:
+                Graph._unburied.clear()
+
+    def __del__(self) -> None:
+        if Graph._recordings:
+            Graph._unburied.append(self)
+
+
+class CudaMemory:
+    """A private pool of the caching allocator.
+
+    The allocator drops a pool with its last graph; an anchor, a graph of one node that is never replayed,
+    keeps it, so that graphs may come and go. A failed capture leaves its pool unusable for further ones
+    (torch's allocator of pinned memory believes the capture to go on): the next capture gets a new pool,
+    and the old one lives on for the graphs that are in it.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.id = torch.cuda.graph_pool_handle()
-        self._device = device
+        self._token = torch.zeros(1, device=device)
+        self._stream = stream
+        self._ids: list[tuple[int, int]] = []
+        self._anchors: list[Graph] = []
         self._ranges: list[tuple[int, int]] = []
-        token = torch.zeros(1, device=device)
-        self._anchor = torch.cuda.CUDAGraph()
-        with _on(stream):
-            self._anchor.capture_begin(pool=self.id, capture_error_mode="thread_local")
-            token.zero_()
-            self._anchor.capture_end()
-        self._token = token
+        self.renew()
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """The pool that captures go to."""
+        return self._ids[-1]
+
+    def renew(self) -> None:
+        """Send further captures to a new pool."""
+        pool, anchor = torch.cuda.graph_pool_handle(), Graph()
+        with _on(self._stream):
+            anchor.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._token.zero_()
+            anchor.capture_end()
+        self._ids.append(pool)
+        self._anchors.append(anchor)
 
     @property
     def bytes(self) -> int:
@@ -51,8 +91,8 @@ class CudaMemory:
         self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._segments())
         return len(self._ranges) != before
 
-    def _segments(self) -> Sequence[dict[str, Any]]:
-        return torch.cuda.memory_snapshot(self.id)
+    def _segments(self) -> list[dict[str, Any]]:
+        return [segment for pool in self._ids for segment in torch.cuda.memory_snapshot(pool)]
 
 
 class CudaSegment:
@@ -101,15 +141,16 @@ class CudaSession:
     def begin(self) -> None:
         self._context.enter_context(self._backend.stream())
         self._context.enter_context(refuse_cold_kernels())
+        self._context.enter_context(Graph.burials_postponed())
         self.resume()
 
     def resume(self) -> None:
-        graph = torch.cuda.CUDAGraph(keep_graph=self._options.keep_graph)
+        graph = Graph(keep_graph=self._options.keep_graph)
         for generator in self._options.generators:
             graph.register_generator_state(generator)
-        graph.capture_begin(pool=self._memory.id, capture_error_mode=self._options.error_mode)
         self._graphs.append(graph)
         self._open = True
+        graph.capture_begin(pool=self._memory.id, capture_error_mode=self._options.error_mode)
 
     def pause(self) -> None:
         self._close()
@@ -207,7 +248,7 @@ class CudaBackend:
         """
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index, memory.id)  # type: ignore[attr-defined]
-        self.new_memory()
+        memory.renew()
 
 
 @contextmanager
