@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .memory import byte_range, is_foreign, storage_address, tensors_of
 
 aten = torch.ops.aten
 
@@ -29,11 +30,6 @@ _ROW_WRITES: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """All tensors of a pytree."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def writes(func: Any) -> bool:
     """Whether an op writes any of its arguments."""
     return func._schema.is_mutable or func.namespace == "c10d" or func in _UNDECLARED_WRITES
@@ -42,25 +38,14 @@ def writes(func: Any) -> bool:
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors an op is going to write, by its schema."""
     if func.namespace == "c10d":  # in-place collectives carry no alias annotation
-        return tensors_in((args, kwargs))
-    written = tensors_in([args[i] for i in _UNDECLARED_WRITES.get(func, ()) if i < len(args)])
+        return list(tensors_of((args, kwargs)))
+    written = list(tensors_of([args[i] for i in _UNDECLARED_WRITES.get(func, ()) if i < len(args)]))
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += tensors_in(value)
+        written += tensors_of(value)
     return written
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses a tensor may touch, first and behind the last."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (reach + 1) * tensor.itemsize if tensor.numel() else start
 
 
 class WriteJournal(TorchDispatchMode):
@@ -69,7 +54,7 @@ class WriteJournal(TorchDispatchMode):
     def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
         """`ignore`: memory whose contents nobody needs; writes that stay within it are not saved."""
         super().__init__()
-        self._ignored = [_byte_range(tensor) for tensor in ignore]
+        self._ignored = [byte_range(tensor) for tensor in ignore]
         # Addresses of memory allocated while active. What existed before is never freed and reused for it
         # without becoming new, so an address is enough to tell the two apart.
         self._created: set[int] = set()
@@ -77,15 +62,18 @@ class WriteJournal(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(is_foreign(tensor) for tensor in tensors_of((args, kwargs))):
+            return NotImplemented
         for tensor in written_arguments(func, args, kwargs) if writes(func) else ():
             self._save(func, tensor, args)
         result = func(*args, **kwargs)
-        known = {_memory(tensor) for tensor in tensors_in((args, kwargs))}
-        self._created.update({_memory(tensor) for tensor in tensors_in(result)} - known)
+        known = {storage_address(tensor) for tensor in tensors_of((args, kwargs))}
+        made = {storage_address(tensor) for tensor in tensors_of(result) if not is_foreign(tensor)}
+        self._created |= made - known
         return result
 
     def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
-        if _memory(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
+        if storage_address(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
             return
         target = tensor.detach()
         if func is aten.index_put_.default and not (len(args) > 3 and args[3]):
@@ -101,7 +89,7 @@ class WriteJournal(TorchDispatchMode):
             self._undo.append(lambda: target.copy_(saved))
 
     def _is_ignored(self, tensor: torch.Tensor) -> bool:
-        start, end = _byte_range(tensor)
+        start, end = byte_range(tensor)
         return any(first <= start and end <= last for first, last in self._ignored)
 
     def undo(self) -> None:

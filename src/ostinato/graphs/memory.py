@@ -1,8 +1,10 @@
-"""Tensors over memory that somebody else owns."""
+"""Tensors and the memory behind them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 def unowned_storage(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -25,6 +27,47 @@ def tensor_over(
 
 def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor at the same address that does not keep the memory from being reused."""
-    storage = tensor.untyped_storage()
-    alias = unowned_storage(storage.data_ptr(), storage.nbytes(), tensor.device)
+    first = storage_address(tensor)
+    alias = unowned_storage(first, byte_range(tensor)[1] - first, tensor.device)
     return tensor_over(alias, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins; 0 for an empty one.
+
+    By arithmetic: asking for the storage itself makes a Python object of it, and torch 2.11 has crashed on
+    those after parameters had been moved.
+    """
+    address = tensor.data_ptr()
+    return address - int(tensor.storage_offset()) * tensor.itemsize if address else 0
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses a tensor may touch: the first, and the one behind the last."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.itemsize
+
+
+def is_foreign(tensor: torch.Tensor) -> bool:
+    """A tensor subclass with a dispatch of its own, which has to unwrap itself first."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an ATen call (nested lists and tuples only)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """All tensors of a pytree, of whatever kinds of node."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

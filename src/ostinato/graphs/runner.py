@@ -324,7 +324,7 @@ class CudaGraphRunner:
                 sink.fill_(min(3.0e4, torch.finfo(sink.dtype).max / 2))
 
     def _is_pooled(self, tensor: torch.Tensor) -> bool:
-        return self.pool.memory.contains(tensor.untyped_storage().data_ptr())
+        return self.pool.memory.contains(tensor.data_ptr())
 
     def report(self) -> Report:
         """What was captured, what it costs, what it served, and why steps ran eagerly."""

@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .backends import Kept, Segment, Session
 from .blame import calling_line
 from .errors import CaptureError
-from .journal import tensors_in
-from .memory import tensor_over, unowned_storage
+from .memory import byte_range, storage_address, tensor_over, tensors_in, unowned_storage
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,10 +86,8 @@ class Bridges:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    if tensor.numel() == 0:
-        return tensor.itemsize
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return (reach + 1) * tensor.itemsize
+    first, last = byte_range(tensor)
+    return max(last - first, tensor.itemsize)
 
 
 class EagerCall:
@@ -172,13 +169,11 @@ class BoundaryCapture:
 
     def _bridge(self, function: Callable[..., Any], result: Any, given: Any) -> tuple[Any, list[Any]]:
         leaves, spec = tree_flatten(result)
-        given_storages = {t.untyped_storage()._cdata for t in tensors_in(given)}
+        given_memory = {storage_address(tensor) for tensor in tensors_in(given)}
         handed: list[Any] = []
         places: list[torch.Tensor | None] = []
         for leaf in leaves:
-            if leaf is None or (
-                isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in given_storages
-            ):
+            if leaf is None or (isinstance(leaf, torch.Tensor) and storage_address(leaf) in given_memory):
                 handed.append(leaf)  # written in place: its address is that of an argument already
                 places.append(None)
             elif isinstance(leaf, torch.Tensor):

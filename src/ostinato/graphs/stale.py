@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from .errors import StaleOutputError
-from .journal import tensors_in
+from .memory import storage_address, tensors_in
 from .pool import GraphPool
 
 
@@ -44,7 +44,7 @@ class GuardedOutput(torch.Tensor):
 
 def _storage(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage()._cdata
+        return storage_address(tensor)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,13 +54,13 @@ class CudaMemory:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._token = torch.zeros(1, device=device)
         self._stream = stream
-        self._ids: list[tuple[int, int]] = []
+        self._ids: list[Any] = []
         self._anchors: list[Graph] = []
         self._ranges: list[tuple[int, int]] = []
         self.renew()
 
     @property
-    def id(self) -> tuple[int, int]:
+    def id(self) -> Any:
         """The pool that captures go to."""
         return self._ids[-1]
 
@@ -158,7 +158,7 @@ class CudaSession:
 
     def keep(self, tree: Any, *, weak: bool) -> Kept:
         def keep_one(tensor: torch.Tensor) -> torch.Tensor:
-            pooled = weak and tensor.is_cuda and self._memory.contains(tensor.untyped_storage().data_ptr())
+            pooled = weak and tensor.is_cuda and self._memory.contains(tensor.data_ptr())
             return weak_alias(tensor) if pooled else tensor.detach()
 
         return CudaKept(tree_map_only(torch.Tensor, keep_one, tree))

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...memory import tensors_of
 from .fastcalls import IN_PLACE, OUT, PLAIN, lookup
 from .layout import Layout
 from .outvariants import FACTORY_ARGUMENTS, find_out_variant
 from .recorder import RecordedOp, is_alias, specs_of
-from .storages import StorageRecord, TensorSpec, map_leaves, tensors_of
+from .storages import StorageRecord, TensorSpec, map_leaves
 
 aten = torch.ops.aten
 

@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...journal import written_arguments
+from ...memory import is_foreign, tensors_of
 from .refusals import check_op
-from .storages import StorageTable, TensorSpec, is_foreign, map_leaves, tensors_of
+from .storages import StorageTable, TensorSpec, map_leaves
 
 aten = torch.ops.aten
 

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...blame import calling_line
 from ...errors import CaptureError
-from .storages import StorageTable, tensors_of
+from ...memory import tensors_of
+from .storages import StorageTable
 
 aten = torch.ops.aten
 

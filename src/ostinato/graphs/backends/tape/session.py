@@ -10,13 +10,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ...blame import calling_line
 from ...errors import CaptureError
 from ...journal import WriteJournal
+from ...memory import is_foreign
 from ...options import CaptureOptions
 from .arena import TapeMemory
 from .layout import Layout
 from .program import Call, Emitter, describe
 from .recorder import Recorder
 from .refusals import RefusalMode, answering_capture_queries
-from .storages import TensorSpec, is_foreign
+from .storages import TensorSpec
 
 
 class TapeSegment:

@@ -5,7 +5,7 @@ calls hold `TensorSpec`s, and a storage is known by its address in C++ while a w
 that address from being reused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,23 +43,6 @@ class StorageRecord:
     weakly_kept: bool = False
     written: bool = False
     """A recorded call writes to it in place."""
-
-
-def is_foreign(tensor: torch.Tensor) -> bool:
-    """A tensor subclass with a dispatch of its own, which has to unwrap itself first."""
-    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an ATen call (nested lists and tuples only)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_of(item)
 
 
 def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
