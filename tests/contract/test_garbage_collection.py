@@ -14,7 +14,7 @@ def state():
 
 
 @pytest.fixture(autouse=True)
-def _tidy():
+def tidy():
     gc.unfreeze()
     gc.enable()
     yield

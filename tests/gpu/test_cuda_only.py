@@ -98,13 +98,12 @@ def test_host_inputs_sent_far_ahead_of_the_device_are_not_overwritten_on_the_way
 # -- cold kernels ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_triton_kernel_first_met_while_recording_is_refused_by_name(device, mode):
+def test_a_triton_kernel_first_met_while_recording_is_refused_by_name(device):
     kernels = pytest.importorskip("gpu.raw_kernels")
-    constant = 101 if mode is GraphMode.FULL else 102
+    constant = 101
     options = CaptureOptions(warmups=0, strict=True)
     step = lambda x: kernels.add_constant(x * 2, constant)  # noqa: E731
-    runner = make_runner(device, step, [2], mode=mode, options=options, capture=False)
+    runner = make_runner(device, step, [2], options=options, capture=False)
     with pytest.raises(CaptureError, match="add_constant_kernel"):
         runner.capture(progress=False)
     assert runner.graphs == {}

@@ -33,11 +33,7 @@ def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage begins; 0 for an empty one.
-
-    By arithmetic: asking for the storage itself makes a Python object of it, and torch 2.11 has crashed on
-    those after parameters had been moved.
-    """
+    """Where the tensor's storage begins; 0 for an empty one. Makes no Python object of the storage."""
     address = tensor.data_ptr()
     return address - int(tensor.storage_offset()) * tensor.itemsize if address else 0
 

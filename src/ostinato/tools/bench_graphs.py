@@ -27,6 +27,10 @@ LONGEST_COMPILED_CHAIN = 500
 """Inductor fuses a chain into one kernel and takes minutes for longer ones."""
 
 
+CHAIN_WIDTHS = (32, 1024)
+"""Numbers per op: tiny, and small."""
+
+
 def chain(length: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function of `length` small dependent ops, one kernel each."""
 
@@ -40,12 +44,12 @@ def chain(length: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def bench_chains(device: torch.device, lengths: Sequence[int] = CHAIN_LENGTHS) -> list[dict[str, Any]]:
     """Eager against replay for chains of small ops."""
-    return [_bench_chain(device, length) for length in lengths]
+    return [_bench_chain(device, length, width) for width in CHAIN_WIDTHS for length in lengths]
 
 
-def _bench_chain(device: torch.device, length: int) -> dict[str, Any]:
+def _bench_chain(device: torch.device, length: int, width: int) -> dict[str, Any]:
     function = chain(length)
-    x = torch.randn(1, 1024, device=device)
+    x = torch.randn(1, width, device=device)
     f = graphed(function, ladder=[1])
     f.capture(x)
     graph = f.graph_call.graphs()[0]
@@ -55,6 +59,7 @@ def _bench_chain(device: torch.device, length: int) -> dict[str, Any]:
         eager = wall_us(lambda: function(x), device, repeats=3)
     row: dict[str, Any] = {
         "ops": length,
+        "width": width,
         "nodes": graph.recorded.nodes,
         "eager_us": eager,
         "replay_device_us": device_us(graph.replay, device),
@@ -187,6 +192,7 @@ def as_tables(result: dict[str, Any]) -> Group:
     chains = Table(title=f"chains of small ops on {result['device']}, microseconds", title_justify="left")
     headings = {
         "ops": "ops",
+        "width": "width",
         "eager_us": "eager",
         "call_wall_us": "graphed",
         "gain": "gain",

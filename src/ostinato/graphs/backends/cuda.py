@@ -92,7 +92,10 @@ class CudaMemory:
         return len(self._ranges) != before
 
     def _segments(self) -> list[dict[str, Any]]:
-        return [segment for pool in self._ids for segment in torch.cuda.memory_snapshot(pool)]
+        # Without an argument: torch 2.11's snapshot of one pool releases the two numbers of the pool's id
+        # once too often, which corrupts Python's heap as soon as they are no longer small.
+        ours = {tuple(pool) for pool in self._ids}
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in ours]
 
 
 class CudaSegment:
