@@ -18,7 +18,7 @@ from ostinato.graphs import (
     GraphMode,
     InputBuffers,
 )
-from ostinato.graphs.gate import is_recording  # noqa: F401  (for steps that behave differently then)
+from ostinato.graphs.capturing.gate import is_recording  # noqa: F401  (for steps that behave differently then)
 
 WIDTH = 8
 

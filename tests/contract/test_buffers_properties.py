@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from contract.steps import WIDTH, make_runner, mlp, padded, same
 from ostinato.graphs import BatchDescriptor, BatchShape, Extent, Field, GraphMode, InputBuffers, Ladder
-from ostinato.graphs.staging import as_array
+from ostinato.graphs.inputs.staging import as_array
 
 DTYPES = [torch.bool, torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ostinato.graphs.backends.tape import Tape, TapeBackend, TapeMemory
-from ostinato.graphs.options import CaptureOptions
+from ostinato.graphs.capturing.options import CaptureOptions
 
 
 class Recorded:

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.graphs.backends.tape import TapeBackend
 from ostinato.graphs.backends.tape.arena import ALIGNMENT, Interval, TapeMemory, place
-from ostinato.graphs.options import CaptureOptions
+from ostinato.graphs.capturing.options import CaptureOptions
 
 INTERVALS = st.lists(
     st.builds(

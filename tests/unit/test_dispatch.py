@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.graphs import dispatch, graph_index
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape
-from ostinato.graphs.dispatch import Decision, Dispatcher, Reason
+from ostinato.graphs.dispatching import dispatch, graph_index
+from ostinato.graphs.dispatching.descriptor import BatchDescriptor, BatchShape
+from ostinato.graphs.dispatching.dispatch import Decision, Dispatcher, Reason
+from ostinato.graphs.dispatching.keys import GraphKey, capture_keys
+from ostinato.graphs.dispatching.ladder import Ladder
+from ostinato.graphs.dispatching.mode import Capability, GraphMode
 from ostinato.graphs.errors import BatchError, ConfigError
-from ostinato.graphs.keys import GraphKey, capture_keys
-from ostinato.graphs.ladder import Ladder
-from ostinato.graphs.mode import Capability, GraphMode
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 FULL_DECODE_ONLY, FULL_AND_PIECEWISE = GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE

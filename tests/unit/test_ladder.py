@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.graphs.dispatching.ladder import Ladder
 from ostinato.graphs.errors import BatchError, ConfigError
-from ostinato.graphs.ladder import Ladder
 
 PRESETS: list[Callable[[int], Ladder]] = [
     Ladder.dense,

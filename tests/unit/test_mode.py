@@ -1,7 +1,7 @@
 import pytest
 
+from ostinato.graphs.dispatching.mode import Capability, GraphMode, Lowered, lower, needed_capability
 from ostinato.graphs.errors import ConfigError
-from ostinato.graphs.mode import Capability, GraphMode, Lowered, lower, needed_capability
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 FULL_DECODE_ONLY, FULL_AND_PIECEWISE = GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE

@@ -4,11 +4,18 @@
 GPU (CUDA graphs) and on a CPU (the tape).
 """
 
-from .addresses import AddressBook
-from .buffers import InputBuffers
-from .captured import CapturedGraph
-from .descriptor import BatchDescriptor, BatchShape
-from .dispatch import Decision, Dispatcher, Reason
+from .capturing.captured import CapturedGraph
+from .capturing.gate import capture_gate, frozen_gc
+from .capturing.options import CaptureOptions
+from .capturing.pool import GraphPool
+from .capturing.segments import SegmentedGraph, eager_boundary
+from .checking.addresses import AddressBook
+from .checking.verify import Verification, verify
+from .dispatching.descriptor import BatchDescriptor, BatchShape
+from .dispatching.dispatch import Decision, Dispatcher, Reason
+from .dispatching.keys import GraphKey, capture_keys
+from .dispatching.ladder import Ladder
+from .dispatching.mode import Capability, GraphMode, lower
 from .errors import (
     AddressError,
     BatchError,
@@ -18,19 +25,12 @@ from .errors import (
     StaleOutputError,
     VerifyError,
 )
-from .fields import Extent, Field
-from .gate import capture_gate, frozen_gc
-from .graphed import graphed
-from .graphed_call import step_mode
-from .keys import GraphKey, capture_keys
-from .ladder import Ladder
-from .mode import Capability, GraphMode, lower
-from .options import CaptureOptions
-from .pool import GraphPool
+from .inputs.buffers import InputBuffers
+from .inputs.fields import Extent, Field
 from .report import Report
 from .runner import CudaGraphRunner
-from .segments import SegmentedGraph, eager_boundary
-from .verify import Verification, verify
+from .wrapping.graphed import graphed
+from .wrapping.graphed_call import step_mode
 
 __all__ = [
     "AddressBook",

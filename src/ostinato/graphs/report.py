@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .mode import GraphMode
+from .dispatching.mode import GraphMode
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from .captured import CapturedGraph
+    from .capturing.captured import CapturedGraph
     from .runner import CudaGraphRunner
 
 

@@ -7,27 +7,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .addresses import AddressBook, Watched
-from .autocast import clean_autocast_cache
 from .backends import Backend
-from .buffers import Batch, FillPlan, InputBuffers
-from .captured import CapturedGraph, record, with_outputs_of_their_own
-from .compiled import CompiledSteps
-from .descriptor import BatchDescriptor, BatchShape
-from .dispatch import Decision, Dispatcher, Reason
+from .capturing.autocast import clean_autocast_cache
+from .capturing.captured import CapturedGraph, record, with_outputs_of_their_own
+from .capturing.compiled import CompiledSteps
+from .capturing.gate import capture_gate, frozen_gc, require_open_gate
+from .capturing.options import CaptureOptions
+from .capturing.pool import GraphPool
+from .capturing.progress import CaptureProgress
+from .capturing.segments import Bridges
+from .capturing.trial import Trials
+from .checking.addresses import AddressBook, Watched
+from .checking.stale import guarded
+from .checking.verify import MakeBatch, Verification, verify
+from .dispatching.descriptor import BatchDescriptor, BatchShape
+from .dispatching.dispatch import Decision, Dispatcher, Reason
+from .dispatching.keys import GraphKey, capture_order
+from .dispatching.mode import GraphMode
 from .errors import AddressError, BatchError, ConfigError
-from .gate import capture_gate, frozen_gc, require_open_gate
-from .keys import GraphKey, capture_order
-from .mode import GraphMode
-from .options import CaptureOptions
-from .pool import GraphPool
-from .progress import CaptureProgress
+from .inputs.buffers import Batch, FillPlan, InputBuffers
 from .report import Report, describe
-from .segments import Bridges
-from .stale import guarded
-from .trial import Trials
 from .trimming import Trimmer
-from .verify import MakeBatch, Verification, verify
 
 logger = logging.getLogger("ostinato.graphs")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from .descriptor import BatchDescriptor, BatchShape
-from .fields import Extent
+from .dispatching.descriptor import BatchDescriptor, BatchShape
+from .inputs.fields import Extent
 
 _PREFERENCE = (Extent.TOKEN, Extent.REQUEST, Extent.FIXED)
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..cold_kernels import refuse_cold_kernels
+from ..capturing.cold_kernels import refuse_cold_kernels
+from ..capturing.options import CaptureOptions
 from ..memory import weak_alias
-from ..options import CaptureOptions
 from .protocol import Kept, PoolMemory, Recording, Session
 
 

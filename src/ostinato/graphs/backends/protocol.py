@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..options import CaptureOptions
+from ..capturing.options import CaptureOptions
 
 
 class PoolMemory(Protocol):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...options import CaptureOptions
+from ...capturing.options import CaptureOptions
 from ..protocol import PoolMemory
 from .arena import TapeMemory
 from .session import TapeSession

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...journal import written_arguments
+from ...capturing.journal import written_arguments
 from ...memory import is_foreign, tensors_of
 from .refusals import check_op
 from .storages import StorageTable, TensorSpec, map_leaves

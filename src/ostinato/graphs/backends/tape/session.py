@@ -8,10 +8,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...blame import calling_line
+from ...capturing.journal import WriteJournal
+from ...capturing.options import CaptureOptions
 from ...errors import CaptureError
-from ...journal import WriteJournal
 from ...memory import is_foreign
-from ...options import CaptureOptions
 from .arena import TapeMemory
 from .layout import Layout
 from .program import Call, Emitter, describe

@@ -22,10 +22,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .backends import Kept, Segment, Session
-from .blame import calling_line
-from .errors import CaptureError
-from .memory import byte_range, storage_address, tensor_over, tensors_in, unowned_storage
+from ..backends import Kept, Segment, Session
+from ..blame import calling_line
+from ..errors import CaptureError
+from ..memory import byte_range, storage_address, tensor_over, tensors_in, unowned_storage
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from .buffers import Batch, InputBuffers
-from .captured import CapturedGraph
-from .descriptor import BatchDescriptor, BatchShape
-from .dispatch import Dispatcher, Reason
-from .errors import BatchError, ConfigError, VerifyError
-from .fields import Scalar
-from .keys import GraphKey
-from .ladder import Ladder
-from .mode import GraphMode
-from .options import CaptureOptions
-from .pool import GraphPool
-from .report import Report
-from .runner import CudaGraphRunner
+from ..capturing.captured import CapturedGraph
+from ..capturing.options import CaptureOptions
+from ..capturing.pool import GraphPool
+from ..checking.verify import Verification
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..dispatching.dispatch import Dispatcher, Reason
+from ..dispatching.keys import GraphKey
+from ..dispatching.ladder import Ladder
+from ..dispatching.mode import GraphMode
+from ..errors import BatchError, ConfigError, VerifyError
+from ..inputs.buffers import Batch, InputBuffers
+from ..inputs.fields import Scalar
+from ..report import Report
+from ..runner import CudaGraphRunner
 from .signature import Examples, Signature
-from .verify import Verification
 
 _step_mode: ContextVar[GraphMode | None] = ContextVar("ostinato_step_mode", default=None)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .memory import byte_range, is_foreign, storage_address, tensors_of
+from ..memory import byte_range, is_foreign, storage_address, tensors_of
 
 aten = torch.ops.aten
 

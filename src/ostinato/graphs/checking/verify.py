@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .buffers import Batch
-from .captured import CapturedGraph
-from .descriptor import BatchDescriptor, BatchShape
-from .errors import VerifyError
-from .fields import Field
+from ..capturing.captured import CapturedGraph
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..errors import VerifyError
+from ..inputs.buffers import Batch
+from ..inputs.fields import Field
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .runner import CudaGraphRunner
+    from ..runner import CudaGraphRunner
 
 MakeBatch = Callable[[BatchShape, torch.Generator], Batch]
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import total_ordering
 
-from .errors import BatchError, ConfigError
+from ..errors import BatchError, ConfigError
 
 
 def _check_counts(num_tokens: int, num_reqs: int, query_len: int | None, error: type[ValueError]) -> None:

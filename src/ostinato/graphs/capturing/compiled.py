@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from .errors import ConfigError
-from .keys import GraphKey
+from ..dispatching.keys import GraphKey
+from ..errors import ConfigError
 
 
 class CompiledSteps:

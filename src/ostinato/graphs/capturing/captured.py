@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from ..blame import raising_line
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..dispatching.keys import GraphKey
+from ..errors import CaptureError, OstinatoError
 from .autocast import clean_autocast_cache
-from .blame import raising_line
-from .descriptor import BatchDescriptor, BatchShape
-from .errors import CaptureError, OstinatoError
 from .gate import recording
-from .keys import GraphKey
 from .options import CaptureOptions
 from .pool import GraphPool
 from .segments import BoundaryCapture, Bridges, SegmentedGraph

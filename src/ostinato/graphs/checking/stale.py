@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from .errors import StaleOutputError
-from .memory import storage_address, tensors_in
-from .pool import GraphPool
+from ..capturing.pool import GraphPool
+from ..errors import StaleOutputError
+from ..memory import storage_address, tensors_in
 
 
 class GuardedOutput(torch.Tensor):

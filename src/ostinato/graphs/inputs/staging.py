@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .fields import Field, Scalar
 
 _ALIGNMENT = 16

@@ -8,8 +8,8 @@ from enum import StrEnum
 from itertools import combinations
 from typing import Any
 
+from ..errors import ConfigError
 from .descriptor import BatchDescriptor, BatchShape
-from .errors import ConfigError
 from .graph_index import Cost, Index, Need
 from .keys import GraphKey
 from .mode import Capability, GraphMode, lower, needed_capability

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 Scalar: TypeAlias = int | float | bool
 

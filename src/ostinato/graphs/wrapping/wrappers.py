@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from ..checking.verify import Verification
+from ..report import Report
 from .graphed_call import GraphedCall
-from .report import Report
-from .verify import Verification
 
 
 class _GraphControls:

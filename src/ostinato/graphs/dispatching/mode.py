@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 
 class GraphMode(Enum):

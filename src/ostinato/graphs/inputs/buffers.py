@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from .descriptor import BatchDescriptor, BatchShape
-from .errors import BatchError, ConfigError
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..errors import BatchError, ConfigError
 from .fields import Extent, Field
 from .staging import Layout, Staging, array_dtype, as_array, as_tensor, raw_scalar
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .blame import calling_line
-from .errors import CaptureError
+from ..blame import calling_line
+from ..errors import CaptureError
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import overload
 
-from .errors import BatchError, ConfigError
+from ..errors import BatchError, ConfigError
 
 Band = tuple[int, int | None, int]
 """(first rung, last rung or None for no end, step)"""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .errors import CaptureError
+from ..errors import CaptureError
 
 _ALWAYS_FROZEN = 5_000 if sys.version_info >= (3, 12) else 0
 """Since 3.12 a collection moves immortal objects to where `gc.freeze` puts its own: a few hundred."""

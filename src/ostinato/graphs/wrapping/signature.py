@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from .buffers import Batch
-from .descriptor import BatchDescriptor, BatchShape
-from .errors import BatchError, ConfigError
-from .fields import Extent, Field, Scalar
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..errors import BatchError, ConfigError
+from ..inputs.buffers import Batch
+from ..inputs.fields import Extent, Field, Scalar
 
 
 @dataclass(frozen=True)

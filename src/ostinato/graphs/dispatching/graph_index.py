@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from ..errors import ConfigError
 from .descriptor import BatchDescriptor
-from .errors import ConfigError
 from .keys import GraphKey
 from .mode import GraphMode
 

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import torch
 
-from .errors import AddressError
+from ..errors import AddressError
 
 NamedTensors: TypeAlias = Mapping[str, torch.Tensor]
 Watched: TypeAlias = NamedTensors | torch.nn.Module | Callable[[], NamedTensors]

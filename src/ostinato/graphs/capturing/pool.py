@@ -2,8 +2,8 @@
 
 import torch
 
-from .backends import Backend, PoolMemory, backend_for
-from .errors import ConfigError
+from ..backends import Backend, PoolMemory, backend_for
+from ..errors import ConfigError
 
 
 class GraphPool:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from .keys import GraphKey
+from ..dispatching.keys import GraphKey
 
 
 class CaptureProgress:

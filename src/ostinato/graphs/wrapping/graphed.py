@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from .errors import ConfigError
-from .fields import Scalar
+from ..capturing.options import CaptureOptions
+from ..capturing.pool import GraphPool
+from ..dispatching.ladder import Ladder
+from ..dispatching.mode import GraphMode
+from ..errors import ConfigError
+from ..inputs.fields import Scalar
 from .graphed_call import GraphedCall
-from .ladder import Ladder
-from .mode import GraphMode
-from .options import CaptureOptions
-from .pool import GraphPool
 from .wrappers import GraphedFunction, wrap_module
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .backends import Backend
+from ..backends import Backend
 from .journal import WriteJournal
 
 

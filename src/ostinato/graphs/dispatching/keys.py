@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..errors import ConfigError
 from .descriptor import BatchDescriptor
-from .errors import ConfigError
 from .ladder import Ladder
 from .mode import GraphMode
 

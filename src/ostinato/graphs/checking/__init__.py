@@ -1,0 +1,1 @@
+"""What keeps graphs honest: addresses, stale outputs, verification against eager."""

@@ -1,0 +1,1 @@
+"""Which graphs there are, and which one serves a batch."""

@@ -1,0 +1,1 @@
+"""The static inputs of graphs: declared, filled, padded."""

@@ -1,0 +1,1 @@
+"""The one-line door for functions and modules."""
