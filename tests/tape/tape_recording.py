@@ -26,7 +26,6 @@ def record(
     step: Callable[..., Any],
     *args: Any,
     memory: TapeMemory | None = None,
-    weak: bool = True,
     grad: bool = False,
     keep_graph: bool = False,
 ) -> Recorded:
@@ -37,7 +36,7 @@ def record(
     with torch.set_grad_enabled(grad):
         session.begin()
         try:
-            kept = session.keep(step(*args), weak=weak)
+            kept = session.keep(step(*args))
         except BaseException:
             session.abort()
             raise

@@ -94,18 +94,19 @@ def test_smaller_tapes_fit_into_the_memory_of_the_largest():
     assert memory.bytes > before
 
 
-def test_a_replay_overwrites_weak_outputs_of_other_tapes_but_not_strong_ones():
+def test_a_replay_overwrites_outputs_of_other_tapes_but_not_what_somebody_holds():
     memory = TapeMemory()
     x, y = torch.ones(8), torch.full((8,), 5.0)
-    weak = record(lambda: x + 1, memory=memory)
-    strong = record(lambda: x + 2, memory=memory, weak=False)
-    weak.replay()
-    strong.replay()
+    stash = []
+    shared = record(lambda: x + 1, memory=memory)
+    held = record(lambda: stash.append(x + 2) or stash[0], memory=memory)
+    shared.replay()
+    held.replay()
     other = record(lambda: y * 3, memory=memory)
-    assert weak.out.tolist() == [2] * 8, "recording wrote over the output of another tape"
+    assert shared.out.tolist() == [2] * 8, "recording wrote over the output of another tape"
     other.replay()
-    assert weak.out.tolist() == [15] * 8
-    assert strong.out.tolist() == [3] * 8
+    assert shared.out.tolist() == [15] * 8
+    assert held.out.tolist() == [3] * 8
 
 
 def test_outputs_have_no_values_before_the_first_replay():
@@ -154,9 +155,11 @@ def test_a_stashed_output_sees_replayed_values_and_is_not_overwritten():
 
 def test_held_memory_is_counted_while_the_tape_lives():
     memory = TapeMemory()
-    recorded = record(lambda: torch.zeros(1000), memory=memory, weak=False)
+    stash = []
+    recorded = record(lambda: stash.append(torch.zeros(1000)) or stash[0], memory=memory)
     assert memory.bytes == 4000
     assert memory.contains(recorded.out.data_ptr())
+    stash.clear()
     del recorded
     gc.collect()
     assert memory.bytes == 0
@@ -193,11 +196,11 @@ def test_segments_share_values_with_an_eager_call_between_them():
         keep_apart = torch.zeros(4) + before  # used behind the pause as well
         session.pause()
         answers.append(torch.cuda.is_current_stream_capturing())
-        given = session.keep(before, weak=True)
+        given = session.keep(before)
         bridge.copy_(torch.tensor(before.tolist()) + 100)  # host reads are fine here
         session.resume()
         answers.append(torch.cuda.is_current_stream_capturing())
-        out = session.keep(bridge + keep_apart, weak=True)
+        out = session.keep(bridge + keep_apart)
         del before, keep_apart
         tape = session.finish()
     assert answers == [False, True]
@@ -211,24 +214,22 @@ def test_segments_share_values_with_an_eager_call_between_them():
         assert out.resolve().tolist() == [4 * value + 100] * 4
 
 
-def test_strongly_kept_arguments_stay_in_their_own_memory():
+def test_what_an_eager_call_writes_into_its_arguments_reaches_the_next_segment():
     backend = TapeBackend()
     session = backend.session(backend.new_memory(), CaptureOptions())
     x = torch.ones(4)
     with torch.no_grad():
         session.begin()
         y = x * 2
-        address = y.data_ptr()
         session.pause()
-        kept = session.keep((y, [y[1:], x]), weak=False)
+        kept = session.keep((y, [y[1:], x]))
         y.add_(1)  # an eager call may write its arguments; the next segment reads that
         session.resume()
-        out = session.keep(y * 10, weak=True)
+        out = session.keep(y * 10)
         del y
         tape = session.finish()
     resolved, (tail, outside) = kept.resolve()
-    assert resolved.data_ptr() == address
-    assert tail.data_ptr() == address + 4
+    assert tail.data_ptr() == resolved.data_ptr() + 4
     assert outside.data_ptr() == x.data_ptr()
     tape.segments[0].replay()
     resolved.add_(1)

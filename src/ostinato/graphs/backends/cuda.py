@@ -159,9 +159,9 @@ class CudaSession:
         self._close()
         self._graphs[-1].replay()  # an eager call comes next and must read real values
 
-    def keep(self, tree: Any, *, weak: bool) -> Kept:
+    def keep(self, tree: Any) -> Kept:
         def keep_one(tensor: torch.Tensor) -> torch.Tensor:
-            pooled = weak and tensor.is_cuda and self._memory.contains(tensor.data_ptr())
+            pooled = tensor.is_cuda and self._memory.contains(tensor.data_ptr())
             return weak_alias(tensor) if pooled else tensor.detach()
 
         return CudaKept(tree_map_only(torch.Tensor, keep_one, tree))

@@ -79,8 +79,8 @@ class Session(Protocol):
         """Start to record the next segment."""
         ...
 
-    def keep(self, tree: Any, *, weak: bool) -> Kept:
-        """Announce tensors that replay must find. `weak`: their memory may be reused by other graphs."""
+    def keep(self, tree: Any) -> Kept:
+        """Announce tensors that replay must find. Their memory stays the pool's: other graphs may reuse it."""
         ...
 
     def finish(self) -> Recording:

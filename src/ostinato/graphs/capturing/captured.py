@@ -43,7 +43,7 @@ def record(
             session.begin()
             with BoundaryCapture(session, bridges, piecewise=piecewise) as boundaries:
                 output = step()
-            kept = session.keep(output, weak=True)
+            kept = session.keep(output)
             del output
             finished = session.finish()
         except BaseException as error:

@@ -156,7 +156,7 @@ class BoundaryCapture:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Interrupt the recording, call the function for real, go on recording behind it."""
         self._session.pause()
-        kept = self._session.keep((args, kwargs), weak=True)
+        kept = self._session.keep((args, kwargs))
         self._inside = True
         try:
             result = function(*args, **kwargs)

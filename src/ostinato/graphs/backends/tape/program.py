@@ -152,7 +152,7 @@ class Emitter:
 
     def _is_used(self, spec: TensorSpec) -> bool:
         record = self._records[spec.storage]
-        return record.last > record.first or record.weakly_kept or record.held is not None
+        return record.last > record.first or record.kept or record.held is not None
 
     def _emit_collective(self, op: RecordedOp) -> Callable[[], Any]:
         run = partial(op.func._op, *self._thaw(op.args), **self._thaw(op.kwargs))

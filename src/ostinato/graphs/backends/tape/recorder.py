@@ -65,15 +65,11 @@ class Recorder(TorchDispatchMode):
         self._record(func, frozen, inputs, result)
         return result
 
-    def keep(self, tensor: torch.Tensor, *, weak: bool) -> TensorSpec:
+    def keep(self, tensor: torch.Tensor) -> TensorSpec:
         """Note that replay must find a tensor at this point of the step."""
         last_call = max(self._position - 1, 0)
         spec = self.storages.use(self.storages.spec(tensor, last_call), last_call)
-        record = self.storages.records[spec.storage]
-        if weak:
-            record.weakly_kept = True
-        else:
-            record.held = tensor.untyped_storage()
+        self.storages.records[spec.storage].kept = True
         return spec
 
     def _freeze_inputs(self, args: Any, kwargs: Any) -> Any:

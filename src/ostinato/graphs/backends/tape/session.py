@@ -103,9 +103,9 @@ class TapeSession:
     def resume(self) -> None:
         self._recorder.start_segment()
 
-    def keep(self, tree: Any, *, weak: bool) -> TapeKept:
+    def keep(self, tree: Any) -> TapeKept:
         leaves, structure = tree_flatten(tree)
-        specs = [self._keep_leaf(leaf, weak) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        specs = [self._keep_leaf(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         kept = TapeKept(specs, structure)
         self._kept.append(kept)
         return kept
@@ -133,7 +133,7 @@ class TapeSession:
     def _is_recording(self) -> bool:
         return self._recorder.active
 
-    def _keep_leaf(self, leaf: torch.Tensor, weak: bool) -> TensorSpec:
+    def _keep_leaf(self, leaf: torch.Tensor) -> TensorSpec:
         if hasattr(leaf, "trigger_wait"):  # the result of a functional collective, still on its way
             leaf = leaf.trigger_wait()
         if is_foreign(leaf):
@@ -141,7 +141,7 @@ class TapeSession:
                 f"a {type(leaf).__name__} cannot be an output of a captured step: return plain tensors",
                 where=calling_line(),
             )
-        return self._recorder.keep(leaf, weak=weak)
+        return self._recorder.keep(leaf)
 
     def _close(self) -> None:
         """Stop recording and put everything outside back. The journal goes too: it refers to tensors of the

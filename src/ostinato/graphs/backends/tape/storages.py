@@ -40,7 +40,7 @@ class StorageRecord:
     last: int
     held: torch.UntypedStorage | None = None
     """Set for memory that stays where it is: outside, kept strongly, or found alive at the end."""
-    weakly_kept: bool = False
+    kept: bool = False
     written: bool = False
     """A recorded call writes to it in place."""
 
@@ -110,7 +110,7 @@ class StorageTable:
     def hold_survivors(self) -> None:
         """Keep in place every inside storage that somebody outside the recording still refers to.
 
-        Weakly kept or not: on CUDA, too, memory that somebody holds is not given to another graph. Call it
+        Kept for replay or not: on CUDA, too, memory that somebody holds is not given to another graph. Call it
         only when nothing of ours, nor the caller's output, holds a tensor of the step any more.
         """
         for record in self.records:
