@@ -1,5 +1,6 @@
 """Capture a step at every rung, then run each batch from the graph that fits, or eagerly with a reason."""
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,9 @@ class CudaGraphRunner:
     """Runs a step of varying batch size from captured graphs.
 
     `step(**inputs)` gets one tensor per declared field and returns any pytree. It must do all its device
-    work on the current stream and find everything else it reads at unchanging addresses (see `watch`).
+    work on the current stream and find everything else it reads at unchanging addresses (see `watch`). If
+    it has a parameter named `descriptor`, it is told what it is captured for (or, eagerly, what it runs):
+    the one thing besides tensors that may shape its work.
     Not thread-safe: one runner belongs to one thread.
     """
 
@@ -84,6 +87,8 @@ class CudaGraphRunner:
         """
         self.step = step
         self.buffers = buffers
+        is_field = any(field.name == "descriptor" for field in buffers.fields)
+        self._wants_descriptor = not is_field and _has_parameter(step, "descriptor")
         self.keys = tuple(sorted(set(keys), key=capture_order))
         self.dispatcher = dispatcher or Dispatcher(GraphMode.FULL)
         self.pool = pool or GraphPool(buffers.device)
@@ -148,6 +153,7 @@ class CudaGraphRunner:
         require_open_gate()
         self._compiled.reserve(self.keys)
         inputs = self.buffers.views(key.descriptor)
+        arguments = self.arguments(inputs, key.descriptor)
         step = self._compiled.for_key(key)
         with self.backend.stream(), torch.inference_mode(False), torch.no_grad(), clean_autocast_cache():
             self._fill_dummy(key.descriptor)
@@ -157,14 +163,14 @@ class CudaGraphRunner:
             if step is not self.step or piecewise or strong:
                 # Compiled code hides its writes from the journal, a piecewise recording executes, and strong
                 # outputs need to know their shapes: each wants one observed run before the others.
-                like = trials.run(lambda: self.step(**inputs))
+                like = trials.run(lambda: self.step(**arguments))
                 step = with_outputs_of_their_own(step, like) if strong else step
                 del like
             for _ in range(self.options.warmups):
-                trials.run(lambda: step(**inputs))
+                trials.run(lambda: step(**arguments))
             with trials.undone():
                 recorded = record(
-                    lambda: step(**inputs), self.pool, self.options, self._bridges, piecewise=piecewise
+                    lambda: step(**arguments), self.pool, self.options, self._bridges, piecewise=piecewise
                 )
         return CapturedGraph(key, recorded, {name: view.data_ptr() for name, view in inputs.items()})
 
@@ -283,7 +289,11 @@ class CudaGraphRunner:
         inputs = self.buffers.on_device(batch, shape)
         self.eager_steps[reason] += 1
         with torch.no_grad():
-            return self.step(**inputs)
+            return self.step(**self.arguments(inputs, shape.as_descriptor()))
+
+    def arguments(self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor) -> dict[str, Any]:
+        """What the step is called with: its inputs, and the descriptor if it wants to know."""
+        return {**inputs, "descriptor": descriptor} if self._wants_descriptor else dict(inputs)
 
     def _make_ready(self, shape: BatchShape, decision: Decision) -> _Ready:
         """All that replaying this shape needs, looked up once."""
@@ -339,3 +349,10 @@ class CudaGraphRunner:
     ) -> Verification:
         """Every graph against the eager step; raises VerifyError where they disagree."""
         return verify(self, make_batch=make_batch or self.make_batch, tolerance=tolerance, seed=seed)
+
+
+def _has_parameter(function: Step, name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins show no signature
+        return False

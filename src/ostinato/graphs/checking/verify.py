@@ -156,7 +156,7 @@ def _check(
                 return _real_rows(runner, tree_leaves(graph.recorded.output), shape)
 
         def eager() -> list[Any]:
-            leaves = tree_leaves(runner.step(**inputs))
+            leaves = tree_leaves(runner.step(**runner.arguments(inputs, graph.descriptor)))
             if len(leaves) != len(graph.leaves):
                 raise VerifyError(
                     f"the eager step returns {len(leaves)} values, the graph of {graph.descriptor} "

@@ -137,6 +137,12 @@ class BatchShape:
         """The shape of a uniform batch."""
         return cls(num_reqs * query_len, num_reqs, query_len, lora, cascade, encoder, context)
 
+    def as_descriptor(self) -> BatchDescriptor:
+        """What a graph made for exactly this shape would serve."""
+        return BatchDescriptor(
+            self.num_tokens, self.num_reqs, self.query_len, self.lora, self.encoder, self.context or None
+        )
+
     def __str__(self) -> str:
         text = _describe_size(self.num_tokens, self.num_reqs, self.query_len)
         if self.lora:

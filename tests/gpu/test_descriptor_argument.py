@@ -1,0 +1,3 @@
+"""The same tests on CUDA."""
+
+from contract.test_descriptor_argument import *  # noqa: F403
