@@ -13,6 +13,7 @@ from ostinato.graphs import (
     ConfigError,
     CudaGraphRunner,
     Decision,
+    Dispatcher,
     Field,
     GraphMode,
     GraphPool,
@@ -233,15 +234,40 @@ def test_only_fixed_fields_need_a_shape(device):
     assert runner.run(batch, BatchShape.decode(2)).tolist() == [2, 2]
 
 
-def test_a_pool_on_another_device_is_refused(device):
-    other = "meta"
+def test_a_device_without_a_backend_is_refused_by_pool_and_buffers(device):
     with pytest.raises(ConfigError, match="meta"):
-        GraphPool(other)
+        GraphPool("meta")
+    with pytest.raises(ConfigError, match="meta"):
+        InputBuffers([x_field()], max_tokens=2, device="meta")
+
+
+def test_a_pool_on_another_device_is_refused(device):
+    buffers = InputBuffers([x_field()], max_tokens=2, device=device)
     pool = GraphPool(device)
+    buffers.device = torch.device("meta")
     with pytest.raises(ConfigError, match=r"pool is on .* buffers are on meta"):
-        CudaGraphRunner(
-            lambda x: x, InputBuffers([x_field()], max_tokens=2, device=other), [key(2)], pool=pool
-        )
+        CudaGraphRunner(lambda x: x, buffers, [key(2)], pool=pool)
+
+
+def test_modes_are_parsed_wherever_they_are_given(device):
+    for call in (lambda: Dispatcher("bogus"), lambda: capture_keys("bogus", None, None, max_reqs=1)):
+        with pytest.raises(ConfigError, match="bogus"):
+            call()
+
+
+def test_a_key_larger_than_the_buffers_is_refused_at_once(device):
+    buffers = InputBuffers([x_field()], max_tokens=2, device=device)
+    with pytest.raises(ConfigError, match="does not fit buffers"):
+        CudaGraphRunner(lambda x: x, buffers, [key(4)])
+
+
+def test_a_decision_about_a_graph_that_is_gone_is_refused(device):
+    runner = make_runner(device, lambda x: x * 2, [2])
+    shape = BatchShape.decode(2)
+    decision = runner.decide(shape)
+    runner.drop()
+    with pytest.raises(BatchError, match="no full graph"):
+        runner.replay({"x": randn(2, WIDTH, device=device)}, shape, decision)
 
 
 @pytest.mark.parametrize("budget", [0, -5])

@@ -16,6 +16,7 @@ from .dispatching.dispatch import Decision, Dispatcher, Reason
 from .dispatching.keys import GraphKey, capture_keys
 from .dispatching.ladder import Ladder
 from .dispatching.mode import Capability, GraphMode, lower
+from .dispatching.step_mode import step_mode
 from .errors import (
     AddressError,
     BatchError,
@@ -30,7 +31,6 @@ from .inputs.fields import Extent, Field
 from .report import Report
 from .runner import CudaGraphRunner
 from .wrapping.graphed import graphed
-from .wrapping.graphed_call import step_mode
 
 __all__ = [
     "AddressBook",

@@ -29,7 +29,10 @@ def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor at the same address that does not keep the memory from being reused."""
     first = storage_address(tensor)
     alias = unowned_storage(first, byte_range(tensor)[1] - first, tensor.device)
-    return tensor_over(alias, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    plain = tensor_over(alias, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    with torch.no_grad():
+        conjugated = plain.conj() if tensor.is_conj() else plain
+        return torch._neg_view(conjugated) if tensor.is_neg() else conjugated
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -96,7 +96,11 @@ class Report:
         return replace(
             first,
             graphs=tuple(row for report in reports for row in report.graphs),
-            failures={key: cause for report in reports for key, cause in report.failures.items()},
+            failures={
+                key if number == 0 else f"{key} (signature {number + 1})": cause
+                for number, report in enumerate(reports)
+                for key, cause in report.failures.items()
+            },
             input_bytes=sum(report.input_bytes for report in reports),
         )
 

@@ -3,10 +3,12 @@
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .backends import Backend
 from .capturing.autocast import clean_autocast_cache
@@ -25,8 +27,10 @@ from .dispatching.descriptor import BatchDescriptor, BatchShape
 from .dispatching.dispatch import Decision, Dispatcher, Reason
 from .dispatching.keys import GraphKey, capture_order
 from .dispatching.mode import GraphMode
-from .errors import AddressError, BatchError, ConfigError
+from .dispatching.step_mode import step_mode
+from .errors import AddressError, BatchError, CaptureError, ConfigError
 from .inputs.buffers import Batch, FillPlan, InputBuffers
+from .memory import storage_address
 from .report import Report, describe
 from .trimming import Trimmer
 
@@ -42,7 +46,8 @@ class _Ready(NamedTuple):
 
     graph: CapturedGraph
     plan: FillPlan
-    output: Any
+    leaves: list[Any]
+    geometry: list[tuple[Any, Any]]
 
 
 class CudaGraphRunner:
@@ -107,11 +112,18 @@ class CudaGraphRunner:
         self._bridges = Bridges()
         self._addresses = AddressBook()
         self._trimmer = Trimmer(output_dim)
+        self._arena_address = buffers.arena.data_ptr()
         self._ready: dict[BatchShape, _Ready] = {}
         self._ready_version = self.dispatcher.version
         self._compiled = CompiledSteps(step, compile_up_to, self.pool.device)
         for key in self.keys:
             self.dispatcher.check(key)
+            descriptor = key.descriptor
+            if descriptor.num_tokens > buffers.max_tokens or descriptor.num_reqs > buffers.max_reqs:
+                raise ConfigError(
+                    f"a graph for {descriptor} does not fit buffers for {buffers.max_tokens} tokens, "
+                    f"{buffers.max_reqs} requests"
+                )
         if self.pool.device != buffers.device:
             raise ConfigError(f"the pool is on {self.pool.device}, the buffers are on {buffers.device}")
 
@@ -129,6 +141,8 @@ class CudaGraphRunner:
         are in the report, and their batches run from a larger graph or eagerly. `progress`: show a bar
         (default: when standard error is a terminal).
         """
+        if self.graphs:
+            self._addresses.check()  # further graphs must not make moved weights look right
         missing = [key for key in self.keys if key not in self.graphs]
         self.failures.clear()
         before = self.pool.bytes
@@ -138,6 +152,7 @@ class CudaGraphRunner:
                 bar.start(key)
                 self._capture_or_explain(key)
                 bar.done(self.pool.bytes)
+            self._settle_outputs()
         self._addresses.renew()
         logger.info(
             "capture ends: %d graphs, %d given up, %.2f s, %d bytes",
@@ -155,7 +170,7 @@ class CudaGraphRunner:
         inputs = self.buffers.views(key.descriptor)
         arguments = self.arguments(inputs, key.descriptor)
         step = self._compiled.for_key(key)
-        with self.backend.stream(), torch.inference_mode(False), torch.no_grad(), clean_autocast_cache():
+        with self._quiet():
             self._fill_dummy(key.descriptor)
             trials = self.trials()
             piecewise = key.mode is GraphMode.PIECEWISE
@@ -167,19 +182,19 @@ class CudaGraphRunner:
                 step = with_outputs_of_their_own(step, like) if strong else step
                 del like
             for _ in range(self.options.warmups):
-                trials.run(lambda: step(**arguments))
+                trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
             with trials.undone():
                 recorded = record(
                     lambda: step(**arguments), self.pool, self.options, self._bridges, piecewise=piecewise
                 )
-        return CapturedGraph(key, recorded, {name: view.data_ptr() for name, view in inputs.items()})
+        return CapturedGraph(key, recorded)
 
     def drop(self, key: GraphKey | None = None) -> None:
         """Forget one graph, or all of them."""
         for dropped in [key] if key is not None else list(self.graphs):
-            del self.graphs[dropped]
-            self.pool.graphs -= 1
+            self.pool.graphs.discard(self.graphs.pop(dropped))
             self.dispatcher.mark_failed(dropped, Reason.NOT_CAPTURED)
+        self.pool.generation += 1  # outputs of a dropped graph lie in memory that may go
         self.pool.shrink_if_unused()
 
     def trials(self) -> Trials:
@@ -187,37 +202,84 @@ class CudaGraphRunner:
         return Trials(self.backend, state=self._state, sinks=self.sinks, generators=self.options.generators)
 
     def _capture_or_explain(self, key: GraphKey) -> None:
+        failure = self._try_to_capture(key)
+        if failure is None:
+            return
+        # Only here, when nothing of the failed attempt is referred to any more, can its memory go.
+        self._give_up(key, *failure)
+
+    def _give_up(self, key: GraphKey, reason: Reason, cause: str) -> None:
+        self.failures[key] = cause
+        self.dispatcher.mark_failed(key, reason)
+        logger.warning("no %s graph for %s (%s): %s", key.mode, key.descriptor, reason, cause)
+        self.pool.shrink_if_unused()
+        self.backend.release_unused()
+
+    def _try_to_capture(self, key: GraphKey) -> tuple[Reason, str] | None:
         bytes_before = self.pool.bytes
         try:
             graph = self.capture_one(key)
-            if self.pool.over_budget and self.pool.bytes > bytes_before:
-                del graph
-                raise torch.OutOfMemoryError(
-                    f"the pool would hold {self.pool.bytes:,} bytes, its budget is {self.pool.budget:,}"
-                )
+            self._trimmer.observe(graph.descriptor, graph.leaves)
         except torch.OutOfMemoryError as error:
-            self._give_up(key, Reason.OUT_OF_MEMORY, error)
+            return Reason.OUT_OF_MEMORY, f"{type(error).__name__}: {error}"
         except Exception as error:
             if self.options.strict:
                 raise
-            self._give_up(key, Reason.CAPTURE_FAILED, error)
-        else:
-            self._adopt(graph)
+            return Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}"
+        if self.pool.over_budget and self.pool.bytes > bytes_before:
+            held, budget = self.pool.bytes, self.pool.budget
+            return Reason.OUT_OF_MEMORY, f"the pool would hold {held:,} bytes, its budget is {budget:,}"
+        self._adopt(graph)
+        return None
 
     def _adopt(self, graph: CapturedGraph) -> None:
         self.graphs[graph.key] = graph
-        self.pool.graphs += 1
-        self._trimmer.observe(graph.descriptor, graph.leaves)
+        self.pool.graphs.add(graph)
         self.dispatcher.add(graph.key)
         if self.options.debug_log:
             logger.info("captured %s", describe(graph))
 
-    def _give_up(self, key: GraphKey, reason: Reason, error: BaseException) -> None:
-        self.failures[key] = f"{type(error).__name__}: {error}"
-        self.dispatcher.mark_failed(key, reason)
-        logger.warning("no %s graph for %s (%s): %s", key.mode, key.descriptor, reason, self.failures[key])
-        self.pool.shrink_if_unused()
-        self.backend.release_unused()
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Where trial runs and recordings happen: on our stream, outside whatever mode the caller is in."""
+        with self.backend.stream(), torch.inference_mode(False), torch.no_grad(), clean_autocast_cache():
+            with step_mode(GraphMode.NONE):  # wrappers inside the step are part of its graph
+                yield
+
+    def _settle_outputs(self) -> None:
+        """Know for every output which rows are real, or serve nothing from graphs."""
+        descriptors = [key.descriptor for key in self.graphs]
+        decode_only = all(descriptor.query_len == 1 for descriptor in descriptors)
+        if descriptors and self._trimmer.in_doubt(tokens_are_requests=decode_only):
+            self._probe_outputs(max(descriptors))
+        try:
+            self._trimmer.check()
+        except CaptureError as error:
+            if self.options.strict:
+                raise
+            for key in list(self.graphs):
+                self.drop(key)
+                self._give_up(key, Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
+
+    def _probe_outputs(self, largest: BatchDescriptor) -> None:
+        """One eager trial with other numbers of tokens and requests than any rung has.
+
+        A step may be made for one size only: then it fails here, and the likeliest reading stands.
+        """
+        reqs = max(1, largest.num_reqs - (1 if largest.is_uniform else 2))
+        if largest.query_len is not None:
+            probe = BatchDescriptor.decode(reqs, largest.query_len, context=largest.context)
+        else:
+            probe = BatchDescriptor(max(reqs, largest.num_tokens - 1), reqs, context=largest.context)
+        try:
+            with self._quiet():
+                self._fill_dummy(probe)
+                arguments = self.arguments(self.buffers.views(probe), probe)
+                leaves = self.trials().run(lambda: tree_leaves(self.step(**arguments)))
+        except Exception as error:
+            logger.debug("outputs could not be probed with %s: %s", probe, error)
+        else:
+            self._trimmer.observe(probe, leaves)
 
     def _fill_dummy(self, descriptor: BatchDescriptor) -> None:
         if self.dummy is None:
@@ -264,23 +326,28 @@ class CudaGraphRunner:
         return self._replay(batch, shape, self._make_ready(shape, decision))
 
     def _replay(self, batch: Batch, shape: BatchShape, ready: _Ready) -> Any:
-        graph, plan, output = ready
+        graph, leaves = ready.graph, ready.leaves
         if self.debug:
             self.check_addresses()
         self.backend.order_replays()
+        self.buffers.fill_as(ready.plan, batch, poison=self.poison)
         if self.poison:
             self.poison_surroundings()
-        self.buffers.fill_as(plan, batch, poison=self.poison)
         graph.replay()
         self.pool.generation += 1
         graph.replays += 1
         graph.real_tokens += shape.num_tokens
-        if self.debug and self.options.weak_output:
-            return guarded(output, self.pool, f"{graph.key.mode} graph {graph.descriptor}")
+        if ready.geometry != _geometry(leaves):  # somebody reshaped in place what was handed out
+            leaves = graph.trimmed(shape, self._trimmer.trim)
+            self._ready.pop(shape, None)
+        output = graph.in_container(leaves)
+        if self.debug:
+            return guarded(output, self.pool, f"{graph.key.mode} graph {graph.descriptor}", self._is_volatile)
         return output
 
     def launch(self, graph: CapturedGraph) -> None:
         """Replay a graph on what the buffers hold."""
+        self.backend.order_replays()
         graph.replay()
         self.pool.generation += 1
 
@@ -299,9 +366,11 @@ class CudaGraphRunner:
         """All that replaying this shape needs, looked up once."""
         if decision.descriptor is None:
             raise BatchError(f"nothing to replay: the step runs eagerly ({decision.reason})")
-        graph = self.graphs[GraphKey(decision.mode, decision.descriptor)]
-        output = graph.trimmed(shape, self._trimmer.trim)
-        return _Ready(graph, self.buffers.plan(shape, graph.descriptor), output)
+        graph = self.graphs.get(GraphKey(decision.mode, decision.descriptor))
+        if graph is None:
+            raise BatchError(f"there is no {decision.mode} graph for {decision.descriptor} (any more)")
+        leaves = graph.trimmed(shape, self._trimmer.trim)
+        return _Ready(graph, self.buffers.plan(shape, graph.descriptor), leaves, _geometry(leaves))
 
     # -- safety ------------------------------------------------------------------------------------
 
@@ -315,17 +384,13 @@ class CudaGraphRunner:
     def check_addresses(self) -> None:
         """Raise AddressError if anything the graphs read has moved. Call after a weight update or wake-up."""
         self._addresses.check()
-        for graph in self.graphs.values():
-            views = self.buffers.views(graph.descriptor)
-            for name, address in graph.input_addresses.items():
-                if views[name].data_ptr() != address:
-                    raise AddressError(
-                        f"the buffer of input {name} has moved since {graph.descriptor} was captured"
-                    )
+        if self.buffers.arena.data_ptr() != self._arena_address:
+            names = ", ".join(field.name for field in self.buffers.fields)
+            raise AddressError(f"the buffer of input {names} has moved since the graphs were captured")
 
     def poison_surroundings(self) -> None:
         """Fill what a replay must not depend on: dead outputs with NaN, the sinks with large numbers."""
-        for graph in self.graphs.values():
+        for graph in self.pool.graphs:
             for leaf in graph.leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and self._is_pooled(leaf):
                     leaf.fill_(float("nan"))
@@ -335,6 +400,11 @@ class CudaGraphRunner:
 
     def _is_pooled(self, tensor: torch.Tensor) -> bool:
         return self.pool.memory.contains(tensor.data_ptr())
+
+    def _is_volatile(self, tensor: torch.Tensor) -> bool:
+        """Whether the next replay may overwrite it: in the pool, an input buffer or a bridge."""
+        in_inputs = storage_address(tensor) == storage_address(self.buffers.arena)
+        return in_inputs or self._bridges.contains(tensor.data_ptr()) or self._is_pooled(tensor)
 
     def report(self) -> Report:
         """What was captured, what it costs, what it served, and why steps ran eagerly."""
@@ -356,3 +426,7 @@ def _has_parameter(function: Step, name: str) -> bool:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins show no signature
         return False
+
+
+def _geometry(leaves: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return [(leaf.shape, leaf.stride()) for leaf in leaves if isinstance(leaf, torch.Tensor)]

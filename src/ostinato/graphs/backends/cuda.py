@@ -80,16 +80,13 @@ class CudaMemory:
 
     def contains(self, address: int) -> bool:
         """Whether an address lies in this pool. The pool only grows, so a known range stays right."""
-        return self._in_known_range(address) or (self._refresh() and self._in_known_range(address))
+        if not self._in_known_range(address):
+            self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._segments())
+        return self._in_known_range(address)
 
     def _in_known_range(self, address: int) -> bool:
         place = bisect_right(self._ranges, (address, 1 << 63)) - 1
         return place >= 0 and address < self._ranges[place][1]
-
-    def _refresh(self) -> bool:
-        before = len(self._ranges)
-        self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._segments())
-        return len(self._ranges) != before
 
     def _segments(self) -> list[dict[str, Any]]:
         # Without an argument: torch 2.11's snapshot of one pool releases the two numbers of the pool's id
@@ -172,14 +169,19 @@ class CudaSession:
         return CudaRecording(self._graphs, self._nodes, self._options.keep_graph)
 
     def abort(self) -> None:
-        if self._open:
-            self._open = False
-            try:
-                self._end_capture()
-            except RuntimeError:
-                self._backend.heal_after_failed_capture(self._memory)
-        self._graphs.clear()
-        self._context.close()
+        try:
+            if self._open:
+                self._open = False
+                self._end_or_heal()
+        finally:
+            self._graphs.clear()
+            self._context.close()
+
+    def _end_or_heal(self) -> None:
+        try:
+            self._end_capture()
+        except RuntimeError:
+            self._backend.heal_after_failed_capture(self._memory)
 
     def _close(self) -> None:
         counted = _nodes_being_captured(self._backend.own_stream)
@@ -218,10 +220,8 @@ class CudaBackend:
     @contextmanager
     def stream(self) -> Iterator[None]:
         with _on(self.own_stream):
+            self.order_replays()
             yield
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
 
     def release_unused(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -262,9 +262,11 @@ def _on(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
         return
     stream.wait_stream(caller)
-    with torch.cuda.stream(stream):
-        yield
-    caller.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        caller.wait_stream(stream)
 
 
 def _nodes_being_captured(stream: torch.cuda.Stream) -> int | None:

@@ -80,7 +80,7 @@ class Session(Protocol):
         ...
 
     def keep(self, tree: Any) -> Kept:
-        """Announce tensors that replay must find. Their memory stays the pool's: other graphs may reuse it."""
+        """Announce tensors that replay must find. Their memory stays the pool's: others may reuse it."""
         ...
 
     def finish(self) -> Recording:
@@ -105,8 +105,6 @@ class Backend(Protocol):
     def stream(self) -> AbstractContextManager[Any]:
         """The one dedicated stream that captures (and an engine's steps) run on."""
         ...
-
-    def synchronize(self) -> None: ...
 
     def release_unused(self) -> None:
         """Return cached memory to the device, after a capture did not fit."""

@@ -1,7 +1,8 @@
-"""Autocast and recordings: the cache of cast weights must stay out."""
+"""Autocast and recordings: its state belongs to a captured call, its cache of cast weights must stay out."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -22,3 +23,28 @@ def clean_autocast_cache() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Which devices cast automatically, and to what."""
+
+    devices: tuple[tuple[str, torch.dtype], ...]
+
+    @classmethod
+    def now(cls) -> "AutocastState":
+        """As it is in the calling code."""
+        active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return cls(tuple((kind, torch.get_autocast_dtype(kind)) for kind in active))
+
+    def restored(self) -> AbstractContextManager[object]:
+        """A context in which it is so again."""
+        now = AutocastState.now()
+        if now == self:
+            return nullcontext()
+        stack = ExitStack()
+        for kind, dtype in now.devices:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))
+        for kind, dtype in self.devices:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        return stack

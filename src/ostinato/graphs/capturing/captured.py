@@ -48,10 +48,9 @@ def record(
             finished = session.finish()
         except BaseException as error:
             session.abort()
-            explained = _explained(error)
-            if explained is error:
-                raise
-            raise explained from error
+            if _is_capture_violation(error):
+                raise _explained(error) from error
+            raise
         pool.generation += 1  # recording may have written over outputs in the pool
         return Recorded(
             graph=boundaries.assemble(finished.segments),
@@ -80,41 +79,47 @@ def with_outputs_of_their_own(step: Callable[..., Any], like: Any) -> Callable[.
     return copying
 
 
-def _explained(error: BaseException) -> BaseException:
-    """Errors that capture itself caused, with the user's line; everything else as it is."""
-    if isinstance(error, OstinatoError) or not isinstance(error, RuntimeError):
-        return error
+def _is_capture_violation(error: BaseException) -> bool:
+    if isinstance(error, OstinatoError | torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return "fail_on_recompile" in text or ("CUDA error" in text and "captur" in text)
+
+
+def _explained(error: BaseException) -> CaptureError:
+    """An error that recording itself caused, with the user's line."""
+    where = raising_line(error.__traceback__)
     if "fail_on_recompile" in str(error):
-        return CaptureError(
-            f"torch.compile compiled something while recording: {error}",
-            where=raising_line(error.__traceback__),
-        )
-    if "captur" not in str(error) or isinstance(error, torch.OutOfMemoryError):
-        return error
+        return CaptureError(f"torch.compile compiled something while recording: {error}", where=where)
     first_line = str(error).splitlines()[0]
     return CaptureError(
         f"not allowed while a graph is recorded: {first_line}. A value read back to Python, a data-dependent "
         f"shape or a copy to the host cannot be captured; do it before or after the step",
-        where=raising_line(error.__traceback__),
+        where=where,
     )
 
 
 class CapturedGraph:
     """One key's graph, its output, and its record in service."""
 
-    def __init__(self, key: GraphKey, recorded: Recorded, input_addresses: dict[str, int]) -> None:
+    def __init__(self, key: GraphKey, recorded: Recorded) -> None:
         self.key = key
         self.recorded = recorded
-        self.input_addresses = input_addresses
         self.replays = 0
         self.real_tokens = 0
         self.replay = recorded.graph.replay
         self.leaves, self._spec = tree_flatten(recorded.output)
+        self._is_bare = isinstance(recorded.output, torch.Tensor)
 
     @property
     def descriptor(self) -> BatchDescriptor:
         """What the graph serves."""
         return self.key.descriptor
+
+    @property
+    def raw(self) -> Any:
+        """The raw graphs, one per segment, if `CaptureOptions.keep_graph` asked for them."""
+        return self.recorded.raw
 
     @property
     def padding_waste(self) -> float:
@@ -124,10 +129,13 @@ class CapturedGraph:
 
     def trimmed(
         self, shape: BatchShape, trim: Callable[[int, torch.Tensor, BatchShape], torch.Tensor]
-    ) -> Any:
-        """The output without padded rows, at its unchanging address."""
-        leaves = [
+    ) -> list[Any]:
+        """The flattened output without padded rows, at its unchanging address."""
+        return [
             trim(position, leaf, shape) if isinstance(leaf, torch.Tensor) else leaf
             for position, leaf in enumerate(self.leaves)
         ]
-        return tree_unflatten(leaves, self._spec)
+
+    def in_container(self, leaves: list[Any]) -> Any:
+        """Output leaves in the structure the step returned, in containers of their own."""
+        return leaves[0] if self._is_bare else tree_unflatten(leaves, self._spec)

@@ -25,7 +25,7 @@ class CompiledSteps:
 
     def reserve(self, keys: Sequence[GraphKey]) -> None:
         """Make room for one compiled version per rung; beyond the limit dynamo would fall back silently."""
-        wanted = sum(self._applies(key) for key in keys)
+        wanted = sum(self.applies(key) for key in keys)
         if wanted:
             import torch._dynamo
 
@@ -34,7 +34,8 @@ class CompiledSteps:
 
     def for_key(self, key: GraphKey) -> Callable[..., Any]:
         """What to warm up and capture for this key."""
-        return self._compiled if self._applies(key) else self._step
+        return self._compiled if self.applies(key) else self._step
 
-    def _applies(self, key: GraphKey) -> bool:
+    def applies(self, key: GraphKey) -> bool:
+        """Whether this rung is compiled."""
         return key.descriptor.num_tokens <= self._up_to

@@ -18,6 +18,8 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
+_one_recording_at_a_time = threading.Lock()
+"""Recordings of a process share the device's stream and process-wide hooks."""
 
 
 def require_open_gate() -> None:
@@ -49,11 +51,12 @@ def capture_gate() -> Iterator[None]:
 def recording() -> Iterator[None]:
     """Mark this thread as recording; refused outside the gate and while recording already."""
     require_open_gate()
-    _state.recording = True
-    try:
-        yield
-    finally:
-        _state.recording = False
+    with _one_recording_at_a_time:
+        _state.recording = True
+        try:
+            yield
+        finally:
+            _state.recording = False
 
 
 @contextmanager

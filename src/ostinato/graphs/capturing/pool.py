@@ -1,5 +1,8 @@
 """The memory that all graphs of a pool share, and what is known about it."""
 
+import weakref
+from typing import Any
+
 import torch
 
 from ..backends import Backend, PoolMemory, backend_for
@@ -14,15 +17,18 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device | str = "cuda", *, budget: int | None = None) -> None:
-        """`budget`: most bytes the pool may take; a graph that would exceed it is given up."""
+        """`budget`: most bytes the pool may take; a graph that exceeds it is given up.
+
+        What the pool grew for that graph stays with it as long as other graphs live in the pool.
+        """
         if budget is not None and budget <= 0:
             raise ConfigError(f"the pool's budget must be a positive number of bytes, not {budget}")
         self.backend: Backend = backend_for(device)
         self.budget = budget
         self.generation = 0
         """Counts replays; an output of an earlier generation has been overwritten."""
-        self.graphs = 0
-        """Graphs that live in the pool."""
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The captured graphs that live in the pool, of whatever runner."""
         self._memory: PoolMemory | None = None
 
     @property
@@ -49,5 +55,5 @@ class GraphPool:
 
     def shrink_if_unused(self) -> None:
         """Give the memory back when no graph lives in it (after the largest one did not fit)."""
-        if self.graphs == 0:
+        if not self.graphs:
             self._memory = None

@@ -11,6 +11,9 @@ A bridge has memory of its own, outside the graph pool, held as long as any grap
 graph runs at a time, so all graphs of a runner share the same bridges: captured largest first, the smaller
 rungs fit into what the largest one needed. Within one graph a bridge is used again for a later boundary
 once nothing holds the tensor handed to the step any more.
+
+What a boundary returns reaches the step as a copy, unless it lies in one of its arguments: a step that
+writes into the result does not write into memory of the boundary's own.
 """
 
 import functools
@@ -26,6 +29,7 @@ from ..backends import Kept, Segment, Session
 from ..blame import calling_line
 from ..errors import CaptureError
 from ..memory import byte_range, storage_address, tensor_over, tensors_in, unowned_storage
+from .autocast import AutocastState
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +73,11 @@ class Bridges:
         """Bytes of all bridges."""
         return sum(bridge.buffer.nbytes for bridge in self._bridges)
 
+    def contains(self, address: int) -> bool:
+        """Whether an address lies in a bridge."""
+        ranges = (byte_range(bridge.buffer) for bridge in self._bridges)
+        return any(first <= address < last for first, last in ranges)
+
     def begin_graph(self) -> None:
         """All bridges are free for a new graph: no two graphs run at the same time."""
         for bridge in self._bridges:
@@ -100,17 +109,32 @@ class EagerCall:
         self._kept = kept
         self._places = places
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._autocast = AutocastState.now()
 
     def replay(self) -> None:
         """Call the function on the tensors the segment before it has written; refresh the bridges."""
         if self._arguments is None:
             self._arguments = self._kept.resolve()
         args, kwargs = self._arguments
-        with torch.no_grad():
+        with torch.no_grad(), self._autocast.restored():
             leaves, _ = tree_flatten(self._function(*args, **kwargs))
             for place, leaf in zip(self._places, leaves, strict=True):
                 if place is not None:
-                    place.copy_(leaf)
+                    self._refresh(place, leaf)
+
+    def _refresh(self, place: torch.Tensor, leaf: Any) -> None:
+        if not isinstance(leaf, torch.Tensor) or leaf.shape != place.shape or leaf.dtype != place.dtype:
+            name = getattr(self._function, "__qualname__", self._function)
+            raise CaptureError(
+                f"eager boundary {name} returned {_kind(leaf)} where {_kind(place)} was captured: results "
+                f"must keep their type and shape"
+            )
+        place.copy_(leaf)
+
+
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"{value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__
 
 
 class SegmentedGraph:

@@ -13,9 +13,9 @@ from .journal import WriteJournal
 class Trials:
     """Runs a step as often as needed; afterwards state, counters and random generators are as before.
 
-    What a step changes is found by the journal during the first run. If the owner of the step has declared
-    its state, that is saved instead and nothing is observed: needed for raw kernel launches, which the
-    journal cannot see, and cheaper.
+    What a step changes is found by a journal. If the owner of the step has declared its state, that is saved
+    instead and nothing is observed: needed for raw kernel launches, which the journal cannot see, and
+    cheaper. What a step creates in its first run and keeps (lazy state) bears the trace of that one run.
     """
 
     def __init__(
@@ -31,17 +31,22 @@ class Trials:
         self._state = state
         self._saved = {name: tensor.clone() for name, tensor in (state or {}).items()}
         self._sinks = dict(sinks or {})
-        self._journal: WriteJournal | None = None
+        self._journals: list[WriteJournal] = []
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._rng = backend.rng_state()
+        self._host_rng = torch.get_rng_state()
 
-    def run(self, step: Callable[[], Any]) -> Any:
-        """Run a step and undo it. The result stays valid unless it aliases restored state."""
+    def run(self, step: Callable[[], Any], *, observed: bool = True) -> Any:
+        """Run a step and undo it. The result stays valid unless it aliases restored state.
+
+        `observed=False`: rely on what earlier runs wrote; compiled code steps aside while it is watched.
+        """
         with self.undone():
-            if self._state is not None or self._journal is not None:
+            if self._state is not None or not observed:
                 return step()
-            self._journal = WriteJournal(ignore=self._sinks.values())
-            with self._journal:
+            journal = WriteJournal(ignore=self._sinks.values())
+            self._journals.append(journal)
+            with journal:
                 return step()
 
     @contextmanager
@@ -55,6 +60,7 @@ class Trials:
 
     def reset_rng(self) -> None:
         """Set the random generators back to where they were."""
+        torch.set_rng_state(self._host_rng)
         self._backend.set_rng_state(self._rng)
         for generator, state in self._generators:
             generator.set_state(state)
@@ -65,6 +71,6 @@ class Trials:
             for name, saved in self._saved.items():
                 assert self._state is not None
                 self._state[name].copy_(saved)
-        if self._journal is not None:
-            self._journal.undo()
+        for journal in reversed(self._journals):
+            journal.undo()
         self.reset_rng()

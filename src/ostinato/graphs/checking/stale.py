@@ -63,7 +63,10 @@ def _mark(tensor: torch.Tensor, pool: GraphPool, generation: int, origin: str) -
     return guarded
 
 
-def guarded(tree: Any, pool: GraphPool, origin: str) -> Any:
-    """The same outputs, each watching the pool's replays."""
-    mark: Callable[[torch.Tensor], GuardedOutput] = lambda t: _mark(t, pool, pool.generation, origin)  # noqa: E731
+def guarded(tree: Any, pool: GraphPool, origin: str, is_volatile: Callable[[torch.Tensor], bool]) -> Any:
+    """The same outputs; those in memory that the next replay overwrites watch the pool's replays."""
+
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        return _mark(tensor, pool, pool.generation, origin) if is_volatile(tensor) else tensor
+
     return tree_map_only(torch.Tensor, mark, tree)

@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..capturing.captured import CapturedGraph
+from ..capturing.trial import Trials
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..errors import VerifyError
 from ..inputs.buffers import Batch
@@ -147,11 +148,11 @@ def _check(
         inputs = runner.buffers.views(graph.descriptor)
         trials = runner.trials()
 
-        def replay(poison: bool) -> list[Any]:
+        def replay(trials: Trials, poison: bool) -> list[Any]:
             with trials.undone():
+                runner.buffers.fill(batch, shape, graph.descriptor, poison=poison)
                 if poison:
                     runner.poison_surroundings()
-                runner.buffers.fill(batch, shape, graph.descriptor, poison=poison)
                 runner.launch(graph)
                 return _real_rows(runner, tree_leaves(graph.recorded.output), shape)
 
@@ -166,7 +167,12 @@ def _check(
 
         runner.buffers.fill(batch, shape, graph.descriptor)
         expected = trials.run(eager)
-        plain, poisoned = replay(poison=False), replay(poison=True)
+        plain = replay(trials, poison=False)
+        # Poisoned padding may write elsewhere than plain padding: observe that, too, before the replay does.
+        poisoned_trials = runner.trials()
+        runner.buffers.fill(batch, shape, graph.descriptor, poison=True)
+        poisoned_trials.run(eager)
+        poisoned = replay(poisoned_trials, poison=True)
     error, passed = _distance(plain, expected, tolerance)
     poison_error, poison_passed = _distance(poisoned, plain, tolerance)
     return Check(

@@ -21,7 +21,7 @@ class Reason(StrEnum):
     """Why a step runs the way it does."""
 
     EXACT = "exact"
-    """Replayed, nothing padded."""
+    """Replayed with no padded token. Requests of a mixed batch may be padded: they have no tokens."""
     PADDED = "padded"
     """Replayed from a larger graph."""
     DISABLED = "disabled"
@@ -107,7 +107,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        mode: GraphMode,
+        mode: GraphMode | str,
         *,
         capability: Capability = Capability.ALWAYS,
         query_len: int = 1,
@@ -115,9 +115,9 @@ class Dispatcher:
         cost: Cost | None = None,
         piecewise_available: bool = True,
     ) -> None:
-        self.requested = mode
+        self.requested = GraphMode.parse(mode)
         """The mode that was asked for."""
-        possible = lower(mode, capability, query_len, piecewise_available)
+        possible = lower(self.requested, capability, query_len, piecewise_available)
         self.mode = possible.mode
         """The mode after the backend's capability has lowered it."""
         self.lowered = possible.explanation

@@ -19,7 +19,7 @@ class GraphKey(NamedTuple):
 
 
 def capture_keys(
-    mode: GraphMode,
+    mode: GraphMode | str,
     decode_ladder: Ladder | None,
     token_ladder: Ladder | None,
     *,
@@ -34,6 +34,7 @@ def capture_keys(
     FULL; `token_ladder` counts tokens and is needed by every other graph. Piecewise graphs serve both
     paths and any context, so they are listed once.
     """
+    mode = GraphMode.parse(mode)
     if max_reqs < 1:
         raise ConfigError(f"max_reqs must be at least 1, not {max_reqs}")
     for name, cases in (("lora_cases", lora_cases), ("context_buckets", context_buckets)):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 import torch
 
+from ..backends import backend_for
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..errors import BatchError, ConfigError
 from .fields import Extent, Field
@@ -76,7 +77,7 @@ class InputBuffers:
         self.max_reqs = max_tokens if max_reqs is None else max_reqs
         capacity = Layout(self.fields, self.max_tokens, self.max_reqs).nbytes
         with torch.inference_mode(False):
-            self.arena = torch.zeros(capacity, dtype=torch.uint8, device=device)
+            self.arena = torch.zeros(capacity, dtype=torch.uint8, device=backend_for(device).device)
         self.device = self.arena.device
         self._begins = self.arena.data_ptr()
         self._ends = self._begins + self.arena.nbytes
@@ -124,9 +125,6 @@ class InputBuffers:
 
     def fill_as(self, plan: FillPlan, batch: Batch, *, poison: bool = False) -> None:
         """`fill` for a batch whose plan is at hand."""
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.fill_as(plan, batch, poison=poison)
         values, host = self._checked(batch, plan.expected)
         if self.device.type == "cpu":
             return self._fill_here(plan, values, poison)
@@ -149,7 +147,7 @@ class InputBuffers:
         moved = {}
         for field, value in zip(self.fields, values, strict=True):
             tensor = as_tensor(value, field.dtype) if isinstance(value, np.ndarray) else value
-            moved[field.name] = tensor.to(self.device, non_blocking=True)
+            moved[field.name] = tensor.to(self.device)
         return moved
 
     def plan(self, shape: BatchShape, descriptor: BatchDescriptor) -> FillPlan:
@@ -221,6 +219,7 @@ class InputBuffers:
             if value.device == self.device:
                 # A result that is an earlier input may come back as another one: it lies in the arena.
                 ours = self._begins <= value.data_ptr() < self._ends
+                value = value.detach() if value.requires_grad else value
                 values.append(value.clone() if ours else value)
             elif value.device.type == "cpu":
                 values.append(as_array(value))
@@ -269,11 +268,12 @@ class InputBuffers:
         Device fields inside the span are overwritten here and filled by the copy that follows.
         """
         if self._staging is None:
-            self._staging = Staging(self.bytes)
+            self._staging = Staging(self.bytes, self.device)
         span = plan.spans.get(host)
         if span is None:
             start, end = plan.layout.starts[host[0]], plan.layout.ends[host[-1]]
-            span = plan.spans[host] = (start, end, self.arena[start:end])
+            with torch.inference_mode(False):
+                span = plan.spans[host] = (start, end, self.arena[start:end])
         start, end, target = span
         source, arrays = self._staging.slot(plan.layout, self.fields, start, end)
         fillers = self._poisons if poison else self._pads
@@ -301,7 +301,8 @@ class InputBuffers:
     ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         groups = plan.groups.get((given, one_type, poison))
         if groups is None:
-            groups = self._device_groups(plan, given, one_type, poison)
+            with torch.inference_mode(False), torch.no_grad():
+                groups = self._device_groups(plan, given, one_type, poison)
             plan.groups[given, one_type, poison] = groups
         copies = []
         for group in groups:

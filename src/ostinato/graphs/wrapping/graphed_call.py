@@ -2,9 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,27 +16,13 @@ from ..dispatching.dispatch import Dispatcher, Reason
 from ..dispatching.keys import GraphKey
 from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
-from ..errors import BatchError, ConfigError, VerifyError
+from ..dispatching.step_mode import decided_step_mode, step_mode
+from ..errors import BatchError, VerifyError
 from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Scalar
 from ..report import Report
 from ..runner import CudaGraphRunner
 from .signature import Examples, Signature
-
-_step_mode: ContextVar[GraphMode | None] = ContextVar("ostinato_step_mode", default=None)
-
-
-@contextmanager
-def step_mode(mode: GraphMode | str) -> Iterator[None]:
-    """Decide which of several nested wrappers acts in this context: those of this mode, and no others."""
-    mode = GraphMode.parse(mode)
-    if not mode.is_runtime:
-        raise ConfigError(f"a step runs as NONE, PIECEWISE or FULL, not as {mode.name}")
-    token = _step_mode.set(mode)
-    try:
-        yield
-    finally:
-        _step_mode.reset(token)
 
 
 class _Entry:
@@ -84,7 +68,7 @@ class GraphedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Serve one call from a graph if the step's mode lets this wrapper act; capture at the first call."""
-        decided = _step_mode.get()
+        decided = decided_step_mode()
         if decided is not None and decided is not self.mode:
             return self.function(*args, **kwargs)
         if self.mode is GraphMode.NONE:
@@ -118,11 +102,10 @@ class GraphedCall:
         if found is None:
             raise BatchError("the arguments do not agree with each other")
         batch, _ = found
-        self._entries = [entry for entry in self._entries if entry.signature != signature]
+        self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
         with torch.inference_mode(False), torch.no_grad():
             runner = self._runner(signature, batch)
-        with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
-            runner.capture()
+        runner.capture()
         self._entries.append(_Entry(signature, runner, self._surroundings(runner.pool.device)))
         return self.report()
 
@@ -130,8 +113,7 @@ class GraphedCall:
         """Capture everything again, after weights have moved."""
         for entry in self._entries:
             entry.runner.drop()
-            with step_mode(GraphMode.NONE):
-                entry.runner.capture()
+            entry.runner.capture()
             entry.must_check_addresses = False
         return self.report()
 
@@ -155,18 +137,13 @@ class GraphedCall:
         """Every graph against the eager function on fresh inputs drawn from the first call's."""
         if not self._entries:
             raise VerifyError("nothing to verify: no call has been captured yet")
-        with step_mode(GraphMode.NONE):
+        with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
             outcomes = [entry.runner.verify(tolerance=tolerance, seed=seed) for entry in self._entries]
         return Verification(tuple(check for outcome in outcomes for check in outcome.checks))
 
     def graphs(self) -> list[CapturedGraph]:
         """All captured graphs."""
         return [graph for entry in self._entries for graph in entry.runner.graphs.values()]
-
-    def set_poison(self, on: bool) -> None:
-        """Replay with hostile padding, to see that nothing depends on it."""
-        for entry in self._entries:
-            entry.runner.poison = on
 
     # -- internals ---------------------------------------------------------------------------------
 
@@ -206,6 +183,21 @@ class GraphedCall:
         if isinstance(self.function, torch.nn.Module):
             runner.watch(self.function)
         return runner
+
+    def for_copy(self, function: Callable[..., Any]) -> "GraphedCall":
+        """The same settings for a copy of the function; graphs read the original's memory and stay here."""
+        return GraphedCall(
+            function,
+            self.ladder,
+            batch_dim=self._batch_dim,
+            mode=self.mode,
+            shared=self._shared,
+            pads=self._pads,
+            pool=None,
+            options=self._options,
+            compile_up_to=self._compile_up_to,
+            debug=self._debug,
+        )
 
     def _descriptor(self, size: int) -> BatchDescriptor:
         return BatchDescriptor.decode(size) if self.mode is GraphMode.FULL else BatchDescriptor(size, size)

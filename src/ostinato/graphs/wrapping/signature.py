@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ class Signature:
         """The signature of a call. `shared`: arguments without a batch; `pads`: padding by argument."""
         paths, spec = tree_flatten_with_path((args, kwargs))
         parameters = _parameter_names(function, len(args))
-        named = [(*_argument_name(path, parameters), leaf) for path, leaf in paths]
+        named = _with_unique_names([(*_argument_name(path, parameters), leaf) for path, leaf in paths])
         known = {argument for argument, _, _ in named}
         for name in (*shared, *pads):
             if name not in known:
@@ -60,6 +61,15 @@ class Signature:
             raise BatchError(f"no tensor argument has a batch dimension {batch_dim}")
         constants = [None if isinstance(leaf, torch.Tensor) else leaf for _, leaf in paths]
         return cls(spec, tuple(fields), tuple(constants), batch_dim)
+
+    def same_as(self, other: "Signature") -> bool:
+        """Whether calls of the one are calls of the other. Unlike `==` it tells 1 from True."""
+        constants = zip(self.constants, other.constants, strict=False)
+        return (
+            self.spec == other.spec
+            and self.fields == other.fields
+            and all(_same_constant(a, b) for a, b in constants)
+        )
 
     @property
     def tensor_fields(self) -> tuple[Field, ...]:
@@ -120,13 +130,13 @@ class Examples:
         return self._rows(torch.arange(descriptor.num_tokens))
 
     def random(self, shape: BatchShape, generator: torch.Generator) -> Batch:
-        """Rows drawn from the example, floating ones scaled at random."""
+        """Rows drawn from the example, with noise on floating ones."""
         batch = dict(self._rows(torch.randint(1 << 30, (shape.num_tokens,), generator=generator)))
         for field in self._fields:
             if field.dtype.is_floating_point:
                 value = batch[field.name]
-                scale = 0.5 + torch.rand(value.shape, generator=generator)
-                batch[field.name] = value * scale.to(value.device, value.dtype)
+                noise = torch.randn(value.shape, generator=generator)
+                batch[field.name] = value + noise.to(value.device, value.dtype)
         return batch
 
     def _rows(self, rows: torch.Tensor) -> Batch:
@@ -141,7 +151,10 @@ class Examples:
 
 
 def _same_constant(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and bool(a == b))
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except (TypeError, ValueError):  # an array: equal only if it is the same one
+        return False
 
 
 def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
@@ -161,3 +174,13 @@ def _argument_name(path: tuple[Any, ...], parameters: Sequence[str]) -> tuple[st
     argument = parameters[first.idx] if group.idx == 0 else str(first.key)
     inner = re.sub(r"\W+", "_", keystr(tuple(rest))).strip("_")
     return argument, f"{argument}_{inner}" if inner else argument
+
+
+def _with_unique_names(named: list[tuple[str, str, Any]]) -> list[tuple[str, str, Any]]:
+    """Leaves whose paths read alike once they are identifiers are numbered."""
+    seen: Counter[str] = Counter()
+    unique = []
+    for argument, name, leaf in named:
+        seen[name] += 1
+        unique.append((argument, name if seen[name] == 1 else f"{name}__{seen[name]}", leaf))
+    return unique

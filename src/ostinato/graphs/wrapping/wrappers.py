@@ -1,5 +1,6 @@
 """What `graphed` returns: as good as the thing it wraps, to everyone who looks."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,9 @@ class GraphedFunction(_GraphControls):
             raise AttributeError(name)
         return getattr(self.graph_call.function, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GraphedFunction":
+        return GraphedFunction(self.graph_call.for_copy(copy.deepcopy(self.unwrap(), memo)))
+
 
 def wrap_module(module: torch.nn.Module, call: GraphedCall) -> "GraphedModule":
     """The wrapper of a module; containers stay containers (`len`, indexing, iteration)."""
@@ -99,9 +103,16 @@ class GraphedModule(_GraphControls, torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.graph_call.function, name, value)
+        if isinstance(value, torch.Tensor | torch.nn.Module):
+            self.graph_call.addresses_may_have_moved()
 
     def __delattr__(self, name: str) -> None:
         delattr(self.graph_call.function, name)
+        self.graph_call.addresses_may_have_moved()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GraphedModule":
+        module = copy.deepcopy(self.unwrap(), memo)
+        return wrap_module(module, self.graph_call.for_copy(module))
 
     def __repr__(self) -> str:
         return f"graphed({self.graph_call.function!r})"
@@ -119,8 +130,7 @@ class GraphedModule(_GraphControls, torch.nn.Module):
         self.graph_call.addresses_may_have_moved()
         return result
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the wrapped module's; addresses are checked before the next replay."""
-        result = self.unwrap().load_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # Loading a parent comes through here as well; with assign=True parameters are replaced.
+        self.unwrap()._load_from_state_dict(*args, **kwargs)
         self.graph_call.addresses_may_have_moved()
-        return result

@@ -27,9 +27,6 @@ class TapeBackend:
     def stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def synchronize(self) -> None:
-        """CPU work is done when its call returns."""
-
     def release_unused(self) -> None:
         """The CPU allocator keeps nothing back."""
 

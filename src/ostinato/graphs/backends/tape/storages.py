@@ -110,8 +110,8 @@ class StorageTable:
     def hold_survivors(self) -> None:
         """Keep in place every inside storage that somebody outside the recording still refers to.
 
-        Kept for replay or not: on CUDA, too, memory that somebody holds is not given to another graph. Call it
-        only when nothing of ours, nor the caller's output, holds a tensor of the step any more.
+        Kept for replay or not: on CUDA, too, memory that somebody holds is not given to another graph. Call
+        it only when nothing of ours, nor the caller's output, holds a tensor of the step any more.
         """
         for record in self.records:
             if record.inside and record.held is None:
