@@ -11,8 +11,6 @@ from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import sampling
 from ostinato.kernels.attention import AttentionBatch, get_backend
 
-pytest.register_assert_rewrite("kernels.paged_cases")
-
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE)
 

@@ -1,0 +1,84 @@
+"""What attention must know about a step: which token belongs to which request, and where its KV lives.
+
+A step works on T tokens of R requests, flattened one request after another:
+
+    query_starts   0        3  4              query_lens  3 1 2
+    tokens       [ a a a  | b | c c | . . ]   "." is padding: row 0, position 0
+    positions      5 6 7    9   0 1   0 0     seq_lens    8 10 2 (then 1 for padded requests)
+
+The KV of position p of a request is in page `page_table[row, p // PAGE_SIZE]`, at place `p % PAGE_SIZE`.
+Page 0 and row 0 belong to padding and to no request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PAGE_SIZE = 16
+"""Positions per page of the KV cache."""
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The static buffers a captured attention reads, and the two host values its shapes follow from.
+
+    Invariant: token `query_starts[r] + i` of request r has position `seq_lens[r] - query_lens[r] + i` and
+    row `req_rows[r]`. Nothing else may be assumed; a request may have `query_lens` 0.
+    """
+
+    page_table: Tensor
+    """int32 [max_rows, max_pages_per_request], contiguous; row 0 is all zeros."""
+
+    token_rows: Tensor
+    """int32 [T]: the page-table row of each token's request; padding 0."""
+
+    positions: Tensor
+    """int64 [T]: 0-based position of each token in its request."""
+
+    req_rows: Tensor
+    """int32 [R]: the page-table row of each request; padding 0."""
+
+    seq_lens: Tensor
+    """int32 [R]: context length including this step's tokens; padding 1."""
+
+    query_starts: Tensor
+    """int32 [R]: the request's first token in the flattened batch; padding 0."""
+
+    query_lens: Tensor
+    """int32 [R]: tokens of the request in this step; padding 0."""
+
+    max_query_len: int
+    """No request has more tokens than this in any step the graph serves; 1 for decode."""
+
+    max_context: int
+    """No request is longer than this in any step the graph serves."""
+
+    def slots(self) -> Tensor:
+        """int64 [T]: where each token's KV goes, counted in positions over the whole cache."""
+        return self.slots_at(self.token_rows, self.positions)
+
+    def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """int64: where the KV of `positions` of the requests in `rows` is; the two broadcast together."""
+        places = rows.long() * self.page_table.size(1) + positions // PAGE_SIZE
+        pages = self.page_table.view(-1).index_select(0, places.view(-1)).view(places.shape)
+        return pages.long() * PAGE_SIZE + positions % PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class HostLengths:
+    """The lengths of the real requests of a step, as the host knows them; saves an eager step a readback."""
+
+    query_starts: Sequence[int]
+    """First token of each request; request i here is request i of the batch."""
+
+    query_lens: Sequence[int]
+    """Tokens of each request in this step."""
+
+    seq_lens: Sequence[int]
+    """Context length of each request, this step's tokens included."""
+
+    @classmethod
+    def read(cls, batch: AttentionBatch) -> "HostLengths":
+        """Read them back from the device: waits for it, and is refused inside a captured step."""
+        return cls(batch.query_starts.tolist(), batch.query_lens.tolist(), batch.seq_lens.tolist())

@@ -1,0 +1,193 @@
+"""From logits to tokens on the device, in plain torch: static shapes, no host reads, legal in a graph.
+
+The order is that of the HuggingFace processors: bias and penalties on the raw logits, then temperature, then
+top-k, top-p over what top-k left, min-p. Every setting is a tensor with one value a row, so one captured
+graph serves any mix of requests; a row with temperature 0 is greedy.
+
+Note [Counter-based randomness]
+A draw depends on (seed, position, token id) and on nothing else: not on the batch, the row, or earlier draws.
+So a request gets the same tokens alone or in company, and after being preempted and resumed. Each triple is
+hashed to 64 bits by splitmix64's mixer (two multiplications, three xor-shifts, in wrapping int64), which
+becomes Gumbel noise g; argmax(logits + g) is then a sample from softmax(logits), with no sum over the
+vocabulary and no sorted order to agree on.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean greedy: dividing by them would only overflow."""
+
+_UINT64 = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15 - _UINT64
+_MIX_1 = 0xBF58476D1CE4E5B9 - _UINT64
+_MIX_2 = 0x94D049BB133111EB - _UINT64
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How each of n rows is sampled; static buffers of a captured sampler."""
+
+    temperature: Tensor
+    """float32 [n]; 0 is greedy."""
+
+    top_k: Tensor
+    """int32 [n]: keep the k most likely tokens; 0 or less: all."""
+
+    top_p: Tensor
+    """float32 [n]: keep the most likely tokens until their sum reaches p; 1: all."""
+
+    min_p: Tensor
+    """float32 [n]: drop tokens less likely than min_p times the most likely one; 0: none."""
+
+    seeds: Tensor
+    """int64 [n]: any values; equal seeds give equal draws at equal positions."""
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What the rows' earlier tokens cost; `repetition` as in CTRL, the other two as in the OpenAI API."""
+
+    repetition: Tensor
+    """float32 [n]: divides positive and multiplies negative logits of tokens seen anywhere; 1: off."""
+
+    presence: Tensor
+    """float32 [n]: subtracted once from tokens generated before; 0: off."""
+
+    frequency: Tensor
+    """float32 [n]: subtracted per occurrence from tokens generated before; 0: off."""
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities under the model itself, before bias, penalties, temperature and filters."""
+
+    chosen: Tensor
+    """float32 [n]: of the chosen tokens."""
+
+    rank: Tensor
+    """int64 [n]: 1 plus the number of tokens more likely than the chosen one."""
+
+    top_tokens: Tensor
+    """int64 [n, top_n]: the most likely tokens, best first."""
+
+    top: Tensor
+    """float32 [n, top_n]: theirs."""
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """int64 [n]: the most likely token of each row of logits [n, vocab]."""
+    return logits.argmax(-1)
+
+
+def sample(logits: Tensor, settings: SamplingSettings, positions: Tensor, *, filtered: bool = True) -> Tensor:
+    """int64 [n]: a token for each row of float32 logits [n, vocab].
+
+    `positions` int64 [n]: where in its request the new token will stand. `filtered=False` leaves away top-k,
+    top-p and min-p, and with them the sort, for batches in which no row asks for them. Each row needs one
+    finite logit at least.
+    """
+    is_greedy = settings.temperature < GREEDY_BELOW
+    scaled = scale_by_temperature(logits, settings.temperature)
+    if filtered:
+        scaled = filter_logits(scaled, settings.top_k, settings.top_p, settings.min_p)
+    drawn = (scaled + gumbel_noise(settings.seeds, positions, logits.size(-1))).argmax(-1)
+    return torch.where(is_greedy, greedy(logits), drawn)
+
+
+def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits over temperature, the best of each row at 0 so that nothing overflows; greedy rows unscaled."""
+    divisor = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
+    return (logits - logits.amax(-1, keepdim=True)) / divisor
+
+
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Logits with -inf for the tokens that top-k, then top-p, then min-p drop; the best token always stays.
+
+    One sort serves all three. Among equal logits the smaller token id counts as more likely.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(logits.size(-1), device=logits.device)
+    limit = torch.where(top_k > 0, top_k, logits.size(-1)).unsqueeze(1)
+    dropped = ranks >= limit
+    probabilities = ordered.masked_fill(dropped, float("-inf")).softmax(-1)
+    better = probabilities.cumsum(-1) - probabilities
+    # Sums of float32 may pass 1 early: a top_p of 1 must still drop nothing.
+    dropped = dropped | ((better >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1))
+    dropped = dropped | (probabilities < min_p.unsqueeze(1) * probabilities[:, :1])
+    dropped = dropped & (ranks > 0)
+    return logits.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), float("-inf"))
+
+
+def apply_penalties(
+    logits: Tensor, penalties: Penalties, generated: Tensor, in_prompt: Tensor | None = None
+) -> Tensor:
+    """Logits less what the rows' tokens cost.
+
+    `generated` int32 [n, vocab]: how often each token was generated. `in_prompt` bool [n, vocab]: whether it
+    is in the prompt, which only the repetition penalty asks; None: prompts do not count.
+    """
+    was_generated = generated > 0
+    seen = was_generated if in_prompt is None else was_generated | in_prompt
+    factor = torch.where(seen, penalties.repetition.unsqueeze(1), 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return (
+        logits
+        - penalties.frequency.unsqueeze(1) * generated
+        - penalties.presence.unsqueeze(1) * was_generated
+    )
+
+
+def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Add one for each (row, token) to the persistent counts int32 [max_rows, vocab]; row 0 stays as it is.
+
+    Row 0 belongs to padding, and its state is constant.
+    """
+    places = rows.long() * counts.size(1) + tokens
+    counts.view(-1).index_add_(0, places, (rows != 0).to(counts.dtype))
+
+
+def add_bias(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
+    """Logits plus values float32 [n, width] at token_ids int64 [n, width]; unused places are (0, 0.0)."""
+    return logits.scatter_add(1, token_ids, values)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> Logprobs:
+    """Log-probabilities of the chosen tokens int64 [n] and of the `top_n` best, from the raw logits."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, tokens.unsqueeze(1))
+    rank = (logprobs > chosen).sum(-1) + 1
+    top, top_tokens = logprobs.topk(top_n, dim=-1)
+    return Logprobs(chosen.squeeze(1), rank, top_tokens, top)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """float32 [n, vocab_size]: standard Gumbel noise; see Note [Counter-based randomness]."""
+    # log1p of small values keeps their precision, and small values are those that win.
+    exponential = -torch.log1p(-uniform(seeds, positions, vocab_size))
+    return -exponential.log()
+
+
+def uniform(seeds: Tensor, positions: Tensor, width: int) -> Tensor:
+    """float32 [n, width] in the open interval (0, 1), a function of (seed, position, column) alone."""
+    row_keys = _mix64(_mix64(seeds.long() + _GOLDEN) + positions.long() * _GOLDEN).unsqueeze(1)
+    columns = torch.arange(1, width + 1, device=seeds.device) * _GOLDEN
+    bits = _mix64(row_keys + columns)
+    # 63 bits, never 0, so small values have all the digits that a float32 can hold.
+    fraction = (_shift_right(bits, 1) | 1).float() * 2.0**-63
+    return fraction.clamp(max=_LARGEST_BELOW_ONE)
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """splitmix64's finaliser: every bit of an int64 reaches every other."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, amount: int) -> Tensor:
+    """Logical shift; `>>` on int64 copies the sign bit."""
+    return (x >> amount) & ((1 << (64 - amount)) - 1)
