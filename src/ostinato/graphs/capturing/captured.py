@@ -83,7 +83,7 @@ def _is_capture_violation(error: BaseException) -> bool:
     if isinstance(error, OstinatoError | torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    return "fail_on_recompile" in text or ("CUDA error" in text and "captur" in text)
+    return "fail_on_recompile" in text or ("CUDA" in text and "captur" in text)
 
 
 def _explained(error: BaseException) -> CaptureError:

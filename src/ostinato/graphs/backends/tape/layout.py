@@ -15,7 +15,6 @@ class Layout:
         intervals = [Interval(records[n].first, records[n].last, records[n].nbytes) for n in moving]
         offsets, total = place(intervals)
         slab = memory.slab(total) if total else torch.UntypedStorage(0)
-        self.arena_bytes = total
         self._base: list[tuple[torch.UntypedStorage, int]] = [
             (slab if record.held is None else record.held, 0) for record in records
         ]

@@ -1,0 +1,1 @@
+"""Models: find one (`locate`), read its shape (`config`), build it (`transformer`), fill it (`weights`)."""

@@ -1,0 +1,105 @@
+"""What GGUF calls things: tensor names and metadata fields, as Hugging Face names and a `config.json`."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import RopeConfig
+from .errors import ModelError, UnsupportedModelError
+from .layers import inverse_frequencies
+
+SUPPORTED_GGUF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""GGUF's `general.architecture` to the architecture that runs it. GGUF calls Mistral and SmolLM2 llama."""
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def checkpoint_name(gguf_name: str) -> str | None:
+    """The Hugging Face name of a GGUF tensor; None for one that has none."""
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
+    if found is None:
+        return None
+    layer, module, kind = found.groups()
+    known = (_TOP if layer is None else _IN_LAYER).get(module)
+    if known is None:
+        return None
+    return f"{known}.{kind}" if layer is None else f"model.layers.{layer}.{known}.{kind}"
+
+
+def config_from_metadata(metadata: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
+    """The `config.json` of a GGUF file with these metadata and these tensors."""
+    kind = metadata["general.architecture"]
+
+    def field(name: str, default: Any = None) -> Any:
+        value = metadata.get(f"{kind}.{name}", default)
+        if value is None:
+            raise ModelError(f"GGUF metadata field {kind}.{name} is missing")
+        return value
+
+    heads, hidden = int(field("attention.head_count")), int(field("embedding_length"))
+    head_dim = int(field("attention.key_length", hidden // heads))
+    if (rotated := int(field("rope.dimension_count", head_dim))) != head_dim:
+        raise UnsupportedModelError(f"rotating {rotated} of {head_dim} head dimensions is not supported")
+    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(field("rope.freq_base", 10_000.0))}
+    if scaling != "none":
+        # Refused by ModelConfig, with its list, unless it is linear.
+        rope |= {"rope_type": scaling, "factor": float(field("rope.scaling.factor"))}
+    return {
+        "architectures": [SUPPORTED_GGUF[kind]],
+        "model_type": kind,
+        "vocab_size": int(field("vocab_size", len(metadata.get("tokenizer.ggml.tokens", [])))),
+        "hidden_size": hidden,
+        "intermediate_size": int(field("feed_forward_length")),
+        "num_hidden_layers": int(field("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(field("attention.head_count_kv", heads)),
+        "head_dim": head_dim,
+        "max_position_embeddings": int(field("context_length")),
+        "rms_norm_eps": float(field("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": rope,
+        "hidden_act": "silu",
+        "attention_bias": kind != "qwen2" and "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "num_experts": int(field("expert_count", 0)),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        # The weights are stored in fp16 for their precision; bf16 is what such models are made to compute in.
+        "dtype": "bfloat16",
+    }
+
+
+def llama3_rope(config: Mapping[str, Any], factors: Tensor) -> dict[str, Any]:
+    """Rope parameters from the per-frequency factors that GGUF stores in their place.
+
+    The published Llama 3 models differ only in `factor`, which is the largest of the factors; that the rest
+    follow from it is checked.
+    """
+    theta, head_dim = config["rope_parameters"]["rope_theta"], config["head_dim"]
+    rope = RopeConfig(theta, "llama3", float(factors.max()))
+    expected = inverse_frequencies(RopeConfig(theta), head_dim) / inverse_frequencies(rope, head_dim)
+    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
+        raise UnsupportedModelError("the GGUF's rope_freqs are not those of a Llama 3 model; not supported")
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_positions,
+    }

@@ -1,0 +1,124 @@
+"""The layers a transformer is made of. Weights are parameters without gradient, filled by `weights`.
+
+Shapes in comments: T tokens, H hidden size, D head dimension.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .config import RopeConfig
+
+ShardDim = Literal[0, 1] | None
+"""Which dimension of a weight tensor parallelism splits: 0 by output, 1 by input, None not at all."""
+WeightFormat = Literal["plain"]
+"""How a weight is stored; `plain` is one tensor in the model's dtype."""
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Room for a weight on the current default device."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`. Several checkpoint layers with the same input may be fused by rows: `parts`."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        shard_dim: ShardDim,
+        dtype: torch.dtype,
+        parts: dict[str, int] | None = None,
+        weight_format: WeightFormat = "plain",
+    ) -> None:
+        """`parts` maps the names of the checkpoint layers to their rows, in order."""
+        super().__init__()
+        assert parts is None or sum(parts.values()) == out_features
+        self.shard_dim = shard_dim
+        self.weight_format = weight_format
+        self.parts = parts
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype)
+        self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """A table of one row per token id."""
+
+    def __init__(self, rows: int, width: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shard_dim: ShardDim = 0
+        self.weight = empty_parameter(rows, width, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[T] to [T, width]."""
+        return self.weight.index_select(0, ids)
+
+
+class RMSNorm(nn.Module):
+    """Scales the last dimension to a mean square of one, in float32 whatever the dtype of the model."""
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = empty_parameter(width, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as `x`."""
+        # Computes in float32 and rounds once; a single kernel on CUDA.
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class RotaryTable(nn.Module):
+    """cos and sin of every position, computed once; a step only looks rows up."""
+
+    table: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int, positions: int) -> None:
+        super().__init__()
+        # On the CPU, so that every device gets the same bits.
+        angles = torch.outer(
+            torch.arange(positions, device="cpu").float(), inverse_frequencies(rope, head_dim)
+        )
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The `cos` and signed `sin` that `rotate` takes, each [T, 1, D] in float32."""
+        cos, sin = self.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + D/2) of x [T, heads, D] by its position's angle."""
+    x32 = x.float()
+    swapped = x32.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x32 * cos, swapped, signed_sin).to(x.dtype)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each of the D/2 pairs, float32 on the CPU."""
+    exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "default":
+        return plain
+    stretched = plain / rope.factor
+    if rope.kind == "linear":
+        return stretched
+    assert rope.kind == "llama3", rope.kind
+    # Long wavelengths are stretched, short ones kept, those between blended by how often they turn in the
+    # original context.
+    turns = rope.original_max_positions * plain / (2 * math.pi)
+    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return keep * plain + (1 - keep) * stretched

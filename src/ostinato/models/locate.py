@@ -1,0 +1,54 @@
+"""From what a user calls a model to a directory with `config.json`, safetensors and tokenizer files."""
+
+from pathlib import Path
+
+from .default_model import default_model_gguf
+from .errors import DownloadError, ModelError
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+def locate_model(model: str | Path | None = None) -> Path:
+    """The directory of `model`: None for the default model, a model directory, a .gguf file (converted into
+    the cache on first use), or the name of a repository on the Hugging Face hub."""
+    if model is None:
+        return _converted(default_model_gguf())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return _converted(path)
+        raise ModelError(f"{path} is a file but not a .gguf; give a .gguf or the directory of a model")
+    if path.suffix == ".gguf":
+        raise ModelError(f"{path} does not exist")
+    return _from_hub(str(model))
+
+
+def _converted(gguf: Path) -> Path:
+    from .gguf import convert_gguf
+
+    return convert_gguf(gguf)
+
+
+def _from_hub(name: str) -> Path:
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelError(
+            f"no model {name!r}: there is no such directory or file, and a hub name has the form owner/model"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise DownloadError(
+            f"no directory {name!r} here, and huggingface_hub is not installed to look for it on the hub"
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (
+        Exception
+    ) as error:  # whatever the network and the hub come up with, the user needs the same advice
+        raise DownloadError(
+            f"{name!r} is no directory on this machine and could not be fetched from the hub: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}. "
+            "Give the path of a model directory or of a .gguf file, or no model for the default one"
+        ) from error

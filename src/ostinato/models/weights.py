@@ -1,0 +1,174 @@
+"""Weights from a Hugging Face directory, or made up, into a `Transformer`, every tensor accounted for."""
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+from .errors import WeightsError
+from .layers import Linear, RMSNorm
+from .transformer import Transformer
+
+LoadFormat = Literal["safetensors", "dummy"]
+"""`safetensors` reads the checkpoint; `dummy` makes deterministic random weights from `config.json` alone."""
+
+_INDEX = "model.safetensors.index.json"
+_READABLE_DTYPES = {"F32", "F16", "BF16"}
+
+
+def load_model(
+    directory: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    load_format: LoadFormat = "safetensors",
+    max_positions: int | None = None,
+    seed: int = 0,
+) -> Transformer:
+    """Build the model of `directory` with its weights on `device` in `dtype` (default: the checkpoint's)."""
+    config = ModelConfig.load(directory)
+    model = Transformer(
+        config, device=device, dtype=dtype or getattr(torch, config.dtype), max_positions=max_positions
+    )
+    if load_format == "dummy":
+        fill_with_random_weights(model, seed)
+    elif load_format == "safetensors":
+        load_weights(model, directory)
+    else:
+        raise WeightsError(f"load_format {load_format!r} is unknown; choose safetensors or dummy")
+    return model
+
+
+def checkpoint_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Every weight under its checkpoint name, as a view of the parameter that holds it: copy into a view to
+    load, read it to export. Fused layers appear as their parts."""
+    views: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, Linear) and module.parts is not None:
+                parent = module_name.rpartition(".")[0]
+                rows = parameter.split(list(module.parts.values()))
+                views |= {
+                    f"{parent}.{part}.{name}": view for part, view in zip(module.parts, rows, strict=True)
+                }
+            else:
+                views[f"{module_name}.{name}"] = parameter
+    return {name if name.startswith("lm_head.") else f"model.{name}": view for name, view in views.items()}
+
+
+def load_weights(model: Transformer, directory: str | Path) -> None:
+    """Copy the checkpoint in `directory` into `model`, in place: no address changes."""
+    # A checkpoint saved from the bare model has no "model." before its names.
+    wanted = {name.removeprefix("model."): view for name, view in checkpoint_tensors(model).items()}
+    loaded: set[str] = set()
+    for tensor in _stored_tensors(Path(directory)):
+        name = tensor.name.removeprefix("model.")
+        if name not in wanted:
+            if _ignorable(name, model.config):
+                continue
+            raise WeightsError(
+                f"{tensor.file}: tensor {tensor.name} has no place in {model.config.architecture}"
+            )
+        _copy(tensor, wanted[name])
+        loaded.add(name)
+    if missing := sorted(wanted.keys() - loaded):
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise WeightsError(
+            f"{directory}: tensors missing from the checkpoint: {', '.join(missing[:4])}{more}"
+        )
+
+
+def fill_with_random_weights(model: Transformer, seed: int = 0) -> None:
+    """Weights that depend only on `seed`, the tensor's name and the kind of device, scaled so that
+    activations and logits stay of order one at any depth."""
+    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, RMSNorm)}
+    residual_scale = (2 * model.config.num_layers) ** -0.5
+    for name, tensor in checkpoint_tensors(model).items():
+        if name.removeprefix("model.") in norms:
+            tensor.fill_(1.0)
+            continue
+        generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        scale = 0.02 if tensor.ndim == 1 else tensor.shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            scale *= residual_scale
+        tensor.normal_(0.0, scale, generator=generator)
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    name: str
+    file: Path
+    reader: Any
+
+
+def _copy(tensor: _StoredTensor, target: Tensor) -> None:
+    place = f"{tensor.file}: tensor {tensor.name}"
+    header = tensor.reader.get_slice(tensor.name)
+    if list(header.get_shape()) != list(target.shape):
+        raise WeightsError(
+            f"{place} has shape {list(header.get_shape())}, config.json asks for {list(target.shape)}"
+        )
+    if header.get_dtype() not in _READABLE_DTYPES:
+        raise WeightsError(f"{place} is stored as {header.get_dtype()}; supported are F32, F16 and BF16")
+    target.copy_(tensor.reader.get_tensor(tensor.name))
+
+
+def _ignorable(name: str, config: ModelConfig) -> bool:
+    """A tied or bare model has no use for a stored output layer; old checkpoints hold rotary frequencies."""
+    return (
+        name == "lm_head.weight" and (config.tie_word_embeddings or not config.has_lm_head)
+    ) or name.endswith("rotary_emb.inv_freq")
+
+
+def _stored_tensors(directory: Path) -> Iterator[_StoredTensor]:
+    from safetensors import SafetensorError, safe_open
+
+    for file, expected in _weight_files(directory).items():
+        try:
+            reader = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(
+                f"{file} is not a readable safetensors file: {error}; fetch it again"
+            ) from error
+        with reader:
+            names = set(reader.keys())
+            if expected is not None and (absent := sorted(expected - names)):
+                raise WeightsError(f"{file}: tensor {absent[0]} is missing though {_INDEX} places it there")
+            for name in sorted(names):
+                yield _StoredTensor(name, file, reader)
+
+
+def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
+    """The files to read, each with the tensors the index promises in it (None without an index)."""
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files: dict[Path, set[str] | None] = {
+                directory / file: {name for name, place in placed.items() if place == file}
+                for file in sorted(set(placed.values()))
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{index} is not a readable index: {error!r}") from error
+        if absent := [file.name for file in files if not file.is_file()]:
+            raise WeightsError(
+                f"{directory}: {len(absent)} of {len(files)} shards missing: {', '.join(absent)}"
+            )
+        return files
+    found = sorted(directory.glob("*.safetensors"))
+    single = directory / "model.safetensors"
+    if single in found or len(found) == 1:
+        return {single if single in found else found[0]: None}
+    if found:
+        raise WeightsError(
+            f"{directory}: {len(found)} safetensors files but no {_INDEX} to say what is where"
+        )
+    old = [file.name for file in sorted(directory.glob("*.bin"))]
+    hint = f"; {old[0]} is in an old format, only safetensors are read" if old else ""
+    raise WeightsError(f"{directory}: no model.safetensors and no {_INDEX}{hint}")

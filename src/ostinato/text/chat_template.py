@@ -1,0 +1,73 @@
+"""Chat templates: the Jinja program in a model's tokenizer files that turns messages into a prompt."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from .errors import TokenizerError
+
+
+class ChatTemplate:
+    """A compiled chat template; rendering follows what templates are written against, transformers."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens` are the variables a template may name: bos_token, eos_token and their like."""
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for `messages`; further keywords reach the template as variables."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._compiled.render(
+                messages=list(messages),
+                tools=None if tools is None else list(tools),
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**self._special_tokens, **variables},
+            )
+        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise TokenizerError(f"the chat template refused the messages: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> Any:
+        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2.ext import Extension, LoopControlExtension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class GenerationBlock(Extension):
+            """`{% generation %}` marks what the assistant wrote, for training; here it is only its body."""
+
+            tags = {"generation"}
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def raise_exception(message: str) -> None:
+            raise TemplateError(message)
+
+        def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+            # Not Jinja's own, which escapes for HTML.
+            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, GenerationBlock]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            return environment.from_string(self.source)
+        except TemplateSyntaxError as error:
+            raise TokenizerError(f"the chat template is broken: {error}") from error

@@ -1,0 +1,34 @@
+"""Token ids to text as they arrive."""
+
+import codecs
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of one growing list of token ids, in pieces that always end at a character's end.
+
+    The pieces of `push` and the last one of `finish` add up to `Tokenizer.decode` of all the ids.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True) -> None:
+        self._bytes = tokenizer.bytes_per_token
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._strip_first_space = tokenizer.bytes_per_token.strip_first_space
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these ids complete; ids outside the vocabulary have none."""
+        table, skipped = self._bytes, self._skipped
+        new = b"".join([table[i] for i in token_ids if i not in skipped])
+        if self._strip_first_space and new:
+            self._strip_first_space = False
+            new = new.removeprefix(b" ")
+        return self._decoder.decode(new)
+
+    def finish(self) -> str:
+        """What is left: a replacement character if the ids ended inside a character."""
+        return self._decoder.decode(b"", final=True)

@@ -1,0 +1,174 @@
+"""Text to token ids and back, from the tokenizer files of a model directory.
+
+A `tokenizer.json` needs only `tokenizers`; transformers, which takes seconds to import, is asked to convert
+older formats and nothing else.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .chat_template import ChatTemplate
+from .detokenizer import Detokenizer
+from .errors import TokenizerError
+from .token_bytes import TokenBytes
+
+
+class Tokenizer:
+    """A model's tokenizer with its special tokens, end-of-text ids and chat template."""
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Iterable[int],
+        templates: Mapping[str, str],
+    ) -> None:
+        """`backend` is a `tokenizers.Tokenizer`; `templates` holds chat template sources by name."""
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self._templates = {
+            name: ChatTemplate(source, self.special_tokens) for name, source in templates.items()
+        }
+
+    @staticmethod
+    def from_directory(directory: str | Path) -> "Tokenizer":
+        """Load the tokenizer of a model directory."""
+        folder = Path(directory)
+        config = _read_json(folder / "tokenizer_config.json")
+        backend = _backend(folder)
+        special_tokens = {
+            key: value["content"] if isinstance(value, Mapping) else value
+            for key, value in {**_read_json(folder / "special_tokens_map.json"), **config}.items()
+            if key.endswith("_token") and isinstance(value, str | Mapping)
+        }
+        return Tokenizer(
+            backend,
+            special_tokens=special_tokens,
+            eos_token_ids=_eos_token_ids(folder, backend, special_tokens.get("eos_token")),
+            templates=_templates(folder, config),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, where the model has one."""
+        return self.token_id(self.special_tokens.get("bos_token"))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are markup and not text, such as the end of a turn."""
+        return frozenset(
+            index for index, token in self.backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @cached_property
+    def bytes_per_token(self) -> TokenBytes:
+        """The bytes of every token id, as text is streamed from them."""
+        decoder = self.backend.decoder
+        return TokenBytes(json.loads(decoder.__getstate__()) if decoder else {}, self.backend.id_to_token)
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of a token by its name; None when the vocabulary lacks it."""
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with what the model expects before and after it unless told otherwise."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`, as `Detokenizer` would stream it."""
+        stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return stream.push(token_ids) + stream.finish()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how a conversation is written."""
+        return bool(self._templates)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt text for a conversation; further keywords (enable_thinking, ...) reach the template."""
+        if not self._templates:
+            raise TokenizerError("this model has no chat template; give it a prompt instead of messages")
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name) or next(iter(self._templates.values()))
+        return template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of `apply_chat_template(messages, **options)`, which writes its own special tokens."""
+        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+
+
+def _backend(folder: Path) -> Any:
+    import tokenizers
+
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{file} is not a readable tokenizer: {error}") from error
+    if not (folder / "tokenizer.model").is_file() and not (folder / "vocab.json").is_file():
+        raise TokenizerError(f"{folder}: no tokenizer.json, tokenizer.model or vocab.json")
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    except Exception as error:  # anything from a missing package to a format it does not know
+        raise TokenizerError(
+            f"{folder}: no tokenizer.json, and transformers could not convert the older files: {error}"
+        ) from error
+
+
+def _eos_token_ids(folder: Path, backend: Any, eos_token: str | None) -> list[int]:
+    """Those of generation_config.json and of the tokenizer; config.json's only where neither says."""
+    ids = _as_list(_read_json(folder / "generation_config.json").get("eos_token_id"))
+    if eos_token is not None and (named := backend.token_to_id(eos_token)) is not None:
+        ids.append(named)
+    return ids or _as_list(_read_json(folder / "config.json").get("eos_token_id"))
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    if (file := folder / "chat_template.jinja").is_file():
+        return {"default": file.read_text()}
+    given = (
+        _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template") or {}
+    )
+    if isinstance(given, str):
+        return {"default": given}
+    return {entry["name"]: entry["template"] for entry in given}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise TokenizerError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file} holds a {type(content).__name__}, not an object")
+    return content

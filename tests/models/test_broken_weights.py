@@ -1,0 +1,105 @@
+"""Each way a checkpoint can be wrong, with an error that names the file and the tensor."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ostinato.models.errors import WeightsError
+from ostinato.models.weights import load_model
+
+from .small_models import saved_model
+
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    saved_model("llama", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    saved_model("llama", tmp_path, max_shard_size="40KB")
+    return tmp_path
+
+
+def edit(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors)
+    save_file(tensors, checkpoint / "model.safetensors")
+
+
+def refuse(checkpoint: Path, message: str) -> None:
+    with pytest.raises(WeightsError, match=message):
+        load_model(checkpoint)
+
+
+def test_missing_tensor(checkpoint: Path) -> None:
+    edit(checkpoint, lambda tensors: tensors.pop(WEIGHT))
+    refuse(checkpoint, r"missing from the checkpoint: layers\.1\.mlp\.up_proj\.weight$")
+
+
+def test_unexpected_tensor(checkpoint: Path) -> None:
+    edit(checkpoint, lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": torch.ones(1)}))
+    refuse(
+        checkpoint, r"model\.safetensors: tensor model\.layers\.9\.mlp\.up_proj\.weight has no place in Llama"
+    )
+
+
+def test_wrong_shape(checkpoint: Path) -> None:
+    edit(checkpoint, lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:-1].clone()}))
+    refuse(checkpoint, rf"{WEIGHT} has shape \[79, 48\], config\.json asks for \[80, 48\]")
+
+
+def test_unreadable_dtype(checkpoint: Path) -> None:
+    edit(checkpoint, lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].to(torch.float8_e4m3fn)}))
+    refuse(checkpoint, rf"{WEIGHT} is stored as F8_E4M3")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, 30_000], ids=lambda keep: f"{keep}-bytes")
+def test_broken_file(checkpoint: Path, keep: int) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    refuse(checkpoint, r"model\.safetensors is not a readable safetensors file")
+
+
+def test_missing_shard(shards: Path) -> None:
+    lost = sorted(shards.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    refuse(shards, rf"1 of \d+ shards missing: {lost.name}")
+
+
+def test_index_and_shard_disagree(shards: Path) -> None:
+    shard = sorted(shards.glob("model-*.safetensors"))[0]
+    tensors = load_file(shard)
+    name = sorted(tensors)[0]
+    save_file({key: value for key, value in tensors.items() if key != name} or {"x": torch.ones(1)}, shard)
+    refuse(shards, rf"{shard.name}: tensor {name} is missing though")
+
+
+@pytest.mark.parametrize("content", ["{", "{}", json.dumps({"weight_map": ["a"]})])
+def test_broken_index(shards: Path, content: str) -> None:
+    (shards / "model.safetensors.index.json").write_text(content)
+    refuse(shards, r"index\.json is not a readable index")
+
+
+def test_shards_without_an_index(shards: Path) -> None:
+    (shards / "model.safetensors.index.json").unlink()
+    refuse(shards, "safetensors files but no model")
+
+
+def test_no_weights_and_old_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    refuse(checkpoint, r"no model\.safetensors and no")
+    (checkpoint / "pytorch_model.bin").write_bytes(b"")
+    refuse(checkpoint, r"pytorch_model\.bin is in an old format")
+
+
+def test_unknown_load_format(checkpoint: Path) -> None:
+    with pytest.raises(WeightsError, match="'pickle' is unknown; choose safetensors or dummy"):
+        load_model(checkpoint, load_format="pickle")  # type: ignore[arg-type]

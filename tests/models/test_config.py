@@ -1,0 +1,134 @@
+"""config.json: both ways to write rope, and a named refusal of all that is not supported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.models.config import ModelConfig, RopeConfig
+from ostinato.models.errors import ModelError, UnsupportedModelError
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA3 = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def config(**fields: Any) -> ModelConfig:
+    return ModelConfig.from_dict({**BASE, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({}, RopeConfig()),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, RopeConfig(5e5)),
+        (
+            {"rope_theta": 9.0, "rope_scaling": {"type": "linear", "factor": 2}},
+            RopeConfig(9.0, "linear", 2.0),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            RopeConfig(5e5, "llama3", 32.0, 1.0, 4.0, 8192),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+            RopeConfig(5e5, "llama3", 32.0, 1.0, 4.0, 8192),
+        ),
+    ],
+)
+def test_rope_is_read_in_the_old_and_the_new_style(fields: dict[str, Any], rope: RopeConfig) -> None:
+    assert config(**fields).rope == rope
+
+
+def test_families_differ_in_what_they_imply() -> None:
+    llama = config(attention_bias=True, mlp_bias=True, torch_dtype="bfloat16")
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
+    assert (llama.head_dim, llama.dtype) == (16, "bfloat16")
+    qwen2 = config(architectures=["Qwen2ForCausalLM"], sliding_window=8, use_sliding_window=False)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.layer_windows) == (True, False, (None,) * 4)
+    qwen3 = config(architectures=["Qwen3ForCausalLM"])
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
+    mistral = config(architectures=["MistralForCausalLM"], sliding_window=8, head_dim=None)
+    assert (mistral.layer_windows, mistral.head_dim) == ((8,) * 4, 16)
+
+
+def test_qwen_windows_start_at_a_layer_or_are_listed() -> None:
+    fields = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
+    assert config(**fields, max_window_layers=3).layer_windows == (None, None, None, 8)
+    types = ["sliding_attention", "full_attention"] * 2
+    assert config(**fields, layer_types=types).layer_windows == (8, None, 8, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported; .*Qwen3ForCausalLM"),
+        ({"architectures": None, "model_type": "bert"}, r"'bert' with no architecture .*LlamaForCausalLM"),
+        ({"num_local_experts": 8}, r"mixture of experts \(num_local_experts=8\)"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"'yarn' is not supported; .*llama3"),
+        ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["chunked_attention"] * 4,
+            },
+            "chunked_attention",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": -1}, "vocab_size must be a positive number, not -1"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"hidden_size": 66}, "without head_dim, hidden_size 66 must be a multiple"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "must be less than"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        config(**fields)
+
+
+def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        ModelConfig.load(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        ModelConfig.load(file)
+    file.write_text("[]")
+    with pytest.raises(ModelError, match="holds a list"):
+        ModelConfig.load(file)
+    file.write_text(json.dumps({**BASE, "architectures": ["MixtralForCausalLM"]}))
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: architecture MixtralForCausalLM"):
+        ModelConfig.load(file)
