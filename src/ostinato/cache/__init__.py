@@ -1,0 +1,1 @@
+"""The paged KV cache: who owns which page, what a page holds, and the memory itself."""

@@ -1,0 +1,1 @@
+"""Requests, the scheduler, the model runner and the sampler."""

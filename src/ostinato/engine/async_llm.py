@@ -1,0 +1,179 @@
+"""`AsyncLLM`: the same engine for asyncio. One thread steps it; coroutines add, await and abort."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from ostinato.graphs import Report
+
+from .llm import LLM
+from .outputs import RequestOutput
+from .sampling_params import RequestError, SamplingParams
+from .text_engine import Prompt, TextEngine
+
+
+class AsyncLLM:
+    """A model that serves many coroutines at once. Use it from one or more event loops."""
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        """As `LLM`."""
+        self._llm = LLM(model, **options)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[str, Callable[[RequestOutput | BaseException], None]] = {}
+        self._closed = False
+        self._gate = threading.Lock()
+        """Whoever holds it may ask; nothing is asked any more once `_closed` is set under it."""
+        self._thread = threading.Thread(target=self._serve, name="ostinato-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """The request's output as it grows, ending with the finished one.
+
+        Leaving the loop early, or cancelling the task, aborts the request. RequestError if it is refused or
+        fails.
+        """
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+
+        def listener(news: RequestOutput | BaseException) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, news)
+
+        params = sampling_params or SamplingParams()
+        name: asyncio.Future[str] = loop.create_future()
+        self._do(lambda engine: self._add(engine, prompt, params, request_id, listener, loop, name))
+        served = await name
+        try:
+            while True:
+                news = await arrived.get()
+                if isinstance(news, BaseException):
+                    raise news
+                if news.error is not None:
+                    raise RequestError(news.error)
+                yield news
+                if news.finished:
+                    return
+        finally:
+            with contextlib.suppress(RequestError):  # closed meanwhile: nothing is left to abort
+                self._do(lambda engine: self._abort(engine, served))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its coroutine gets the output as far as it got."""
+
+        def abort(engine: TextEngine) -> None:
+            output = engine.abort(request_id)
+            if output is not None:
+                self._tell(output)
+
+        self._do(abort)
+
+    def graph_report(self) -> Report:
+        """As `LLM.graph_report`."""
+        return self._llm.graph_report()
+
+    def close(self) -> None:
+        """Stop serving and free everything; requests under way end with RequestError."""
+        with self._gate:
+            if not self._closed:
+                self._commands.put(None)
+        self._thread.join()
+        self._llm.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # -- in the engine's thread --------------------------------------------------------------------
+
+    def _do(self, command: Callable[[TextEngine], None]) -> None:
+        with self._gate:
+            if self._closed:
+                raise RequestError("this AsyncLLM is closed")
+            engine = self._llm.engine
+            self._commands.put(lambda: command(engine))
+
+    def _serve(self) -> None:
+        engine = self._llm.engine
+        try:
+            while self._obey(wait=not engine.has_work):
+                for output in engine.step() if engine.has_work else ():
+                    self._tell(output)
+            error: BaseException = RequestError("the engine was closed")
+        except BaseException as problem:
+            error = problem
+        with self._gate:
+            self._closed = True
+        # What was asked in between is carried out, so that whoever waits for it is told.
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
+        for listener in list(self._listeners.values()):
+            listener(error)
+
+    def _obey(self, *, wait: bool) -> bool:
+        """Carry out what was asked since the last step; False when it is time to stop."""
+        while wait or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+            wait = False
+        return True
+
+    def _add(
+        self,
+        engine: TextEngine,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        listener: Callable[[RequestOutput | BaseException], None],
+        loop: asyncio.AbstractEventLoop,
+        name: asyncio.Future[str],
+    ) -> None:
+        try:
+            served = engine.add(prompt, params, request_id).request_id
+        except RequestError as error:
+            loop.call_soon_threadsafe(_settle, name, error)
+            return
+        self._listeners[served] = listener
+        loop.call_soon_threadsafe(_settle, name, served)
+
+    def _abort(self, engine: TextEngine, name: str) -> None:
+        self._listeners.pop(name, None)
+        engine.abort(name)
+
+    def _tell(self, output: RequestOutput) -> None:
+        listener = self._listeners.get(output.request_id)
+        if listener is not None:
+            # The engine goes on writing to its own; a reader gets one that stays as it is.
+            listener(_snapshot(output))
+
+
+def _settle(future: asyncio.Future[str], result: str | Exception) -> None:
+    if future.cancelled():
+        return
+    if isinstance(result, str):
+        future.set_result(result)
+    else:
+        future.set_exception(result)
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    taken = copy.copy(output)
+    taken.outputs = []
+    for completion in output.outputs:
+        kept = copy.copy(completion)
+        kept.token_ids = list(completion.token_ids)
+        kept.logprobs = None if completion.logprobs is None else list(completion.logprobs)
+        taken.outputs.append(kept)
+    return taken

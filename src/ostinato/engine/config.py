@@ -1,0 +1,207 @@
+"""What can be set about an engine. Each field is a keyword of `LLM` and a flag; its docstring is the help."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ostinato.graphs import ConfigError, GraphMode, Ladder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """As the user asked; `resolved` fills in what depends on the model and the machine."""
+
+    model: str | None = None
+    """A directory, a GGUF file or a hub name; default: SmolLM2-135M-Instruct."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16; auto: the model's own on a GPU, float32 on a CPU."""
+    load_format: str = "auto"
+    """auto, or dummy: random weights from a config.json alone."""
+    device: str = "auto"
+    """cuda, cpu; auto: cuda where there is one."""
+    max_model_len: int | None = None
+    """Longest prompt plus output; default: the model's own limit, at most 8192 on a GPU, 2048 on a CPU."""
+    max_running_requests: int | None = None
+    """Most requests in one step; default: 256 on a GPU, 16 on a CPU."""
+    chunked_prefill_size: int | None = None
+    """Most tokens in one step; longer prompts run in chunks. Default: 4096 on a GPU, 128 on a CPU."""
+    enable_chunked_prefill: bool = True
+    """Split prompts over several steps; without it a step holds a prompt of max_model_len tokens."""
+    mem_fraction: float = 0.9
+    """Share of the GPU's memory that weights, KV cache and graphs may take together."""
+    num_pages: int | None = None
+    """KV pages of 16 tokens, instead of as many as fit."""
+    enable_prefix_caching: bool = True
+    """Share the KV pages of equal prompt beginnings."""
+    steps_ahead: int | None = None
+    """Steps launched before the tokens of the last one are read, 0 or 1. Default: 1 on a GPU, 0 on a CPU."""
+    attention_backend: str = "auto"
+    """torch or triton; auto: triton on a GPU."""
+    seed: int = 0
+    """For requests that bring no seed of their own."""
+    cuda_graph_mode: str = "full-and-piecewise"
+    """none, piecewise, full, full-decode-only, full-and-piecewise."""
+    disable_cuda_graph: bool = False
+    """The same as mode none."""
+    cuda_graph_max_bs: int | None = None
+    """Largest captured decode batch, in requests; default: 256, or max_running_requests if that is less."""
+    cuda_graph_bs: tuple[int, ...] | None = None
+    """Captured decode batches, in requests, instead of the default list."""
+    cuda_graph_prefill_tokens: tuple[int, ...] | None = None
+    """Captured prefill sizes, in tokens, instead of the default list up to chunked_prefill_size."""
+    disable_cuda_graph_padding: bool = False
+    """Replay only batches of exactly a captured size."""
+    enable_cudagraph_gc: bool = False
+    """Let the garbage collector run while capturing."""
+    cuda_graph_memory_mb: int | None = None
+    """Most memory the graphs may take; rungs that do not fit are given up."""
+
+    def __post_init__(self) -> None:
+        GraphMode.parse(self.cuda_graph_mode)
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"unknown dtype {self.dtype!r}: use auto, {', '.join(DTYPES)}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"unknown load_format {self.load_format!r}: use auto or dummy")
+        if not 0 < self.mem_fraction <= 1:
+            raise ConfigError(f"mem_fraction must be in (0, 1], not {self.mem_fraction}")
+        for name in ("max_model_len", "max_running_requests", "chunked_prefill_size", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.steps_ahead not in (None, 0, 1):
+            raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
+        if self.cuda_graph_bs is not None and self.cuda_graph_max_bs is not None:
+            raise ConfigError("give cuda_graph_bs or cuda_graph_max_bs, not both: a list has its own maximum")
+
+    @property
+    def graph_mode(self) -> GraphMode:
+        """The mode asked for."""
+        return GraphMode.NONE if self.disable_cuda_graph else GraphMode.parse(self.cuda_graph_mode)
+
+    def resolved(self, model_limit: int, model_dtype: torch.dtype) -> "ResolvedConfig":
+        """Everything decided, for a model with this limit and type of weights, on this machine."""
+        if self.device == "auto":
+            device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        else:
+            device = _device(self.device)
+        on_gpu = device.type == "cuda"
+        dtype = DTYPES.get(self.dtype) or (model_dtype if on_gpu else torch.float32)
+        longest = self.max_model_len or min(model_limit, 8192 if on_gpu else 2048)
+        if longest > model_limit:
+            raise ConfigError(f"max_model_len {longest} is beyond the model's own limit of {model_limit}")
+        running = self.max_running_requests or (256 if on_gpu else 16)
+        tokens = max(self._chunk_size(on_gpu), running)
+        if not self.enable_chunked_prefill:
+            tokens = max(tokens, longest)
+        return ResolvedConfig(
+            config=self,
+            device=device,
+            dtype=dtype,
+            max_model_len=longest,
+            max_running_requests=running,
+            max_batched_tokens=tokens,
+            decode_ladder=self._decode_ladder(running, on_gpu),
+            token_ladder=self._token_ladder(tokens, on_gpu),
+        )
+
+    def _chunk_size(self, on_gpu: bool) -> int:
+        if self.chunked_prefill_size is not None:
+            return self.chunked_prefill_size
+        if self.cuda_graph_prefill_tokens:
+            return max(self.cuda_graph_prefill_tokens)
+        return 4096 if on_gpu else 128
+
+    def _decode_ladder(self, running: int, on_gpu: bool) -> Ladder:
+        if self.cuda_graph_bs is not None:
+            ladder = Ladder(self.cuda_graph_bs)
+            if ladder.limit > running:
+                raise ConfigError(
+                    f"cuda_graph_bs reaches {ladder.limit}, at most {running} requests ever run"
+                )
+            return ladder
+        limit = min(self.cuda_graph_max_bs or 256, running)
+        return Ladder.sglang(limit) if on_gpu else _doubling(1, limit)
+
+    def _token_ladder(self, tokens: int, on_gpu: bool) -> Ladder:
+        if self.cuda_graph_prefill_tokens is not None:
+            return Ladder(self.cuda_graph_prefill_tokens)
+        return Ladder.prefill(tokens) if on_gpu else _doubling(8, tokens)
+
+    def but(self, **changes: object) -> "EngineConfig":
+        """The same with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What an engine runs with."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_running_requests: int
+    max_batched_tokens: int
+    decode_ladder: Ladder
+    token_ladder: Ladder
+
+    @property
+    def lookahead(self) -> int:
+        """Steps launched before the tokens of the last one are read; a CPU has nothing to gain from it."""
+        if self.config.steps_ahead is not None:
+            return self.config.steps_ahead
+        return 1 if self.device.type == "cuda" else 0
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of the largest step, padding included."""
+        return max(self.max_batched_tokens, self.token_ladder.limit, self.decode_ladder.limit)
+
+    @property
+    def page_columns(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_model_len // 16)
+
+    @property
+    def max_rows(self) -> int:
+        """Request rows, the reserved row 0 included."""
+        return self.max_running_requests + 1
+
+    @property
+    def context_buckets(self) -> tuple[int | None, ...]:
+        """Context lengths a decode graph is made for: attention without a kernel pays for all of them."""
+        if self.device.type == "cuda":
+            return (None,)
+        buckets: list[int | None] = []
+        size = 256
+        while size < self.max_model_len:
+            buckets.append(size)
+            size *= 4
+        return (*buckets, self.page_columns * 16)
+
+    @property
+    def warmups(self) -> int:
+        """Runs before a recording: a GPU compiles and tunes its kernels in them, a CPU has none to tune."""
+        return 2 if self.device.type == "cuda" else 0
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, and torch finds no GPU: use cpu")
+    # Tensors always know their number, so the configuration does too.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _doubling(first: int, limit: int) -> Ladder:
+    """Few rungs, for a CPU: a recording there takes as long as a step or two."""
+    sizes = []
+    while first < limit:
+        sizes.append(first)
+        first *= 2
+    return Ladder([*sizes, limit])

@@ -1,0 +1,261 @@
+"""The engine on token ids: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ostinato.cache.kv import KVCache
+from ostinato.cache.pages import PageAllocator
+from ostinato.graphs import GraphKey, OstinatoError, Report
+
+from .loading import LoadedModel, allocate_kv, kv_shape
+from .model_runner import ModelRunner, StepInputs
+from .outputs import Logprob
+from .prompt_logprobs import prompt_logprobs_of
+from .request import FinishReason, Request
+from .sampler import Launched, Sampled, Sampler
+from .sampling_params import RequestError, SamplingParams
+from .scheduler import CompletedStep, ScheduledStep, Scheduler, SchedulerConfig
+
+logger = logging.getLogger("ostinato.engine")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step brought one request."""
+
+    request: Request
+    token: int | None = None
+    """The token it got; None if it only ended."""
+    logprobs: dict[int, Logprob] | None = None
+    """Of that token and of the likeliest ones, if asked for."""
+    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
+    """By position in the prompt, those that this step brought, if asked for; the first token has none."""
+    hidden: torch.Tensor | None = None
+    """For an embedding: the hidden states of the tokens computed in this step [t, H]."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step on the device."""
+
+    step: ScheduledStep
+    launched: Launched | None
+    prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]]
+    hidden: dict[str, torch.Tensor]
+
+
+class EngineCore:
+    """A loaded model, its KV cache, its graphs, its scheduler and its sampler."""
+
+    def __init__(self, loaded: LoadedModel, *, progress: bool | None = None) -> None:
+        """Allocate and capture; `progress` shows a bar (default: when standard error is a terminal)."""
+        config = loaded.config
+        self.config = config
+        self.loaded = loaded
+        kv = allocate_kv(loaded.model, config, _trial_graph_bytes(loaded))
+        self.runner = ModelRunner(loaded.model, kv, loaded.attention, config)
+        self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_running=config.max_running_requests,
+                max_batched_tokens=config.max_batched_tokens,
+                max_model_len=config.max_model_len,
+                chunked_prefill=config.config.enable_chunked_prefill,
+                prefix_caching=config.config.enable_prefix_caching,
+                lookahead=config.lookahead,
+            ),
+            PageAllocator(kv.num_pages),
+        )
+        self._flights: deque[_Flight] = deque()
+        report = self.runner.capture(progress=progress)
+        if self.sampler is not None:
+            self.sampler.capture(progress=False)
+        logger.info("%s", report)
+        logger.info("memory: %s", ", ".join(f"{name} {size:,}" for name, size in self.memory().items()))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step under way."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request; RequestError if it cannot be served."""
+        vocab = self.loaded.model.config.vocab_size
+        if max(request.prompt_ids) >= vocab:
+            raise RequestError(
+                f"request {request.request_id}: token id {max(request.prompt_ids)} is outside the model's "
+                f"vocabulary of {vocab}"
+            )
+        if request.params is not None:
+            self._check(request.request_id, request.params)
+        self.scheduler.add(request)
+
+    def _check(self, request_id: str, params: SamplingParams) -> None:
+        if self.sampler is None:
+            name = self.loaded.model.config.architecture
+            raise RequestError(
+                f"request {request_id}: {name} has no output layer; it embeds only, use embed()"
+            )
+        self.sampler.check(params)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now. False if it is unknown or finished already."""
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> list[Progress]:
+        """Launch the next step, then take in the oldest one that is due."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            try:
+                self._flights.append(self._launch(step))
+            except (RuntimeError, OstinatoError) as error:
+                return [*self._drain(), *self._fail(step, error)]
+        if self._flights and (step is None or len(self._flights) > self.config.lookahead):
+            return self._complete(self._flights.popleft())
+        return []
+
+    def report(self) -> Report:
+        """The forward graphs and what ran without one; sampling has its own, `sampler.report`."""
+        return self.runner.graphs.report()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for. `graphs` is the pool: activations and workspaces of all graphs."""
+        runner = self.runner
+        tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
+        outputs = (runner.logits, runner.hidden, runner.last_tokens)
+        return {
+            "weights": sum(tensor.nbytes for tensor in tensors),
+            "kv": runner.kv.num_bytes,
+            "inputs": runner.graphs.buffers.bytes + runner.page_table.nbytes,
+            "outputs": sum(tensor.nbytes for tensor in outputs),
+            "sampling": 0 if self.sampler is None else self.sampler.num_bytes,
+            "graphs": runner.graphs.pool.bytes,
+        }
+
+    def close(self) -> None:
+        """Abort everything and drop all graphs."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.scheduler.abort(request.request_id)
+        self._drain()
+        if self.sampler is not None:
+            self.sampler.drop()
+        self.runner.graphs.drop()
+
+    # -- the verbs of a step -----------------------------------------------------------------------
+
+    def _launch(self, step: ScheduledStep) -> _Flight:
+        self.runner.update_pages(step.page_updates)
+        if self.sampler is not None:
+            self.sampler.join(step.joined)
+        self.runner.run(StepInputs.of(step))
+        prompt_logprobs, hidden = self._beside_tokens(step)
+        launched = None
+        if self.sampler is not None and step.samples.any():
+            positions = step.seq_lens.astype(np.int64)
+            launched = self.sampler.launch(step.rows, positions, step.samples)
+        return _Flight(step, launched, prompt_logprobs, hidden)
+
+    def _beside_tokens(
+        self, step: ScheduledStep
+    ) -> tuple[dict[str, dict[int, dict[int, Logprob]]], dict[str, torch.Tensor]]:
+        """What embeddings and prompt logprobs need of this step, before the next one overwrites it."""
+        logprobs: dict[str, dict[int, dict[int, Logprob]]] = {}
+        hidden: dict[str, torch.Tensor] = {}
+        if step.is_uniform_decode:
+            return logprobs, hidden
+        for at, (request, count) in enumerate(step.items):
+            begin = int(step.query_starts[at])
+            states = self.runner.hidden[begin : begin + count]
+            if request.params is None:
+                hidden[request.request_id] = states.float().cpu().clone()
+            elif request.params.prompt_logprobs is not None:
+                start = int(step.starts[at])
+                found = prompt_logprobs_of(
+                    self.loaded.model, states, request.prompt_ids, start, request.params.prompt_logprobs
+                )
+                logprobs[request.request_id] = dict(enumerate(found, start + 1))
+        return logprobs, hidden
+
+    def _complete(self, flight: _Flight) -> list[Progress]:
+        step = flight.step
+        sampled = flight.launched.read() if flight.launched is not None else None
+        tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
+        return list(self._progress(flight, self.scheduler.complete(step, tokens), sampled))
+
+    def _progress(self, flight: _Flight, done: CompletedStep, sampled: Sampled | None) -> Iterator[Progress]:
+        accepted = done.accepted.tolist()
+        for at, request in enumerate(flight.step.requests):
+            name = request.request_id
+            extra = name in flight.prompt_logprobs or name in flight.hidden
+            if not accepted[at] and not extra:
+                continue
+            yield Progress(
+                request,
+                int(done.tokens[at]) if accepted[at] else None,
+                _logprobs(request, sampled, at) if accepted[at] else None,
+                flight.prompt_logprobs.get(name),
+                flight.hidden.get(name),
+            )
+
+    def _drain(self) -> list[Progress]:
+        progress = []
+        while self._flights:
+            progress += self._complete(self._flights.popleft())
+        return progress
+
+    def _fail(self, step: ScheduledStep, error: Exception) -> list[Progress]:
+        logger.exception("step %d failed", step.index)
+        message = f"the step failed on {self.config.device}: {type(error).__name__}: {error}"
+        return [Progress(request) for request in self.scheduler.fail(step, message)]
+
+    def finish(self, request: Request, stop_reason: str) -> None:
+        """End a request because its text contains a stop string."""
+        if not request.is_finished:
+            self.scheduler.finish(request, FinishReason.STOP, stop_reason=stop_reason)
+
+
+def _logprobs(request: Request, sampled: Sampled | None, at: int) -> dict[int, Logprob] | None:
+    asked = request.params.logprobs if request.params is not None else None
+    if asked is None or sampled is None or sampled.logprobs is None:
+        return None
+    assert sampled.logprob_tokens is not None
+    assert sampled.ranks is not None
+    values = sampled.logprobs[at, : asked + 1].tolist()
+    tokens = sampled.logprob_tokens[at, : asked + 1].tolist()
+    ranks = [int(sampled.ranks[at]), *range(1, asked + 1)]
+    # The sampled token comes first and may be among the likeliest as well.
+    found: dict[int, Logprob] = {}
+    for token, value, rank in zip(tokens, values, ranks, strict=False):
+        found.setdefault(token, Logprob(value, rank))
+    return found
+
+
+def _trial_graph_bytes(loaded: LoadedModel) -> int:
+    """What graphs will take on a GPU: the largest of each kind, captured against two pages and dropped."""
+    config = loaded.config
+    if config.device.type != "cuda" or config.config.num_pages is not None:
+        return 0
+    before, _ = torch.cuda.mem_get_info(config.device)
+    runner = ModelRunner(
+        loaded.model, KVCache(kv_shape(loaded.model, config), 2, config.device), loaded.attention, config
+    )
+    largest: dict[tuple[object, bool], GraphKey] = {}
+    for key in runner.graphs.keys:
+        largest.setdefault((key.mode, key.descriptor.is_uniform), key)
+    count = len(runner.graphs.keys)
+    runner.graphs.keys = tuple(largest.values())
+    runner.capture(progress=False)
+    after, _ = torch.cuda.mem_get_info(config.device)
+    runner.graphs.drop()
+    del runner
+    torch.cuda.empty_cache()
+    # Smaller graphs fit into the memory of the largest; each still takes something outside the pool, and so
+    # do the sampling graphs.
+    return before - after + count * (1 << 20) + (512 << 20)

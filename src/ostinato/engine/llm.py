@@ -1,0 +1,182 @@
+"""`LLM`: load a model, generate, chat, embed; offline and in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ostinato.graphs import ConfigError, Report
+
+from .config import EngineConfig
+from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from .sampling_params import RequestError, SamplingParams
+from .text_engine import Prompt, TextEngine
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration from keywords; ConfigError for one that does not exist."""
+    names = [entry.name for entry in dataclasses.fields(EngineConfig)]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise ConfigError(f"unknown option {name!r}: {advice}")
+    lists = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+    return EngineConfig(model=model, **{**options, **lists})
+
+
+class LLM:
+    """A model ready to generate. As a context manager it frees everything at the end."""
+
+    def __init__(self, model: str | None = None, *, progress: bool | None = None, **options: Any) -> None:
+        """`model`: a directory, a GGUF file, a hub name; none: SmolLM2-135M-Instruct.
+
+        `options` are the fields of `EngineConfig`. `progress` shows a bar while capturing (default: when
+        standard error is a terminal).
+        """
+        self.config = engine_config(model, options)
+        self._engine: TextEngine | None = TextEngine(self.config, progress=progress)
+
+    @property
+    def engine(self) -> TextEngine:
+        """The engine inside."""
+        if self._engine is None:
+            raise RequestError("this LLM is closed")
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; None where it has none."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete the prompts; outputs in their order.
+
+        Of a list, a prompt that cannot be served comes back with `error` set and the others are served; a
+        single prompt raises RequestError.
+        """
+        if isinstance(prompts, str | Mapping):
+            return self._run([prompts], _one_each(sampling_params, 1), strict=True)
+        listed = list(prompts)
+        return self._run(listed, _one_each(sampling_params, len(listed)), strict=False)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; further keywords reach the chat template."""
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if single else list(messages)
+        prompts = [self.engine.encode_chat(each, **template_options) for each in conversations]
+        return self._run(prompts, _one_each(sampling_params, len(prompts)), strict=single)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
+        engine, sent = self.engine, 0
+        output = engine.add(prompt, sampling_params or SamplingParams())
+        try:
+            while not output.finished:
+                engine.step()
+                text = output.outputs[0].text
+                if len(text) > sent:
+                    yield text[sent:]
+                    sent = len(text)
+        finally:
+            engine.abort(output.request_id)
+        if output.error is not None:
+            raise RequestError(output.error)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last") -> list[EmbeddingOutput]:
+        """Vectors of length 1: of the last token (`pooling="last"`) or the mean of all (`"mean"`)."""
+        if isinstance(prompts, str | Mapping):
+            [output] = self.engine.embed([prompts], pooling)
+            if output.error is not None:
+                raise RequestError(output.error)
+            return [output]
+        return self.engine.embed(list(prompts), pooling)
+
+    def graph_report(self) -> Report:
+        """The captured graphs of the forward pass, their replays, and eager steps by reason."""
+        return self.engine.core.report()
+
+    def sampling_report(self) -> Report | None:
+        """The same for sampling; None for a model that only embeds."""
+        sampler = self.engine.core.sampler
+        return None if sampler is None else sampler.report()
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes by what they are for: weights, kv, inputs, outputs, sampling, graphs."""
+        return self.engine.core.memory()
+
+    def close(self) -> None:
+        """Free weights, KV cache and graphs."""
+        if self._engine is None:
+            return
+        self._engine.close()
+        self._engine = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: Iterable[SamplingParams], *, strict: bool
+    ) -> list[RequestOutput]:
+        engine = self.engine
+        outputs: list[RequestOutput] = []
+        for prompt, wanted in zip(prompts, params, strict=True):
+            try:
+                outputs.append(engine.add(prompt, wanted))
+            except RequestError as error:
+                if strict:
+                    raise
+                outputs.append(_refused(engine.new_id(), prompt, str(error)))
+        try:
+            while not all(output.finished for output in outputs):
+                engine.step()
+        finally:
+            # After an interrupt nothing of this call stays behind.
+            for output in outputs:
+                engine.abort(output.request_id)
+        if strict and outputs and outputs[0].error is not None:
+            raise RequestError(outputs[0].error)
+        return outputs
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling parameters were given for {count} prompts")
+    return list(params)
+
+
+def _refused(name: str, prompt: Prompt, error: str) -> RequestOutput:
+    text = prompt if isinstance(prompt, str) else None
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    known = list(ids) if isinstance(ids, list | tuple) else []
+    return RequestOutput(name, text, known, [CompletionOutput(0, finish_reason="error")], error=error)

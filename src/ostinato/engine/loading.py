@@ -1,0 +1,115 @@
+"""From a configuration to a model with its tokenizer in memory, and to a KV cache that fits beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ostinato.cache.kv import KVCache, KVCacheError, KVShape
+from ostinato.graphs import OstinatoError
+from ostinato.kernels.attention import AttentionBackend, BackendError, get_backend
+from ostinato.models.config import ModelConfig
+from ostinato.models.errors import DownloadError, ModelError
+from ostinato.models.locate import locate_model
+from ostinato.models.transformer import Transformer
+from ostinato.models.weights import load_model
+from ostinato.text.errors import TokenizerError
+from ostinato.text.tokenizer import Tokenizer
+
+from .config import EngineConfig, ResolvedConfig
+
+logger = logging.getLogger("ostinato.engine")
+
+CPU_KV_BYTES = 1 << 30
+"""The most a KV cache takes on a CPU, unless num_pages is given; memory is touched only as it is used."""
+
+
+class ModelLoadError(OstinatoError, ValueError):
+    """The model cannot be loaded as asked; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    directory: Path
+    config: ResolvedConfig
+    model: Transformer
+    attention: AttentionBackend
+    tokenizer: Tokenizer | None
+    """None where the directory has none: prompts are token ids then."""
+    eos_token_ids: frozenset[int]
+
+
+def load(asked: EngineConfig) -> LoadedModel:
+    """Find, read and place the model that was asked for."""
+    try:
+        directory = locate_model(asked.model)
+        shape = ModelConfig.load(directory)
+        config = asked.resolved(shape.max_position_embeddings, getattr(torch, shape.dtype))
+        attention = get_backend(asked.attention_backend, config.device)
+        model = load_model(
+            directory,
+            device=config.device,
+            dtype=config.dtype,
+            load_format="dummy" if asked.load_format == "dummy" else "safetensors",
+            max_positions=config.max_model_len,
+            seed=asked.seed,
+        )
+        tokenizer = _tokenizer(directory)
+    except (ModelError, DownloadError, TokenizerError, BackendError) as error:
+        raise ModelLoadError(str(error)) from error
+    eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(directory)
+    logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
+    return LoadedModel(directory, config, model, attention, tokenizer, frozenset(eos))
+
+
+def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:
+    """What the model stores per token."""
+    shape = model.config
+    return KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.dtype)
+
+
+def allocate_kv(model: Transformer, config: ResolvedConfig, graph_bytes: int) -> KVCache:
+    """The KV cache: as many pages as asked for, or as fit behind weights and `graph_bytes` of graphs."""
+    shape = kv_shape(model, config)
+    # Pages of all requests at their longest, and page 0: more would never be used but as prefix cache.
+    useful = config.max_running_requests * config.page_columns + 1
+    try:
+        if config.config.num_pages is not None:
+            pages = config.config.num_pages
+        elif config.device.type == "cuda":
+            pages = shape.pages_that_fit(_free_on_gpu(config) - graph_bytes)
+        else:
+            pages = min(useful, max(shape.pages_that_fit(CPU_KV_BYTES), config.page_columns + 1))
+        cache = KVCache(shape, pages, config.device)
+    except KVCacheError as error:
+        raise ModelLoadError(str(error)) from error
+    logger.info("KV cache: %d pages, %.1f MiB", pages, cache.num_bytes / 2**20)
+    return cache
+
+
+def _free_on_gpu(config: ResolvedConfig) -> int:
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(config.device)
+    return int(total * config.config.mem_fraction) - (total - free)
+
+
+def _tokenizer(directory: Path) -> Tokenizer | None:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((directory / name).is_file() for name in names):
+        return None
+    return Tokenizer.from_directory(directory)
+
+
+def _eos_token_ids(directory: Path) -> list[int]:
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return []

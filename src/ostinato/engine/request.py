@@ -1,0 +1,262 @@
+"""A request, and the numbers of all running requests as arrays.
+
+Note [Lengths of a request]
+While one step runs and the next is scheduled ahead, a request that decodes looks like this:
+
+    position   0                                   computed   scheduled     length
+               |--------------------------------------|-----------|-----------|
+    KV         | computed                             | in flight | none yet  |
+               |--------------------------------------|--+--------|-----------|
+    token id   | known to the host (prompt, output)      | pending: only the   |
+               |                                         | device knows it     |
+               |-----------------------------------------|---------------------|
+               0                                   num_tokens     num_tokens + num_pending
+
+- num_computed: tokens whose KV is known to be in the pages (their step is complete)
+- num_in_flight: tokens in steps that were scheduled and are not complete
+- num_scheduled = num_computed + num_in_flight: where the next step of the request begins
+- num_tokens: tokens whose id the host knows; num_pending: tokens being sampled by steps in flight
+- num_unscheduled = num_tokens + num_pending - num_scheduled: what the next step may take; 1 while decoding
+
+A decode step is scheduled while its input token is pending: the device has the id in the request's row.
+Only num_tokens, num_pending, num_computed and num_in_flight are stored, all others are derived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Any
+
+import numpy as np
+
+from .sampling_params import RequestError, SamplingParams
+
+__all__ = ["FinishReason", "Request", "RequestError", "RequestRows", "RequestStatus"]
+
+RESERVED_ROW = 0
+"""Padding uses this row; no request ever has it. A request in row 0 is not running."""
+
+IntArray = np.ndarray[Any, np.dtype[Any]]
+
+_NEVER = np.iinfo(np.int32).max
+
+
+class RequestStatus(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    """Not admitted yet, or preempted; owns no page and no row."""
+    RUNNING = "running"
+    """Owns a row and pages."""
+    FINISHED = "finished"
+    """Has a finish reason; owns nothing."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; equal to the words of the OpenAI API."""
+
+    STOP = "stop"
+    """A stop string, a stop token or the end-of-sequence token; for an embedding: done."""
+    LENGTH = "length"
+    """max_tokens or the model length was reached."""
+    ABORT = "abort"
+    """The caller no longer wants it."""
+    ERROR = "error"
+    """It failed; `Request.error` says how."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion (or embedding) to compute. The scheduler alone changes it."""
+
+    request_id: str
+    """The caller's name for it, unique among unfinished requests."""
+    prompt_ids: tuple[int, ...]
+    """Token ids of the prompt, at least one."""
+    params: SamplingParams | None = None
+    """How to sample; None for an embedding, which ends when its prompt is computed."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's end-of-sequence tokens."""
+    arrival_time: float = field(default_factory=time.monotonic)
+    """When it arrived, for latencies; the order of service is the order of `Scheduler.add`."""
+
+    order: int = field(default=-1, init=False)
+    """Its number in the order of arrival, given by the scheduler."""
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    """Where it is."""
+    row: int = field(default=RESERVED_ROW, init=False)
+    """Its row while it runs, else 0."""
+    pages: list[int] = field(default_factory=list, init=False)
+    """Its pages in the order of positions, while it runs."""
+    num_cached_tokens: int = field(default=0, init=False)
+    """Prompt tokens found in the prefix cache when it was first admitted."""
+    num_preemptions: int = field(default=0, init=False)
+    """How often it lost its pages and had to be computed again."""
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    """Why it ended; None before."""
+    stop_reason: int | str | None = field(default=None, init=False)
+    """The stop token id or stop string that ended it; None for end-of-sequence and other reasons."""
+    error: str | None = field(default=None, init=False)
+    """What went wrong, with finish reason `error`."""
+
+    _settled_output: list[int] = field(default_factory=list, init=False, repr=False)
+    _rows: RequestRows | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = tuple(int(token) for token in self.prompt_ids)
+        if not self.prompt_ids:
+            raise RequestError(
+                f"request {self.request_id}: the prompt is empty, at least one token is needed"
+            )
+        if min(self.prompt_ids) < 0:
+            raise RequestError(f"request {self.request_id}: token id {min(self.prompt_ids)} is negative")
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether the prompt is computed for its hidden states only."""
+        return self.params is None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens generated so far, as far as the host knows them. A copy: O(length)."""
+        if self._rows is None:
+            return list(self._settled_output)
+        tokens: list[int] = self._rows.token_ids[self.row, self.num_prompt_tokens : self.num_tokens].tolist()
+        return tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the host knows: prompt and output."""
+        if self._rows is None:
+            return len(self.prompt_ids) + len(self._settled_output)
+        return int(self._rows.num_tokens[self.row])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens the host knows."""
+        return self.num_tokens - len(self.prompt_ids)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV is in its pages."""
+        return 0 if self._rows is None else int(self._rows.num_computed[self.row])
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tokens in steps that are not complete."""
+        return 0 if self._rows is None else int(self._rows.num_in_flight[self.row])
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that steps in flight will sample."""
+        return 0 if self._rows is None else int(self._rows.num_pending[self.row])
+
+    @property
+    def num_scheduled(self) -> int:
+        """Tokens computed or in flight: the position where its next step begins."""
+        return self.num_computed + self.num_in_flight
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Tokens that its next step may take, a pending one included."""
+        return self.num_tokens + self.num_pending - self.num_scheduled
+
+
+class RequestRows:
+    """The numbers of the running requests, one row each: a step advances all of them at once.
+
+    Rows are handed out again as soon as they are free, while steps in flight still carry results of the
+    earlier tenant. `tenancy` tells them apart: it changes whenever a row changes hands.
+    """
+
+    def __init__(self, max_running: int, max_len: int) -> None:
+        """Rows 1..max_running for requests of at most `max_len` tokens, prompt and output together."""
+        rows = max_running + 1
+        self._free = list(range(max_running, 0, -1))
+        self.requests: list[Request | None] = [None] * rows
+        """The tenant of each row."""
+        # Virtual until touched: a row costs what its longest tenant used.
+        self.token_ids = np.zeros((rows, max_len), dtype=np.int32)
+        """Known token ids by position."""
+        self.num_tokens = np.zeros(rows, dtype=np.int32)
+        """See Note [Lengths of a request]; so are the next three."""
+        self.num_pending = np.zeros(rows, dtype=np.int32)
+        self.num_computed = np.zeros(rows, dtype=np.int32)
+        self.num_in_flight = np.zeros(rows, dtype=np.int32)
+        self.capacity = np.zeros(rows, dtype=np.int32)
+        """Tokens that its pages can hold."""
+        self.num_committed_pages = np.zeros(rows, dtype=np.int32)
+        """Pages that are in the prefix cache."""
+        self.max_tokens = np.zeros(rows, dtype=np.int32)
+        """Length, prompt included, at which it ends."""
+        self.stops_from = np.zeros(rows, dtype=np.int32)
+        """Length, prompt included, from which the next token may be a stop token."""
+        self.stop_ids = np.full((rows, 1), -1, dtype=np.int32)
+        """Tokens that end it, padded with -1; as wide as the largest set so far."""
+        self.tenancy = np.zeros(rows, dtype=np.int64)
+        """Changes whenever the row changes hands."""
+
+    @property
+    def num_free(self) -> int:
+        """Rows without a tenant."""
+        return len(self._free)
+
+    def move_in(self, request: Request, max_tokens: int) -> None:
+        """Give a row to a request of which nothing is computed, to end at a length of `max_tokens`."""
+        tokens = [*request.prompt_ids, *request._settled_output]
+        row = self._free.pop()
+        self.requests[row] = request
+        self.tenancy[row] += 1
+        self.token_ids[row, : len(tokens)] = tokens
+        self.num_tokens[row] = len(tokens)
+        for counter in (self.num_pending, self.num_computed, self.num_in_flight):
+            counter[row] = 0
+        self.capacity[row] = self.num_committed_pages[row] = 0
+        self.max_tokens[row] = max_tokens
+        self._set_stops(row, request)
+        request.row, request._rows = row, self
+
+    def move_out(self, request: Request) -> None:
+        """Take the row back. What steps in flight still compute for it is dropped."""
+        row = request.row
+        request._settled_output = request.output_ids
+        request.row, request._rows = RESERVED_ROW, None
+        self.requests[row] = None
+        self.tenancy[row] += 1
+        self._free.append(row)
+
+    def never_commit(self, row: int) -> None:
+        """Keep the pages of this tenant out of the prefix cache."""
+        self.num_committed_pages[row] = _NEVER
+
+    def stops(self, rows: IntArray, tokens: IntArray) -> IntArray:
+        """Which of these tokens, next in these rows, end their request by being a stop token."""
+        is_stop = (self.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        return is_stop & (self.num_tokens[rows] >= self.stops_from[rows])
+
+    def _set_stops(self, row: int, request: Request) -> None:
+        params = request.params
+        self.stop_ids[row] = -1
+        self.stops_from[row] = 0
+        if params is None:
+            return
+        eos: Sequence[int] = () if params.ignore_eos else tuple(request.eos_token_ids)
+        ids = {*eos, *(params.stop_token_ids or ())}
+        missing = len(ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[row, : len(ids)] = list(ids)
+        self.stops_from[row] = request.num_prompt_tokens + params.min_tokens

@@ -1,0 +1,580 @@
+"""Decides what each step computes: continuous batching over paged memory, one step ahead of the device.
+
+Note [One step ahead]
+`schedule` may be called again before the earlier step is complete (`lookahead` steps at most). All it
+needs to know of an unfinished step is how many tokens it computes and samples, which is known:
+
+    schedule N     request decodes at position 40, its input is token 40, its output token 41 is pending
+    schedule N+1   request decodes at position 41; the device finds token 41 in the request's row
+    complete N     token 41 arrives: the request goes on, or it is finished, one step late
+    schedule N+2   ...
+    complete N+1   token 42 arrives; if the request finished at N, it is dropped
+
+A request leaves (finish, abort, preemption) at once, with its row and its pages, though steps in flight
+still read and write them. That is sound, because steps run in the order in which they were scheduled:
+whoever gets a page or a row next does so in a later step, and writes a slot before it reads it. Committed
+pages are full, so no step in flight writes to them. Results for a row that changed hands are dropped
+(`RequestRows.tenancy`). A preempted request therefore samples its pending token again: the draw depends
+on seed and position only.
+
+Note [Fair order]
+First come, first served, by the order of `add`. Only the first waiting request is ever admitted, and the
+victim of a preemption is the youngest running one and goes to the head of the queue. Hence every running
+request is older than every waiting one, the oldest of all advances in every step, and nobody starves.
+Prompts take what the decodes leave of a step, one after the other, so at most one running request has its
+prompt computed in part, and it is the youngest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ostinato.cache.pages import RESERVED_PAGE, PageAllocator
+from ostinato.graphs.errors import ConfigError
+
+from .request import FinishReason, IntArray, Request, RequestError, RequestRows, RequestStatus
+
+PLACEHOLDER = -1
+"""Stands for a token id that only the device knows yet."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The limits of the scheduler."""
+
+    max_running: int
+    """Requests that run at the same time; their rows are 1..max_running."""
+    max_batched_tokens: int
+    """Tokens of one step; at least max_running, so that running requests always fit."""
+    max_model_len: int
+    """Tokens of a request, prompt and output together."""
+    chunked_prefill: bool = True
+    """Split prompts over several steps; without it max_batched_tokens must hold the longest request."""
+    prefix_caching: bool = True
+    """Share pages between requests that begin with the same tokens."""
+    lookahead: int = 1
+    """Steps that may be incomplete when the next one is scheduled; 0 waits for every step."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.lookahead < 0:
+            raise ConfigError(f"lookahead must be at least 0, not {self.lookahead}")
+        if self.max_batched_tokens < self.max_running:
+            raise ConfigError(
+                f"max_batched_tokens ({self.max_batched_tokens}) is below max_running ({self.max_running}): "
+                "a step must hold one token of every running request; raise the one or lower the other"
+            )
+        if not self.chunked_prefill and self.max_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"without chunked prefill max_batched_tokens ({self.max_batched_tokens}) must be at least "
+                f"max_model_len ({self.max_model_len}), for a prompt runs in one step"
+            )
+
+
+@dataclass(frozen=True)
+class PageUpdate:
+    """Entries of the page table that change: row `row`, from column `first` on."""
+
+    row: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledStep:
+    """One step: R requests, those that decode first, with their tokens flattened in this order.
+
+    Everything in it is as of its scheduling; requests may have moved on by the time it is complete.
+    """
+
+    index: int
+    """Counts the steps."""
+    requests: tuple[Request, ...]
+    """The R requests; the very same tuple as in the step before while nothing changes."""
+    rows: IntArray
+    """int32 [R]: their rows."""
+    starts: IntArray
+    """int32 [R]: position of each request's first token in this step."""
+    num_new_tokens: IntArray
+    """int32 [R]: tokens of each request in this step."""
+    samples: IntArray
+    """bool [R]: whether a token is sampled; not for the earlier chunks of a prompt, nor for embeddings."""
+    input_ids: IntArray
+    """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row."""
+    is_uniform_decode: bool
+    """Every request brings one token and samples one."""
+    joined: tuple[Request, ...]
+    """Requests that got a row for this step: their sampling state must be uploaded."""
+    page_updates: tuple[PageUpdate, ...]
+    """Changes of the page table since the last step, in order, to be applied before it runs."""
+    tenancies: IntArray
+    """int64 [R]: the tenancy of each row, see RequestRows."""
+
+    @property
+    def items(self) -> list[tuple[Request, int]]:
+        """The requests with their numbers of tokens. O(R)."""
+        return list(zip(self.requests, self.num_new_tokens.tolist(), strict=True))
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.requests)
+
+    @property
+    def total_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the device needs nothing from the host: all decode, nobody joined, no new page."""
+        return self.is_uniform_decode and not self.joined and not self.page_updates
+
+    @cached_property
+    def seq_lens(self) -> IntArray:
+        """int32 [R]: context lengths, this step's tokens included."""
+        return self.starts + self.num_new_tokens
+
+    @cached_property
+    def query_starts(self) -> IntArray:
+        """int32 [R]: index of each request's first token in the flattened batch."""
+        return (np.cumsum(self.num_new_tokens) - self.num_new_tokens).astype(np.int32)
+
+    @cached_property
+    def token_rows(self) -> IntArray:
+        """int32 [T]: the row of each token."""
+        return np.repeat(self.rows, self.num_new_tokens)
+
+    @cached_property
+    def positions(self) -> IntArray:
+        """int64 [T]: the position of each token in its request."""
+        first = np.repeat((self.starts - self.query_starts).astype(np.int64), self.num_new_tokens)
+        return first + np.arange(self.total_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class CompletedStep:
+    """What came of a step."""
+
+    step: ScheduledStep
+    tokens: IntArray
+    """[R]: the sampled tokens as they came from the device."""
+    accepted: IntArray
+    """bool [R]: which of them became part of their request's output."""
+    finished: tuple[Request, ...]
+    """Requests that ended with this step."""
+
+    def new_tokens(self) -> Iterator[tuple[Request, int]]:
+        """Each request that got a token, with the token. O(R)."""
+        for at in np.flatnonzero(self.accepted).tolist():
+            yield self.step.requests[at], int(self.tokens[at])
+
+
+class Scheduler:
+    """Waiting and running requests, and what the next step computes."""
+
+    def __init__(self, config: SchedulerConfig, pages: PageAllocator) -> None:
+        """Schedule over these pages, which nobody else may use."""
+        self.config = config
+        self.pages = pages
+        self.max_len = min(config.max_model_len, pages.num_usable * pages.page_size)
+        """The longest a request can get: max_model_len, or less where the KV cache is smaller."""
+        self.rows = RequestRows(config.max_running, self.max_len)
+        self.waiting: deque[Request] = deque()
+        """Requests without a row, oldest first; all younger than the running ones."""
+        self.running: list[Request] = []
+        """Requests with a row, oldest first."""
+        self.num_preemptions = 0
+        """Preemptions since the start."""
+        self._unfinished: dict[str, Request] = {}
+        self._prefilling: Request | None = None
+        self._decoding: list[Request] = []
+        self._decode_batch: tuple[tuple[Request, ...], IntArray] | None = None
+        self._in_flight: deque[ScheduledStep] = deque()
+        self._joined: list[Request] = []
+        self._page_updates: list[PageUpdate] = []
+        self._num_added = 0
+        self._num_steps = 0
+        self._is_paused = False
+        # Pages come free only when somebody leaves: until then the first in the queue is not tried again.
+        self._head_is_blocked = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step incomplete."""
+        return bool(self._unfinished or self._in_flight)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that are scheduled and not complete."""
+        return len(self._in_flight)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` is in force."""
+        return self._is_paused
+
+    def pause(self) -> None:
+        """Schedule nothing more until `resume`; steps in flight still complete, requests keep their pages."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`, every request where it was."""
+        self._is_paused = False
+
+    def add(self, request: Request) -> None:
+        """Queue a request; RequestError if it could never run."""
+        if request.request_id in self._unfinished:
+            raise RequestError(f"request {request.request_id} is being served already: choose another id")
+        self._check_fits(request)
+        request.order = self._num_added
+        self._num_added += 1
+        self._unfinished[request.request_id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, wherever it is. False if it is unknown or finished already."""
+        request = self._unfinished.get(request_id)
+        if request is None:
+            return False
+        self.finish(request, FinishReason.ABORT)
+        return True
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End an unfinished request now; what steps in flight still compute for it is dropped."""
+        assert not request.is_finished, f"request {request.request_id} is finished already"
+        if request.status is RequestStatus.RUNNING:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+            self._head_is_blocked = False
+        del self._unfinished[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
+
+    def flush_prefix_cache(self) -> None:
+        """Forget all cached prefixes (the weights have changed); running requests keep their pages."""
+        self.pages.flush()
+        for request in self.running:
+            self.rows.never_commit(request.row)
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, to be launched behind all earlier ones; None if there is nothing to run now."""
+        assert len(self._in_flight) <= self.config.lookahead, "complete a step before scheduling another"
+        if self._is_paused:
+            return None
+        self._grow_decodes()
+        requests, rows = self._ready_decodes()
+        budget = self.config.max_batched_tokens - len(rows)
+        chunks = self._continue_prefill(budget)
+        chunks += self._admit(budget - sum(count for _, count in chunks))
+        if not chunks and not requests:
+            return None
+        step = self._make_step(requests, rows, chunks)
+        self._advance(step, chunks)
+        return step
+
+    def complete(self, step: ScheduledStep, sampled_tokens: Sequence[int] | IntArray) -> CompletedStep:
+        """Take in the results of the oldest step in flight: one token per request of the step.
+
+        Tokens of requests that do not sample in this step, or have left since, are ignored.
+        """
+        tokens = np.asarray(sampled_tokens)
+        assert tokens.shape == (step.num_requests,), "one token per request of the step"
+        live = self._land(step)
+        state = self.rows
+        rows, counts = step.rows[live], step.num_new_tokens[live]
+        state.num_computed[rows] += counts
+        state.num_in_flight[rows] -= counts
+        self._commit_full_pages(rows)
+
+        accepted = live & step.samples
+        rows, new = step.rows[accepted], tokens[accepted]
+        stopped = state.stops(rows, new)
+        state.token_ids[rows, state.num_tokens[rows]] = new
+        state.num_tokens[rows] += 1
+        state.num_pending[rows] -= 1
+        ended = stopped | (state.num_tokens[rows] >= state.max_tokens[rows])
+        finished = [
+            self._finish_sampled(int(rows[at]), int(new[at]), bool(stopped[at]))
+            for at in np.flatnonzero(ended).tolist()
+        ]
+        finished += self._finish_embeddings(step, live)
+        return CompletedStep(step, tokens, accepted, tuple(finished))
+
+    def fail(self, step: ScheduledStep, error: str) -> tuple[Request, ...]:
+        """Instead of `complete`: the step did not run. Ends its requests with `error` and returns them."""
+        failed = tuple(step.requests[at] for at in np.flatnonzero(self._land(step)).tolist())
+        for request in failed:
+            self.finish(request, FinishReason.ERROR, error=error)
+        return failed
+
+    def check_integrity(self) -> None:
+        """Raise if pages, rows or the order of requests are not as they must be. For tests and when idle."""
+        self.pages.check_integrity([request.pages for request in self.running])
+        tenants = [request for request in self.rows.requests if request is not None]
+        assert sorted(tenants, key=id) == sorted(self.running, key=id), "a row is lost or taken twice"
+        assert self.rows.num_free + len(self.running) == self.config.max_running
+        assert all(self.rows.requests[request.row] is request for request in self.running)
+        orders = [request.order for request in (*self.running, *self.waiting)]
+        assert orders == sorted(set(orders)), "running requests come before waiting ones, each in order"
+        assert len(self._unfinished) == len(orders)
+        decoding = [request.order for request in self._decoding]
+        assert decoding == sorted(decoding), "those that decode are in order"
+        assert self._prefilling is None or self._prefilling is self.running[-1], "the youngest prefills"
+        for request in self.running:
+            assert request.num_scheduled <= len(request.pages) * self.pages.page_size
+            assert self.rows.capacity[request.row] == len(request.pages) * self.pages.page_size
+            assert request.num_computed + request.num_in_flight <= request.num_tokens + request.num_pending
+
+    def _check_fits(self, request: Request) -> None:
+        # A completion needs room for at least one token behind the prompt.
+        needed = request.num_prompt_tokens + (not request.is_embedding)
+        if needed <= self.max_len:
+            return
+        by_pages = self.max_len < self.config.max_model_len
+        limit = (
+            f"the KV cache holds {self.max_len} tokens in all: give it more memory"
+            if by_pages
+            else f"the model length is {self.max_len}: raise max_model_len, if the model allows it,"
+        )
+        raise RequestError(
+            f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens"
+            f"{'' if request.is_embedding else ' and at least one more'} cannot fit, {limit}"
+            " or shorten the prompt"
+        )
+
+    def _end_length(self, request: Request) -> int:
+        if request.params is None or request.params.max_tokens is None:
+            return self.max_len
+        return min(self.max_len, request.num_prompt_tokens + request.params.max_tokens)
+
+    def _ready_decodes(self) -> tuple[tuple[Request, ...], IntArray]:
+        """Requests that decode in the next step: all but those whose last token is pending."""
+        if self._decode_batch is None:
+            rows = np.array([request.row for request in self._decoding], dtype=np.int32)
+            self._decode_batch = tuple(self._decoding), rows
+        requests, rows = self._decode_batch
+        state = self.rows
+        ready = state.num_tokens[rows] + state.num_pending[rows] < state.max_tokens[rows]
+        if ready.all():
+            return requests, rows
+        return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]
+
+    def _grow_decodes(self) -> None:
+        """Give a page to each decoding request that begins one; where none is left, preempt the youngest."""
+        requests, rows = self._ready_decodes()
+        state = self.rows
+        full = state.num_computed[rows] + state.num_in_flight[rows] >= state.capacity[rows]
+        growing = [requests[at] for at in np.flatnonzero(full).tolist()]
+        for request in growing:
+            # It may have been preempted for an older one, or be the youngest itself.
+            while request.row and self.pages.num_free < 1:
+                self._preempt(self.running[-1])
+            if request.row:
+                self._extend(request, self.pages.allocate(1))
+
+    def _continue_prefill(self, budget: int) -> list[tuple[Request, int]]:
+        request = self._prefilling
+        if request is None:
+            return []
+        count = min(request.num_unscheduled, budget)
+        needed = self.pages.pages_for(request.num_scheduled + count) - len(request.pages)
+        if needed > self.pages.num_free:
+            # The youngest waits, with what it has, for older ones to leave or to take its pages.
+            return []
+        self._extend(request, self.pages.allocate(needed))
+        return [(request, count)]
+
+    def _admit(self, budget: int) -> list[tuple[Request, int]]:
+        chunks: list[tuple[Request, int]] = []
+        while self.waiting and budget and self.rows.num_free and not self._head_is_blocked:
+            request = self.waiting[0]
+            prefix = self._cached_prefix(request)
+            remaining = request.num_tokens - len(prefix) * self.pages.page_size
+            if remaining > budget and not self.config.chunked_prefill:
+                break
+            if not self._has_room_for(request, prefix):
+                self._head_is_blocked = True
+                break
+            count = min(remaining, budget)
+            self._join(request, prefix, count)
+            chunks.append((request, count))
+            budget -= count
+        return chunks
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        # Prompt logprobs and pooled embeddings need the hidden states of every token of the prompt.
+        needs_all = request.params is None or request.params.prompt_logprobs is not None
+        if needs_all or not self.config.prefix_caching:
+            return []
+        return self.pages.match((*request.prompt_ids, *request.output_ids))
+
+    def _has_room_for(self, request: Request, prefix: Sequence[int]) -> bool:
+        """Whether a newcomer fits behind what a running prefill still needs and a page for every decode.
+
+        Admitting one that has to be preempted soon after would compute its prompt twice.
+        """
+        if not self.running:
+            return True
+        needed = self.pages.pages_for(request.num_tokens) - len(prefix) + self.pages.num_unowned(prefix)
+        promised = 0
+        if self._prefilling is not None:
+            promised = self.pages.pages_for(self._prefilling.num_tokens) - len(self._prefilling.pages)
+        return needed + promised + len(self._decoding) <= self.pages.num_free
+
+    def _join(self, request: Request, prefix: list[int], count: int) -> None:
+        """Move the first waiting request to the running ones, with pages for its first chunk."""
+        assert self.waiting.popleft() is request
+        cached = len(prefix) * self.pages.page_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = cached
+        self.rows.move_in(request, self._end_length(request))
+        self.pages.share(prefix, request.num_tokens)
+        self._extend(request, prefix)
+        self._extend(request, self.pages.allocate(self.pages.pages_for(cached + count) - len(prefix)))
+        self.rows.num_computed[request.row] = cached
+        self.rows.num_committed_pages[request.row] = len(prefix)
+        if not self.config.prefix_caching:
+            self.rows.never_commit(request.row)
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        self._joined.append(request)
+
+    def _extend(self, request: Request, pages: list[int]) -> None:
+        if pages:
+            self._page_updates.append(PageUpdate(request.row, len(request.pages), tuple(pages)))
+            request.pages += pages
+            self.rows.capacity[request.row] = len(request.pages) * self.pages.page_size
+
+    def _make_step(
+        self, requests: tuple[Request, ...], rows: IntArray, chunks: list[tuple[Request, int]]
+    ) -> ScheduledStep:
+        state = self.rows
+        num_decodes = len(rows)
+        counts = np.ones(num_decodes, dtype=np.int32)
+        if chunks:
+            requests += tuple(request for request, _ in chunks)
+            rows = np.concatenate([rows, np.array([request.row for request, _ in chunks], dtype=np.int32)])
+            counts = np.concatenate([counts, np.array([count for _, count in chunks], dtype=np.int32)])
+        starts = state.num_computed[rows] + state.num_in_flight[rows]
+        ids = self._decode_inputs(rows[:num_decodes], starts[:num_decodes])
+        samples = np.ones(len(rows), dtype=bool)
+        if chunks:
+            spans = zip(rows[num_decodes:], starts[num_decodes:], counts[num_decodes:], strict=True)
+            ids = np.concatenate([ids, *(state.token_ids[row, at : at + count] for row, at, count in spans)])
+            samples[num_decodes:] = [
+                not request.is_embedding and request.num_unscheduled == count for request, count in chunks
+            ]
+        return ScheduledStep(
+            index=self._num_steps,
+            requests=requests,
+            rows=rows,
+            starts=starts,
+            num_new_tokens=counts,
+            samples=samples,
+            input_ids=ids.astype(np.int64),
+            is_uniform_decode=len(ids) == len(rows) and bool(samples.all()),
+            joined=tuple(self._joined),
+            page_updates=tuple(self._page_updates),
+            tenancies=state.tenancy[rows],
+        )
+
+    def _decode_inputs(self, rows: IntArray, positions: IntArray) -> IntArray:
+        known = positions < self.rows.num_tokens[rows]
+        return np.where(known, self.rows.token_ids[rows, positions], PLACEHOLDER)
+
+    def _advance(self, step: ScheduledStep, chunks: list[tuple[Request, int]]) -> None:
+        """Account for a step that is about to be launched."""
+        for request, count in chunks:
+            self._prefilling = request if count < request.num_unscheduled else None
+            if self._prefilling is None and not request.is_embedding:
+                self._decoding.append(request)
+                self._decode_batch = None
+        self.rows.num_in_flight[step.rows] += step.num_new_tokens
+        self.rows.num_pending[step.rows] += step.samples
+        self._joined.clear()
+        self._page_updates.clear()
+        self._in_flight.append(step)
+        self._num_steps += 1
+
+    def _preempt(self, request: Request) -> None:
+        """Take row and pages from the youngest running request; it is computed again later."""
+        self._leave(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        if self._prefilling is request:
+            self._prefilling = None
+        if request in self._decoding:
+            self._decoding.remove(request)
+            self._decode_batch = None
+        self.pages.free(request.pages)
+        request.pages = []
+        self.rows.move_out(request)
+        self._head_is_blocked = False
+
+    def _commit_full_pages(self, rows: IntArray) -> None:
+        size = self.pages.page_size
+        full = self.rows.num_computed[rows] // size
+        for row in rows[full > self.rows.num_committed_pages[rows]].tolist():
+            request = self.rows.requests[row]
+            assert request is not None
+            first, last = int(self.rows.num_committed_pages[row]), request.num_computed // size
+            for at in range(first, last):
+                ids = self.rows.token_ids[row, at * size : (at + 1) * size].tolist()
+                parent = request.pages[at - 1] if at else RESERVED_PAGE
+                page = self.pages.commit(request.pages[at], parent, ids)
+                if page != request.pages[at]:
+                    # Steps in flight still read the page given up: it holds the same.
+                    request.pages[at] = page
+                    self._page_updates.append(PageUpdate(row, at, (page,)))
+                    self._head_is_blocked = False
+            self.rows.num_committed_pages[row] = last
+
+    def _land(self, step: ScheduledStep) -> IntArray:
+        """Take the oldest step out of flight; which of its requests have not left since."""
+        oldest = self._in_flight.popleft()
+        assert oldest is step, "steps complete in the order of scheduling"
+        return np.asarray(self.rows.tenancy[step.rows] == step.tenancies)
+
+    def _finish_sampled(self, row: int, token: int, is_stop: bool) -> Request:
+        request = self.rows.requests[row]
+        assert request is not None
+        if not is_stop:
+            self.finish(request, FinishReason.LENGTH)
+            return request
+        assert request.params is not None
+        is_eos = token in request.eos_token_ids and not request.params.ignore_eos
+        self.finish(request, FinishReason.STOP, stop_reason=None if is_eos else token)
+        return request
+
+    def _finish_embeddings(self, step: ScheduledStep, live: IntArray) -> list[Request]:
+        if step.is_uniform_decode:
+            return []
+        done = [
+            request
+            for request, is_live in zip(step.requests, live.tolist(), strict=True)
+            if is_live and request.is_embedding and request.num_computed == request.num_prompt_tokens
+        ]
+        for request in done:
+            self.finish(request, FinishReason.STOP)
+        return done

@@ -1,0 +1,250 @@
+"""Who owns a page, what it holds, and what is evicted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ostinato.cache.pages import OutOfPages, PageAllocator, PageIntegrityError
+
+SIZE = 4
+
+
+def commit_chain(pages: PageAllocator, owned: list[int], token_ids: list[int]) -> list[int]:
+    """Commit all full pages of a request from the first on, as the scheduler does."""
+    for at in range(len(token_ids) // pages.page_size):
+        ids = token_ids[at * pages.page_size : (at + 1) * pages.page_size]
+        owned[at] = pages.commit(owned[at], owned[at - 1] if at else 0, ids)
+    return owned
+
+
+def cached(pages: PageAllocator, token_ids: list[int]) -> list[int]:
+    """Compute, commit and free a request of these tokens; the pages it had."""
+    owned = commit_chain(pages, pages.allocate(pages.pages_for(len(token_ids))), token_ids)
+    pages.free(owned)
+    return owned
+
+
+def test_page_zero_is_never_handed_out() -> None:
+    pages = PageAllocator(6, SIZE)
+    assert sorted(pages.allocate(5)) == [1, 2, 3, 4, 5]
+    with pytest.raises(OutOfPages, match="1 pages were asked for, 0 of 5 are free"):
+        pages.allocate(1)
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(1, 16), (0, 16), (4, 0)])
+def test_a_cache_without_usable_pages_is_refused(num_pages: int, page_size: int) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        PageAllocator(num_pages, page_size)
+
+
+def test_a_failed_allocation_takes_nothing() -> None:
+    pages = PageAllocator(4, SIZE)
+    with pytest.raises(OutOfPages):
+        pages.allocate(4)
+    assert pages.num_free == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "hit_pages"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3), (20, 3)]
+)
+def test_a_match_leaves_at_least_one_token_to_compute(prompt_len: int, hit_pages: int) -> None:
+    pages = PageAllocator(10, SIZE)
+    chain = cached(pages, list(range(12)))
+    assert pages.match(list(range(prompt_len))) == chain[:hit_pages]
+
+
+def test_equal_tokens_behind_a_different_beginning_do_not_match() -> None:
+    pages = PageAllocator(10, SIZE)
+    cached(pages, [1, 1, 1, 1, 7, 7, 7, 7])
+    assert pages.match([2, 2, 2, 2, 7, 7, 7, 7, 0]) == []
+    assert pages.match([7, 7, 7, 7, 0]) == []
+
+
+def test_tokens_with_equal_hashes_do_not_match() -> None:
+    assert hash(-1) == hash(-2)
+    pages = PageAllocator(10, SIZE)
+    cached(pages, [-1, -1, -1, -1])
+    assert hash((0, (-1,) * 4)) == hash((0, (-2,) * 4))
+    assert pages.match([-2, -2, -2, -2, 0]) == []
+
+
+def test_a_shared_page_is_free_when_its_last_owner_leaves() -> None:
+    pages = PageAllocator(4, SIZE)
+    chain = cached(pages, [1, 2, 3, 4])
+    for _ in range(2):
+        pages.share(pages.match([1, 2, 3, 4, 5]), 5)
+    assert pages.num_free == 2
+    pages.free(chain)
+    assert pages.num_free == 2
+    pages.free(chain)
+    assert pages.num_free == 3
+    pages.check_integrity([])
+
+
+def test_empty_pages_are_used_before_cached_ones_are_evicted() -> None:
+    pages = PageAllocator(5, SIZE)
+    chain = cached(pages, [1, 2, 3, 4])
+    taken = pages.allocate(3)
+    assert chain[0] not in taken
+    assert pages.statistics.evictions == 0
+    assert pages.allocate(1) == chain
+    assert pages.statistics.evictions == 1
+    assert pages.match([1, 2, 3, 4, 5]) == []
+
+
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
+    pages = PageAllocator(3, SIZE)
+    first, second = cached(pages, [1, 1, 1, 1]), cached(pages, [2, 2, 2, 2])
+    pages.share(first, 5)
+    pages.free(first)
+    assert pages.allocate(1) == second
+    assert pages.match([1, 1, 1, 1, 0]) == first
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
+    pages = PageAllocator(4, SIZE)
+    chain = cached(pages, list(range(12)))
+    pages.allocate(1)
+    assert pages.match(list(range(13))) == chain[:2]
+
+
+def test_a_request_that_computed_a_known_page_gets_the_twin() -> None:
+    pages = PageAllocator(6, SIZE)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    one, other = pages.allocate(2), pages.allocate(2)
+    commit_chain(pages, one, tokens)
+    assert pages.num_free == 1
+    commit_chain(pages, other, tokens)
+    assert other == one
+    assert pages.num_free == 3
+    assert pages.statistics.twins == 2
+    pages.check_integrity([one, other])
+
+
+def test_statistics_count_tokens() -> None:
+    pages = PageAllocator(6, SIZE)
+    cached(pages, [1, 2, 3, 4])
+    pages.share(pages.match([1, 2, 3, 4, 5, 6, 7, 8]), 8)
+    assert (pages.statistics.hit_tokens, pages.statistics.queried_tokens) == (4, 8)
+    assert pages.statistics.hit_rate == 0.5
+    assert pages.statistics.commits == 1
+    assert PageAllocator(2).statistics.hit_rate == 0.0
+
+
+def test_a_flush_forgets_content_but_not_owners() -> None:
+    pages = PageAllocator(6, SIZE)
+    cached(pages, [1, 2, 3, 4])
+    owned = commit_chain(pages, pages.allocate(1), [5, 6, 7, 8])
+    pages.flush()
+    assert pages.num_cached == 0
+    assert pages.match([1, 2, 3, 4, 0]) == pages.match([5, 6, 7, 8, 0]) == []
+    pages.check_integrity([owned])
+    pages.free(owned)
+    assert pages.num_free == 5
+    pages.check_integrity([])
+
+
+def test_a_flush_leaves_shared_pages_with_all_their_owners() -> None:
+    pages = PageAllocator(6, SIZE)
+    chain = cached(pages, [1, 2, 3, 4])
+    for _ in range(2):
+        pages.share(chain, 5)
+    pages.flush()
+    pages.check_integrity([chain, chain])
+    pages.free(chain)
+    pages.free(chain)
+    pages.check_integrity([])
+
+
+def test_a_private_page_cannot_be_shared() -> None:
+    pages = PageAllocator(6, SIZE)
+    with pytest.raises(AssertionError, match="never committed"):
+        pages.share(pages.allocate(1), 5)
+
+
+def test_integrity_names_a_leaked_page() -> None:
+    pages = PageAllocator(4, SIZE)
+    pages.allocate(1)
+    with pytest.raises(PageIntegrityError, match="page 1 is leaked: 1 references, 0 owners"):
+        pages.check_integrity([])
+
+
+def test_integrity_names_a_page_owned_twice() -> None:
+    pages = PageAllocator(4, SIZE)
+    owned = pages.allocate(1)
+    with pytest.raises(PageIntegrityError, match="page 1 is owned without a reference: 1 references, 2"):
+        pages.check_integrity([owned, owned])
+
+
+def test_integrity_names_a_lost_page() -> None:
+    pages = PageAllocator(4, SIZE)
+    pages._empty.remove(2)
+    with pytest.raises(PageIntegrityError, match="page 2 is in 0 places"):
+        pages.check_integrity([])
+
+
+def test_integrity_names_an_eviction_in_the_wrong_order() -> None:
+    pages = PageAllocator(4, SIZE)
+    first, second = cached(pages, list(range(8)))
+    pages._evictable.move_to_end(second)
+    with pytest.raises(PageIntegrityError, match=f"page {first} would be evicted before page {second}"):
+        pages.check_integrity([])
+
+
+def test_freeing_twice_is_caught() -> None:
+    pages = PageAllocator(4, SIZE)
+    owned = pages.allocate(1)
+    pages.free(owned)
+    with pytest.raises(AssertionError, match="has no owner"):
+        pages.free(owned)
+
+
+class Pages(RuleBasedStateMachine):
+    """Random requests over few pages; what `match` finds must hold exactly the tokens asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages = PageAllocator(9, 2)
+        self.owners: list[list[int]] = []
+        self.content: dict[int, tuple[int, ...]] = {}
+
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def serve(self, token_ids: list[int]) -> None:
+        found = self.pages.match(token_ids)
+        for at, page in enumerate(found):
+            assert self.content[page] == tuple(token_ids[: 2 * at + 2])
+        needed = self.pages.pages_for(len(token_ids)) - len(found)
+        if needed + self.pages.num_unowned(found) > self.pages.num_free:
+            return
+        self.pages.share(found, len(token_ids))
+        owned = found + self.pages.allocate(needed)
+        for at in range(len(found), len(token_ids) // 2):
+            prefix = tuple(token_ids[: 2 * at + 2])
+            page = self.pages.commit(owned[at], owned[at - 1] if at else 0, prefix[-2:])
+            assert page == owned[at] or self.content[page] == prefix
+            owned[at] = page
+            self.content[page] = prefix
+        self.owners.append(owned)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.owners) - 1))
+        self.pages.free(self.owners.pop(at))
+
+    @rule()
+    def flush(self) -> None:
+        # Only between requests here: the scheduler's tests flush under running ones.
+        if not self.owners:
+            self.pages.flush()
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pages.check_integrity(self.owners)
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

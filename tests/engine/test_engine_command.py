@@ -1,0 +1,111 @@
+"""`ostinato generate` and `ostinato chat`, in this process, with a tiny model."""
+
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from ostinato.cli.dataclass_flags import flags_of
+from ostinato.cli.main import app
+from ostinato.engine.llm import LLM
+from ostinato.engine.sampling_params import SamplingParams
+
+from .conftest import TinyModel
+
+SMALL = [
+    "--max-model-len",
+    "64",
+    "--cuda-graph-prefill-tokens",
+    "16",
+    "--num-pages",
+    "20",
+    "--enable-cudagraph-gc",
+]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_text: TinyModel) -> Iterator[LLM]:
+    options = {"max_model_len": 64, "num_pages": 20, "max_running_requests": 2, "disable_cuda_graph": True}
+    with LLM(tiny_text.directory, **options) as llm:
+        yield llm
+
+
+def run(model: TinyModel, *arguments: str, command: str = "generate", said: str | None = None):  # type: ignore[no-untyped-def]
+    return CliRunner().invoke(app, [command, *arguments, "--model", model.directory, *SMALL], input=said)
+
+
+def test_text_goes_to_standard_output_and_the_rest_does_not(tiny_text: TinyModel, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=9)
+    raw = llm.generate("Hello", params)[0].outputs[0].text
+    templated = llm.chat([{"role": "user", "content": "Hello"}], params)[0].outputs[0].text
+    result = run(tiny_text, "Hello", "--max-tokens", "9")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == templated + "\n"
+    assert "graphs, mode full-and-piecewise" in result.stderr
+    result = run(tiny_text, "Hello", "--max-tokens", "9", "--raw", "--enforce-eager", "--graph-report")
+    assert result.stdout == raw + "\n"
+    assert "disabled" in result.stderr
+
+
+def test_every_sampling_parameter_is_a_flag(tiny_text: TinyModel, llm: LLM) -> None:
+    result = run(
+        tiny_text,
+        *("Hello", "--raw", "--n", "2", "--seed", "4", "--temperature", "0.9", "--max-tokens", "6"),
+        *("--logit-bias", "7=-3.5", "--logit-bias", "8=2", "--stop", "zz", "--stop-token-ids", "3,4"),
+        *(
+            "--top-p",
+            "0.9",
+            "--top-k",
+            "30",
+            "--min-p",
+            "0.01",
+            "--repetition-penalty",
+            "1.1",
+            "--ignore-eos",
+        ),
+    )
+    assert result.exit_code == 0, result.output
+    params = SamplingParams(
+        n=2,
+        seed=4,
+        temperature=0.9,
+        max_tokens=6,
+        logit_bias={7: -3.5, 8: 2.0},
+        stop=["zz"],
+        stop_token_ids=[3, 4],
+        top_p=0.9,
+        top_k=30,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        ignore_eos=True,
+    )
+    [output] = llm.generate("Hello", params)
+    assert result.stdout == "".join(completion.text + "\n" for completion in output.outputs)
+    help_text = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "300"}).output
+    for flag in flags_of("engine/sampling_params.py", "SamplingParams"):
+        assert "--" + flag.name.replace("_", "-") in help_text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--logit-bias", "seven"], "TOKEN_ID=BIAS"),
+        (["--cuda-graph-bs", "1,two"], "1,2,4"),
+        (["--no-such-flag", "1"], "No such option"),
+    ],
+)
+def test_a_wrong_flag_is_refused(tiny_text: TinyModel, arguments: list[str], message: str) -> None:
+    result = run(tiny_text, "Hello", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_chat_remembers(tiny_text: TinyModel, llm: LLM) -> None:
+    result = run(tiny_text, "--max-tokens", "5", command="chat", said="Hi\nYou\n\n")
+    assert result.exit_code == 0, result.output
+    params = SamplingParams(temperature=0, max_tokens=5)
+    messages = [{"role": "user", "content": "Hi"}]
+    first = llm.chat(messages, params)[0].outputs[0].text
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "You"}]
+    second = llm.chat(messages, params)[0].outputs[0].text
+    assert result.stdout == f"{first}\n{second}\n"
