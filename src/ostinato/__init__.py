@@ -5,8 +5,23 @@ from typing import Any
 __version__ = "0.1.0"
 
 
+_ENGINE = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "SamplingParams": "sampling_params",
+    "RequestError": "sampling_params",
+    "EngineConfig": "config",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """The public names of `ostinato.graphs`, imported when first asked for: torch takes seconds to load."""
+    """The public names, imported when first asked for: torch takes seconds to load."""
+    if name in _ENGINE:
+        from importlib import import_module
+
+        return getattr(import_module(f".engine.{_ENGINE[name]}", __name__), name)
     from . import graphs
 
     if name in graphs.__all__:

@@ -41,7 +41,9 @@ def test_graphs_and_eager_agree_bit_for_bit_in_bf16_at_an_equal_padded_shape(mod
     with LLM(model.directory, device="cuda", dtype="bfloat16", **options) as llm:
         llm.generate(prompts_of([5, 9]), SamplingParams(temperature=0, max_tokens=8))
         runner = llm.engine.core.runner.graphs
-        inputs = runner.buffers.views(max(key.descriptor for key in runner.graphs if key.descriptor.is_uniform))
+        inputs = runner.buffers.views(
+            max(key.descriptor for key in runner.graphs if key.descriptor.is_uniform)
+        )
         assert all(view.is_cuda for view in inputs.values())
         for graph in runner.graphs.values():
             if graph.key.mode.value != "full":

@@ -1,4 +1,4 @@
-"""Imports point only right or down: cli -> tools, server -> engine -> models, cache -> kernels; graphs."""
+"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; graphs; text."""
 
 import ast
 from pathlib import Path
@@ -8,14 +8,15 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "ostinato"
 
 MAY_IMPORT = {
-    "cli": {"cli", "tools", "server", "engine", "models", "cache", "kernels", "graphs"},
-    "tools": {"tools", "engine", "models", "cache", "kernels", "graphs"},
-    "server": {"server", "engine", "models", "cache", "kernels", "graphs"},
-    "engine": {"engine", "models", "cache", "kernels", "graphs"},
-    "models": {"models", "kernels"},
+    "cli": {"cli", "tools", "server", "engine", "models", "cache", "kernels", "graphs", "text"},
+    "tools": {"tools", "engine", "models", "cache", "kernels", "graphs", "text"},
+    "server": {"server", "engine", "models", "cache", "kernels", "graphs", "text"},
+    "engine": {"engine", "models", "cache", "kernels", "graphs", "text"},
+    "models": {"models", "kernels", "text"},
     "cache": {"cache", "kernels"},
     "kernels": {"kernels"},
     "graphs": {"graphs"},
+    "text": {"text"},
 }
 OUTSIDE_PACKAGES_OF_GRAPHS = {"torch", "numpy", "rich", "cuda", "triton"}
 ENTRY_POINTS = {"__init__", "__main__", "launch_server"}

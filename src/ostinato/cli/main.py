@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .generate import chat, generate
+
 app = typer.Typer(
     help="A CUDA Graph runtime for LLM inference.",
     no_args_is_help=True,
@@ -17,6 +19,9 @@ bench = typer.Typer(
     help="Measure, and write results with the machine they were measured on.", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
+
+app.command()(generate)
+app.command()(chat)
 
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")]
 
