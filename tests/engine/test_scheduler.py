@@ -20,7 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ostinato.cache.pages import PageAllocator
 from ostinato.engine.request import FinishReason, Request, RequestError, RequestStatus
 from ostinato.engine.sampling_params import SamplingParams
-from ostinato.engine.scheduler import PLACEHOLDER, CompletedStep, ScheduledStep, Scheduler, SchedulerConfig
+from ostinato.engine.scheduled_step import PLACEHOLDER, CompletedStep, ScheduledStep
+from ostinato.engine.scheduler import Scheduler, SchedulerConfig
 from ostinato.graphs.errors import ConfigError
 
 VOCAB = 12

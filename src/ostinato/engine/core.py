@@ -21,7 +21,8 @@ from .prompt_logprobs import prompt_logprobs_of
 from .request import FinishReason, Request
 from .sampler import Launched, Sampled, Sampler
 from .sampling_params import RequestError, SamplingParams
-from .scheduler import CompletedStep, ScheduledStep, Scheduler, SchedulerConfig
+from .scheduled_step import CompletedStep, ScheduledStep
+from .scheduler import Scheduler, SchedulerConfig
 
 logger = logging.getLogger("ostinato.engine")
 

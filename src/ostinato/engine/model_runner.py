@@ -32,7 +32,7 @@ from ostinato.models.transformer import Transformer
 
 from .config import ResolvedConfig
 from .request import IntArray
-from .scheduler import PageUpdate, ScheduledStep
+from .scheduled_step import PageUpdate, ScheduledStep
 
 STEP_FIELDS = (
     Field("input_ids", torch.int64),

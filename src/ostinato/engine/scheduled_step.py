@@ -1,0 +1,113 @@
+"""One step as the scheduler decides it and as it comes back, for scheduler, runner and sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .request import IntArray, Request
+
+PLACEHOLDER = -1
+"""Stands for a token id that only the device knows yet."""
+
+
+@dataclass(frozen=True)
+class PageUpdate:
+    """Entries of the page table that change: row `row`, from column `first` on."""
+
+    row: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledStep:
+    """One step: R requests, those that decode first, with their tokens flattened in this order.
+
+    Everything in it is as of its scheduling; requests may have moved on by the time it is complete.
+    """
+
+    index: int
+    """Counts the steps."""
+    requests: tuple[Request, ...]
+    """The R requests; the very same tuple as in the step before while nothing changes."""
+    rows: IntArray
+    """int32 [R]: their rows."""
+    starts: IntArray
+    """int32 [R]: position of each request's first token in this step."""
+    num_new_tokens: IntArray
+    """int32 [R]: tokens of each request in this step."""
+    samples: IntArray
+    """bool [R]: whether a token is sampled; not for the earlier chunks of a prompt, nor for embeddings."""
+    input_ids: IntArray
+    """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row."""
+    is_uniform_decode: bool
+    """Every request brings one token and samples one."""
+    joined: tuple[Request, ...]
+    """Requests that got a row for this step: their sampling state must be uploaded."""
+    page_updates: tuple[PageUpdate, ...]
+    """Changes of the page table since the last step, in order, to be applied before it runs."""
+    tenancies: IntArray
+    """int64 [R]: the tenancy of each row, see RequestRows."""
+
+    @property
+    def items(self) -> list[tuple[Request, int]]:
+        """The requests with their numbers of tokens. O(R)."""
+        return list(zip(self.requests, self.num_new_tokens.tolist(), strict=True))
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.requests)
+
+    @property
+    def total_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the device needs nothing from the host: all decode, nobody joined, no new page."""
+        return self.is_uniform_decode and not self.joined and not self.page_updates
+
+    @cached_property
+    def seq_lens(self) -> IntArray:
+        """int32 [R]: context lengths, this step's tokens included."""
+        return self.starts + self.num_new_tokens
+
+    @cached_property
+    def query_starts(self) -> IntArray:
+        """int32 [R]: index of each request's first token in the flattened batch."""
+        return (np.cumsum(self.num_new_tokens) - self.num_new_tokens).astype(np.int32)
+
+    @cached_property
+    def token_rows(self) -> IntArray:
+        """int32 [T]: the row of each token."""
+        return np.repeat(self.rows, self.num_new_tokens)
+
+    @cached_property
+    def positions(self) -> IntArray:
+        """int64 [T]: the position of each token in its request."""
+        first = np.repeat((self.starts - self.query_starts).astype(np.int64), self.num_new_tokens)
+        return first + np.arange(self.total_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class CompletedStep:
+    """What came of a step."""
+
+    step: ScheduledStep
+    tokens: IntArray
+    """[R]: the sampled tokens as they came from the device."""
+    accepted: IntArray
+    """bool [R]: which of them became part of their request's output."""
+    finished: tuple[Request, ...]
+    """Requests that ended with this step."""
+
+    def new_tokens(self) -> Iterator[tuple[Request, int]]:
+        """Each request that got a token, with the token. O(R)."""
+        for at in np.flatnonzero(self.accepted).tolist():
+            yield self.step.requests[at], int(self.tokens[at])
