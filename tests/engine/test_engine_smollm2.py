@@ -26,7 +26,7 @@ PROMPTS = [
     "To be or not to be,",
 ]
 TOKENS = 64
-HAS_MODEL = (cache_folder() / "downloads").is_dir() or os.environ.get("OSTINATO_TEST_DOWNLOADS")
+HAS_MODEL = (cache_folder() / "downloads").is_dir() or os.environ.get("CI")
 needs_model = pytest.mark.skipif(not HAS_MODEL, reason="the default model is not in the cache")
 
 
