@@ -46,7 +46,7 @@ class AddressBook:
         if moved:
             raise AddressError(
                 f"captured graphs still read the old memory of {', '.join(moved)}: update tensors in place "
-                f"(copy_), or capture again"
+                f"(copy_), or drop the graphs and capture anew (drop() and capture(), recapture())"
             )
 
     def _now(self) -> dict[str, torch.Tensor]:
