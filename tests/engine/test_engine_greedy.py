@@ -78,7 +78,7 @@ def test_every_mode_batched_and_one_by_one(tiny: TinyModel, mode: str, chunked: 
         assert_all_back(llm)
         assert served(llm) == MODES[mode]
         assert llm.engine.core.sampler is not None
-        assert set(llm.engine.core.sampler.eager_steps()) == ({"disabled"} if mode == "none" else set())
+        assert set(llm.sampling_report().eager_steps) == ({"disabled"} if mode == "none" else set())
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def everything_comes_back(llm: LLM) -> Iterator[None]:
     assert_all_back(llm)
     assert llm.graph_report().eager_steps == {}
     assert llm.engine.core.sampler is not None
-    assert llm.engine.core.sampler.eager_steps() == {}
+    assert llm.sampling_report().eager_steps == {}
 
 
 def tokens(llm: LLM, prompt: Any = PROMPT, **params: Any) -> list[int]:
@@ -198,3 +198,10 @@ def test_embeddings_are_those_of_transformers(llm: LLM, tiny_text: TinyModel, po
         assert torch.cosine_similarity(found, expected, dim=0) > 0.9999
         assert found.norm() == pytest.approx(1.0)
     assert llm.graph_report().replays > before
+
+
+def test_eager_sampling_steps_of_every_kind_are_in_the_report(tiny: TinyModel) -> None:
+    with LLM(tiny.directory, **{**SMALL, "cuda_graph_mode": "none"}) as eager:
+        for params in ({"temperature": 0}, {"temperature": 1.0}, {"top_k": 3}, {"logprobs": 1}):
+            eager.generate(PROMPT, SamplingParams(max_tokens=2, **params))
+        assert eager.sampling_report().eager_steps == {"disabled": 8}

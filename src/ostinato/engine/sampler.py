@@ -7,6 +7,7 @@ cheapest kind that serves all its requests.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,6 +25,7 @@ from ostinato.graphs import (
     GraphMode,
     InputBuffers,
     Ladder,
+    Reason,
     Report,
     capture_keys,
     frozen_gc,
@@ -148,6 +150,9 @@ class Sampler:
         self._banned = per_row(-1, torch.int64, MAX_BANNED)
         self._banned_before = per_row(0, torch.int64)
         self._graphs = {kind: self._make_graphs(kind) for kind in Kind}
+        eager_steps: Counter[Reason] = Counter()  # one count for all kinds: they report as one
+        for graphs in self._graphs.values():
+            graphs.eager_steps = eager_steps
 
     def _make_graphs(self, kind: Kind) -> CudaGraphRunner:
         config = self._runner.config
@@ -177,14 +182,6 @@ class Sampler:
     def report(self) -> Report:
         """Graphs of all kinds and eager steps by reason."""
         return Report.joined([graphs.report() for graphs in self._graphs.values()])
-
-    def eager_steps(self) -> dict[str, int]:
-        """Sampling steps that ran without a graph, by reason."""
-        counts: dict[str, int] = {}
-        for graphs in self._graphs.values():
-            for reason, count in graphs.eager_steps.items():
-                counts[str(reason)] = counts.get(str(reason), 0) + count
-        return counts
 
     @property
     def num_bytes(self) -> int:

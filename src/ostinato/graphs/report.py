@@ -97,7 +97,7 @@ class Report:
             first,
             graphs=tuple(row for report in reports for row in report.graphs),
             failures={
-                key if number == 0 else f"{key} (signature {number + 1})": cause
+                key if number == 0 else f"{key} (runner {number + 1})": cause
                 for number, report in enumerate(reports)
                 for key, cause in report.failures.items()
             },
