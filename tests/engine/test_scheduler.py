@@ -214,7 +214,7 @@ def test_outputs_equal_those_of_requests_run_alone(
         engine.check(request)
     assert (engine.scheduler.num_preemptions > 0) == (num_pages == 12)
     assert (engine.pages.statistics.hit_tokens > 0) == prefix_caching
-    assert (engine.device.num_placeholders > 0) == (lookahead > 0)
+    assert engine.device.num_placeholders > 0
 
 
 def test_a_prompt_longer_than_a_step_runs_in_chunks() -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
 SAMPLING = flags_of("engine/sampling_params.py", "SamplingParams")
-# The seed of a command is that of its request; the engine's own is for requests without one.
+# One --seed, for the request; the engine gets the same (it seeds random weights).
 ENGINE = tuple(flag for flag in ENGINE if flag.name != "seed")
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
@@ -35,7 +35,7 @@ def generate(
     from ostinato.engine.sampling_params import SamplingParams
 
     params = SamplingParams(**{**DEFAULTS, **sampling})
-    with _llm(engine, running=params.n) as llm:
+    with _llm(engine, running=params.n, seed=params.seed) as llm:
         request = _request(llm, prompt, raw)
         if params.n == 1:
             for piece in llm.stream(request, params):
@@ -60,7 +60,7 @@ def chat(
 
     params = SamplingParams(**{**DEFAULTS, **sampling})
     messages = [{"role": "system", "content": system}] if system else []
-    with _llm(engine, running=1) as llm:
+    with _llm(engine, running=1, seed=params.seed) as llm:
         while said := _ask():
             messages.append({"role": "user", "content": said})
             answer = ""
@@ -76,11 +76,11 @@ def _ask() -> str:
     return sys.stdin.readline().strip()
 
 
-def _llm(engine: Mapping[str, Any], *, running: int) -> LLM:
+def _llm(engine: Mapping[str, Any], *, running: int, seed: int | None) -> LLM:
     """An engine for as many requests as there are: what never runs need not be captured."""
     from ostinato.engine.llm import LLM
 
-    options = {"max_running_requests": running, **engine}
+    options = {"max_running_requests": running, "seed": seed or 0, **engine}
     print("ostinato: loading and capturing", file=sys.stderr, flush=True)
     llm = LLM(options.pop("model", None), **options)
     report = llm.graph_report()

@@ -1,10 +1,13 @@
 """What can be set about an engine. Each field is a keyword of `LLM` and a flag; its docstring is the help."""
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
 
 from ostinato.graphs import ConfigError, GraphMode, Ladder
+
+logger = logging.getLogger("ostinato.engine")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,6 +60,16 @@ class EngineConfig:
     """Let the garbage collector run while capturing."""
     cuda_graph_memory_mb: int | None = None
     """Most memory the graphs may take; rungs that do not fit are given up."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    """vLLM's list, in tokens: becomes cuda_graph_bs and cuda_graph_prefill_tokens."""
+    max_cudagraph_capture_size: int | None = None
+    """vLLM's limit, in tokens: cuts both default lists."""
+    enable_torch_compile: bool = False
+    """Compile the decode step of small batches with torch.compile before capturing it; needs a GPU."""
+    torch_compile_max_bs: int = 32
+    """Largest decode batch that enable_torch_compile compiles."""
+    batch_invariant: bool = False
+    """Give each request the same bits whatever runs beside it: one shape for every step. Slower."""
 
     def __post_init__(self) -> None:
         GraphMode.parse(self.cuda_graph_mode)
@@ -72,13 +85,55 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
+        self._check_ladders()
+        if self.torch_compile_max_bs < 1:
+            raise ConfigError(f"torch_compile_max_bs must be at least 1, not {self.torch_compile_max_bs}")
+        if self.batch_invariant:
+            self._check_batch_invariant()
+
+    def _check_ladders(self) -> None:
         if self.cuda_graph_bs is not None and self.cuda_graph_max_bs is not None:
             raise ConfigError("give cuda_graph_bs or cuda_graph_max_bs, not both: a list has its own maximum")
+        theirs = [
+            name
+            for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+            if getattr(self, name) is not None
+        ]
+        ours = [
+            name
+            for name in ("cuda_graph_bs", "cuda_graph_max_bs", "cuda_graph_prefill_tokens")
+            if getattr(self, name) is not None
+        ]
+        if theirs and ours:
+            raise ConfigError(f"give {theirs[0]} (in tokens, as vLLM does) or {ours[0]}, not both")
+        if len(theirs) == 2:
+            raise ConfigError(
+                "give cudagraph_capture_sizes or max_cudagraph_capture_size, not both: a list has a maximum"
+            )
+        if self.max_cudagraph_capture_size is not None and self.max_cudagraph_capture_size < 1:
+            raise ConfigError(
+                f"max_cudagraph_capture_size must be at least 1, not {self.max_cudagraph_capture_size}: "
+                "use disable_cuda_graph for none"
+            )
+
+    def _check_batch_invariant(self) -> None:
+        if self.graph_mode is GraphMode.NONE:
+            raise ConfigError("batch_invariant pads every step to one captured shape: it needs graphs")
+        given = [
+            name
+            for name in ("cuda_graph_bs", "cuda_graph_max_bs", "cuda_graph_prefill_tokens")
+            if getattr(self, name) is not None
+        ]
+        if given:
+            raise ConfigError(f"batch_invariant captures one shape, of chunked_prefill_size: drop {given[0]}")
+        if self.enable_torch_compile:
+            raise ConfigError("batch_invariant and enable_torch_compile exclude each other")
 
     @property
     def graph_mode(self) -> GraphMode:
-        """The mode asked for."""
-        return GraphMode.NONE if self.disable_cuda_graph else GraphMode.parse(self.cuda_graph_mode)
+        """The mode asked for; batch_invariant means FULL, for attention between graphs has varying shapes."""
+        mode = GraphMode.NONE if self.disable_cuda_graph else GraphMode.parse(self.cuda_graph_mode)
+        return GraphMode.FULL if self.batch_invariant and mode is not GraphMode.NONE else mode
 
     def resolved(self, model_limit: int, model_dtype: torch.dtype) -> "ResolvedConfig":
         """Everything decided, for a model with this limit and type of weights, on this machine."""
@@ -92,6 +147,8 @@ class EngineConfig:
         if longest > model_limit:
             raise ConfigError(f"max_model_len {longest} is beyond the model's own limit of {model_limit}")
         running = self.max_running_requests or (256 if on_gpu else 16)
+        if self.cudagraph_capture_sizes or self.max_cudagraph_capture_size:
+            return self._from_token_sizes(running, on_gpu).resolved(model_limit, model_dtype)
         tokens = max(self._chunk_size(on_gpu), running)
         if not self.enable_chunked_prefill:
             tokens = max(tokens, longest)
@@ -106,9 +163,37 @@ class EngineConfig:
             token_ladder=self._token_ladder(tokens, on_gpu),
         )
 
+    def _from_token_sizes(self, running: int, on_gpu: bool) -> "EngineConfig":
+        """Ours for vLLM's sizes, which count tokens for decode and prefill alike."""
+        if self.cudagraph_capture_sizes is not None:
+            sizes = tuple(sorted(set(self.cudagraph_capture_sizes)))
+            decode = tuple(size for size in sizes if size <= running)
+        else:
+            assert self.max_cudagraph_capture_size is not None
+            limit = self.max_cudagraph_capture_size
+            sizes = tuple(Ladder.prefill(limit) if on_gpu else _doubling(min(8, limit), limit))
+            decode = tuple(
+                Ladder.sglang(min(limit, running)) if on_gpu else _doubling(1, min(limit, running))
+            )
+        if not decode:
+            raise ConfigError(f"no size of {list(sizes)} is a decode batch: at most {running} requests run")
+        logger.warning(
+            "capture sizes in tokens became cuda_graph_bs %s and cuda_graph_prefill_tokens %s",
+            ",".join(map(str, decode)),
+            ",".join(map(str, sizes)),
+        )
+        return self.but(
+            cudagraph_capture_sizes=None,
+            max_cudagraph_capture_size=None,
+            cuda_graph_bs=decode,
+            cuda_graph_prefill_tokens=sizes,
+        )
+
     def _chunk_size(self, on_gpu: bool) -> int:
         if self.chunked_prefill_size is not None:
             return self.chunked_prefill_size
+        if self.batch_invariant and on_gpu:
+            return 256  # every step pays for as many tokens
         if self.cuda_graph_prefill_tokens:
             return max(self.cuda_graph_prefill_tokens)
         return 4096 if on_gpu else 128
@@ -127,6 +212,8 @@ class EngineConfig:
     def _token_ladder(self, tokens: int, on_gpu: bool) -> Ladder:
         if self.cuda_graph_prefill_tokens is not None:
             return Ladder(self.cuda_graph_prefill_tokens)
+        if self.batch_invariant:
+            return Ladder([tokens])
         return Ladder.prefill(tokens) if on_gpu else _doubling(8, tokens)
 
     def but(self, **changes: object) -> "EngineConfig":
@@ -172,7 +259,7 @@ class ResolvedConfig:
     @property
     def context_buckets(self) -> tuple[int | None, ...]:
         """Context lengths a decode graph is made for: attention without a kernel pays for all of them."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" or self.config.batch_invariant:
             return (None,)
         buckets: list[int | None] = []
         size = 256

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,21 +15,23 @@ from ostinato.cache.kv import KVCache
 from ostinato.cache.pages import PageAllocator
 from ostinato.graphs import GraphKey, OstinatoError, Report
 
+from .device_memory import DeviceMemory
 from .loading import LoadedModel, allocate_kv, kv_shape
-from .model_runner import ModelRunner, StepInputs
+from .model_runner import ModelRunner
 from .outputs import Logprob
 from .prompt_logprobs import prompt_logprobs_of
 from .request import FinishReason, Request
-from .sampler import Launched, Sampled, Sampler
+from .sampled_tokens import Launched, Sampled
+from .sampler import Sampler
 from .sampling_params import RequestError, SamplingParams
 from .scheduled_step import CompletedStep, ScheduledStep
 from .scheduler import Scheduler, SchedulerConfig
+from .times import StartupTimes, StepClock
 
 logger = logging.getLogger("ostinato.engine")
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """What one step brought one request."""
 
     request: Request
@@ -55,12 +58,22 @@ class _Flight:
 class EngineCore:
     """A loaded model, its KV cache, its graphs, its scheduler and its sampler."""
 
-    def __init__(self, loaded: LoadedModel, *, progress: bool | None = None) -> None:
-        """Allocate and capture; `progress` shows a bar (default: when standard error is a terminal)."""
+    def __init__(
+        self, loaded: LoadedModel, *, progress: bool | None = None, startup: StartupTimes | None = None
+    ) -> None:
+        """Allocate and capture; `progress` shows a bar (default: when standard error is a terminal).
+
+        `startup`: times of what was done before.
+        """
         config = loaded.config
         self.config = config
         self.loaded = loaded
-        kv = allocate_kv(loaded.model, config, _trial_graph_bytes(loaded))
+        self.clock = StepClock()
+        """CPU time of the steps."""
+        self.startup = startup or StartupTimes()
+        """Time that the phases of the start took."""
+        with self.startup.phase("kv"):
+            kv = allocate_kv(loaded.model, config, _trial_graph_bytes(loaded))
         self.runner = ModelRunner(loaded.model, kv, loaded.attention, config)
         self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
         self.scheduler = Scheduler(
@@ -75,9 +88,12 @@ class EngineCore:
             PageAllocator(kv.num_pages),
         )
         self._flights: deque[_Flight] = deque()
-        report = self.runner.capture(progress=progress)
+        before = DeviceMemory.now(config.device)
+        report = self.runner.capture(self.startup, progress=progress)
         if self.sampler is not None:
-            self.sampler.capture(progress=False)
+            with self.startup.phase("capture sampling"):
+                self.sampler.capture(progress=False)
+        self._captured = DeviceMemory.now(config.device).less(before)
         logger.info("%s", report)
         logger.info("memory: %s", ", ".join(f"{name} {size:,}" for name, size in self.memory().items()))
 
@@ -112,12 +128,16 @@ class EngineCore:
 
     def step(self) -> list[Progress]:
         """Launch the next step, then take in the oldest one that is due."""
+        self.clock.start()
         step = self.scheduler.schedule()
+        self.clock.lap("schedule")
         if step is not None:
+            self.clock.steps += 1
             try:
                 self._flights.append(self._launch(step))
             except (RuntimeError, OstinatoError) as error:
                 return [*self._drain(), *self._fail(step, error)]
+            self.clock.lap("launch")
         if self._flights and (step is None or len(self._flights) > self.config.lookahead):
             return self._complete(self._flights.popleft())
         return []
@@ -127,17 +147,20 @@ class EngineCore:
         return self.runner.graphs.report()
 
     def memory(self) -> dict[str, int]:
-        """Bytes by what they are for. `graphs` is the pool: activations and workspaces of all graphs."""
+        """Bytes by what they are for; see `LLM.memory_report`."""
         runner = self.runner
         tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
-        outputs = (runner.logits, runner.hidden, runner.last_tokens)
+        outputs = (runner.logits, runner.hidden)
         return {
             "weights": sum(tensor.nbytes for tensor in tensors),
             "kv": runner.kv.num_bytes,
-            "inputs": runner.graphs.buffers.bytes + runner.page_table.nbytes,
+            "inputs": runner.graphs.buffers.bytes + runner.rows.num_bytes,
             "outputs": sum(tensor.nbytes for tensor in outputs),
             "sampling": 0 if self.sampler is None else self.sampler.num_bytes,
-            "graphs": runner.graphs.pool.bytes,
+            "activations": runner.graphs.pool.bytes,
+            # What was allocated while capturing and is in no pool is there for the libraries' sake.
+            "workspace": max(0, self._captured.allocated - runner.graphs.pool.bytes),
+            "graphs": max(0, self._captured.taken - self._captured.reserved),
         }
 
     def close(self) -> None:
@@ -147,6 +170,7 @@ class EngineCore:
         self._drain()
         if self.sampler is not None:
             self.sampler.drop()
+        self.runner.rows.drop()
         self.runner.graphs.drop()
 
     # -- the verbs of a step -----------------------------------------------------------------------
@@ -155,12 +179,12 @@ class EngineCore:
         self.runner.update_pages(step.page_updates)
         if self.sampler is not None:
             self.sampler.join(step.joined)
-        self.runner.run(StepInputs.of(step))
+        self.runner.rows.send()
+        self.runner.run(step)
         prompt_logprobs, hidden = self._beside_tokens(step)
         launched = None
-        if self.sampler is not None and step.samples.any():
-            positions = step.seq_lens.astype(np.int64)
-            launched = self.sampler.launch(step.rows, positions, step.samples)
+        if self.sampler is not None and (step.is_uniform_decode or step.samples.any()):
+            launched = self.sampler.launch(step)
         return _Flight(step, launched, prompt_logprobs, hidden)
 
     def _beside_tokens(
@@ -187,23 +211,30 @@ class EngineCore:
     def _complete(self, flight: _Flight) -> list[Progress]:
         step = flight.step
         sampled = flight.launched.read() if flight.launched is not None else None
+        self.clock.lap("wait")
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
-        return list(self._progress(flight, self.scheduler.complete(step, tokens), sampled))
+        done = self.scheduler.complete(step, tokens)
+        self.clock.lap("complete")
+        return list(self._progress(flight, done, sampled))
 
     def _progress(self, flight: _Flight, done: CompletedStep, sampled: Sampled | None) -> Iterator[Progress]:
-        accepted = done.accepted.tolist()
+        tokens, accepted = done.tokens.tolist(), done.accepted.tolist()
+        if not flight.prompt_logprobs and not flight.hidden and (sampled is None or sampled.logprobs is None):
+            for request, token, is_accepted in zip(flight.step.requests, tokens, accepted, strict=True):
+                if is_accepted:
+                    yield Progress(request, token)
+            return
         for at, request in enumerate(flight.step.requests):
             name = request.request_id
             extra = name in flight.prompt_logprobs or name in flight.hidden
-            if not accepted[at] and not extra:
-                continue
-            yield Progress(
-                request,
-                int(done.tokens[at]) if accepted[at] else None,
-                _logprobs(request, sampled, at) if accepted[at] else None,
-                flight.prompt_logprobs.get(name),
-                flight.hidden.get(name),
-            )
+            if accepted[at] or extra:
+                yield Progress(
+                    request,
+                    tokens[at] if accepted[at] else None,
+                    _logprobs(request, sampled, at) if accepted[at] else None,
+                    flight.prompt_logprobs.get(name),
+                    flight.hidden.get(name),
+                )
 
     def _drain(self) -> list[Progress]:
         progress = []
@@ -252,7 +283,7 @@ def _trial_graph_bytes(loaded: LoadedModel) -> int:
         largest.setdefault((key.mode, key.descriptor.is_uniform), key)
     count = len(runner.graphs.keys)
     runner.graphs.keys = tuple(largest.values())
-    runner.capture(progress=False)
+    runner.capture(StartupTimes(), progress=False)
     after, _ = torch.cuda.mem_get_info(config.device)
     runner.graphs.drop()
     del runner

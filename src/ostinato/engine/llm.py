@@ -15,8 +15,10 @@ from ostinato.graphs import ConfigError, Report
 
 from .config import EngineConfig
 from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from .request_progress import RequestProgress
 from .sampling_params import RequestError, SamplingParams
 from .text_engine import Prompt, TextEngine
+from .times import StepTimes
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -61,28 +63,34 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete the prompts; outputs in their order.
 
         Of a list, a prompt that cannot be served comes back with `error` set and the others are served; a
-        single prompt raises RequestError.
+        single prompt raises RequestError. `use_tqdm` (vLLM's name) shows a bar over the prompts; default:
+        for lists, when standard error is a terminal.
         """
         if isinstance(prompts, str | Mapping):
-            return self._run([prompts], _one_each(sampling_params, 1), strict=True)
+            return self._run([prompts], _one_each(sampling_params, 1), strict=True, shown=bool(use_tqdm))
         listed = list(prompts)
-        return self._run(listed, _one_each(sampling_params, len(listed)), strict=False)
+        return self._run(listed, _one_each(sampling_params, len(listed)), strict=False, shown=use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; further keywords reach the chat template."""
         single = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if single else list(messages)
         prompts = [self.engine.encode_chat(each, **template_options) for each in conversations]
-        return self._run(prompts, _one_each(sampling_params, len(prompts)), strict=single)
+        shown = bool(use_tqdm) if single else use_tqdm
+        return self._run(prompts, _one_each(sampling_params, len(prompts)), strict=single, shown=shown)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
@@ -118,8 +126,21 @@ class LLM:
         sampler = self.engine.core.sampler
         return None if sampler is None else sampler.report()
 
+    def step_times(self, *, reset: bool = False) -> StepTimes:
+        """CPU time of the steps so far, by part; `reset` begins to count anew."""
+        clock = self.engine.core.clock
+        times = clock.read()
+        if reset:
+            clock.reset()
+        return times
+
+    def startup_times(self) -> dict[str, float]:
+        """Seconds of the start by phase, in order, and in `total`."""
+        return self.engine.core.startup.read()
+
     def memory_report(self) -> dict[str, int]:
-        """Bytes by what they are for: weights, kv, inputs, outputs, sampling, graphs."""
+        """Bytes by what they are for: weights, kv, inputs, outputs, sampling, activations (of all graphs, in
+        their shared pool), workspace (of libraries) and graphs (what the driver holds for them)."""
         return self.engine.core.memory()
 
     def close(self) -> None:
@@ -144,7 +165,12 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Iterable[SamplingParams], *, strict: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: Iterable[SamplingParams],
+        *,
+        strict: bool,
+        shown: bool | None,
     ) -> list[RequestOutput]:
         engine = self.engine
         outputs: list[RequestOutput] = []
@@ -155,9 +181,15 @@ class LLM:
                 if strict:
                     raise
                 outputs.append(_refused(engine.new_id(), prompt, str(error)))
+        unfinished = {output.request_id for output in outputs if not output.finished}
         try:
-            while not all(output.finished for output in outputs):
-                engine.step()
+            with RequestProgress(len(outputs), shown) as bar:
+                bar.update(len(outputs) - len(unfinished), 0)
+                while unfinished and engine.has_work:
+                    changed = engine.step()
+                    ended = unfinished.intersection(o.request_id for o in changed if o.finished)
+                    unfinished -= ended
+                    bar.update(len(ended), len(changed))
         finally:
             # After an interrupt nothing of this call stays behind.
             for output in outputs:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ostinato.cache.kv import KVCache
@@ -26,13 +24,17 @@ from ostinato.graphs import (
     capture_keys,
     eager_boundary,
 )
+from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import AttentionBatch, HostLengths
 from ostinato.models.transformer import Transformer
 
 from .config import ResolvedConfig
+from .device_rows import DeviceRows
 from .request import IntArray
+from .row_fields import row_fields
 from .scheduled_step import PageUpdate, ScheduledStep
+from .times import StartupTimes
 
 STEP_FIELDS = (
     Field("input_ids", torch.int64),
@@ -43,51 +45,16 @@ STEP_FIELDS = (
     Field("query_starts", torch.int32, per="request"),
     Field("query_lens", torch.int32, per="request"),
 )
-"""Padded tokens belong to row 0, whose pages are all page 0; padded requests have no tokens."""
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """One step's batch on the host: tokens flattened, requests in the same order."""
-
-    input_ids: IntArray
-    positions: IntArray
-    token_rows: IntArray
-    req_rows: IntArray
-    seq_lens: IntArray
-    query_starts: IntArray
-    query_lens: IntArray
-
-    @classmethod
-    def of(cls, step: ScheduledStep) -> StepInputs:
-        """What a scheduled step computes."""
-        return cls(
-            input_ids=step.input_ids,
-            positions=step.positions,
-            token_rows=step.token_rows,
-            req_rows=step.rows,
-            seq_lens=step.seq_lens,
-            query_starts=step.query_starts,
-            query_lens=step.num_new_tokens,
-        )
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether every request brings one token."""
-        return len(self.input_ids) == len(self.req_rows)
-
-    @property
-    def host_lengths(self) -> HostLengths:
-        """Lengths for attention that runs outside a graph."""
-        return HostLengths(self.query_starts.tolist(), self.query_lens.tolist(), self.seq_lens.tolist())
+"""Padded tokens belong to row 0, whose pages are all page 0; padded requests have no tokens. A decode graph
+uses `req_rows` alone: what else it needs is in those rows."""
 
 
 class ModelRunner:
-    """A model, its KV cache and its graphs.
+    """A model, its KV cache, the rows of its requests and its graphs.
 
     What outlives a replay is in static buffers: the logits of each request's last token in `logits`, which
-    sampling reads, and the hidden states of all tokens in `hidden`, for prompt logprobs and embeddings. The
-    token sampled last in each row is in `last_tokens`, where the next step finds it.
+    sampling reads, and the hidden states of a mixed step's tokens in `hidden`, for prompt logprobs and
+    embeddings. The token sampled last in each row is in `last_tokens`, where the next step finds it.
     """
 
     def __init__(
@@ -98,18 +65,32 @@ class ModelRunner:
         self.config = config
         self._attention = attention
         self._host: HostLengths | None = None
+        self._held_rows: IntArray | None = None
         device = config.device
-        rows, columns = config.max_rows, config.page_columns
-        self.page_table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        budget = config.config.cuda_graph_memory_mb
+        self.pool = GraphPool(device, budget=budget * 2**20 if budget else None)
+        self.rows = DeviceRows(
+            row_fields(config.page_columns),
+            config.max_rows,
+            self.pool,
+            GraphMode.FULL_DECODE_ONLY if self._has_graphs and device.type == "cuda" else GraphMode.NONE,
+            config.warmups,
+        )
+        self.page_table, self.lengths = self.rows["page_table"], self.rows["lengths"]
+        self.last_tokens = self.rows["last_tokens"]
         shape = model.config
         vocab = shape.vocab_size if shape.has_lm_head else 0
         running, tokens = config.max_running_requests, config.max_step_tokens
         self.logits = torch.zeros(running, vocab, dtype=torch.float32, device=device)
         self.hidden = torch.zeros(tokens, shape.hidden_size, dtype=config.dtype, device=device)
+        self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
         self._attend = eager_boundary(self._attend_layer)
         self.graphs = self._make_runner()
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self.config.config.graph_mode is not GraphMode.NONE
 
     def _make_runner(self) -> CudaGraphRunner:
         config = self.config
@@ -125,7 +106,8 @@ class ModelRunner:
             max_reqs=config.max_running_requests,
             context_buckets=config.context_buckets,
         )
-        budget = asked.cuda_graph_memory_mb
+        if asked.batch_invariant:
+            keys = [key for key in keys if not key.descriptor.is_uniform]
         runner = CudaGraphRunner(
             self.step,
             InputBuffers(
@@ -136,50 +118,66 @@ class ModelRunner:
             ),
             keys,
             dispatcher=dispatcher,
-            pool=GraphPool(config.device, budget=budget * 2**20 if budget else None),
+            pool=self.pool,
             options=CaptureOptions(warmups=config.warmups, freeze_gc=not asked.enable_cudagraph_gc),
-            state={},  # padding writes page 0 and row 0 only, and the logits belong to nobody between steps
+            state={},  # padding writes page 0 only, and the logits belong to nobody between steps
             dummy=self._dummy,
+            compile_up_to=asked.torch_compile_max_bs if asked.enable_torch_compile else 0,
+            kernels_of=lambda key: (key.mode, key.descriptor.is_uniform),
         )
         runner.watch(self.model)
-        static = {"page_table": self.page_table, "last_tokens": self.last_tokens}
+        static = {"page_table": self.page_table, "lengths": self.lengths, "last_tokens": self.last_tokens}
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
         return runner
 
-    def capture(self, *, progress: bool | None = None) -> Report:
+    def capture(self, times: StartupTimes, *, progress: bool | None = None) -> Report:
         """Capture all graphs; weights and KV cache must be in place."""
-        return self.graphs.capture(progress=progress)
+        self.rows.capture()
+        report = self.graphs.capture(progress=progress)
+        for graph in self.graphs.graphs.values():
+            times.add("capture decode" if graph.descriptor.is_uniform else "capture prefill", graph.seconds)
+        return report
 
     def update_pages(self, updates: Sequence[PageUpdate]) -> None:
-        """Enter changes into the page table, behind all steps launched so far."""
-        if not updates:
-            return
-        columns = self.page_table.size(1)
-        # A later update of the same place wins; index_copy_ promises no order among equal places.
-        places = {
-            update.row * columns + update.first + offset: page
-            for update in updates
-            for offset, page in enumerate(update.pages)
-        }
-        index = torch.from_numpy(np.fromiter(places.keys(), np.int64, len(places)))
-        pages = torch.from_numpy(np.fromiter(places.values(), np.int32, len(places)))
-        device = self.page_table.device
-        self.page_table.view(-1).index_copy_(0, index.to(device), pages.to(device))
+        """Enter changes into the page table; `rows.send` brings them to the device."""
+        if updates:
+            rows = [row for row, _, pages in updates for _ in pages]
+            columns = [first + offset for _, first, pages in updates for offset in range(len(pages))]
+            pages = [page for update in updates for page in update.pages]
+            self.rows.write_cells("page_table", rows, columns, pages)
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
+    def run(self, step: ScheduledStep) -> torch.Tensor:
         """One step; the logits of each request's last token, good until the next step."""
-        shape = self.shape_of(inputs)
+        shape = self.shape_of(step)
+        if step.rows is self._held_rows and self.graphs.can_rerun(shape):
+            return self.graphs.rerun(shape)
+        decision = self.graphs.decide(shape)
         # Only a full graph has attention inside; between segments and eagerly it needs the real lengths.
-        is_full = self.graphs.decide(shape).mode is GraphMode.FULL
-        self._host = None if is_full else inputs.host_lengths
-        return self.graphs.run(vars(inputs), shape)
+        self._host = None if decision.mode is GraphMode.FULL else host_lengths(step)
+        self._held_rows = None
+        inputs = {
+            "input_ids": step.input_ids,
+            "positions": step.positions,
+            "token_rows": step.token_rows,
+            "req_rows": step.rows,
+            "seq_lens": step.seq_lens,
+            "query_starts": step.query_starts,
+            "query_lens": step.num_new_tokens,
+        }
+        logits = self.graphs.run(inputs, shape)
+        if decision.descriptor is not None and decision.descriptor.is_uniform:
+            self._held_rows = step.rows
+        return logits
 
-    def shape_of(self, inputs: StepInputs) -> BatchShape:
+    def shape_of(self, step: ScheduledStep) -> BatchShape:
         """What the dispatcher decides by; contexts of one bucket count as equal, so shapes recur."""
-        longest = int(inputs.seq_lens.max())
-        context = self._contexts[bisect_left(self._contexts, longest)] if self._contexts else 0
-        query_len = 1 if inputs.is_uniform else None
-        return BatchShape(len(inputs.input_ids), len(inputs.req_rows), query_len, context=context)
+        context = 0
+        if self._contexts:
+            context = self._contexts[bisect_left(self._contexts, int(step.seq_lens.max()))]
+        # Bits depend on shapes, so that invariance means: no step gets a shape of its own.
+        is_decode = step.is_uniform_decode and not self.config.config.batch_invariant
+        query_len = 1 if is_decode else None
+        return BatchShape(step.total_tokens, step.num_requests, query_len, context=context)
 
     def step(
         self,
@@ -193,6 +191,14 @@ class ModelRunner:
         descriptor: BatchDescriptor,
     ) -> torch.Tensor:
         """What is captured: token ids to logits. A negative id is the token sampled last in its row."""
+        if descriptor.is_uniform:
+            input_ids, positions, seq_lens, query_lens = request_rows.begin_decode(
+                req_rows, self.lengths, self.last_tokens
+            )
+            token_rows, query_starts = req_rows, self._one_token_each[: req_rows.size(0)]
+        else:
+            input_ids = torch.where(input_ids < 0, self.last_tokens.index_select(0, token_rows), input_ids)
+            request_rows.set_lengths(req_rows, self.lengths, seq_lens)
         batch = AttentionBatch(
             page_table=self.page_table,
             token_rows=token_rows,
@@ -204,14 +210,13 @@ class ModelRunner:
             max_query_len=descriptor.query_len or descriptor.num_tokens,
             max_context=min(descriptor.context or self.config.max_model_len, self.config.page_columns * 16),
         )
-        ids = torch.where(input_ids < 0, self.last_tokens.index_select(0, token_rows), input_ids)
-        hidden = self.hidden[: input_ids.size(0)]
-        hidden.copy_(self.model(ids, positions, functools.partial(self._attend, batch)))
+        hidden = self.model(input_ids, positions, functools.partial(self._attend, batch))
+        if not descriptor.is_uniform:
+            self.hidden[: input_ids.size(0)].copy_(hidden)
+            hidden = hidden.index_select(0, (query_starts + query_lens - 1).clamp(min=0))
         logits = self.logits[: req_rows.size(0)]
-        if not self.model.config.has_lm_head:
-            return logits
-        last = (query_starts + query_lens - 1).clamp(min=0)
-        logits.copy_(self.model.logits(hidden.index_select(0, last)))
+        if self.model.config.has_lm_head:
+            logits.copy_(self.model.logits(hidden))
         return logits
 
     def _attend_layer(
@@ -237,3 +242,8 @@ class ModelRunner:
         return {
             field.name: torch.full_like(views[field.name], field.pad) for field in self.graphs.buffers.fields
         }
+
+
+def host_lengths(step: ScheduledStep) -> HostLengths:
+    """Lengths for attention that runs outside a graph."""
+    return HostLengths(step.query_starts.tolist(), step.num_new_tokens.tolist(), step.seq_lens.tolist())

@@ -10,16 +10,15 @@ While one step runs and the next is scheduled ahead, a request that decodes look
     token id   | known to the host (prompt, output)      | pending: only the   |
                |                                         | device knows it     |
                |-----------------------------------------|---------------------|
-               0                                   num_tokens     num_tokens + num_pending
+               0                                   num_tokens     num_promised
 
 - num_computed: tokens whose KV is known to be in the pages (their step is complete)
-- num_in_flight: tokens in steps that were scheduled and are not complete
-- num_scheduled = num_computed + num_in_flight: where the next step of the request begins
-- num_tokens: tokens whose id the host knows; num_pending: tokens being sampled by steps in flight
-- num_unscheduled = num_tokens + num_pending - num_scheduled: what the next step may take; 1 while decoding
+- num_scheduled: these and the tokens in flight; where the next step of the request begins
+- num_tokens: tokens whose id the host knows
+- num_promised: these and the ones pending, which steps in flight will sample
+- num_unscheduled = num_promised - num_scheduled: what the next step may take; 1 while decoding
 
 A decode step is scheduled while its input token is pending: the device has the id in the request's row.
-Only num_tokens, num_pending, num_computed and num_in_flight are stored, all others are derived.
 """
 
 from __future__ import annotations
@@ -155,24 +154,29 @@ class Request:
         return 0 if self._rows is None else int(self._rows.num_computed[self.row])
 
     @property
+    def num_scheduled(self) -> int:
+        """Tokens computed or in flight: the position where its next step begins."""
+        return 0 if self._rows is None else int(self._rows.num_scheduled[self.row])
+
+    @property
+    def num_promised(self) -> int:
+        """Tokens the host knows or that steps in flight will sample."""
+        return self.num_tokens if self._rows is None else int(self._rows.num_promised[self.row])
+
+    @property
     def num_in_flight(self) -> int:
         """Tokens in steps that are not complete."""
-        return 0 if self._rows is None else int(self._rows.num_in_flight[self.row])
+        return self.num_scheduled - self.num_computed
 
     @property
     def num_pending(self) -> int:
         """Tokens that steps in flight will sample."""
-        return 0 if self._rows is None else int(self._rows.num_pending[self.row])
-
-    @property
-    def num_scheduled(self) -> int:
-        """Tokens computed or in flight: the position where its next step begins."""
-        return self.num_computed + self.num_in_flight
+        return self.num_promised - self.num_tokens
 
     @property
     def num_unscheduled(self) -> int:
         """Tokens that its next step may take, a pending one included."""
-        return self.num_tokens + self.num_pending - self.num_scheduled
+        return self.num_promised - self.num_scheduled
 
 
 class RequestRows:
@@ -193,9 +197,9 @@ class RequestRows:
         """Known token ids by position."""
         self.num_tokens = np.zeros(rows, dtype=np.int32)
         """See Note [Lengths of a request]; so are the next three."""
-        self.num_pending = np.zeros(rows, dtype=np.int32)
+        self.num_promised = np.zeros(rows, dtype=np.int32)
         self.num_computed = np.zeros(rows, dtype=np.int32)
-        self.num_in_flight = np.zeros(rows, dtype=np.int32)
+        self.num_scheduled = np.zeros(rows, dtype=np.int32)
         self.capacity = np.zeros(rows, dtype=np.int32)
         """Tokens that its pages can hold."""
         self.num_committed_pages = np.zeros(rows, dtype=np.int32)
@@ -221,9 +225,8 @@ class RequestRows:
         self.requests[row] = request
         self.tenancy[row] += 1
         self.token_ids[row, : len(tokens)] = tokens
-        self.num_tokens[row] = len(tokens)
-        for counter in (self.num_pending, self.num_computed, self.num_in_flight):
-            counter[row] = 0
+        self.num_tokens[row] = self.num_promised[row] = len(tokens)
+        self.num_computed[row] = self.num_scheduled[row] = 0
         self.capacity[row] = self.num_committed_pages[row] = 0
         self.max_tokens[row] = max_tokens
         self._set_stops(row, request)
@@ -242,10 +245,16 @@ class RequestRows:
         """Keep the pages of this tenant out of the prefix cache."""
         self.num_committed_pages[row] = _NEVER
 
-    def stops(self, rows: IntArray, tokens: IntArray) -> IntArray:
-        """Which of these tokens, next in these rows, end their request by being a stop token."""
-        is_stop = (self.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        return is_stop & (self.num_tokens[rows] >= self.stops_from[rows])
+    def append(self, rows: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
+        """Add a token to each of these rows; bool [R] twice: which end by length, which by a stop token."""
+        lengths = self.num_tokens[rows]
+        stopped = (self.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        if stopped.any():
+            stopped &= lengths >= self.stops_from[rows]
+        self.token_ids[rows, lengths] = tokens
+        lengths += 1
+        self.num_tokens[rows] = lengths
+        return lengths >= self.max_tokens[rows], stopped
 
     def _set_stops(self, row: int, request: Request) -> None:
         params = request.params

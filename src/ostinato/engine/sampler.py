@@ -1,16 +1,16 @@
 """Chooses the next token of each request on the device, from graphs of its own.
 
-The parameters of a request are uploaded once, into its row, when it gets the row. A step then brings only
-rows and positions. There are four kinds of graphs, each doing more than the one before; a step runs from the
-cheapest kind that serves all its requests.
+The parameters of a request are written once, into its row, when it gets the row. A step then brings only
+rows, and nothing if they are those of the step before. There are four kinds of graphs, each doing more than
+the one before; a step runs from the cheapest kind that serves all its requests.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,17 +30,18 @@ from ostinato.graphs import (
     capture_keys,
     frozen_gc,
 )
-from ostinato.kernels import sampling
+from ostinato.kernels import request_rows, sampling
 from ostinato.kernels.sampling import Penalties, SamplingSettings
 
 from .model_runner import ModelRunner
 from .request import IntArray, Request
+from .row_fields import MAX_BANNED, MAX_BIASES
+from .sampled_tokens import Launched, TokenReturn
 from .sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
+from .scheduled_step import ScheduledStep
 
-MAX_BIASES = 512
-"""Tokens one request may bias."""
-MAX_BANNED = 16
-"""End-of-sequence and stop tokens that min_tokens can hold off."""
+PIECE_BYTES = 64 << 20
+"""What an intermediate over the vocabulary may take: sorting all rows of a large batch at once takes GBs."""
 
 
 class Kind(IntEnum):
@@ -65,56 +66,7 @@ class Kind(IntEnum):
         return cls.RANDOM
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """The tokens of a step, on the host."""
-
-    tokens: IntArray
-    """int64 [R]."""
-    logprobs: IntArray | None = None
-    """float32 [R, 1 + n]: of the sampled token, then of the n likeliest; None if nobody asked."""
-    logprob_tokens: IntArray | None = None
-    """int64 [R, 1 + n]: whose they are."""
-    ranks: IntArray | None = None
-    """int64 [R]: of the sampled tokens; 1 is the likeliest."""
-
-
-class Launched:
-    """A sampling step whose results are on their way to the host.
-
-    Outputs of a replay last until the next one, so their copy is queued at once.
-    """
-
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        self._done: torch.cuda.Event | None = None
-        if outputs[0].is_cuda:
-            self._copies = [
-                torch.empty(output.shape, dtype=output.dtype, pin_memory=True).copy_(
-                    output, non_blocking=True
-                )
-                for output in outputs
-            ]
-            self._done = torch.cuda.Event()
-            self._done.record()
-        else:
-            self._copies = [output.clone() for output in outputs]
-
-    def read(self) -> Sampled:
-        """The tokens on the host; waits for the device."""
-        if self._done is not None:
-            self._done.synchronize()
-        if len(self._copies) == 1:
-            return Sampled(self._copies[0].numpy())
-        tokens, chosen, ranks, top, top_tokens = self._copies
-        logprobs = torch.cat([chosen[:, None], top], 1).numpy()
-        logprob_tokens = torch.cat([tokens[:, None], top_tokens], 1).numpy()
-        return Sampled(tokens.numpy(), logprobs, logprob_tokens, ranks.numpy())
-
-
-SAMPLING_FIELDS = (
-    Field("req_rows", torch.int32, per="request"),
-    Field("positions", torch.int64, per="request"),
-)
+SAMPLING_FIELDS = (Field("req_rows", torch.int32, per="request"),)
 """Requests that sample nothing in a step have row 0, like padding: its state never changes."""
 
 
@@ -124,32 +76,17 @@ class Sampler:
     def __init__(self, runner: ModelRunner) -> None:
         config = runner.config
         self._runner = runner
-        rows, device, vocab = config.max_rows, config.device, runner.logits.size(1)
+        self._rows = runner.rows
+        num_rows, device, vocab = config.max_rows, config.device, runner.logits.size(1)
+        running = config.max_running_requests
         self._vocab = vocab
-        self._kinds = np.zeros(rows, dtype=np.int8)
-
-        def per_row(value: float, dtype: torch.dtype, *width: int) -> Tensor:
-            return torch.full((rows, *width), value, dtype=dtype, device=device)
-
-        self._settings = SamplingSettings(
-            temperature=per_row(0.0, torch.float32),
-            top_k=per_row(0, torch.int32),
-            top_p=per_row(1.0, torch.float32),
-            min_p=per_row(0.0, torch.float32),
-            seeds=per_row(0, torch.int64),
-        )
-        self._penalties = Penalties(
-            repetition=per_row(1.0, torch.float32),
-            presence=per_row(0.0, torch.float32),
-            frequency=per_row(0.0, torch.float32),
-        )
-        self._generated = per_row(0, torch.int32, vocab)
-        self._in_prompt = per_row(0, torch.bool, vocab)
-        self._bias_ids = per_row(0, torch.int64, MAX_BIASES)
-        self._bias_values = per_row(0.0, torch.float32, MAX_BIASES)
-        self._banned = per_row(-1, torch.int64, MAX_BANNED)
-        self._banned_before = per_row(0, torch.int64)
+        self._kinds = np.zeros(num_rows, dtype=np.int8)
+        self._generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
+        self._buffers = InputBuffers(SAMPLING_FIELDS, max_tokens=running, max_reqs=running, device=device)
         self._graphs = {kind: self._make_graphs(kind) for kind in Kind}
+        self._held: tuple[IntArray, Kind] | None = None
+        self._return = TokenReturn(running, config.lookahead + 2, device)
         eager_steps: Counter[Reason] = Counter()  # one count for all kinds: they report as one
         for graphs in self._graphs.values():
             graphs.eager_steps = eager_steps
@@ -164,12 +101,13 @@ class Sampler:
         steps = (self._greedy, self._random, self._filtered, self._complete)
         return CudaGraphRunner(
             steps[kind],
-            InputBuffers(SAMPLING_FIELDS, max_tokens=running, max_reqs=running, device=config.device),
+            self._buffers,
             keys,
             dispatcher=Dispatcher(mode),
             pool=self._runner.graphs.pool,
             options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
             state={},  # padding changes nothing: row 0 stays as it is
+            kernels_of=lambda key: None,
         )
 
     def capture(self, *, progress: bool | None = None) -> Report:
@@ -185,9 +123,8 @@ class Sampler:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parameters of all rows."""
-        tokens = (self._generated, self._in_prompt, self._bias_ids, self._bias_values, self._banned)
-        return sum(tensor.nbytes for tensor in tokens)
+        """Bytes of what the rows' tokens were so far; the parameters are in the rows."""
+        return self._generated.nbytes + self._in_prompt.nbytes
 
     def drop(self) -> None:
         """Forget all graphs."""
@@ -207,113 +144,133 @@ class Sampler:
             raise RequestError(f"min_tokens can hold off at most {MAX_BANNED - 4} stop tokens")
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Upload what the newcomers of a step ask for into their rows."""
+        """Write what the newcomers of a step ask for into their rows; `rows.send` brings it to the device."""
         for request in requests:
             if request.params is not None:
-                self._upload(request, request.params)
+                self._write(request, request.params)
 
-    def _upload(self, request: Request, params: SamplingParams) -> None:
-        row, kind = request.row, Kind.of(params)
-        self._kinds[row] = kind
-        settings = self._settings
-        settings.temperature[row] = 0.0 if params.is_greedy else params.temperature
-        settings.top_k[row] = min(max(params.top_k, 0), self._vocab)
-        settings.top_p[row] = params.top_p
-        settings.min_p[row] = params.min_p
-        settings.seeds[row] = params.seed or 0
+    def _write(self, request: Request, params: SamplingParams) -> None:
+        row, write = request.row, self._rows.write
+        self._kinds[row] = Kind.of(params)
+        write("temperature", row, 0.0 if params.is_greedy else params.temperature)
+        write("top_k", row, min(max(params.top_k, 0), self._vocab))
+        write("top_p", row, params.top_p)
+        write("min_p", row, params.min_p)
+        write("seeds", row, params.seed or 0)
         # A row of a simpler kind may run in a COMPLETE step, so these are always set.
-        penalties = self._penalties
-        penalties.repetition[row] = params.repetition_penalty
-        penalties.presence[row] = params.presence_penalty
-        penalties.frequency[row] = params.frequency_penalty
-        self._bias_values[row] = 0.0
-        self._banned[row] = -1
-        if kind is Kind.COMPLETE:
-            self._upload_tokens(request, params)
-
-    def _upload_tokens(self, request: Request, params: SamplingParams) -> None:
-        row, device = request.row, self._generated.device
+        write("repetition", row, params.repetition_penalty)
+        write("presence", row, params.presence_penalty)
+        write("frequency", row, params.frequency_penalty)
+        bias = params.logit_bias or {}
+        write("bias_ids", row, [*bias, *[0] * (MAX_BIASES - len(bias))])
+        write("bias_values", row, [*bias.values(), *[0.0] * (MAX_BIASES - len(bias))])
+        banned = self._banned(request, params)
+        write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
+        write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
         if params.has_penalties:
-            self._generated[row] = 0
-            self._in_prompt[row] = False
-            prompt = torch.tensor(request.prompt_ids, device=device)
-            self._in_prompt[row].index_fill_(0, prompt, True)
-            output = torch.tensor(request.output_ids, dtype=torch.int64, device=device)
-            self._generated[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-        if bias := params.logit_bias:
-            self._bias_ids[row, : len(bias)] = torch.tensor(list(bias), device=device)
-            self._bias_values[row, : len(bias)] = torch.tensor(list(bias.values()), device=device)
-        if params.min_tokens:
-            eos = () if params.ignore_eos else tuple(request.eos_token_ids)
-            banned = [token for token in {*eos, *(params.stop_token_ids or ())} if token < self._vocab]
-            self._banned[row, : len(banned)] = torch.tensor(
-                banned[:MAX_BANNED], dtype=torch.int64, device=device
-            )
-            self._banned_before[row] = request.num_prompt_tokens + params.min_tokens
+            self._count_tokens_of(request)
+
+    def _banned(self, request: Request, params: SamplingParams) -> list[int]:
+        if not params.min_tokens:
+            return []
+        eos = () if params.ignore_eos else tuple(request.eos_token_ids)
+        ids = {*eos, *(params.stop_token_ids or ())}
+        return [token for token in ids if token < self._vocab][:MAX_BANNED]
+
+    def _count_tokens_of(self, request: Request) -> None:
+        row, device = request.row, self._generated.device
+        self._generated[row] = 0
+        self._in_prompt[row] = False
+        prompt = torch.tensor(request.prompt_ids, device=device)
+        self._in_prompt[row].index_fill_(0, prompt, True)
+        output = torch.tensor(request.output_ids, dtype=torch.int64, device=device)
+        self._generated[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def launch(self, rows: IntArray, positions: IntArray, samples: IntArray) -> Launched:
-        """Sample from the runner's logits, one row per request; `positions` are those of the new tokens.
+    def launch(self, step: ScheduledStep) -> Launched:
+        """Sample from the logits of the step just run, one row per request.
 
         The copy to the host is under way when this returns; `Launched.read` waits for it.
         """
-        live = np.where(samples, rows, 0).astype(np.int32)
+        shape = BatchShape.decode(step.num_requests)
+        held = self._held
+        if held is not None and held[0] is step.rows and self._graphs[held[1]].can_rerun(shape):
+            return self._sent(held[1], self._graphs[held[1]].rerun(shape))
+        live = step.rows if step.is_uniform_decode else np.where(step.samples, step.rows, 0).astype(np.int32)
         kind = Kind(int(self._kinds[live].max()))
-        output = self._graphs[kind].run(
-            {"req_rows": live, "positions": positions}, BatchShape.decode(len(rows))
-        )
-        return Launched(output if kind is Kind.COMPLETE else (output,))
+        output = self._graphs[kind].run({"req_rows": live}, shape)
+        self._held = (step.rows, kind) if step.is_uniform_decode else None
+        return self._sent(kind, output)
 
-    def _greedy(self, req_rows: Tensor, positions: Tensor) -> Tensor:
+    def _sent(self, kind: Kind, output: Any) -> Launched:
+        return self._return.send(output if kind is Kind.COMPLETE else (output,))
+
+    def _greedy(self, req_rows: Tensor) -> Tensor:
         return self._keep(req_rows, sampling.greedy(self._logits(req_rows)))
 
-    def _random(self, req_rows: Tensor, positions: Tensor) -> Tensor:
-        settings = self._settings_of(req_rows)
-        return self._keep(
-            req_rows, sampling.sample(self._logits(req_rows), settings, positions, filtered=False)
-        )
+    def _random(self, req_rows: Tensor) -> Tensor:
+        def draw(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+            return (sampling.sample(logits, self._settings(rows), self._positions(rows), filtered=False),)
 
-    def _filtered(self, req_rows: Tensor, positions: Tensor) -> Tensor:
-        settings = self._settings_of(req_rows)
-        return self._keep(req_rows, sampling.sample(self._logits(req_rows), settings, positions))
+        return self._keep(req_rows, *self._in_pieces(draw, req_rows))
 
-    def _complete(self, req_rows: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def _filtered(self, req_rows: Tensor) -> Tensor:
+        def draw(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+            return (sampling.sample(logits, self._settings(rows), self._positions(rows)),)
+
+        return self._keep(req_rows, *self._in_pieces(draw, req_rows))
+
+    def _complete(self, req_rows: Tensor) -> tuple[Tensor, ...]:
+        tokens, *logprobs = self._in_pieces(self._complete_piece, req_rows)
+        sampling.count_tokens(self._generated, req_rows, tokens)
+        return (self._keep(req_rows, tokens), *logprobs)
+
+    def _complete_piece(self, rows: Tensor, raw: Tensor) -> tuple[Tensor, ...]:
         def of_rows(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, req_rows)
+            return tensor.index_select(0, rows)
 
-        raw = self._logits(req_rows)
-        logits = sampling.add_bias(raw, of_rows(self._bias_ids), of_rows(self._bias_values))
-        banned = of_rows(self._banned)
-        is_banned = (banned >= 0) & (positions < of_rows(self._banned_before)).unsqueeze(1)
+        state, positions = self._rows, self._positions(rows)
+        logits = sampling.add_bias(raw, of_rows(state["bias_ids"]).long(), of_rows(state["bias_values"]))
+        banned = of_rows(state["banned"]).long()
+        is_banned = (banned >= 0) & (positions < of_rows(state["banned_before"])).unsqueeze(1)
         logits = sampling.add_bias(logits, banned.clamp(min=0), torch.where(is_banned, float("-inf"), 0.0))
         penalties = Penalties(
-            repetition=of_rows(self._penalties.repetition),
-            presence=of_rows(self._penalties.presence),
-            frequency=of_rows(self._penalties.frequency),
+            repetition=of_rows(state["repetition"]),
+            presence=of_rows(state["presence"]),
+            frequency=of_rows(state["frequency"]),
         )
         logits = sampling.apply_penalties(
             logits, penalties, of_rows(self._generated), of_rows(self._in_prompt)
         )
-        tokens = sampling.sample(logits, self._settings_of(req_rows), positions)
-        sampling.count_tokens(self._generated, req_rows, tokens)
+        tokens = sampling.sample(logits, self._settings(rows), positions)
         found = sampling.token_logprobs(raw, tokens, min(MAX_LOGPROBS, self._vocab))
-        return self._keep(req_rows, tokens), found.chosen, found.rank, found.top, found.top_tokens
+        return tokens, found.chosen, found.rank, found.top, found.top_tokens
+
+    def _in_pieces(
+        self, sample: Callable[[Tensor, Tensor], tuple[Tensor, ...]], req_rows: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`sample(rows, their logits)` over a few rows at a time: every row is on its own."""
+        size = max(1, PIECE_BYTES // (8 * self._vocab))
+        pieces = [
+            sample(rows, logits)
+            for rows, logits in zip(req_rows.split(size), self._logits(req_rows).split(size), strict=True)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
     def _logits(self, req_rows: Tensor) -> Tensor:
         return self._runner.logits[: req_rows.size(0)]
 
-    def _settings_of(self, req_rows: Tensor) -> SamplingSettings:
-        every = self._settings
-        return SamplingSettings(
-            temperature=every.temperature.index_select(0, req_rows),
-            top_k=every.top_k.index_select(0, req_rows),
-            top_p=every.top_p.index_select(0, req_rows),
-            min_p=every.min_p.index_select(0, req_rows),
-            seeds=every.seeds.index_select(0, req_rows),
-        )
+    def _positions(self, rows: Tensor) -> Tensor:
+        """Where the new tokens will stand: behind all that the forward pass has just computed."""
+        return self._rows["lengths"].index_select(0, rows).long()
+
+    def _settings(self, rows: Tensor) -> SamplingSettings:
+        names = ("temperature", "top_k", "top_p", "min_p", "seeds")
+        return SamplingSettings(**{name: self._rows[name].index_select(0, rows) for name in names})
 
     def _keep(self, req_rows: Tensor, tokens: Tensor) -> Tensor:
-        """Leave the tokens where the next step of their rows finds them; row 0 holds 0 for ever."""
-        self._runner.last_tokens.index_copy_(0, req_rows.long(), tokens * (req_rows != 0))
+        request_rows.keep_tokens(req_rows, self._rows["last_tokens"], tokens)
         return tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,7 @@ PLACEHOLDER = -1
 """Stands for a token id that only the device knows yet."""
 
 
-@dataclass(frozen=True)
-class PageUpdate:
+class PageUpdate(NamedTuple):
     """Entries of the page table that change: row `row`, from column `first` on."""
 
     row: int
@@ -42,10 +42,8 @@ class ScheduledStep:
     """int32 [R]: tokens of each request in this step."""
     samples: IntArray
     """bool [R]: whether a token is sampled; not for the earlier chunks of a prompt, nor for embeddings."""
-    input_ids: IntArray
-    """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row."""
-    is_uniform_decode: bool
-    """Every request brings one token and samples one."""
+    prompt_tokens: tuple[IntArray, ...]
+    """The tokens of the requests that do not decode, which come last."""
     joined: tuple[Request, ...]
     """Requests that got a row for this step: their sampling state must be uploaded."""
     page_updates: tuple[PageUpdate, ...]
@@ -64,9 +62,20 @@ class ScheduledStep:
         return len(self.requests)
 
     @property
+    def is_uniform_decode(self) -> bool:
+        """Every request goes on from the token it sampled last: all that the step needs is on the device."""
+        return not self.prompt_tokens
+
+    @cached_property
     def total_tokens(self) -> int:
         """T."""
-        return len(self.input_ids)
+        return self.num_requests - len(self.prompt_tokens) + sum(map(len, self.prompt_tokens))
+
+    @cached_property
+    def input_ids(self) -> IntArray:
+        """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row."""
+        decoding = np.full(self.num_requests - len(self.prompt_tokens), PLACEHOLDER, dtype=np.int64)
+        return np.concatenate([decoding, *self.prompt_tokens], dtype=np.int64)
 
     @property
     def is_steady(self) -> bool:

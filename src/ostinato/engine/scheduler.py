@@ -37,7 +37,7 @@ from ostinato.cache.pages import RESERVED_PAGE, PageAllocator
 from ostinato.graphs.errors import ConfigError
 
 from .request import FinishReason, IntArray, Request, RequestError, RequestRows, RequestStatus
-from .scheduled_step import PLACEHOLDER, CompletedStep, PageUpdate, ScheduledStep
+from .scheduled_step import CompletedStep, PageUpdate, ScheduledStep
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,9 @@ class Scheduler:
         self._prefilling: Request | None = None
         self._decoding: list[Request] = []
         self._decode_batch: tuple[tuple[Request, ...], IntArray] | None = None
+        # Every steady step is described by these, so nobody may write to them.
+        self._ones = np.ones(config.max_running, dtype=np.int32)
+        self._all_true = np.ones(config.max_running, dtype=bool)
         self._in_flight: deque[ScheduledStep] = deque()
         self._joined: list[Request] = []
         self._page_updates: list[PageUpdate] = []
@@ -175,8 +178,9 @@ class Scheduler:
         assert len(self._in_flight) <= self.config.lookahead, "complete a step before scheduling another"
         if self._is_paused:
             return None
-        self._grow_decodes()
         requests, rows = self._ready_decodes()
+        if self._grow(requests, rows):
+            requests, rows = self._ready_decodes()
         budget = self.config.max_batched_tokens - len(rows)
         chunks = self._continue_prefill(budget)
         chunks += self._admit(budget - sum(count for _, count in chunks))
@@ -195,21 +199,21 @@ class Scheduler:
         assert tokens.shape == (step.num_requests,), "one token per request of the step"
         live = self._land(step)
         state = self.rows
-        rows, counts = step.rows[live], step.num_new_tokens[live]
-        state.num_computed[rows] += counts
-        state.num_in_flight[rows] -= counts
-        self._commit_full_pages(rows)
+        rows, counts = (step.rows, step.num_new_tokens)
+        if not live.all():
+            rows, counts = rows[live], counts[live]
+        computed = state.num_computed[rows] + counts
+        state.num_computed[rows] = computed
+        self._commit_full_pages(rows, computed)
 
         accepted = live & step.samples
-        rows, new = step.rows[accepted], tokens[accepted]
-        stopped = state.stops(rows, new)
-        state.token_ids[rows, state.num_tokens[rows]] = new
-        state.num_tokens[rows] += 1
-        state.num_pending[rows] -= 1
-        ended = stopped | (state.num_tokens[rows] >= state.max_tokens[rows])
+        new = tokens
+        if len(rows) < len(tokens) or not accepted.all():
+            rows, new = step.rows[accepted], tokens[accepted]
+        at_end, stopped = state.append(rows, new)
         finished = [
             self._finish_sampled(int(rows[at]), int(new[at]), bool(stopped[at]))
-            for at in np.flatnonzero(ended).tolist()
+            for at in np.flatnonzero(at_end | stopped).tolist()
         ]
         finished += self._finish_embeddings(step, live)
         return CompletedStep(step, tokens, accepted, tuple(finished))
@@ -237,7 +241,8 @@ class Scheduler:
         for request in self.running:
             assert request.num_scheduled <= len(request.pages) * self.pages.page_size
             assert self.rows.capacity[request.row] == len(request.pages) * self.pages.page_size
-            assert request.num_computed + request.num_in_flight <= request.num_tokens + request.num_pending
+            assert request.num_computed <= request.num_scheduled <= request.num_promised
+            assert request.num_tokens <= request.num_promised
 
     def _check_fits(self, request: Request) -> None:
         # A completion needs room for at least one token behind the prompt.
@@ -268,23 +273,31 @@ class Scheduler:
             self._decode_batch = tuple(self._decoding), rows
         requests, rows = self._decode_batch
         state = self.rows
-        ready = state.num_tokens[rows] + state.num_pending[rows] < state.max_tokens[rows]
+        ready = state.num_promised[rows] < state.max_tokens[rows]
         if ready.all():
             return requests, rows
         return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]
 
-    def _grow_decodes(self) -> None:
-        """Give a page to each decoding request that begins one; where none is left, preempt the youngest."""
-        requests, rows = self._ready_decodes()
-        state = self.rows
-        full = state.num_computed[rows] + state.num_in_flight[rows] >= state.capacity[rows]
+    def _grow(self, requests: tuple[Request, ...], rows: IntArray) -> bool:
+        """Give a page to each decoding request that begins one; where none is left, preempt the youngest.
+
+        Whether somebody was preempted: others decode then.
+        """
+        full = self.rows.num_scheduled[rows] >= self.rows.capacity[rows]
+        if not full.any():
+            return False
         growing = [requests[at] for at in np.flatnonzero(full).tolist()]
+        if len(growing) <= self.pages.num_free:
+            for request, page in zip(growing, self.pages.allocate(len(growing)), strict=True):
+                self._extend(request, [page])
+            return False
         for request in growing:
             # It may have been preempted for an older one, or be the youngest itself.
             while request.row and self.pages.num_free < 1:
                 self._preempt(self.running[-1])
             if request.row:
                 self._extend(request, self.pages.allocate(1))
+        return True
 
     def _continue_prefill(self, budget: int) -> list[tuple[Request, int]]:
         request = self._prefilling
@@ -345,7 +358,7 @@ class Scheduler:
         self.pages.share(prefix, request.num_tokens)
         self._extend(request, prefix)
         self._extend(request, self.pages.allocate(self.pages.pages_for(cached + count) - len(prefix)))
-        self.rows.num_computed[request.row] = cached
+        self.rows.num_computed[request.row] = self.rows.num_scheduled[request.row] = cached
         self.rows.num_committed_pages[request.row] = len(prefix)
         if not self.config.prefix_caching:
             self.rows.never_commit(request.row)
@@ -364,20 +377,23 @@ class Scheduler:
     ) -> ScheduledStep:
         state = self.rows
         num_decodes = len(rows)
-        counts = np.ones(num_decodes, dtype=np.int32)
         if chunks:
             requests += tuple(request for request, _ in chunks)
             rows = np.concatenate([rows, np.array([request.row for request, _ in chunks], dtype=np.int32)])
-            counts = np.concatenate([counts, np.array([count for _, count in chunks], dtype=np.int32)])
-        starts = state.num_computed[rows] + state.num_in_flight[rows]
-        ids = self._decode_inputs(rows[:num_decodes], starts[:num_decodes])
-        samples = np.ones(len(rows), dtype=bool)
+        counts, samples = self._ones[: len(rows)], self._all_true[: len(rows)]
+        starts = state.num_scheduled[rows]
+        prompt_tokens: tuple[IntArray, ...] = ()
         if chunks:
-            spans = zip(rows[num_decodes:], starts[num_decodes:], counts[num_decodes:], strict=True)
-            ids = np.concatenate([ids, *(state.token_ids[row, at : at + count] for row, at, count in spans)])
+            counts, samples = counts.copy(), samples.copy()
+            counts[num_decodes:] = [count for _, count in chunks]
             samples[num_decodes:] = [
                 not request.is_embedding and request.num_unscheduled == count for request, count in chunks
             ]
+            ends = starts + counts
+            prompt_tokens = tuple(
+                state.token_ids[rows[at], starts[at] : ends[at]].copy()
+                for at in range(num_decodes, len(rows))
+            )
         return ScheduledStep(
             index=self._num_steps,
             requests=requests,
@@ -385,16 +401,11 @@ class Scheduler:
             starts=starts,
             num_new_tokens=counts,
             samples=samples,
-            input_ids=ids.astype(np.int64),
-            is_uniform_decode=len(ids) == len(rows) and bool(samples.all()),
+            prompt_tokens=prompt_tokens,
             joined=tuple(self._joined),
             page_updates=tuple(self._page_updates),
             tenancies=state.tenancy[rows],
         )
-
-    def _decode_inputs(self, rows: IntArray, positions: IntArray) -> IntArray:
-        known = positions < self.rows.num_tokens[rows]
-        return np.where(known, self.rows.token_ids[rows, positions], PLACEHOLDER)
 
     def _advance(self, step: ScheduledStep, chunks: list[tuple[Request, int]]) -> None:
         """Account for a step that is about to be launched."""
@@ -403,8 +414,8 @@ class Scheduler:
             if self._prefilling is None and not request.is_embedding:
                 self._decoding.append(request)
                 self._decode_batch = None
-        self.rows.num_in_flight[step.rows] += step.num_new_tokens
-        self.rows.num_pending[step.rows] += step.samples
+        self.rows.num_scheduled[step.rows] = step.seq_lens
+        self.rows.num_promised[step.rows] += step.samples
         self._joined.clear()
         self._page_updates.clear()
         self._in_flight.append(step)
@@ -430,9 +441,11 @@ class Scheduler:
         self.rows.move_out(request)
         self._head_is_blocked = False
 
-    def _commit_full_pages(self, rows: IntArray) -> None:
+    def _commit_full_pages(self, rows: IntArray, computed: IntArray) -> None:
+        if not self.config.prefix_caching:
+            return
         size = self.pages.page_size
-        full = self.rows.num_computed[rows] // size
+        full = computed // size
         for row in rows[full > self.rows.num_committed_pages[rows]].tolist():
             request = self.rows.requests[row]
             assert request is not None

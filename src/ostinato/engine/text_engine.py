@@ -20,6 +20,7 @@ from .loading import load
 from .outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
 from .request import Request
 from .sampling_params import RequestError, SamplingParams
+from .times import StartupTimes
 
 Prompt = str | Mapping[str, Any]
 """A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
@@ -40,8 +41,10 @@ class TextEngine:
 
     def __init__(self, config: EngineConfig, *, progress: bool | None = None) -> None:
         """Load, allocate and capture."""
-        loaded = load(config)
-        self.core = EngineCore(loaded, progress=progress)
+        startup = StartupTimes()
+        with startup.phase("load"):
+            loaded = load(config)
+        self.core = EngineCore(loaded, progress=progress, startup=startup)
         self.tokenizer = loaded.tokenizer
         self._tracked: dict[str, _Tracked] = {}
         self._owner: dict[str, tuple[_Tracked, int]] = {}
@@ -164,6 +167,7 @@ class TextEngine:
                 tracked, index = found
                 self._take_in(tracked, index, progress)
                 changed[tracked.output.request_id] = tracked.output
+        self.core.clock.lap("deliver")
         return list(changed.values())
 
     def _take_in(self, tracked: _Tracked, index: int, progress: Progress) -> None:

@@ -21,6 +21,10 @@ class CaptureError(OstinatoError, RuntimeError):
         self.where = where
 
 
+class ColdKernelError(CaptureError):
+    """A kernel was compiled while recording: it was not warmed up for what it is captured with."""
+
+
 class AddressError(OstinatoError, RuntimeError):
     """A tensor that captured graphs read has moved since the capture."""
 

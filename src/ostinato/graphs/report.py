@@ -29,6 +29,9 @@ class GraphRow:
     bytes: int
     """How much the pool and the bridges grew for this graph."""
     capture_ms: float
+    """Time of the recording."""
+    total_ms: float
+    """Time of the recording and of the warm-ups before it."""
     replays: int
     padding_waste: float
     """Share of replayed token rows that were padding."""
@@ -46,6 +49,7 @@ def describe(graph: "CapturedGraph") -> GraphRow:
         nodes=recorded.nodes,
         bytes=recorded.bytes,
         capture_ms=recorded.seconds * 1e3,
+        total_ms=graph.seconds * 1e3,
         replays=graph.replays,
         padding_waste=graph.padding_waste,
     )

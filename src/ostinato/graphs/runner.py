@@ -2,8 +2,9 @@
 
 import inspect
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from .backends import Backend
 from .capturing.autocast import clean_autocast_cache
-from .capturing.captured import CapturedGraph, record, with_outputs_of_their_own
+from .capturing.captured import CapturedGraph, Recorded, record, with_outputs_of_their_own
 from .capturing.compiled import CompiledSteps
 from .capturing.gate import capture_gate, frozen_gc, require_open_gate
 from .capturing.options import CaptureOptions
@@ -28,7 +29,7 @@ from .dispatching.dispatch import Decision, Dispatcher, Reason
 from .dispatching.keys import GraphKey, capture_order
 from .dispatching.mode import GraphMode
 from .dispatching.step_mode import step_mode
-from .errors import AddressError, BatchError, CaptureError, ConfigError
+from .errors import AddressError, BatchError, CaptureError, ColdKernelError, ConfigError
 from .inputs.buffers import Batch, FillPlan, InputBuffers
 from .memory import storage_address
 from .report import Report, describe
@@ -75,6 +76,7 @@ class CudaGraphRunner:
         make_batch: MakeBatch | None = None,
         output_dim: int = 0,
         compile_up_to: int = 0,
+        kernels_of: Callable[[GraphKey], Hashable] | None = None,
         debug: bool = False,
     ) -> None:
         """Nothing is captured yet; see `capture`.
@@ -88,6 +90,8 @@ class CudaGraphRunner:
         `make_batch`: fresh inputs for `verify`; default: random.
         `output_dim`: where outputs count their rows.
         `compile_up_to`: rungs of at most this many tokens go through torch.compile.
+        `kernels_of`: keys for which it returns equal values run the same kernels, so the first of them is
+        warmed up for all (one that meets a cold kernel nevertheless is warmed up itself); default: each is.
         `debug`: check addresses before every replay, and mark outputs so that late use is detected.
         """
         self.step = step
@@ -109,6 +113,8 @@ class CudaGraphRunner:
         self.dummy = dummy
         self.make_batch = make_batch
         self._state = state
+        self._kernels_of = kernels_of
+        self._warm: set[Hashable] = set()
         self._bridges = Bridges()
         self._addresses = AddressBook()
         self._trimmer = Trimmer(output_dim)
@@ -166,6 +172,19 @@ class CudaGraphRunner:
     def capture_one(self, key: GraphKey) -> CapturedGraph:
         """Capture one graph; only inside `capture_gate()`."""
         require_open_gate()
+        started = time.perf_counter()
+        kernels = key if self._kernels_of is None else self._kernels_of(key)
+        try:
+            recorded = self._record(key, 0 if kernels in self._warm else self.options.warmups)
+        except ColdKernelError:
+            if kernels not in self._warm:
+                raise
+            recorded = self._record(key, self.options.warmups)
+        if self._kernels_of is not None:
+            self._warm.add(kernels)
+        return CapturedGraph(key, recorded, time.perf_counter() - started)
+
+    def _record(self, key: GraphKey, warmups: int) -> Recorded:
         self._compiled.reserve(self.keys)
         inputs = self.buffers.views(key.descriptor)
         arguments = self.arguments(inputs, key.descriptor)
@@ -175,19 +194,18 @@ class CudaGraphRunner:
             trials = self.trials()
             piecewise = key.mode is GraphMode.PIECEWISE
             strong = not self.options.weak_output
-            if step is not self.step or piecewise or strong:
+            if step is not self.step or (piecewise and self._state is None) or strong:
                 # Compiled code hides its writes from the journal, a piecewise recording executes, and strong
                 # outputs need to know their shapes: each wants one observed run before the others.
                 like = trials.run(lambda: self.step(**arguments))
                 step = with_outputs_of_their_own(step, like) if strong else step
                 del like
-            for _ in range(self.options.warmups):
+            for _ in range(warmups):
                 trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
             with trials.undone():
-                recorded = record(
+                return record(
                     lambda: step(**arguments), self.pool, self.options, self._bridges, piecewise=piecewise
                 )
-        return CapturedGraph(key, recorded)
 
     def drop(self, key: GraphKey | None = None) -> None:
         """Forget one graph, or all of them."""
@@ -307,10 +325,7 @@ class CudaGraphRunner:
         """
         if shape is None:
             shape = self.buffers.shape_of(batch)
-        if self._ready_version != self.dispatcher.version:
-            self._ready.clear()
-            self._ready_version = self.dispatcher.version
-        ready = self._ready.get(shape)
+        ready = self._ready_for(shape)
         if ready is not None:
             return self._replay(batch, shape, ready)
         decision = self.dispatcher.decide(shape)
@@ -325,12 +340,33 @@ class CudaGraphRunner:
         """Fill the buffers and launch the decided graph."""
         return self._replay(batch, shape, self._make_ready(shape, decision))
 
-    def _replay(self, batch: Batch, shape: BatchShape, ready: _Ready) -> Any:
+    def can_rerun(self, shape: BatchShape) -> bool:
+        """Whether the buffers still hold the last batch of this shape, for the graph that serves it."""
+        ready = self._ready_for(shape)
+        return ready is not None and ready.plan is self.buffers.holds and not self.poison
+
+    def rerun(self, shape: BatchShape) -> Any:
+        """One more step on the inputs of the last one, from the same graph: nothing is copied.
+
+        For steps whose inputs say only where on the device the rest is. BatchError unless `can_rerun`.
+        """
+        if not self.can_rerun(shape):
+            raise BatchError(f"the buffers do not hold a batch of {shape}: run() one first")
+        return self._replay(None, shape, self._ready[shape])
+
+    def _ready_for(self, shape: BatchShape) -> _Ready | None:
+        if self._ready_version != self.dispatcher.version:
+            self._ready.clear()
+            self._ready_version = self.dispatcher.version
+        return self._ready.get(shape)
+
+    def _replay(self, batch: Batch | None, shape: BatchShape, ready: _Ready) -> Any:
         graph, leaves = ready.graph, ready.leaves
         if self.debug:
             self.check_addresses()
         self.backend.order_replays()
-        self.buffers.fill_as(ready.plan, batch, poison=self.poison)
+        if batch is not None:
+            self.buffers.fill_as(ready.plan, batch, poison=self.poison)
         if self.poison:
             self.poison_surroundings()
         graph.replay()

@@ -57,6 +57,7 @@ class CudaMemory:
         self._ids: list[Any] = []
         self._anchors: list[Graph] = []
         self._ranges: list[tuple[int, int]] = []
+        self._bytes: int | None = None
         self.renew()
 
     @property
@@ -73,10 +74,17 @@ class CudaMemory:
             anchor.capture_end()
         self._ids.append(pool)
         self._anchors.append(anchor)
+        self.recount()
 
     @property
     def bytes(self) -> int:
-        return sum(segment["total_size"] for segment in self._segments())
+        if self._bytes is None:
+            self._bytes = sum(segment["total_size"] for segment in self._segments())
+        return self._bytes
+
+    def recount(self) -> None:
+        """A capture may have changed the pool. Nothing else does, and counting takes milliseconds."""
+        self._bytes = None
 
     def contains(self, address: int) -> bool:
         """Whether an address lies in this pool. The pool only grows, so a known range stays right."""
@@ -150,6 +158,7 @@ class CudaSession:
             graph.register_generator_state(generator)
         self._graphs.append(graph)
         self._open = True
+        self._memory.recount()
         graph.capture_begin(pool=self._memory.id, capture_error_mode=self._options.error_mode)
 
     def pause(self) -> None:
@@ -196,6 +205,7 @@ class CudaSession:
             # An empty segment is normal: a step may begin or end with an eager boundary, or fail at once.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             self._graphs[-1].capture_end()
+        self._memory.recount()
 
 
 class CudaBackend:

@@ -102,9 +102,11 @@ def _explained(error: BaseException) -> CaptureError:
 class CapturedGraph:
     """One key's graph, its output, and its record in service."""
 
-    def __init__(self, key: GraphKey, recorded: Recorded) -> None:
+    def __init__(self, key: GraphKey, recorded: Recorded, seconds: float) -> None:
+        """`seconds`: what capturing it took, warm-ups included."""
         self.key = key
         self.recorded = recorded
+        self.seconds = seconds
         self.replays = 0
         self.real_tokens = 0
         self.replay = recorded.graph.replay

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..blame import calling_line
-from ..errors import CaptureError
+from ..errors import ColdKernelError
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def _refuse_triton() -> Iterator[None]:
     before = runtime.jit_cache_hook
 
     def refuse(*, fn: Any, **_: Any) -> bool:
-        raise CaptureError(
+        raise ColdKernelError(
             f"Triton kernel {fn.module}.{fn.name} was compiled while recording: warm it up first, with the "
             f"argument types and constants it is captured with",
             where=calling_line(),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..dispatching.keys import GraphKey
+from ..dispatching.mode import GraphMode
 from ..errors import ConfigError
 
 
@@ -37,5 +38,5 @@ class CompiledSteps:
         return self._compiled if self.applies(key) else self._step
 
     def applies(self, key: GraphKey) -> bool:
-        """Whether this rung is compiled."""
-        return key.descriptor.num_tokens <= self._up_to
+        """Whether this rung is compiled. A piecewise one is not: recording stops inside of it."""
+        return key.mode is GraphMode.FULL and key.descriptor.num_tokens <= self._up_to

@@ -89,6 +89,8 @@ class InputBuffers:
         self._token_field = next((field for field in fields if field.per is Extent.TOKEN), None)
         self._request_field = next((field for field in fields if field.per is Extent.REQUEST), None)
         self._templates: dict[tuple[int, bool], torch.Tensor] = {}
+        self.holds: FillPlan | None = None
+        """How the buffers were last filled; None if with poison, or not as a batch."""
         self._pads = [raw_scalar(field.pad, field.dtype) for field in self.fields]
         self._poisons = [raw_scalar(field.poison_value, field.dtype) for field in self.fields]
 
@@ -126,16 +128,19 @@ class InputBuffers:
     def fill_as(self, plan: FillPlan, batch: Batch, *, poison: bool = False) -> None:
         """`fill` for a batch whose plan is at hand."""
         values, host = self._checked(batch, plan.expected)
+        self.holds = None
         if self.device.type == "cpu":
-            return self._fill_here(plan, values, poison)
-        if host:
-            self._send_host(plan, values, tuple(host), poison)
-        if len(host) < len(values):
-            self._copy_device(plan, values, host, poison)
-        return None
+            self._fill_here(plan, values, poison)
+        else:
+            if host:
+                self._send_host(plan, values, tuple(host), poison)
+            if len(host) < len(values):
+                self._copy_device(plan, values, host, poison)
+        self.holds = None if poison else plan
 
     def fill_padding(self, descriptor: BatchDescriptor) -> None:
         """Make every row of a rung a padded row."""
+        self.holds = None
         layout = self._layout(descriptor.num_tokens, descriptor.num_reqs)
         for field, view in zip(self.fields, self.layout_views(layout), strict=True):
             view.fill_(field.pad)

@@ -1,0 +1,182 @@
+"""The state of running requests on the device, one row each, and how the host changes it.
+
+All of it lies in one array of 32-bit cells, of which the host keeps a mirror: page table, lengths, last
+tokens, sampling parameters. What changed since the last step travels as (place, value) pairs in one packed
+copy and is put in place by one small graph, however many requests joined or got pages. A step in which
+nothing changed sends nothing.
+
+What the device itself moves on (lengths, last tokens) the mirror does not know: such a field is sent whenever
+it is written, all others only where they differ from what the row already has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ostinato.graphs import (
+    BatchShape,
+    CaptureOptions,
+    CudaGraphRunner,
+    Dispatcher,
+    Field,
+    GraphMode,
+    GraphPool,
+    InputBuffers,
+    Ladder,
+    capture_keys,
+)
+
+from .request import IntArray
+
+_RESERVED_CELLS = 2
+"""Nobody reads these: padded pairs are written there."""
+_LADDER = Ladder([64, 512, 4096])
+
+
+@dataclass(frozen=True)
+class RowField:
+    """A named value, or list of values, that every row has."""
+
+    name: str
+    dtype: torch.dtype
+    width: int | None = None
+    """Values per row; None: a single one."""
+    initial: float = 0
+    """What all rows begin with, and row 0 keeps."""
+    advances: bool = False
+    """Whether graphs change it."""
+
+    @property
+    def cells(self) -> int:
+        """32-bit cells per row."""
+        return (self.width or 1) * self.dtype.itemsize // 4
+
+
+class DeviceRows:
+    """Per-request state at fixed addresses. Tensors of it by name: `rows["lengths"]`."""
+
+    def __init__(
+        self, fields: Sequence[RowField], num_rows: int, pool: GraphPool, mode: GraphMode, warmups: int
+    ) -> None:
+        """`num_rows` counts the reserved row 0; with mode NONE changes are put in place eagerly."""
+        # Those of 64 bits first: views need them aligned.
+        ordered = sorted(fields, key=lambda field: -field.dtype.itemsize)
+        self._fields = {field.name: field for field in ordered}
+        self._starts: dict[str, int] = {}
+        end = _RESERVED_CELLS
+        for field in ordered:
+            self._starts[field.name] = end
+            end += field.cells * num_rows
+        self._mirror = np.zeros(end, dtype=np.int32)
+        self._views = {name: self._host_view(self._fields[name], num_rows) for name in self._fields}
+        for name, view in self._views.items():
+            view[:] = self._fields[name].initial
+        self._state = torch.from_numpy(self._mirror.copy()).to(pool.device)
+        self._tensors = {name: self._device_view(self._fields[name], num_rows) for name in self._fields}
+        self._changed_spans: list[tuple[int, int]] = []
+        self._changed_cells: list[IntArray] = []
+        self._scatter = self._make_scatter(mode, pool, warmups)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A field of all rows on the device."""
+        return self._tensors[name]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self._state.nbytes
+
+    def write(self, name: str, row: int, values: float | Sequence[float], first: int = 0) -> None:
+        """Set a field of a row, of a list the values from `first` on; sent with the next `send`."""
+        field = self._fields[name]
+        target = self._views[name]
+        if field.width is None:
+            if target[row] == values and not field.advances:
+                return
+            target[row] = values
+            begin, length = self._starts[name] + row * field.cells, field.cells
+        else:
+            new = np.asarray(values, dtype=target.dtype)
+            if np.array_equal(target[row, first : first + len(new)], new) and not field.advances:
+                return
+            target[row, first : first + len(new)] = new
+            size = field.cells // field.width
+            begin = self._starts[name] + row * field.cells + first * size
+            length = len(new) * size
+        self._changed_spans.append((begin, begin + length))
+
+    def write_cells(
+        self, name: str, rows: Sequence[int], columns: Sequence[int], values: Sequence[int]
+    ) -> None:
+        """Set single values of a list field of 32 bits in many rows; of equal places the last one counts."""
+        field = self._fields[name]
+        assert field.width is not None
+        assert field.cells == field.width
+        cells = self._starts[name] + np.asarray(rows) * field.width + np.asarray(columns)
+        self._mirror[cells] = values
+        self._changed_cells.append(cells)
+
+    def _make_scatter(self, mode: GraphMode, pool: GraphPool, warmups: int) -> CudaGraphRunner:
+        return CudaGraphRunner(
+            self._put,
+            InputBuffers(
+                (Field("places", torch.int64), Field("values", torch.int32)),
+                max_tokens=_LADDER.limit,
+                device=self._state.device,
+            ),
+            capture_keys(mode, _LADDER, None, max_reqs=_LADDER.limit),
+            dispatcher=Dispatcher(mode),
+            pool=pool,
+            options=CaptureOptions(warmups=warmups, freeze_gc=False),
+            state={},  # padded pairs go to cells nobody reads
+            kernels_of=lambda key: None,
+        )
+
+    def capture(self) -> None:
+        """Capture the graphs that put changes in place."""
+        self._scatter.capture(progress=False)
+
+    def drop(self) -> None:
+        """Forget them."""
+        self._scatter.drop()
+
+    def send(self) -> None:
+        """Bring all changes to the device, behind the steps launched so far."""
+        if not self._changed_spans and not self._changed_cells:
+            return
+        places = self._places()
+        self._changed_spans.clear()
+        self._changed_cells.clear()
+        for begin in range(0, len(places), _LADDER.limit):
+            piece = places[begin : begin + _LADDER.limit]
+            shape = BatchShape.decode(len(piece))
+            self._scatter.run({"places": piece, "values": self._mirror[piece]}, shape)
+
+    def _places(self) -> IntArray:
+        """The cells that changed, each once: a scatter promises no order among equal places."""
+        places = self._changed_cells
+        if self._changed_spans:
+            begins, ends = np.array(self._changed_spans, dtype=np.int64).T
+            lengths = ends - begins
+            offsets = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+            places = [*places, np.repeat(begins, lengths) + offsets]
+        return np.unique(np.concatenate(places, dtype=np.int64))
+
+    def _put(self, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        self._state.index_copy_(0, places, values)
+        return values
+
+    def _host_view(self, field: RowField, num_rows: int) -> IntArray:
+        start = self._starts[field.name]
+        kind = np.dtype(str(field.dtype).removeprefix("torch."))
+        flat = self._mirror[start : start + field.cells * num_rows].view(kind)
+        return flat if field.width is None else flat.reshape(num_rows, field.width)
+
+    def _device_view(self, field: RowField, num_rows: int) -> torch.Tensor:
+        start = self._starts[field.name]
+        flat = self._state[start : start + field.cells * num_rows].view(field.dtype)
+        return flat if field.width is None else flat.view(num_rows, field.width)

@@ -1,0 +1,32 @@
+"""What every running request has on the device."""
+
+import torch
+
+from .device_rows import RowField
+
+MAX_BIASES = 512
+"""Tokens one request may bias."""
+MAX_BANNED = 16
+"""End-of-sequence and stop tokens that min_tokens can hold off."""
+
+
+def row_fields(page_columns: int) -> tuple[RowField, ...]:
+    """The fields of a row, for requests of at most `page_columns` pages."""
+    real, integer = torch.float32, torch.int32
+    return (
+        RowField("lengths", integer, advances=True),
+        RowField("last_tokens", torch.int64, advances=True),
+        RowField("page_table", integer, page_columns),
+        RowField("temperature", real),
+        RowField("top_k", integer),
+        RowField("top_p", real, initial=1),
+        RowField("min_p", real),
+        RowField("seeds", torch.int64),
+        RowField("repetition", real, initial=1),
+        RowField("presence", real),
+        RowField("frequency", real),
+        RowField("bias_ids", integer, MAX_BIASES),
+        RowField("bias_values", real, MAX_BIASES),
+        RowField("banned", integer, MAX_BANNED, initial=-1),
+        RowField("banned_before", integer),
+    )
