@@ -48,6 +48,8 @@ STEP_FIELDS = (
 """Padded tokens belong to row 0, whose pages are all page 0; padded requests have no tokens. A decode graph
 uses `req_rows` alone: what else it needs is in those rows."""
 
+_NOTHING = (None, BatchShape.decode(1))
+
 
 class ModelRunner:
     """A model, its KV cache, the rows of its requests and its graphs.
@@ -65,7 +67,7 @@ class ModelRunner:
         self.config = config
         self._attention = attention
         self._host: HostLengths | None = None
-        self._held_rows: IntArray | None = None
+        self._held: tuple[IntArray | None, BatchShape] = _NOTHING
         device = config.device
         budget = config.config.cuda_graph_memory_mb
         self.pool = GraphPool(device, budget=budget * 2**20 if budget else None)
@@ -148,13 +150,16 @@ class ModelRunner:
 
     def run(self, step: ScheduledStep) -> torch.Tensor:
         """One step; the logits of each request's last token, good until the next step."""
-        shape = self.shape_of(step)
-        if step.rows is self._held_rows and self.graphs.can_rerun(shape):
+        # While the rows stay the same, a decode graph needs nothing new; its bucket of contexts may change.
+        held_rows, held_shape = self._held
+        is_same = step.rows is held_rows
+        shape = held_shape if is_same and not self._contexts else self.shape_of(step)
+        if is_same and self.graphs.can_rerun(shape):
             return self.graphs.rerun(shape)
         decision = self.graphs.decide(shape)
         # Only a full graph has attention inside; between segments and eagerly it needs the real lengths.
         self._host = None if decision.mode is GraphMode.FULL else host_lengths(step)
-        self._held_rows = None
+        self._held = _NOTHING
         inputs = {
             "input_ids": step.input_ids,
             "positions": step.positions,
@@ -166,7 +171,7 @@ class ModelRunner:
         }
         logits = self.graphs.run(inputs, shape)
         if decision.descriptor is not None and decision.descriptor.is_uniform:
-            self._held_rows = step.rows
+            self._held = step.rows, shape
         return logits
 
     def shape_of(self, step: ScheduledStep) -> BatchShape:

@@ -208,8 +208,8 @@ class RequestRows:
         """Length, prompt included, at which it ends."""
         self.stops_from = np.zeros(rows, dtype=np.int32)
         """Length, prompt included, from which the next token may be a stop token."""
-        self.stop_ids = np.full((rows, 1), -1, dtype=np.int32)
-        """Tokens that end it, padded with -1; as wide as the largest set so far."""
+        self.stop_ids = np.full((1, rows), -1, dtype=np.int32)
+        """Tokens that end it, one per line, padded with -1; as many lines as the largest set so far."""
         self.tenancy = np.zeros(rows, dtype=np.int64)
         """Changes whenever the row changes hands."""
 
@@ -248,7 +248,9 @@ class RequestRows:
     def append(self, rows: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """Add a token to each of these rows; bool [R] twice: which end by length, which by a stop token."""
         lengths = self.num_tokens[rows]
-        stopped = (self.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        stopped = self.stop_ids[0][rows] == tokens
+        for line in self.stop_ids[1:]:
+            stopped |= line[rows] == tokens
         if stopped.any():
             stopped &= lengths >= self.stops_from[rows]
         self.token_ids[rows, lengths] = tokens
@@ -258,14 +260,14 @@ class RequestRows:
 
     def _set_stops(self, row: int, request: Request) -> None:
         params = request.params
-        self.stop_ids[row] = -1
+        self.stop_ids[:, row] = -1
         self.stops_from[row] = 0
         if params is None:
             return
         eos: Sequence[int] = () if params.ignore_eos else tuple(request.eos_token_ids)
         ids = {*eos, *(params.stop_token_ids or ())}
-        missing = len(ids) - self.stop_ids.shape[1]
+        missing = len(ids) - len(self.stop_ids)
         if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self.stop_ids[row, : len(ids)] = list(ids)
+            self.stop_ids = np.pad(self.stop_ids, ((0, missing), (0, 0)), constant_values=-1)
+        self.stop_ids[: len(ids), row] = list(ids)
         self.stops_from[row] = request.num_prompt_tokens + params.min_tokens

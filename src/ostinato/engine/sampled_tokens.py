@@ -1,4 +1,8 @@
-"""Sampled tokens on their way to the host, and there."""
+"""Sampled tokens on their way to the host, and there.
+
+On a GPU the last kernel of a sampling graph writes the tokens into pinned memory itself: no copy is queued
+behind the graph, and the host only waits for an event. Log-probabilities, rarely asked for, are copied.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ostinato.kernels import request_rows
+
 from .request import IntArray
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens of a step, on the host; good until the slot they are in is used again."""
+    """The tokens of a step, on the host; good until as many steps later as the ring has lines."""
 
     tokens: IntArray
     """int64 [R]."""
@@ -28,57 +34,63 @@ class Sampled:
 class Launched:
     """A sampling step whose results are on their way."""
 
-    def __init__(self, copies: Sequence[Tensor], done: torch.cuda.Event | None) -> None:
-        self._copies = copies
+    def __init__(
+        self, line: IntArray, count: int | None, extra: Sequence[Tensor], done: torch.cuda.Event | None
+    ) -> None:
+        self._line = line
+        self._count = count
+        self._extra = extra
         self._done = done
 
     def read(self) -> Sampled:
         """The tokens on the host; waits for the device."""
         if self._done is not None:
             self._done.synchronize()
-        if len(self._copies) == 1:
-            return Sampled(self._copies[0].numpy())
-        tokens, chosen, ranks, top, top_tokens = self._copies
+        tokens = self._line[1:]
+        assert self._count is None or self._line[0] == self._count, "the tokens of another step"
+        if not self._extra:
+            return Sampled(tokens)
+        chosen, ranks, top, top_tokens = self._extra
         logprobs = torch.cat([chosen[:, None], top], 1).numpy()
-        logprob_tokens = torch.cat([tokens[:, None], top_tokens], 1).numpy()
-        return Sampled(tokens.numpy(), logprobs, logprob_tokens, ranks.numpy())
+        logprob_tokens = torch.cat([torch.from_numpy(tokens)[:, None], top_tokens], 1).numpy()
+        return Sampled(tokens, logprobs, logprob_tokens, ranks.numpy())
 
 
 class TokenReturn:
-    """Pinned memory that results come back to, in slots used in turn.
+    """Where sampling graphs leave their tokens for the next step and for the host."""
 
-    Outputs of a replay last until the next one, so their copy is queued at once, and nobody waits for it
-    before the next step is launched.
-    """
+    def __init__(self, last_tokens: Tensor, max_rows: int, num_lines: int) -> None:
+        """`num_lines`: more than there are steps whose tokens are unread at any time."""
+        self._last_tokens = last_tokens
+        self._on_gpu = last_tokens.is_cuda
+        self._ring = torch.zeros(num_lines, 1 + max_rows, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._lines = self._ring.numpy()
+        self.count = torch.zeros(1, dtype=torch.int64, device=last_tokens.device)
+        """Steps sampled, on the device; trial runs must not change it."""
+        self._sent = 0
+        self._events = [torch.cuda.Event() for _ in range(num_lines)] if self._on_gpu else []
 
-    def __init__(self, max_rows: int, num_slots: int, device: torch.device) -> None:
-        """`num_slots`: one more than steps whose tokens are unread at any time."""
-        self._max_rows = max_rows
-        self._on_gpu = device.type == "cuda"
-        self._slots: list[dict[int, Tensor]] = [{} for _ in range(num_slots)]
-        self._views: dict[tuple[int, int, int], Tensor] = {}
-        self._events = [torch.cuda.Event() for _ in range(num_slots)] if self._on_gpu else []
-        self._next = 0
+    def keep(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Captured: leave the tokens in their rows and, on a GPU, in the ring."""
+        if self._on_gpu:
+            request_rows.return_tokens(rows, self._last_tokens, tokens, self._ring, self.count)
+        else:
+            request_rows.keep_tokens(rows, self._last_tokens, tokens)
+        return tokens
 
-    def send(self, outputs: Sequence[Tensor]) -> Launched:
-        """Begin to copy these outputs of a sampling graph, one row per request."""
+    def sent(self, outputs: Sequence[Tensor]) -> Launched:
+        """A sampling step was launched: its tokens, and what else its graph returned, are to be read."""
+        tokens, *extra = outputs
         if not self._on_gpu:
-            return Launched([output.clone() for output in outputs], None)
-        slot = self._next
-        self._next = (slot + 1) % len(self._slots)
-        copies = [self._place(slot, number, output) for number, output in enumerate(outputs)]
-        for copy, output in zip(copies, outputs, strict=True):
-            copy.copy_(output, non_blocking=True)
-        self._events[slot].record()
-        return Launched(copies, self._events[slot])
-
-    def _place(self, slot: int, number: int, like: Tensor) -> Tensor:
-        rows = like.size(0)
-        place = self._views.get((slot, number, rows))
-        if place is None:
-            whole = self._slots[slot].get(number)
-            if whole is None:
-                size = (self._max_rows, *like.shape[1:])
-                whole = self._slots[slot][number] = torch.empty(size, dtype=like.dtype, pin_memory=True)
-            place = self._views[slot, number, rows] = whole[:rows]
-        return place
+            line = self._lines[0, : 1 + len(tokens)]
+            line[1:] = tokens.numpy()
+            return Launched(line.copy(), None, [output.clone() for output in extra], None)
+        count = self._sent
+        self._sent += 1
+        place = count % len(self._lines)
+        copies = [
+            torch.empty(output.shape, dtype=output.dtype, pin_memory=True).copy_(output, non_blocking=True)
+            for output in extra
+        ]
+        self._events[place].record()
+        return Launched(self._lines[place, : 1 + tokens.size(0)], count, copies, self._events[place])

@@ -30,7 +30,7 @@ from ostinato.graphs import (
     capture_keys,
     frozen_gc,
 )
-from ostinato.kernels import request_rows, sampling
+from ostinato.kernels import sampling
 from ostinato.kernels.sampling import Penalties, SamplingSettings
 
 from .model_runner import ModelRunner
@@ -84,9 +84,9 @@ class Sampler:
         self._generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
         self._buffers = InputBuffers(SAMPLING_FIELDS, max_tokens=running, max_reqs=running, device=device)
+        self._return = TokenReturn(self._rows["last_tokens"], running, config.lookahead + 2)
         self._graphs = {kind: self._make_graphs(kind) for kind in Kind}
-        self._held: tuple[IntArray, Kind] | None = None
-        self._return = TokenReturn(running, config.lookahead + 2, device)
+        self._held: tuple[IntArray, Kind, BatchShape] | None = None
         eager_steps: Counter[Reason] = Counter()  # one count for all kinds: they report as one
         for graphs in self._graphs.values():
             graphs.eager_steps = eager_steps
@@ -106,7 +106,7 @@ class Sampler:
             dispatcher=Dispatcher(mode),
             pool=self._runner.graphs.pool,
             options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
-            state={},  # padding changes nothing: row 0 stays as it is
+            state={"count": self._return.count},  # padding changes nothing: row 0 stays as it is
             kernels_of=lambda key: None,
         )
 
@@ -193,38 +193,38 @@ class Sampler:
 
         The copy to the host is under way when this returns; `Launched.read` waits for it.
         """
-        shape = BatchShape.decode(step.num_requests)
-        held = self._held
-        if held is not None and held[0] is step.rows and self._graphs[held[1]].can_rerun(shape):
-            return self._sent(held[1], self._graphs[held[1]].rerun(shape))
+        if self._held is not None and self._held[0] is step.rows:
+            _, kind, shape = self._held
+            if self._graphs[kind].can_rerun(shape):
+                return self._sent(kind, self._graphs[kind].rerun(shape))
         live = step.rows if step.is_uniform_decode else np.where(step.samples, step.rows, 0).astype(np.int32)
-        kind = Kind(int(self._kinds[live].max()))
+        kind, shape = Kind(int(self._kinds[live].max())), BatchShape.decode(step.num_requests)
         output = self._graphs[kind].run({"req_rows": live}, shape)
-        self._held = (step.rows, kind) if step.is_uniform_decode else None
+        self._held = (step.rows, kind, shape) if step.is_uniform_decode else None
         return self._sent(kind, output)
 
     def _sent(self, kind: Kind, output: Any) -> Launched:
-        return self._return.send(output if kind is Kind.COMPLETE else (output,))
+        return self._return.sent(output if kind is Kind.COMPLETE else (output,))
 
     def _greedy(self, req_rows: Tensor) -> Tensor:
-        return self._keep(req_rows, sampling.greedy(self._logits(req_rows)))
+        return self._return.keep(req_rows, sampling.greedy(self._logits(req_rows)))
 
     def _random(self, req_rows: Tensor) -> Tensor:
         def draw(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
             return (sampling.sample(logits, self._settings(rows), self._positions(rows), filtered=False),)
 
-        return self._keep(req_rows, *self._in_pieces(draw, req_rows))
+        return self._return.keep(req_rows, *self._in_pieces(draw, req_rows))
 
     def _filtered(self, req_rows: Tensor) -> Tensor:
         def draw(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
             return (sampling.sample(logits, self._settings(rows), self._positions(rows)),)
 
-        return self._keep(req_rows, *self._in_pieces(draw, req_rows))
+        return self._return.keep(req_rows, *self._in_pieces(draw, req_rows))
 
     def _complete(self, req_rows: Tensor) -> tuple[Tensor, ...]:
         tokens, *logprobs = self._in_pieces(self._complete_piece, req_rows)
         sampling.count_tokens(self._generated, req_rows, tokens)
-        return (self._keep(req_rows, tokens), *logprobs)
+        return (self._return.keep(req_rows, tokens), *logprobs)
 
     def _complete_piece(self, rows: Tensor, raw: Tensor) -> tuple[Tensor, ...]:
         def of_rows(tensor: Tensor) -> Tensor:
@@ -270,7 +270,3 @@ class Sampler:
     def _settings(self, rows: Tensor) -> SamplingSettings:
         names = ("temperature", "top_k", "top_p", "min_p", "seeds")
         return SamplingSettings(**{name: self._rows[name].index_select(0, rows) for name in names})
-
-    def _keep(self, req_rows: Tensor, tokens: Tensor) -> Tensor:
-        request_rows.keep_tokens(req_rows, self._rows["last_tokens"], tokens)
-        return tokens

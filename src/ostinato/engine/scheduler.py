@@ -39,6 +39,10 @@ from ostinato.graphs.errors import ConfigError
 from .request import FinishReason, IntArray, Request, RequestError, RequestRows, RequestStatus
 from .scheduled_step import CompletedStep, PageUpdate, ScheduledStep
 
+_PAGES_AT_A_TIME = 4
+_PLENTY = 4 * _PAGES_AT_A_TIME
+"""Free pages per running request from which a decode may take several."""
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -288,8 +292,11 @@ class Scheduler:
             return False
         growing = [requests[at] for at in np.flatnonzero(full).tolist()]
         if len(growing) <= self.pages.num_free:
-            for request, page in zip(growing, self.pages.allocate(len(growing)), strict=True):
-                self._extend(request, [page])
+            # As long as there is plenty, several pages at a time: each change costs an upload.
+            plenty = self.pages.num_free > _PLENTY * len(self.running)
+            for request, at in zip(growing, rows[full].tolist(), strict=True):
+                wanted = self.pages.pages_for(int(self.rows.max_tokens[at])) - len(request.pages)
+                self._extend(request, self.pages.allocate(min(_PAGES_AT_A_TIME, wanted) if plenty else 1))
             return False
         for request in growing:
             # It may have been preempted for an older one, or be the youngest itself.

@@ -47,3 +47,14 @@ def set_lengths(rows: Tensor, lengths: Tensor, seq_lens: Tensor) -> None:
 def keep_tokens(rows: Tensor, last_tokens: Tensor, tokens: Tensor) -> None:
     """Leave the sampled `tokens` int64 [R] where the next step of these rows finds them."""
     last_tokens.index_copy_(0, rows.long(), tokens * (rows != 0))
+
+
+def return_tokens(rows: Tensor, last_tokens: Tensor, tokens: Tensor, ring: Tensor, count: Tensor) -> None:
+    """`keep_tokens`, and write the tokens into host memory: no copy has to be queued behind the graph.
+
+    `ring` int64 [slots, 1 + max_rows], pinned: the steps use its lines in turn. `count` int64 [1], on the
+    device, counts them; a line begins with the count of the step whose tokens it holds. CUDA only.
+    """
+    from . import triton_request_rows
+
+    triton_request_rows.return_tokens(rows, last_tokens, tokens, ring, count)

@@ -1,11 +1,13 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""`request_rows.begin_decode` as one kernel: it stands at the head of every decode step."""
+"""The kernels at the head and at the end of every decode step; see `request_rows`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .custom_op import custom_op
 
 _BLOCK = 128
 
@@ -34,7 +36,7 @@ def _begin_decode(
     tl.store(lengths + row, length + 1, inside & (row != 0))
 
 
-@torch.library.custom_op("ostinato::begin_decode", mutates_args=("lengths",))
+@custom_op("begin_decode", mutates_args=("lengths",))
 def begin_decode(rows: Tensor, lengths: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Custom op of `request_rows.begin_decode`."""
     outputs = _outputs(rows)
@@ -50,7 +52,58 @@ def _(rows: Tensor, lengths: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tenso
     return _outputs(rows)
 
 
+@triton.jit(
+    do_not_specialize=["num_rows", "line_length", "num_lines"],
+    do_not_specialize_on_alignment=["rows", "ring"],
+)
+def _return_tokens(
+    rows,
+    last_tokens,
+    tokens,
+    ring,
+    count,
+    num_rows,
+    line_length,
+    num_lines,
+    block: tl.constexpr,
+):
+    # One program: the count is read before it is moved on.
+    step = tl.load(count)
+    line = ring + (step % num_lines) * line_length
+    for begin in range(0, num_rows, block):
+        at = begin + tl.arange(0, block)
+        inside = at < num_rows
+        row = tl.load(rows + at, inside, other=0)
+        token = tl.load(tokens + at, inside, other=0)
+        tl.store(last_tokens + row, token, inside & (row != 0))
+        tl.store(line + 1 + at, token, inside)
+    tl.store(line, step)
+    tl.store(count, step + 1)
+
+
+@custom_op("return_tokens", mutates_args=("last_tokens", "ring", "count"))
+def return_tokens(rows: Tensor, last_tokens: Tensor, tokens: Tensor, ring: Tensor, count: Tensor) -> None:
+    """Custom op of `request_rows.return_tokens`."""
+    _return_tokens[(1,)](
+        rows,
+        last_tokens,
+        tokens,
+        ring,
+        count,
+        rows.size(0),
+        ring.size(1),
+        ring.size(0),
+        block=_BLOCK,
+    )
+
+
+@return_tokens.register_fake
+def _(rows: Tensor, last_tokens: Tensor, tokens: Tensor, ring: Tensor, count: Tensor) -> None:
+    return None
+
+
 def _outputs(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    int64 = torch.empty(2, rows.size(0), dtype=torch.int64, device=rows.device)
-    int32 = torch.empty(2, rows.size(0), dtype=torch.int32, device=rows.device)
+    # Four tensors: outputs of a custom op must not share memory.
+    int64 = [torch.empty(rows.size(0), dtype=torch.int64, device=rows.device) for _ in range(2)]
+    int32 = [torch.empty(rows.size(0), dtype=torch.int32, device=rows.device) for _ in range(2)]
     return int64[0], int64[1], int32[0], int32[1]

@@ -1,0 +1,3 @@
+"""The same tests on CUDA."""
+
+from contract.test_rerun import *  # noqa: F403
