@@ -9,6 +9,7 @@ _ENGINE = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "SamplingParams": "sampling_params",
+    "StructuredOutputs": "sampling_params",
     "RequestError": "sampling_params",
     "EngineConfig": "config",
     "RequestOutput": "outputs",

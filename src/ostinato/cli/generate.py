@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
 SAMPLING = flags_of("engine/sampling_params.py", "SamplingParams")
+SAMPLING = tuple(flag for flag in SAMPLING if flag.name != "structured_outputs")
 # One --seed, for the request; the engine gets the same (it seeds random weights).
 ENGINE = tuple(flag for flag in ENGINE if flag.name != "seed")
 

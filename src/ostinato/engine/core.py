@@ -11,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ostinato.cache.kv import KVCache
 from ostinato.cache.pages import PageAllocator
-from ostinato.graphs import GraphKey, OstinatoError, Report
+from ostinato.graphs import OstinatoError, Report
 
 from .device_memory import DeviceMemory
-from .loading import LoadedModel, allocate_kv, kv_shape
+from .loading import LoadedModel, allocate_kv
 from .model_runner import ModelRunner
 from .outputs import Logprob
 from .prompt_logprobs import prompt_logprobs_of
+from .rehearsal import rehearse
 from .request import FinishReason, Request
 from .sampled_tokens import Launched, Sampled
 from .sampler import Sampler
@@ -53,6 +53,7 @@ class _Flight:
     launched: Launched | None
     prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]]
     hidden: dict[str, torch.Tensor]
+    constrained: list[int]
 
 
 class EngineCore:
@@ -72,8 +73,9 @@ class EngineCore:
         """CPU time of the steps."""
         self.startup = startup or StartupTimes()
         """Time that the phases of the start took."""
+        graph_bytes = rehearse(loaded, self.startup)
         with self.startup.phase("kv"):
-            kv = allocate_kv(loaded.model, config, _trial_graph_bytes(loaded))
+            kv = allocate_kv(loaded.model, config, graph_bytes)
         self.runner = ModelRunner(loaded.model, kv, loaded.attention, config)
         self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
         self.scheduler = Scheduler(
@@ -182,10 +184,20 @@ class EngineCore:
         self.runner.rows.send()
         self.runner.run(step)
         prompt_logprobs, hidden = self._beside_tokens(step)
-        launched = None
+        launched, constrained = None, list[int]()
         if self.sampler is not None and (step.is_uniform_decode or step.samples.any()):
+            constrained = self._constrained(step)
+            self.sampler.mask([step.requests[at] for at in constrained])
             launched = self.sampler.launch(step)
-        return _Flight(step, launched, prompt_logprobs, hidden)
+        return _Flight(step, launched, prompt_logprobs, hidden, constrained)
+
+    def _constrained(self, step: ScheduledStep) -> list[int]:
+        """Which requests of a step get their next token from a grammar."""
+        rows = self.scheduler.rows
+        if not rows.num_waiting:
+            return []
+        found: list[int] = np.flatnonzero(rows.waits[step.rows] & step.samples).tolist()
+        return found
 
     def _beside_tokens(
         self, step: ScheduledStep
@@ -214,6 +226,9 @@ class EngineCore:
         self.clock.lap("wait")
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
         done = self.scheduler.complete(step, tokens)
+        for at in flight.constrained:
+            if done.accepted[at]:
+                self._follow_grammar(step.requests[at], int(tokens[at]))
         self.clock.lap("complete")
         return list(self._progress(flight, done, sampled))
 
@@ -235,6 +250,22 @@ class EngineCore:
                     flight.prompt_logprobs.get(name),
                     flight.hidden.get(name),
                 )
+
+    def _follow_grammar(self, request: Request, token: int) -> None:
+        assert request.grammar is not None
+        follows = request.grammar.accept(token)
+        if request.is_finished:
+            return
+        if not follows:
+            # min_tokens or a bias left no allowed token.
+            self.scheduler.finish(
+                request,
+                FinishReason.ERROR,
+                error=f"token {token} is not allowed by the structured output: its other sampling "
+                "parameters leave no token that is",
+            )
+        elif request.grammar.is_terminated:
+            self.scheduler.finish(request, FinishReason.STOP)
 
     def _drain(self) -> list[Progress]:
         progress = []
@@ -267,27 +298,3 @@ def _logprobs(request: Request, sampled: Sampled | None, at: int) -> dict[int, L
     for token, value, rank in zip(tokens, values, ranks, strict=False):
         found.setdefault(token, Logprob(value, rank))
     return found
-
-
-def _trial_graph_bytes(loaded: LoadedModel) -> int:
-    """What graphs will take on a GPU: the largest of each kind, captured against two pages and dropped."""
-    config = loaded.config
-    if config.device.type != "cuda" or config.config.num_pages is not None:
-        return 0
-    before, _ = torch.cuda.mem_get_info(config.device)
-    runner = ModelRunner(
-        loaded.model, KVCache(kv_shape(loaded.model, config), 2, config.device), loaded.attention, config
-    )
-    largest: dict[tuple[object, bool], GraphKey] = {}
-    for key in runner.graphs.keys:
-        largest.setdefault((key.mode, key.descriptor.is_uniform), key)
-    count = len(runner.graphs.keys)
-    runner.graphs.keys = tuple(largest.values())
-    runner.capture(StartupTimes(), progress=False)
-    after, _ = torch.cuda.mem_get_info(config.device)
-    runner.graphs.drop()
-    del runner
-    torch.cuda.empty_cache()
-    # Smaller graphs fit into the memory of the largest; each still takes something outside the pool, and so
-    # do the sampling graphs.
-    return before - after + count * (1 << 20) + (512 << 20)

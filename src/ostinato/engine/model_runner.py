@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from ostinato.graphs import (
     CudaGraphRunner,
     Dispatcher,
     Field,
+    GraphKey,
     GraphMode,
     GraphPool,
     InputBuffers,
@@ -125,12 +126,17 @@ class ModelRunner:
             state={},  # padding writes page 0 only, and the logits belong to nobody between steps
             dummy=self._dummy,
             compile_up_to=asked.torch_compile_max_bs if asked.enable_torch_compile else 0,
-            kernels_of=lambda key: (key.mode, key.descriptor.is_uniform),
+            kernels_of=self.kernels_of,
         )
         runner.watch(self.model)
         static = {"page_table": self.page_table, "lengths": self.lengths, "last_tokens": self.last_tokens}
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
         return runner
+
+    def kernels_of(self, key: GraphKey) -> Hashable:
+        """Equal for graphs that run the same compiled kernels."""
+        descriptor = key.descriptor
+        return key.mode, descriptor.is_uniform
 
     def capture(self, times: StartupTimes, *, progress: bool | None = None) -> Report:
         """Capture all graphs; weights and KV cache must be in place."""

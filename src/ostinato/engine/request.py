@@ -31,6 +31,8 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.text.grammar import Grammar
+
 from .sampling_params import RequestError, SamplingParams
 
 __all__ = ["FinishReason", "Request", "RequestError", "RequestRows", "RequestStatus"]
@@ -79,6 +81,8 @@ class Request:
     """How to sample; None for an embedding, which ends when its prompt is computed."""
     eos_token_ids: frozenset[int] = frozenset()
     """The model's end-of-sequence tokens."""
+    grammar: Grammar | None = None
+    """Which tokens may come next, for a text that must look a certain way."""
     arrival_time: float = field(default_factory=time.monotonic)
     """When it arrived, for latencies; the order of service is the order of `Scheduler.add`."""
 
@@ -210,6 +214,10 @@ class RequestRows:
         """Length, prompt included, from which the next token may be a stop token."""
         self.stop_ids = np.full((1, rows), -1, dtype=np.int32)
         """Tokens that end it, one per line, padded with -1; as many lines as the largest set so far."""
+        self.waits = np.zeros(rows, dtype=bool)
+        """Whether its next token can only be chosen once the last one is known: it follows a grammar."""
+        self.num_waiting = 0
+        """How many do."""
         self.tenancy = np.zeros(rows, dtype=np.int64)
         """Changes whenever the row changes hands."""
 
@@ -229,6 +237,8 @@ class RequestRows:
         self.num_computed[row] = self.num_scheduled[row] = 0
         self.capacity[row] = self.num_committed_pages[row] = 0
         self.max_tokens[row] = max_tokens
+        self.waits[row] = request.grammar is not None
+        self.num_waiting += request.grammar is not None
         self._set_stops(row, request)
         request.row, request._rows = row, self
 
@@ -238,6 +248,8 @@ class RequestRows:
         request._settled_output = request.output_ids
         request.row, request._rows = RESERVED_ROW, None
         self.requests[row] = None
+        self.num_waiting -= request.grammar is not None
+        self.waits[row] = False
         self.tenancy[row] += 1
         self._free.append(row)
 

@@ -32,6 +32,7 @@ from ostinato.graphs import (
 )
 from ostinato.kernels import sampling
 from ostinato.kernels.sampling import Penalties, SamplingSettings
+from ostinato.text.grammar import mask_words
 
 from .model_runner import ModelRunner
 from .request import IntArray, Request
@@ -52,12 +53,14 @@ class Kind(IntEnum):
     FILTERED = 2
     """Also top-k, top-p and min-p."""
     COMPLETE = 3
-    """Also penalties, biases, bans and logprobs."""
+    """Also penalties, biases, bans, grammars and logprobs."""
 
     @classmethod
     def of(cls, params: SamplingParams) -> Kind:
         """The cheapest kind that serves these parameters."""
         if params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None:
+            return cls.COMPLETE
+        if params.structured_outputs is not None:
             return cls.COMPLETE
         if params.is_greedy:
             return cls.GREEDY
@@ -83,6 +86,10 @@ class Sampler:
         self._kinds = np.zeros(num_rows, dtype=np.int8)
         self._generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
+        # -1 is all bits: every token allowed.
+        words = mask_words(vocab)
+        self._masks = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
+        self._masked_rows: set[int] = set()
         self._buffers = InputBuffers(SAMPLING_FIELDS, max_tokens=running, max_reqs=running, device=device)
         self._return = TokenReturn(self._rows["last_tokens"], running, config.lookahead + 2)
         self._graphs = {kind: self._make_graphs(kind) for kind in Kind}
@@ -124,7 +131,7 @@ class Sampler:
     @property
     def num_bytes(self) -> int:
         """Bytes of what the rows' tokens were so far; the parameters are in the rows."""
-        return self._generated.nbytes + self._in_prompt.nbytes
+        return self._generated.nbytes + self._in_prompt.nbytes + self._masks.nbytes
 
     def drop(self) -> None:
         """Forget all graphs."""
@@ -169,6 +176,9 @@ class Sampler:
         write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
         if params.has_penalties:
             self._count_tokens_of(request)
+        if row in self._masked_rows and request.grammar is None:
+            self._masked_rows.remove(row)
+            self._masks[row] = -1
 
     def _banned(self, request: Request, params: SamplingParams) -> list[int]:
         if not params.min_tokens:
@@ -187,6 +197,21 @@ class Sampler:
         self._generated[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     # -- steps -------------------------------------------------------------------------------------
+
+    def mask(self, requests: Sequence[Request]) -> None:
+        """Allow these requests, each under a grammar, only what may follow; before `launch`."""
+        if not requests:
+            return
+        masks = torch.empty(
+            len(requests), self._masks.size(1), dtype=torch.int32, pin_memory=self._masks.is_cuda
+        )
+        for request, mask in zip(requests, masks.numpy(), strict=True):
+            assert request.grammar is not None
+            request.grammar.fill(mask)
+        rows = torch.tensor([request.row for request in requests])
+        device = self._masks.device
+        self._masks.index_copy_(0, rows.to(device), masks.to(device, non_blocking=True))
+        self._masked_rows.update(rows.tolist())
 
     def launch(self, step: ScheduledStep) -> Launched:
         """Sample from the logits of the step just run, one row per request.
@@ -243,6 +268,7 @@ class Sampler:
         logits = sampling.apply_penalties(
             logits, penalties, of_rows(self._generated), of_rows(self._in_prompt)
         )
+        logits = sampling.allow(logits, of_rows(self._masks))
         tokens = sampling.sample(logits, self._settings(rows), positions)
         found = sampling.token_logprobs(raw, tokens, min(MAX_LOGPROBS, self._vocab))
         return tokens, found.chosen, found.rank, found.top, found.top_tokens

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ostinato.text.structured import StructuredOutputs
+
 from ..graphs.errors import OstinatoError
 
 MAX_LOGPROBS = 20
@@ -79,6 +81,8 @@ class SamplingParams:
     """Turn the tokens into text; without it only token ids are returned."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must look like: a JSON schema, a regular expression, a grammar."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -90,6 +94,9 @@ class SamplingParams:
         if self.logit_bias is not None:
             set_field(self, "logit_bias", _checked_bias(self.logit_bias))
         self._check_ending()
+        wanted = self.structured_outputs
+        if wanted is not None and not isinstance(wanted, StructuredOutputs):
+            raise RequestError(f"structured_outputs must be StructuredOutputs or None, not {wanted!r}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS} or None")

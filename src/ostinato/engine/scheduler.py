@@ -271,13 +271,18 @@ class Scheduler:
         return min(self.max_len, request.num_prompt_tokens + request.params.max_tokens)
 
     def _ready_decodes(self) -> tuple[tuple[Request, ...], IntArray]:
-        """Requests that decode in the next step: all but those whose last token is pending."""
+        """Requests that decode in the next step: all but those whose last token is pending, and those under a
+        grammar whose every token has to be seen before the next."""
         if self._decode_batch is None:
             rows = np.array([request.row for request in self._decoding], dtype=np.int32)
             self._decode_batch = tuple(self._decoding), rows
         requests, rows = self._decode_batch
         state = self.rows
-        ready = state.num_promised[rows] < state.max_tokens[rows]
+        promised = state.num_promised[rows]
+        ready = promised < state.max_tokens[rows]
+        if state.num_waiting:
+            # A grammar has to see the last token before it can say which may follow.
+            ready &= ~state.waits[rows] | (promised == state.num_tokens[rows])
         if ready.all():
             return requests, rows
         return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]

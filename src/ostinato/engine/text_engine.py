@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ostinato.text.detokenizer import Detokenizer
-from ostinato.text.errors import TokenizerError
+from ostinato.text.errors import GrammarError, TokenizerError
+from ostinato.text.grammar import Grammar, GrammarCompiler
 
 from .completion_text import CompletionText
 from .config import EngineConfig
@@ -49,6 +50,7 @@ class TextEngine:
         self._tracked: dict[str, _Tracked] = {}
         self._owner: dict[str, tuple[_Tracked, int]] = {}
         self._names = itertools.count()
+        self._grammars: GrammarCompiler | None = None
         # Requests without a seed get one from here: a run with the same requests repeats itself.
         self._seeds = np.random.default_rng(config.seed)
 
@@ -72,7 +74,10 @@ class TextEngine:
             tracked.output.prompt_logprobs = [None] * len(ids)
         for index in range(params.n):
             child = f"{name}.{index}" if params.n > 1 else name
-            tracked.requests.append(Request(child, tuple(ids), self._seeded(params, index), self._eos))
+            request = Request(
+                child, tuple(ids), self._seeded(params, index), self._eos, self._grammar(params)
+            )
+            tracked.requests.append(request)
             tracked.texts.append(self._text_of(params))
             logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
             tracked.output.outputs.append(CompletionOutput(index, logprobs=logprobs))
@@ -123,6 +128,18 @@ class TextEngine:
         # The first completion is what n=1 would give; wraps around inside 64 bits.
         seed = (params.seed + index + 2**63) % 2**64 - 2**63
         return replace(params, n=1, seed=seed)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        if self.tokenizer is None:
+            raise RequestError("structured outputs are about text, and this model has no tokenizer")
+        try:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self.tokenizer, self.core.loaded.model.config.vocab_size)
+            return self._grammars.start(params.structured_outputs)
+        except GrammarError as error:
+            raise RequestError(str(error)) from error
 
     def _text_of(self, params: SamplingParams) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:

@@ -207,6 +207,13 @@ class CudaGraphRunner:
                     lambda: step(**arguments), self.pool, self.options, self._bridges, piecewise=piecewise
                 )
 
+    def try_out(self, key: GraphKey) -> None:
+        """Run the step of a key once, on padding and without a trace."""
+        arguments = self.arguments(self.buffers.views(key.descriptor), key.descriptor)
+        with self._quiet():
+            self._fill_dummy(key.descriptor)
+            self.trials().run(lambda: self._compiled.for_key(key)(**arguments))
+
     def drop(self, key: GraphKey | None = None) -> None:
         """Forget one graph, or all of them."""
         for dropped in [key] if key is not None else list(self.graphs):

@@ -67,7 +67,7 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     # A checkpoint saved from the bare model has no "model." before its names.
     wanted = {name.removeprefix("model."): view for name, view in checkpoint_tensors(model).items()}
     loaded: set[str] = set()
-    for tensor in _stored_tensors(Path(directory)):
+    for tensor in _stored_tensors(Path(directory), model.embed_tokens.weight.device):
         name = tensor.name.removeprefix("model.")
         if name not in wanted:
             if _ignorable(name, model.config):
@@ -126,12 +126,13 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     ) or name.endswith("rotary_emb.inv_freq")
 
 
-def _stored_tensors(directory: Path) -> Iterator[_StoredTensor]:
+def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTensor]:
+    """Readers that place what they read on `device` at once."""
     from safetensors import SafetensorError, safe_open
 
     for file, expected in _weight_files(directory).items():
         try:
-            reader = safe_open(file, framework="pt")
+            reader = safe_open(file, framework="pt", device=str(device))
         except (SafetensorError, OSError) as error:
             raise WeightsError(
                 f"{file} is not a readable safetensors file: {error}; fetch it again"

@@ -1,0 +1,34 @@
+"""What the text of an answer must look like, as a caller asks for it."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import GrammarError
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """Exactly one of these; the names are vLLM's."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as text or as an object."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression that the whole text matches."""
+    grammar: str | None = None
+    """A context-free grammar in EBNF, beginning at the rule `root`."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "json_object", "regex", "grammar") if getattr(self, name)]
+        if len(given) != 1:
+            told = " and ".join(given) or "nothing"
+            raise GrammarError(
+                f"structured outputs want one of json, json_object, regex, grammar, not {told}"
+            )
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", json_text.dumps(self.json))
