@@ -44,8 +44,9 @@ class EngineConfig:
     """torch or triton; auto: triton on a GPU."""
     seed: int = 0
     """For requests that bring no seed of their own."""
-    cuda_graph_mode: str = "full-and-piecewise"
-    """none, piecewise, full, full-decode-only, full-and-piecewise."""
+    cuda_graph_mode: str = "auto"
+    """none, piecewise, full, full-decode-only, full-and-piecewise; auto: full with triton attention, else
+    full-and-piecewise."""
     disable_cuda_graph: bool = False
     """The same as mode none."""
     cuda_graph_max_bs: int | None = None
@@ -72,7 +73,8 @@ class EngineConfig:
     """Give each request the same bits whatever runs beside it: one shape for every step. Slower."""
 
     def __post_init__(self) -> None:
-        GraphMode.parse(self.cuda_graph_mode)
+        if self.cuda_graph_mode != "auto":
+            GraphMode.parse(self.cuda_graph_mode)
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"unknown dtype {self.dtype!r}: use auto, {', '.join(DTYPES)}")
         if self.load_format not in ("auto", "dummy"):
@@ -117,7 +119,7 @@ class EngineConfig:
             )
 
     def _check_batch_invariant(self) -> None:
-        if self.graph_mode is GraphMode.NONE:
+        if self.is_eager:
             raise ConfigError("batch_invariant pads every step to one captured shape: it needs graphs")
         given = [
             name
@@ -130,10 +132,9 @@ class EngineConfig:
             raise ConfigError("batch_invariant and enable_torch_compile exclude each other")
 
     @property
-    def graph_mode(self) -> GraphMode:
-        """The mode asked for; batch_invariant means FULL, for attention between graphs has varying shapes."""
-        mode = GraphMode.NONE if self.disable_cuda_graph else GraphMode.parse(self.cuda_graph_mode)
-        return GraphMode.FULL if self.batch_invariant and mode is not GraphMode.NONE else mode
+    def is_eager(self) -> bool:
+        """Whether there are to be no graphs."""
+        return self.disable_cuda_graph or self.cuda_graph_mode.lower() == "none"
 
     def resolved(self, model_limit: int, model_dtype: torch.dtype) -> "ResolvedConfig":
         """Everything decided, for a model with this limit and type of weights, on this machine."""
@@ -159,9 +160,20 @@ class EngineConfig:
             max_model_len=longest,
             max_running_requests=running,
             max_batched_tokens=tokens,
+            graph_mode=self._graph_mode(on_gpu),
             decode_ladder=self._decode_ladder(running, on_gpu),
             token_ladder=self._token_ladder(tokens, on_gpu),
         )
+
+    def _graph_mode(self, on_gpu: bool) -> GraphMode:
+        if self.is_eager:
+            return GraphMode.NONE
+        if self.batch_invariant:
+            return GraphMode.FULL  # attention between graphs has varying shapes
+        if self.cuda_graph_mode != "auto":
+            return GraphMode.parse(self.cuda_graph_mode)
+        has_kernels = self.attention_backend == "triton" or (on_gpu and self.attention_backend == "auto")
+        return GraphMode.FULL if has_kernels else GraphMode.FULL_AND_PIECEWISE
 
     def _from_token_sizes(self, running: int, on_gpu: bool) -> "EngineConfig":
         """Ours for vLLM's sizes, which count tokens for decode and prefill alike."""
@@ -231,6 +243,7 @@ class ResolvedConfig:
     max_model_len: int
     max_running_requests: int
     max_batched_tokens: int
+    graph_mode: GraphMode
     decode_ladder: Ladder
     token_ladder: Ladder
 

@@ -28,7 +28,9 @@ from ostinato.graphs import (
 from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import AttentionBatch, HostLengths
-from ostinato.models.transformer import Transformer
+from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.variants import kernel_class
+from ostinato.models.transformer import Attend, StepAttention, Transformer
 
 from .config import ResolvedConfig
 from .device_rows import DeviceRows
@@ -89,18 +91,19 @@ class ModelRunner:
         self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
         self._attend = eager_boundary(self._attend_layer)
+        self._attend_rows = eager_boundary(self._attend_rows_of_layer)
         self.graphs = self._make_runner()
 
     @property
     def _has_graphs(self) -> bool:
-        return self.config.config.graph_mode is not GraphMode.NONE
+        return self.config.graph_mode is not GraphMode.NONE
 
     def _make_runner(self) -> CudaGraphRunner:
         config = self.config
         asked = config.config
         capability = Capability[self._attention.capability]
         dispatcher = Dispatcher(
-            asked.graph_mode, capability=capability, padding=not asked.disable_cuda_graph_padding
+            config.graph_mode, capability=capability, padding=not asked.disable_cuda_graph_padding
         )
         keys = capture_keys(
             dispatcher.mode,
@@ -135,8 +138,12 @@ class ModelRunner:
 
     def kernels_of(self, key: GraphKey) -> Hashable:
         """Equal for graphs that run the same compiled kernels."""
-        descriptor = key.descriptor
-        return key.mode, descriptor.is_uniform
+        num_tokens, is_decode = key.descriptor.num_tokens, key.descriptor.is_uniform
+        if self.config.device.type != "cuda":
+            return key.mode, is_decode
+        num_kv_heads = self.model.config.num_kv_heads
+        kernels = kernel_class(num_tokens, num_kv_heads, self.config.dtype, is_decode=is_decode)
+        return key.mode, is_decode, kernels
 
     def capture(self, times: StartupTimes, *, progress: bool | None = None) -> Report:
         """Capture all graphs; weights and KV cache must be in place."""
@@ -221,7 +228,7 @@ class ModelRunner:
             max_query_len=descriptor.query_len or descriptor.num_tokens,
             max_context=min(descriptor.context or self.config.max_model_len, self.config.page_columns * 16),
         )
-        hidden = self.model(input_ids, positions, functools.partial(self._attend, batch))
+        hidden = self.model(input_ids, positions, self._attention_over(batch))
         if not descriptor.is_uniform:
             self.hidden[: input_ids.size(0)].copy_(hidden)
             hidden = hidden.index_select(0, (query_starts + query_lens - 1).clamp(min=0))
@@ -229,6 +236,27 @@ class ModelRunner:
         if self.model.config.has_lm_head:
             logits.copy_(self.model.logits(hidden))
         return logits
+
+    def _attention_over(self, batch: AttentionBatch) -> Attend:
+        heads = functools.partial(self._attend, batch)
+        if self._attention.attend_rows is None:
+            return heads
+        return StepAttention(heads, functools.partial(self._attend_rows, batch))
+
+    def _attend_rows_of_layer(
+        self, batch: AttentionBatch, layer: int, rows: torch.Tensor, heads: HeadPreparation
+    ) -> torch.Tensor:
+        assert self._attention.attend_rows is not None
+        model = self.model.config
+        return self._attention.attend_rows(
+            rows,
+            heads,
+            *self.kv.layer(layer),
+            batch,
+            num_heads=model.num_heads,
+            scale=model.attention_scale,
+            sliding_window=model.layer_windows[layer],
+        )
 
     def _attend_layer(
         self, batch: AttentionBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -101,7 +101,7 @@ class Sampler:
     def _make_graphs(self, kind: Kind) -> CudaGraphRunner:
         config = self._runner.config
         running = config.max_running_requests
-        asked = config.config.graph_mode
+        asked = config.graph_mode
         mode = GraphMode.NONE if asked is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
         powers = [1 << power for power in range(running.bit_length()) if 1 << power < running]
         keys = capture_keys(mode, Ladder([*powers, running]), None, max_reqs=running)
@@ -235,10 +235,9 @@ class Sampler:
         return self._return.keep(req_rows, sampling.greedy(self._logits(req_rows)))
 
     def _random(self, req_rows: Tensor) -> Tensor:
-        def draw(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-            return (sampling.sample(logits, self._settings(rows), self._positions(rows), filtered=False),)
-
-        return self._return.keep(req_rows, *self._in_pieces(draw, req_rows))
+        logits, settings = self._logits(req_rows), self._settings(req_rows)
+        tokens = sampling.sample(logits, settings, self._positions(req_rows), filtered=False)
+        return self._return.keep(req_rows, tokens)
 
     def _filtered(self, req_rows: Tensor) -> Tensor:
         def draw(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ def compiling_only(device: torch.device) -> Iterator[None]:
 
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        if getattr(kernel, "future", None) is None and kernel.module is not None:
+        if not hasattr(kernel, "result") and kernel.module is not None:
             return launch(self, *args, grid=grid, warmup=False, **options)
         kernels[id(kernel)] = kernel
         return kernel
@@ -50,4 +50,6 @@ def compiling_only(device: torch.device) -> Iterator[None]:
 def _load(kernel: Any, device: torch.device) -> None:
     """Put the kernel on the device and build what launches it: the first look at `run` does that."""
     torch.cuda.set_device(device)
+    if hasattr(kernel, "result"):  # what stood for a kernel that was still being compiled
+        kernel = kernel.result()
     assert callable(kernel.run)
