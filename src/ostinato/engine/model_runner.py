@@ -234,7 +234,7 @@ class ModelRunner:
             hidden = hidden.index_select(0, (query_starts + query_lens - 1).clamp(min=0))
         logits = self.logits[: req_rows.size(0)]
         if self.model.config.has_lm_head:
-            logits.copy_(self.model.logits(hidden))
+            self.model.logits(hidden, logits)
         return logits
 
     def _attention_over(self, batch: AttentionBatch) -> Attend:

@@ -15,6 +15,7 @@ from ostinato.kernels.compile_ahead import compiling_only
 from .device_memory import DeviceMemory
 from .loading import LoadedModel, kv_shape
 from .model_runner import ModelRunner
+from .sampler import Sampler
 from .times import StartupTimes
 
 _BYTES_PER_GRAPH = 1 << 20
@@ -51,6 +52,8 @@ def _compile(runner: ModelRunner) -> None:
             if kernels not in done:
                 done.add(kernels)
                 runner.graphs.try_out(key)
+        if runner.model.config.has_lm_head:
+            Sampler(runner).try_out()
 
 
 def _trial_capture(runner: ModelRunner) -> int:

@@ -41,7 +41,7 @@ from .sampled_tokens import Launched, TokenReturn
 from .sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
 from .scheduled_step import ScheduledStep
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 24 << 20
 """What an intermediate over the vocabulary may take: sorting all rows of a large batch at once takes GBs."""
 
 
@@ -116,6 +116,12 @@ class Sampler:
             state={"count": self._return.count},  # padding changes nothing: row 0 stays as it is
             kernels_of=lambda key: None,
         )
+
+    def try_out(self) -> None:
+        """Run what has kernels of its own once, without a trace."""
+        for kind in (Kind.GREEDY, Kind.RANDOM):
+            for key in self._graphs[kind].keys[:1]:
+                self._graphs[kind].try_out(key)
 
     def capture(self, *, progress: bool | None = None) -> Report:
         """Capture the graphs of all kinds."""

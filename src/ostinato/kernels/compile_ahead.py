@@ -1,21 +1,51 @@
 """Compiles Triton kernels several at a time, by running steps in which they are not launched.
 
-A kernel takes about half a second to compile and to load, most of it in other processes, and a model needs a
-few dozen. Running a step here only collects what it would launch, with the very arguments that decide what is
-compiled; the compilations run in threads meanwhile. Results of such a step are garbage: only numbers may
-depend on them, never an index. A kernel that was compiled before is launched.
+A kernel takes about half a second to compile and to load, and a model needs a few dozen. Running a step here
+only collects what it would launch, with the very arguments that decide what is compiled. Results of such a
+step are garbage: only numbers may depend on them, never an index. A kernel that was compiled before is
+launched.
+
+Most of a compilation is Python, so threads would take turns: forked processes compile into Triton's cache on
+disk, and this process then finds everything there. A child touches no CUDA and ends without cleaning up. What
+a child did not get done (it may hang, forked while another thread held a lock) is compiled here.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+
+_PATIENCE_SECONDS = 60.0
+
+
+class _Collector(Executor):
+    """Takes jobs in and does nothing with them before `run`."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, job: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.append((future, lambda: job(*args, **options)))
+        return future
+
+    def run(self) -> None:
+        """Compile everything, first into the cache on disk by processes, then here from there."""
+        _in_processes([job for _, job in self._jobs])
+        for future, job in self._jobs:
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 @contextmanager
@@ -35,21 +65,57 @@ def compiling_only(device: torch.device) -> Iterator[None]:
         kernels[id(kernel)] = kernel
         return kernel
 
+    collector = _Collector()
+    # A Triton that knows no postponed compilation does it one after the other.
+    postponed = getattr(triton, "AsyncCompileMode", None)
+    with postponed(collector) if postponed else nullcontext():
+        triton.runtime.JITFunction.run = compile_instead
+        try:
+            yield
+        finally:
+            triton.runtime.JITFunction.run = launch
+            collector.run()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        # A Triton that cannot compile in threads does it one after the other.
-        in_threads = getattr(triton, "AsyncCompileMode", None)
-        with in_threads(threads) if in_threads else nullcontext():
-            triton.runtime.JITFunction.run = compile_instead
-            try:
-                yield
-            finally:
-                triton.runtime.JITFunction.run = launch
         list(threads.map(lambda kernel: _load(kernel, device), kernels.values()))
 
 
 def _load(kernel: Any, device: torch.device) -> None:
     """Put the kernel on the device and build what launches it: the first look at `run` does that."""
     torch.cuda.set_device(device)
-    if hasattr(kernel, "result"):  # what stood for a kernel that was still being compiled
-        kernel = kernel.result()
-    assert callable(kernel.run)
+    compiled = kernel.result() if hasattr(kernel, "result") else kernel
+    assert callable(compiled.run)
+
+
+def _in_processes(jobs: list[Callable[[], Any]]) -> None:
+    count = min(8, os.cpu_count() or 1, len(jobs))
+    if count < 2 or not hasattr(os, "fork"):
+        return
+    children = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: see above
+        for number in range(count):
+            child = os.fork()
+            if child == 0:
+                _work_and_exit(jobs[number::count])
+            children.append(child)
+    _wait_for(children)
+
+
+def _work_and_exit(jobs: list[Callable[[], Any]]) -> None:
+    try:
+        gc.disable()  # collecting here what belongs to CUDA would call it
+        for job in jobs:
+            job()
+    finally:
+        os._exit(0)  # whatever is missing is compiled by the parent, which also tells what is wrong with it
+
+
+def _wait_for(children: list[int]) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while children and time.monotonic() < deadline:
+        children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
+        time.sleep(0.005)
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, 9)
+        os.waitpid(child, 0)

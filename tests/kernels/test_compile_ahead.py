@@ -1,0 +1,53 @@
+"""Jobs run in processes of their own first, and here in any case."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ostinato.kernels import compile_ahead
+
+
+def test_every_job_runs_in_a_child_and_then_here(tmp_path: Path) -> None:
+    collector = compile_ahead._Collector()
+
+    def job(name: str) -> int:
+        (tmp_path / f"{name}.{os.getpid()}").touch()
+        return os.getpid()
+
+    futures = [collector.submit(job, str(number)) for number in range(5)]
+    assert not any(future.done() for future in futures)
+    collector.run()
+    here = os.getpid()
+    assert [future.result() for future in futures] == [here] * 5
+    for number in range(5):
+        pids = {int(file.suffix[1:]) for file in tmp_path.glob(f"{number}.*")}
+        assert here in pids
+        assert len(pids) == 2, "one child did it too"
+
+
+def test_a_job_that_fails_fails_here(tmp_path: Path) -> None:
+    collector = compile_ahead._Collector()
+    futures = [collector.submit(int, "x"), collector.submit(int, "7")]
+    collector.run()
+    with pytest.raises(ValueError, match="invalid literal"):
+        futures[0].result()
+    assert futures[1].result() == 7
+
+
+def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_ahead, "_PATIENCE_SECONDS", 0.3)
+    here = os.getpid()
+
+    def hang_in_a_child() -> str:
+        while os.getpid() != here:
+            time.sleep(1)
+        return "done"
+
+    collector = compile_ahead._Collector()
+    futures = [collector.submit(hang_in_a_child), collector.submit(hang_in_a_child)]
+    started = time.monotonic()
+    collector.run()
+    assert time.monotonic() - started < 20
+    assert [future.result() for future in futures] == ["done", "done"]
