@@ -31,8 +31,19 @@ class TinyModel:
 
         config = getattr(transformers, f"{family}Config")(**{**TINY, **fields})
         torch.manual_seed(11)
-        self.reference = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
-        self.reference.save_pretrained(directory)
+        reference = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+        reference.save_pretrained(directory)
+        self._keep(directory, reference)
+
+    @classmethod
+    def saved(cls, directory: Path, reference: Any) -> "TinyModel":
+        """One that is in `directory` already."""
+        model = cls.__new__(cls)
+        model._keep(directory, reference)
+        return model
+
+    def _keep(self, directory: Path, reference: Any) -> None:
+        self.reference = reference
         self.directory = str(directory)
         self.greedy = lru_cache(maxsize=None)(self._greedy)
 
@@ -47,11 +58,13 @@ class TinyModel:
         return ids[len(prompt) :]
 
 
-def prompts_of(lengths: Sequence[int], seed: int = 5) -> list[dict[str, list[int]]]:
+def prompts_of(
+    lengths: Sequence[int], seed: int = 5, vocabulary: int = TINY["vocab_size"]
+) -> list[dict[str, list[int]]]:
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        {"prompt_token_ids": torch.randint(0, 131, (length,), generator=generator).tolist()}
+        {"prompt_token_ids": torch.randint(0, vocabulary, (length,), generator=generator).tolist()}
         for length in lengths
     ]
 

@@ -1,6 +1,8 @@
 """What cannot be served is refused with a clear error, and the others are served."""
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,118 +10,290 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.loading import ModelLoadError
 from ostinato.engine.sampling_params import RequestError, SamplingParams
-from ostinato.graphs import ConfigError
 
-from .conftest import TINY, TinyModel, prompts_of
+from .conftest import TinyModel, prompts_of
 from .test_engine_greedy import GREEDY, SMALL, TOKENS, assert_all_back
 
+GOOD = prompts_of((5, 20, 33))
 
-def test_a_bad_request_does_not_disturb_the_others(tiny: TinyModel) -> None:
-    good = prompts_of((5, 20))
-    bad: list[tuple[Any, str]] = [
-        (prompts_of((64,))[0], "cannot fit, the model length is 64"),
-        ({"prompt_token_ids": [1, 131]}, "token id 131 is outside the model's vocabulary of 131"),
-        ({"prompt_token_ids": [-1]}, "at least 0"),
-        ({"prompt_token_ids": []}, "the prompt is empty"),
-        ({"prompt_token_ids": ["x"]}, "list of integers"),
-        ("text", "no tokenizer"),
-        (17, "a prompt is a text or"),
-    ]
+
+@pytest.fixture(scope="module")
+def llm(tiny_text: TinyModel) -> Iterator[LLM]:
+    with LLM(tiny_text.directory, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def served_from_graphs(llm: LLM) -> Iterator[None]:
+    """Errors run nothing eagerly and leave nothing behind."""
+    before = llm.graph_report().replays
+    yield
+    assert_all_back(llm)
+    assert llm.graph_report().eager_steps == {}
+    assert llm.graph_report().replays >= before
+
+
+def right(model: TinyModel, prompt: dict[str, list[int]]) -> list[int]:
+    return model.greedy(tuple(prompt["prompt_token_ids"]), TOKENS)
+
+
+def assert_refused_alone(
+    llm: LLM, model: TinyModel, prompt: Any, message: str, params: SamplingParams = GREEDY
+) -> None:
+    """The error says so; others before, beside and after it in the same call and in the next are right."""
+    earlier = llm.engine.add(GOOD[2], GREEDY)
+    for _ in range(4):
+        llm.engine.step()
+    outputs = llm.generate([GOOD[0], prompt, GOOD[1]], [GREEDY, params, GREEDY])
+    assert outputs[0].outputs[0].token_ids == right(model, GOOD[0])
+    assert outputs[2].outputs[0].token_ids == right(model, GOOD[1])
+    assert message in (outputs[1].error or "no error"), outputs[1]
+    assert outputs[1].finished
+    assert [completion.finish_reason for completion in outputs[1].outputs] == ["error"]
+    assert outputs[1].outputs[0].token_ids == []
+    while not earlier.finished:
+        llm.engine.step()
+    assert earlier.outputs[0].token_ids == right(model, GOOD[2])
+    if isinstance(prompt, str | dict):  # one prompt, not a list of them: the error is raised
+        with pytest.raises(RequestError) as raised:
+            llm.generate(prompt, params)
+        assert message in str(raised.value)
+    [after] = llm.generate(GOOD[:1], GREEDY)
+    assert after.outputs[0].token_ids == right(model, GOOD[0])
+
+
+BAD_PROMPTS: dict[str, tuple[Any, str]] = {
+    "too-long": (prompts_of((64,))[0], "a prompt of 64 tokens and at least one more cannot fit, the model "),
+    "far-too-long": (prompts_of((3000,))[0], "the model length is 64: raise max_model_len"),
+    "no-tokens": ({"prompt_token_ids": []}, "the prompt is empty, at least one token is needed"),
+    "no-text": ("", "the prompt is empty, at least one token is needed"),
+    "above-the-vocabulary": (
+        {"prompt_token_ids": [1, 131]},
+        "token id 131 is outside the model's vocabulary of 131",
+    ),
+    "far-above": ({"prompt_token_ids": [2**40]}, "prompt_token_ids must be token ids"),
+    "negative": ({"prompt_token_ids": [4, -1]}, "integers of at least 0"),
+    "not-numbers": ({"prompt_token_ids": ["x"]}, "must be a list of integers"),
+    "nested": ({"prompt_token_ids": [[1, 2]]}, "must be a list of integers"),
+    "no-list": ({"prompt_token_ids": None}, "must be a list of integers"),
+    "no-known-key": ({"text": "Hello"}, "a prompt is a text or {'prompt_token_ids': [...]}"),
+    "a-number": (17, "a prompt is a text or"),
+    "nothing": (None, "a prompt is a text or"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_a_bad_prompt(llm: LLM, tiny_text: TinyModel, name: str) -> None:
+    prompt, message = BAD_PROMPTS[name]
+    assert_refused_alone(llm, tiny_text, prompt, message)
+
+
+IDS_TAKEN_FOR_OTHERS = pytest.mark.xfail(
+    strict=True, reason="bug: text_engine._checked_ids and _encoded convert instead of refusing"
+)
+
+
+@IDS_TAKEN_FOR_OTHERS
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt_token_ids": "123"}, "list of integers"),
+        ({"prompt_token_ids": [1.7]}, "list of integers"),
+        ({"prompt_token_ids": ["12"]}, "list of integers"),
+        ({"prompt": None}, "a prompt is a text"),
+        ({"prompt": 5}, "a prompt is a text"),
+    ],
+    ids=["text", "fraction", "digits", "prompt-none", "prompt-number"],
+)
+def test_what_only_resembles_a_prompt(
+    llm: LLM, tiny_text: TinyModel, prompt: dict[str, Any], message: str
+) -> None:
+    assert_refused_alone(llm, tiny_text, prompt, message)
+
+
+BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature": ({"temperature": -0.1}, "temperature must be a number of at least 0, not -0.1"),
+    "temperature-nan": ({"temperature": float("nan")}, "temperature must be a number of at least 0"),
+    "top_p-above": ({"top_p": 1.01}, "top_p must be above 0 and at most 1, not 1.01"),
+    "top_p-zero": ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
+    "top_k": ({"top_k": -2}, "top_k must be"),
+    "min_p": ({"min_p": 1.5}, "min_p must be from 0 to 1"),
+    "max_tokens": ({"max_tokens": 0}, "max_tokens must be an integer of at least 1"),
+    "min_tokens": ({"min_tokens": 20, "max_tokens": 9}, "min_tokens (20) is above max_tokens (9)"),
+    "n": ({"n": 0}, "n must be an integer of at least 1"),
+    "repetition": ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
+    "presence": ({"presence_penalty": 2.5}, "presence_penalty must be from -2 to 2"),
+    "logprobs": ({"logprobs": 21}, "logprobs must be 0 to 20"),
+    "stop": ({"stop": [""]}, "a stop string must be a text that is not empty"),
+    "logit_bias": ({"logit_bias": {3: 101.0}}, "logit_bias of token 3 must be from -100 to 100"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARAMS)
+def test_bad_parameters_while_others_are_served(llm: LLM, tiny_text: TinyModel, name: str) -> None:
+    fields, message = BAD_PARAMS[name]
+    output = llm.engine.add(GOOD[1], GREEDY)
+    llm.engine.step()
+    with pytest.raises(RequestError) as raised:
+        llm.generate(GOOD[:1], SamplingParams(**fields))
+    assert message in str(raised.value)
+    while not output.finished:
+        llm.engine.step()
+    assert output.outputs[0].token_ids == right(tiny_text, GOOD[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {200: 1.0}}, "logit_bias of token 200: the vocabulary ends at 130"),
+        ({"logit_bias": dict.fromkeys(range(600), 1.0)}, "logit_bias names 600 tokens, 512 are possible"),
+        ({"min_tokens": 2, "stop_token_ids": list(range(13))}, "at most 12 stop tokens"),
+    ],
+    ids=["bias-outside", "too-many-biases", "too-many-stops"],
+)
+def test_parameters_that_this_engine_cannot_serve(
+    llm: LLM, tiny_text: TinyModel, fields: dict[str, Any], message: str
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, **fields)
+    assert_refused_alone(llm, tiny_text, GOOD[0], message, params)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e39},
+        {"temperature": 1e39, "min_tokens": 9, "top_p": 0.5},
+        {"temperature": 1e-300},
+        {"temperature": 0, "repetition_penalty": 1e39},
+        {"temperature": 1.0, "repetition_penalty": 1e-300},
+        {"top_p": 5e-324, "min_p": 5e-324, "top_k": 10**12},
+        {"seed": -(2**63), "max_tokens": 2**62},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_extreme_numbers_hurt_nobody_else(llm: LLM, tiny_text: TinyModel, fields: dict[str, Any]) -> None:
+    """Refused, or served with tokens of the vocabulary; never at the cost of others."""
+    try:
+        extreme = SamplingParams(**{"max_tokens": TOKENS, **fields})
+    except RequestError:
+        llm.generate(GOOD[:1], GREEDY)
+        return
+    outputs = llm.generate(GOOD, [GREEDY, extreme, GREEDY])
+    assert outputs[0].outputs[0].token_ids == right(tiny_text, GOOD[0])
+    assert outputs[2].outputs[0].token_ids == right(tiny_text, GOOD[2])
+    assert outputs[1].error is None
+    assert all(0 <= token < 131 for token in outputs[1].outputs[0].token_ids)
+    assert outputs[1].outputs[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.xfail(
+    strict=True, reason="bug: min_tokens overflows int32 inside schedule(); the engine never recovers"
+)
+def test_a_huge_min_tokens_does_not_kill_the_engine(tiny_text: TinyModel) -> None:
+    llm = LLM(tiny_text.directory, **SMALL)
+    try:
+        huge = SamplingParams(temperature=0, max_tokens=None, min_tokens=2**40)
+    except RequestError:
+        return
+    outputs = llm.generate([GOOD[0], GOOD[1]], [GREEDY, huge])
+    assert outputs[0].outputs[0].token_ids == right(tiny_text, GOOD[0])
+    assert outputs[1].finished
+    llm.close()
+
+
+def test_parameters_are_one_or_as_many_as_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 sampling parameters were given for 1"):
+        llm.generate(GOOD[:1], [GREEDY, GREEDY])
+
+
+def test_text_for_a_model_without_a_tokenizer(tiny: TinyModel) -> None:
     with LLM(tiny.directory, **SMALL) as llm:
-        outputs = llm.generate([good[0], *(prompt for prompt, _ in bad), good[1]], GREEDY)
-        for prompt, output in zip(good, [outputs[0], outputs[-1]], strict=True):
-            assert output.outputs[0].token_ids == tiny.greedy(tuple(prompt["prompt_token_ids"]), TOKENS)
-        for (prompt, message), output in zip(bad, outputs[1:-1], strict=True):
-            assert output.error is not None
-            assert message in output.error
-            assert output.outputs[0].finish_reason == "error"
-            if not isinstance(prompt, int):
-                with pytest.raises(RequestError, match=r"\w"):
-                    llm.generate(prompt, GREEDY)
-        with pytest.raises(RequestError, match="token 200: the vocabulary ends at 130"):
-            llm.generate(good[0], SamplingParams(logit_bias={200: 1.0}))
-        with pytest.raises(RequestError, match="this model has no tokenizer"):
-            llm.generate(good[0], SamplingParams(stop="x"))
-        with pytest.raises(RequestError, match="2 sampling parameters were given for 1"):
-            llm.generate(good[:1], [GREEDY, GREEDY])
-        assert_all_back(llm)
-    with pytest.raises(RequestError, match="closed"):
-        llm.generate(good)
+        assert_refused_alone(llm, tiny, "Hello", "no tokenizer: give {'prompt_token_ids': [...]}")
+        stops = SamplingParams(temperature=0, max_tokens=TOKENS, stop="x")
+        assert_refused_alone(llm, tiny, GOOD[0], "this model has no tokenizer", stops)
+        assert llm.graph_report().eager_steps == {}
+
+
+def test_a_prompt_that_the_cache_cannot_hold(tiny: TinyModel) -> None:
+    with LLM(tiny.directory, **{**SMALL, "num_pages": 4}) as llm:
+        message = "the KV cache holds 48 tokens in all: give it more memory or shorten the prompt"
+        assert_refused_alone(llm, tiny, prompts_of((48,))[0], message)
+        [longest] = llm.generate(prompts_of((47,)), GREEDY)
+        assert len(longest.outputs[0].token_ids) == 1
+        assert longest.outputs[0].finish_reason == "length"
+
+
+def test_a_closed_engine_says_so(tiny: TinyModel) -> None:
+    with LLM(tiny.directory, **SMALL) as llm:
+        pass
+    for call in (lambda: llm.generate(GOOD), lambda: llm.embed(GOOD), lambda: next(llm.stream(GOOD[0]))):
+        with pytest.raises(RequestError, match="this LLM is closed"):
+            call()
+    llm.close()  # a second time does nothing
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, llm: LLM, error: BaseException, at: int = 2) -> None:
+    """The device fails in the middle of the third step from now."""
+    runner = llm.engine.core.runner
+    run, calls = runner.run, iter(range(10_000))
+
+    def run_or_fail(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(calls) == at:
+            raise error
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "run", run_or_fail)
 
 
 def test_a_failing_step_ends_its_requests_and_the_next_ones_are_served(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(tiny.directory, **SMALL) as llm:
-        runner = llm.engine.core.runner
-        run, calls = runner.run, iter(range(100))
-
-        def fail_once(inputs: Any) -> torch.Tensor:
-            if next(calls) == 2:
-                raise RuntimeError("the device fell off the bus")
-            return run(inputs)
-
-        monkeypatch.setattr(runner, "run", fail_once)
-        prompts = prompts_of((5, 20))
-        outputs = llm.generate(prompts, GREEDY)
-        assert any("fell off the bus" in (output.error or "") for output in outputs)
-        assert all(output.finished for output in outputs)
-        [output] = llm.generate(prompts[0], GREEDY)
-        assert output.outputs[0].token_ids == tiny.greedy(tuple(prompts[0]["prompt_token_ids"]), TOKENS)
-        assert_all_back(llm)
+    for ahead in (0, 1):
+        with LLM(tiny.directory, steps_ahead=ahead, **SMALL) as llm:
+            fail_once(monkeypatch, llm, RuntimeError("the device fell off the bus"))
+            outputs = llm.generate(GOOD[:2], GREEDY)
+            assert any("fell off the bus" in (output.error or "") for output in outputs)
+            assert all(output.finished for output in outputs)
+            [output] = llm.generate(GOOD[:1], GREEDY)
+            assert output.outputs[0].token_ids == right(tiny, GOOD[0])
+            assert_all_back(llm)
 
 
-def test_abort_returns_what_there_is(tiny: TinyModel) -> None:
-    with LLM(tiny.directory, **SMALL) as llm:
-        engine = llm.engine
-        output = engine.add(prompts_of((5,))[0], SamplingParams(temperature=0, max_tokens=50), "mine")
-        with pytest.raises(RequestError, match="served already"):
-            engine.add(prompts_of((5,))[0], GREEDY, "mine")
-        for _ in range(4):
-            engine.step()
-        assert engine.abort("mine") is output
-        assert engine.abort("mine") is None
-        assert output.outputs[0].finish_reason == "abort"
-        assert len(output.outputs[0].token_ids) == 4
-        assert_all_back(llm)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_modle_len": 5}, "did you mean max_model_len"),
-        ({"max_model_len": 4096}, "beyond the model's own limit of 128"),
-        ({"cuda_graph_mode": "fast"}, "unknown graph mode"),
-        ({"dtype": "int8"}, "unknown dtype"),
-        ({"num_pages": 1}, "at least 2 pages"),
-        ({"device": "abacus"}, "unknown device"),
-        ({"steps_ahead": 2}, "0 or 1"),
-        ({"cuda_graph_bs": [1, 99]}, "at most 16 requests ever run"),
-        ({"cuda_graph_bs": [1], "cuda_graph_max_bs": 2}, "not both"),
-        ({"attention_backend": "flash"}, "unknown attention backend"),
-    ],
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("not ours")], ids=["interrupt", "bug"])
+@pytest.mark.xfail(
+    strict=True, reason="bug: EngineCore.step leaves the scheduled step in flight for other exceptions"
 )
-def test_bad_options_are_refused(tiny: TinyModel, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ConfigError, ModelLoadError), match=message):
-        LLM(tiny.directory, **options)
+def test_after_an_interrupt_the_engine_goes_on(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Ctrl-C in a notebook: the call ends, nothing of it stays behind, the next one is served."""
+    with LLM(tiny.directory, **SMALL) as llm:
+        fail_once(monkeypatch, llm, error)
+        with pytest.raises(type(error)):
+            llm.generate(GOOD[:2], GREEDY)
+        [output] = llm.generate(GOOD[:1], GREEDY)
+        assert output.outputs[0].token_ids == right(tiny, GOOD[0])
+        assert_all_back(llm)
 
 
-def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"config\.json"):
-        LLM(str(tmp_path))
-    config = {**TINY, "architectures": ["GPT2LMHeadModel"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match="GPT2LMHeadModel is not supported; supported are Llama"):
-        LLM(str(tmp_path))
-
-
-def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, "architectures": ["LlamaForCausalLM"]}))
-    with LLM(str(tmp_path), load_format="dummy", **SMALL) as llm:
-        [output] = llm.generate(prompts_of((5,)), GREEDY)
-        assert len(output.outputs[0].token_ids) == TOKENS
-        memory = llm.memory_report()
-        assert set(memory) == {"weights", "kv", "inputs", "outputs", "sampling", "graphs"}
-        assert all(size > 0 for size in memory.values())
+@pytest.mark.xfail(strict=True, reason="bug: LLM.chat renders all conversations before it serves any")
+def test_a_conversation_that_its_template_refuses_does_not_disturb_the_others(
+    tiny_text: TinyModel, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_text.directory, directory)
+    template = "{% for m in messages %}{% if m['role'] == 'pirate' %}{{ raise_exception('no pirates') }}"
+    template += "{% endif %}{{ m['content'] }}<|turn|>{% endfor %}"
+    config = {"eos_token": "<|end|>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    polite = [{"role": "user", "content": "Hello"}]
+    with LLM(str(directory), **SMALL) as llm:
+        [alone] = llm.chat(polite, GREEDY)
+        with pytest.raises(RequestError, match="no pirates"):
+            llm.chat([{"role": "pirate", "content": "Arr"}], GREEDY)
+        outputs = llm.chat([polite, [{"role": "pirate", "content": "Arr"}], polite], GREEDY)
+        assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
+        assert outputs[0].outputs[0].token_ids == alone.outputs[0].token_ids
+        assert "no pirates" in (outputs[1].error or "")

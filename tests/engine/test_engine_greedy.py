@@ -1,14 +1,21 @@
-"""Greedy output equals that of transformers, token for token, however the work is cut up and run."""
+"""Greedy output equals that of transformers, token for token, however the work is cut up and run.
 
+Every test also says which graph serves how many steps (`expected_steps`), so none passes by running eagerly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from models.small_models import FAMILIES, saved_model
 from ostinato.engine.llm import LLM
 from ostinato.engine.sampling_params import SamplingParams
 
 from .conftest import TinyModel, prompts_of
+from .expected_steps import Setup, computed_tokens, sampling_of, service_of
 
 LENGTHS = (3, 21, 1, 40, 17)
 TOKENS = 12
@@ -29,6 +36,7 @@ MODES = {
     "full-decode-only": ({"full"}, {"mixed-batch"}),
     "full-and-piecewise": ({"full", "piecewise"}, set()),
 }
+WHOLE = Setup(token_rungs=(16, 64), chunked=False)
 
 
 def served(llm: LLM) -> tuple[set[str], set[str]]:
@@ -38,14 +46,29 @@ def served(llm: LLM) -> tuple[set[str], set[str]]:
     return {row.mode for row in report.graphs if row.replays}, set(report.eager_steps)
 
 
-def assert_right(llm: LLM, model: TinyModel, prompts: list[dict[str, list[int]]], **how: Any) -> None:
+def assert_right(llm: LLM, model: TinyModel, prompts: list[dict[str, list[int]]]) -> None:
     outputs = llm.generate(prompts, GREEDY)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.error is None
         assert output.prompt_token_ids == prompt["prompt_token_ids"]
-        assert output.outputs[0].token_ids == model.greedy(tuple(prompt["prompt_token_ids"]), TOKENS), how
+        assert output.outputs[0].token_ids == model.greedy(tuple(prompt["prompt_token_ids"]), TOKENS)
         assert output.outputs[0].finish_reason == "length"
     assert_all_back(llm)
+
+
+def assert_right_and_replayed(
+    llm: LLM,
+    setup: Setup,
+    model: TinyModel,
+    prompts: list[dict[str, list[int]]],
+    cached: Sequence[int] | None = None,
+) -> None:
+    """The tokens of transformers, from exactly the graphs, as often, and eagerly for exactly the reasons."""
+    before, before_sampling = service_of(llm), sampling_of(llm)
+    assert_right(llm, model, prompts)
+    steps = setup.steps([len(prompt["prompt_token_ids"]) for prompt in prompts], TOKENS, cached)
+    assert service_of(llm).since(before) == setup.service(steps)
+    assert sampling_of(llm).since(before_sampling) == setup.sampling(steps)
 
 
 def assert_all_back(llm: LLM) -> None:
@@ -54,69 +77,84 @@ def assert_all_back(llm: LLM) -> None:
     assert not llm.engine.has_work
     scheduler.check_integrity()
     assert scheduler.pages.num_free == scheduler.pages.num_usable
-    runner = llm.engine.core.runner
-    assert not runner.page_table[0].any()
-    assert runner.last_tokens[0] == 0
+
+
+def found_in_cache(prompts: list[dict[str, list[int]]]) -> list[int]:
+    """Tokens of the full pages before each prompt's last token."""
+    return [(len(prompt["prompt_token_ids"]) - 1) // 16 * 16 for prompt in prompts]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
-def test_every_mode_batched_and_one_by_one(tiny: TinyModel, mode: str, chunked: bool) -> None:
-    options = {**SMALL, "enable_chunked_prefill": chunked}
-    if not chunked:
-        options["cuda_graph_prefill_tokens"] = [16, 64]
-    with LLM(tiny.directory, cuda_graph_mode=mode, **options) as llm:
+@pytest.mark.parametrize("setup", [Setup(), WHOLE], ids=["chunked", "whole"])
+def test_every_mode_batched_and_one_by_one(tiny: TinyModel, mode: str, setup: Setup) -> None:
+    setup = replace(setup, mode=mode)
+    with LLM(tiny.directory, **setup.options) as llm:
         prompts = prompts_of(LENGTHS)
-        assert_right(llm, tiny, prompts, batched=True)
-        replayed, reasons = served(llm)
-        assert (replayed, reasons) == MODES[mode]
-        # The same prompts again: their full pages are found in the prefix cache.
-        for prompt in prompts:
-            [output] = llm.generate([prompt], GREEDY)
-            assert output.outputs[0].token_ids == tiny.greedy(tuple(prompt["prompt_token_ids"]), TOKENS)
-            assert output.num_cached_tokens == (len(prompt["prompt_token_ids"]) - 1) // 16 * 16
-        assert_all_back(llm)
+        assert_right_and_replayed(llm, setup, tiny, prompts)
+        # The same prompts again, one by one, then together: their full pages are in the prefix cache.
+        for prompt, hit in zip(prompts, found_in_cache(prompts), strict=True):
+            assert_right_and_replayed(llm, setup, tiny, [prompt], [hit])
+        assert_right_and_replayed(llm, setup, tiny, prompts, found_in_cache(prompts))
         assert served(llm) == MODES[mode]
-        assert llm.engine.core.sampler is not None
-        assert set(llm.sampling_report().eager_steps) == ({"disabled"} if mode == "none" else set())
 
 
-@pytest.mark.parametrize(
-    ("mode", "ahead", "caching"),
-    [
-        ("none", 0, True),
-        ("full", 1, False),
-        ("full", 0, True),
-        ("full-and-piecewise", 0, False),
-        ("full-and-piecewise", 1, True),
-    ],
-)
-def test_preemption_changes_nothing(tiny: TinyModel, mode: str, ahead: int, caching: bool) -> None:
-    few = {**SMALL, "num_pages": 7, "steps_ahead": ahead, "enable_prefix_caching": caching}
-    with LLM(tiny.directory, cuda_graph_mode=mode, **few) as llm:
-        assert_right(llm, tiny, prompts_of((30, 28, 31, 14, 29), seed=8))
-        assert llm.engine.core.scheduler.num_preemptions > 0
-        assert served(llm)[1] == MODES[mode][1]
+@pytest.mark.parametrize("mode", ["none", "full", "full-and-piecewise"])
+def test_without_prefix_caching_everything_is_computed_again(tiny: TinyModel, mode: str) -> None:
+    setup = Setup(mode=mode, caching=False)
+    with LLM(tiny.directory, **setup.options) as llm:
+        for _ in range(2):
+            assert_right_and_replayed(llm, setup, tiny, prompts_of((40, 33, 5)))
+        [output] = llm.generate(prompts_of((40,)), GREEDY)
+        assert output.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_step_ahead(tiny: TinyModel, mode: str) -> None:
-    with LLM(tiny.directory, cuda_graph_mode=mode, steps_ahead=1, **SMALL) as llm:
-        assert_right(llm, tiny, prompts_of(LENGTHS))
+    setup = Setup(mode=mode, ahead=1)
+    with LLM(tiny.directory, **setup.options) as llm:
+        assert_right_and_replayed(llm, setup, tiny, prompts_of(LENGTHS))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_preemption_changes_nothing(tiny: TinyModel, mode: str) -> None:
+    setup = Setup(mode=mode, pages=7, caching=False)
+    prompts = prompts_of((30, 28, 31, 14, 29), seed=8)
+    with LLM(tiny.directory, **setup.options) as llm:
+        assert_right_and_replayed(llm, setup, tiny, prompts)
+        assert llm.engine.core.scheduler.num_preemptions > 0
+        if not MODES[mode][1]:
+            once = sum(len(prompt["prompt_token_ids"]) + TOKENS - 1 for prompt in prompts)
+            assert computed_tokens(llm) > once, "a preempted request is computed again"
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "full-and-piecewise"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_preemption_with_prefix_hits_and_one_step_ahead(tiny: TinyModel, mode: str, ahead: int) -> None:
+    setup = Setup(mode=mode, pages=7, ahead=ahead)
+    with LLM(tiny.directory, **setup.options) as llm:
+        first, *others = prompts_of((30, 28, 31, 14, 29), seed=8)
+        beginning = first["prompt_token_ids"][:16]
+        prompts = [first, *({"prompt_token_ids": beginning + it["prompt_token_ids"][16:]} for it in others)]
+        outputs = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
+        turns = 0
+        while llm.engine.has_work:
+            llm.engine.step()
+            turns += 1
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.outputs[0].token_ids == tiny.greedy(tuple(prompt["prompt_token_ids"]), TOKENS)
+        scheduler = llm.engine.core.scheduler
+        assert scheduler.num_preemptions > 0
+        assert scheduler.pages.statistics.hit_tokens > 0
+        # Every turn launches a step; one step ahead, a turn may also wait for the last one alone.
+        assert turns - len(prompts) * ahead <= service_of(llm).steps <= turns - ahead
         assert served(llm) == MODES[mode]
-
-
-def test_prefix_hits_can_be_turned_off(tiny: TinyModel) -> None:
-    with LLM(tiny.directory, enable_prefix_caching=False, **SMALL) as llm:
-        for _ in range(2):
-            outputs = llm.generate(prompts_of((40,)), GREEDY)
-            assert outputs[0].num_cached_tokens == 0
+        assert_all_back(llm)
 
 
 def test_padded_decode_counts_its_padding(tiny: TinyModel) -> None:
-    options = {**SMALL, "cuda_graph_bs": [4]}
-    with LLM(tiny.directory, cuda_graph_mode="full-decode-only", **options) as llm:
-        assert_right(llm, tiny, prompts_of((5, 6, 4)))
+    setup = Setup(mode="full-decode-only", decode_rungs=(4,))
+    with LLM(tiny.directory, **setup.options) as llm:
+        assert_right_and_replayed(llm, setup, tiny, prompts_of((5, 6, 4)))
         [decode] = [row for row in llm.graph_report().graphs if row.num_tokens == 4]
         assert decode.replays == TOKENS - 1
         assert decode.padding_waste == pytest.approx(0.25)
@@ -125,21 +163,28 @@ def test_padded_decode_counts_its_padding(tiny: TinyModel) -> None:
 @pytest.mark.parametrize(
     ("options", "reasons"),
     [
-        ({"disable_cuda_graph": True}, {"disabled"}),
-        ({"cuda_graph_mode": "full-decode-only", "cuda_graph_max_bs": 2}, {"mixed-batch", "larger-than-max"}),
-        ({"cuda_graph_max_bs": 2}, set()),
+        ({"disable_cuda_graph": True}, {"disabled": TOKENS + 1}),
+        (
+            {"cuda_graph_mode": "full-decode-only", "cuda_graph_max_bs": 2},
+            {"mixed-batch": 2, "larger-than-max": TOKENS - 2},
+        ),
+        ({"cuda_graph_max_bs": 2}, {}),
         (
             {"cuda_graph_mode": "full-decode-only", "cuda_graph_bs": [4], "disable_cuda_graph_padding": True},
-            {"mixed-batch", "padding-disabled"},
+            {"mixed-batch": 2, "padding-disabled": TOKENS - 1},
         ),
     ],
 )
 def test_what_has_no_graph_runs_eagerly_and_says_why(
-    tiny: TinyModel, options: dict[str, Any], reasons: set[str]
+    tiny: TinyModel, options: dict[str, Any], reasons: dict[str, int]
 ) -> None:
     with LLM(tiny.directory, **SMALL, **options) as llm:
+        # 18 tokens of prompt in steps of 16: all of the first two and most of the third; then its rest
+        # beside two decodes; then three decodes together; then the third one's last token alone.
         assert_right(llm, tiny, prompts_of((5, 6, 7)))
-        assert served(llm)[1] == reasons
+        service = service_of(llm)
+        assert service.eager == reasons
+        assert service.steps == TOKENS + 1
 
 
 @pytest.mark.parametrize(
@@ -153,13 +198,32 @@ def test_what_has_no_graph_runs_eagerly_and_says_why(
 def test_families(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
     model = TinyModel(tmp_path, family, **fields)
     for mode in ("full", "full-and-piecewise"):
-        with LLM(model.directory, cuda_graph_mode=mode, **SMALL) as llm:
-            assert_right(llm, model, prompts_of(LENGTHS))
-            assert served(llm) == MODES[mode]
+        setup = Setup(mode=mode)
+        with LLM(model.directory, **setup.options) as llm:
+            assert_right_and_replayed(llm, setup, model, prompts_of(LENGTHS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_every_mode(tmp_path: Path, family: str) -> None:
+    """Tied or not, biases, windows on some layers, every rope; norms and biases random too."""
+    reference = saved_model(family, tmp_path, eos_token_id=None, bos_token_id=None)
+    model = TinyModel.saved(tmp_path, reference)
+    prompts = prompts_of(LENGTHS, vocabulary=reference.config.vocab_size)
+    for mode in MODES:
+        setup = Setup(mode=mode)
+        with LLM(model.directory, **setup.options) as llm:
+            assert_right_and_replayed(llm, setup, model, prompts)
+            assert_right_and_replayed(llm, setup, model, prompts, found_in_cache(prompts))
 
 
 def test_a_prompt_many_times_the_ladder_has_no_eager_step(tiny: TinyModel) -> None:
-    options = {**SMALL, "max_model_len": 128}
-    with LLM(tiny.directory, **options) as llm:
-        assert_right(llm, tiny, prompts_of((100,)))
-        assert llm.graph_report().eager_steps == {}
+    setup = Setup(length=128)
+    with LLM(tiny.directory, **setup.options) as llm:
+        assert_right_and_replayed(llm, setup, tiny, prompts_of((100,)))
+        # 6 chunks of 16, one of 4, then a token at a time.
+        assert service_of(llm).replays == {
+            ("piecewise", "mixed", 16): 6,
+            ("piecewise", "mixed", 8): 1,
+            ("full", "decode", 1): TOKENS - 1,
+        }

@@ -187,19 +187,6 @@ def test_chat_applies_the_template(llm: LLM) -> None:
     )
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_embeddings_are_those_of_transformers(llm: LLM, tiny_text: TinyModel, pooling: str) -> None:
-    prompts = prompts_of((7, 40, 1))
-    before = llm.graph_report().replays
-    for prompt, output in zip(prompts, llm.embed(prompts, pooling=pooling), strict=True):
-        states = tiny_text.reference.model(torch.tensor([prompt["prompt_token_ids"]])).last_hidden_state[0]
-        expected = states[-1] if pooling == "last" else states.mean(0)
-        found = torch.tensor(output.embedding)
-        assert torch.cosine_similarity(found, expected, dim=0) > 0.9999
-        assert found.norm() == pytest.approx(1.0)
-    assert llm.graph_report().replays > before
-
-
 def test_eager_sampling_steps_of_every_kind_are_in_the_report(tiny: TinyModel) -> None:
     with LLM(tiny.directory, **{**SMALL, "cuda_graph_mode": "none"}) as eager:
         for params in ({"temperature": 0}, {"temperature": 1.0}, {"top_k": 3}, {"logprobs": 1}):

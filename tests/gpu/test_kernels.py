@@ -142,17 +142,18 @@ def test_one_graph_serves_any_lengths_of_its_rung(device, backend, name):
 
 
 def test_attention_of_a_request_does_not_depend_on_its_company(device):
-    """Bitwise: splits begin at the same places whatever the batch is."""
+    """Bitwise, at an equal number of tokens: where splits begin follows from the request alone."""
     case = poisoned_case(device, "decode", QWEN2, torch.bfloat16)
     out = step(case, "triton")
-    batch = case.batch
-    fields = ("req_rows", "seq_lens", "query_starts", "query_lens")
-    for request in range(len(case.lengths.seq_lens)):
-        alone = dataclasses.replace(
-            batch, **{field: getattr(batch, field)[request : request + 1] for field in fields}
+    for token in range(case.num_real_tokens):
+        others = torch.arange(case.q.size(0), device=device) != token
+        batch = dataclasses.replace(
+            case.batch,
+            token_rows=case.batch.token_rows.masked_fill(others, 0),
+            positions=case.batch.positions.masked_fill(others, 0),
         )
-        again = step(dataclasses.replace(case, batch=alone), "triton")
-        assert torch.equal(again[request], out[request])
+        again = step(dataclasses.replace(case, batch=batch), "triton")
+        assert torch.equal(again[token], out[token])
 
 
 # -- sampling --------------------------------------------------------------------------------------

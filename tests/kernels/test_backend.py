@@ -30,7 +30,8 @@ def test_triton_on_a_cpu_is_refused_with_what_to_do(monkeypatch):
 
 def test_without_the_triton_package_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "ostinato.kernels.attention.triton_paged", raising=False)
+    for module in ("attention.triton_paged", "dependent_launch"):
+        monkeypatch.delitem(sys.modules, f"ostinato.kernels.{module}", raising=False)
     monkeypatch.delattr("ostinato.kernels.attention.triton_paged", raising=False)
     with pytest.raises(BackendError, match="pip install triton"):
         get_backend("triton", "cuda")

@@ -44,49 +44,110 @@ def compiled(kernel, types, constants, **options):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
 
 
+INDEX_TYPES = {"page_table": "*i32", "token_rows": "*i32", "positions": "*i64"}
+HEADS = {"num_heads": 14, "num_kv_heads": 2, "page_size": 16}
+
+
+def pointers(dtype: torch.dtype, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, POINTERS[dtype])
+
+
+def compiles(kernel, types, constants, tile=None, **options):
+    """Whether the kernel compiles; fields of `tile` are options of the launch or constants."""
+    for name, value in vars(tile).items() if tile else ():
+        (options if name in ("num_warps", "num_stages") else constants)[name] = value
+    if "dependent" in kernel.arg_names:
+        constants["dependent"] = True
+    scalars = {name: "i32" for name in kernel.arg_names if name not in types and name not in constants}
+    return compiled(kernel, {**scalars, **types}, constants, **options)
+
+
+@pytest.fixture(autouse=True)
+def _not_interpreted():
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
+
+
 @pytest.mark.parametrize(
-    ("dtype", "max_query_len", "window", "head_dim"),
-    [(torch.bfloat16, 1, 0, 128), (torch.bfloat16, 256, 64, 80), (torch.float32, 256, 0, 64)],
+    ("dtype", "num_tokens", "head_dim", "window"),
+    [(torch.bfloat16, 1, 128, 0), (torch.float32, 256, 80, 64)],
     ids=str,
 )
-def test_kernels_compile_for_hopper(dtype, max_query_len, window, head_dim):
-    from ostinato.kernels.attention import triton_paged as kernels
+def test_decode_attention_compiles_for_hopper(dtype, num_tokens, head_dim, window):
+    from ostinato.kernels.attention import decode_tiles, triton_decode, triton_heads
 
-    if kernels.INTERPRETED:
-        pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
-    num_heads, num_kv_heads, max_context = 14, 2, 4096
-    pointer = POINTERS[dtype]
-    split_len, num_splits = kernels._splits(max_query_len, max_context)
-    query_block, group_block, key_block = kernels._tile(max_query_len, num_heads // num_kv_heads, dtype)
+    tile = decode_tiles.decode_tile(dtype, num_tokens)
+    is_split = decode_tiles.num_splits_of(num_tokens, 2) > 1
     dim_block = triton.next_power_of_2(head_dim)
-    lengths = dict.fromkeys(("seq_lens", "query_starts", "query_lens"), "*i32")
-    partial = dict.fromkeys(("partial", "partial_lse"), "*fp32")
-    split = {"window": window, "split_len": split_len, "num_splits": num_splits}
-    assert compiled(
-        kernels._attend,
-        dict.fromkeys(("q", "k_cache", "v_cache", "out"), pointer)
-        | (partial if num_splits > 1 else dict.fromkeys(partial, pointer))
-        | {"page_table": "*i32", "req_rows": "*i32", **lengths, "scale": "fp32"}
-        | dict.fromkeys(("q_token_stride", "q_head_stride", "page_table_stride"), "i32"),
-        {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": 16, **split}
-        | {"query_block": query_block, "group_block": group_block, "key_block": key_block}
-        | {"dim_block": dim_block},
+    inputs = pointers(dtype, "rows", "q_norm", "k_norm", "k_cache", "v_cache", "out", "q_out")
+    types = {**inputs, **INDEX_TYPES, "rotary": "*fp32", "scale": "fp32", "eps": "fp32"}
+    types |= dict.fromkeys(("partial", "partial_lse"), "*fp32" if is_split else POINTERS[dtype])
+    shape = {**HEADS, "head_dim": head_dim, "dim_block": dim_block}
+    flags = {"window": window, "fused": True, "is_split": is_split, "has_norm": head_dim == 128}
+
+    def only(kernel, **values):
+        return {name: value for name, value in values.items() if name in kernel.arg_names}
+
+    kernel = triton_decode._decode
+    assert compiles(kernel, only(kernel, **types), {**shape, **flags, "group_block": 16}, tile)
+    if is_split:
+        kernel = triton_decode._combine
+        constants = only(kernel, **shape, **flags, split_block=32)
+        constants |= {"key_block": tile.key_block, "least_blocks": tile.least_blocks}
+        assert compiles(kernel, only(kernel, **types), constants)
+    kernel = triton_heads._prepare_heads
+    constants = {**shape, "has_norm": flags["has_norm"], "token_block": 4, "head_block": 8}
+    assert compiles(kernel, only(kernel, **types), constants)
+
+
+def test_prompt_attention_compiles_for_hopper():
+    from ostinato.kernels.attention import triton_prefill, triton_write
+
+    dtype, rows, window = torch.bfloat16, 64, 0
+    shape = {**HEADS, "head_dim": 64}
+    assert compiles(
+        triton_prefill._prefill,
+        pointers(dtype, "q", "k_cache", "v_cache", "out")
+        | dict.fromkeys(triton_prefill.INDEX_BUFFERS, "*i32")
+        | {"scale": "fp32"},
+        shape
+        | {"window": window, "query_block": rows // 8, "group_block": 8, "key_block": rows}
+        | {"dim_block": 64, "request_block": 256},
         num_warps=4,
         num_stages=2,
     )
-    if num_splits > 1:
-        assert compiled(
-            kernels._combine_splits,
-            {**partial, "out": pointer, **lengths},
-            {"num_heads": num_heads, "head_dim": head_dim, **split}
-            | {"split_block": triton.next_power_of_2(num_splits), "dim_block": dim_block},
-        )
-    strides = ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "page_table_stride")
-    assert compiled(
-        kernels._write_kv,
-        dict.fromkeys(("k", "v", "k_cache", "v_cache"), pointer)
-        | {"page_table": "*i32", "token_rows": "*i32", "positions": "*i64"}
-        | dict.fromkeys(strides, "i32"),
-        {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": 16}
-        | {"block": triton.next_power_of_2(num_kv_heads * head_dim)},
+    assert compiles(
+        triton_write._write_kv,
+        pointers(dtype, "k", "v", "k_cache", "v_cache") | INDEX_TYPES,
+        {"num_kv_heads": 2, "head_dim": 64, "page_size": 16, "block": 128},
     )
+
+
+def test_linear_layers_compile_for_hopper():
+    from ostinato.kernels.linear import tiles
+    from ostinato.kernels.linear.triton_gemv import _gemv
+    from ostinato.kernels.linear.triton_resident import _resident
+    from ostinato.kernels.linear.triton_skinny import _skinny
+
+    shape = tiles.MatrixShape(3072, 1024, gated=True)
+    sizes = {"out_features": 3072, "in_features": 1024, "gated": True, "has_bias": False}
+    flags = {"norm": True, "has_residual": False}
+    operands = pointers(torch.bfloat16, "x", "weight", "bias", "out")
+    norms = {**pointers(torch.bfloat16, "norm_weight", "residual"), "eps": "fp32"}
+    assert compiles(_gemv, operands | norms, {**sizes, **flags}, tiles.gemv_tile(shape))
+    resident = {**sizes, **flags, "tokens": tiles.RESIDENT_TOKENS}
+    assert compiles(_resident, operands | norms, resident, tiles.resident_tile(shape))
+    assert compiles(_skinny, operands, {**sizes, "prefetch": True}, tiles.skinny_tile(shape, 64))
+    assert tiles.skinny_tile(shape, 129) is None
+
+
+def test_row_kernels_compile_for_hopper():
+    from ostinato.kernels import triton_rows as kernels
+
+    operands = pointers(torch.bfloat16, "x", "residual", "weight", "normed", "total")
+    constants = {"width": 1000, "block": 1024}
+    assert compiles(kernels._add_rms_norm, {**operands, "eps": "fp32"}, {**constants, "has_residual": True})
+    assert compiles(kernels._silu_mul, pointers(torch.bfloat16, "gate_up", "out"), dict(constants))
+    found = {"best": "*fp32", "best_at": "*i32"}
+    assert compiles(kernels._best_of_block, {"x": "*fp32", **found}, dict(constants))
+    assert compiles(kernels._best_of_row, {"out": "*i64", **found}, dict(constants))

@@ -1,11 +1,15 @@
 """Runs in a process with TRITON_INTERPRET=1 (see `test_triton_interpreter`); one printed line a check."""
 
 import itertools
+from unittest.mock import patch
 
 import torch
 
+from kernels import fused_checks, small_kernel_checks
 from kernels.paged_cases import dense_attention, make_case, written_caches
-from ostinato.kernels.attention import get_backend, triton_paged
+from ostinato.kernels.attention import decode_tiles, get_backend, triton_paged
+from ostinato.kernels.linear import tiles
+from ostinato.kernels.linear.tiles import MatrixShape
 
 TRITON = get_backend("triton", "cpu")
 
@@ -14,9 +18,14 @@ BATCHES = {
     "decode": ([(40, 1), (1, 1), (33, 1)], 1),
     "mixed": ([(40, 1), (21, 19), (9, 0), (7, 7)], 24),
     "speculative": ([(40, 3), (3, 3)], 3),
-    "splits": ([(300, 1), (256, 1), (257, 1), (7, 1)], 1),
-    "split queries": ([(259, 4), (513, 2)], 4),
+    "splits": ([(300, 1), (64, 1), (257, 1), (7, 1)], 1),
 }
+PROJECTIONS = (
+    {"norm": True},
+    {"gated": True, "bias": True},
+    {"norm": True, "gated": True},
+    {"bias": True, "residual": True},
+)
 SHAPES = [(4, 4, 16), (6, 2, 24), (7, 1, 80), (2, 1, 128)]
 
 
@@ -57,18 +66,98 @@ def check_views_of_a_fused_projection() -> None:
     torch.testing.assert_close(out.double(), dense_attention(case), atol=2e-5, rtol=2e-5)
 
 
+def check_fused_attention() -> None:
+    decode = [(40, 1), (1, 1), (33, 1), (70, 1)]
+    mixed = [(40, 1), (21, 19), (9, 0), (7, 7)]
+    for heads, norm, window in [((6, 2, 24), True, None), ((4, 4, 16), False, 9), ((7, 1, 80), True, 9)]:
+        options = {"norm": norm, "window": window}
+        fused_checks.check_attend_rows("cpu", torch.float32, decode, heads, max_query_len=1, **options)
+        fused_checks.check_attend_rows("cpu", torch.float32, mixed, heads, max_query_len=24, **options)
+    fused_checks.check_attend_rows("cpu", torch.float16, decode, (4, 2, 16), max_query_len=1, norm=True)
+
+
+def check_products() -> None:
+    """Odd shapes, which no table has: given tiles for the time of the check."""
+    sizes = ((13, 40), (16, 128))
+    shapes = [MatrixShape(*size, gated) for size in sizes for gated in (False, True)]
+    resident, skinny = tiles.ResidentTile(8, 2, 32, 4), tiles.SkinnyTile(16, 8, 32, 4, 2)
+    with (
+        patch.dict(tiles._RESIDENT, dict.fromkeys(shapes, resident)),
+        patch.dict(tiles._SKINNY, dict.fromkeys(shapes, dict.fromkeys(tiles.SKINNY_TOKENS, skinny))),
+    ):
+        for out_features, in_features in sizes:
+            for flags in PROJECTIONS:
+                shape = (5, out_features, in_features)
+                fused_checks.check_projection("cpu", torch.float32, shape, **flags)
+            for flags in ({"gated": True, "bias": True}, {}):
+                shape = (19, out_features, in_features)
+                fused_checks.check_skinny("cpu", torch.float32, shape, **flags)
+
+
+def check_projections() -> None:
+    for shape in ((1, 13, 40), (1, 16, 128)):
+        for flags in PROJECTIONS:
+            fused_checks.check_projection("cpu", torch.float32, shape, **flags)
+    fused_checks.check_projection("cpu", torch.float16, (1, 24, 5000), norm=True, gated=True)
+
+
+def check_rows() -> None:
+    fused_checks.check_rows("cpu", torch.float32, 3, 40)
+    fused_checks.check_rows("cpu", torch.float16, 2, 1500)
+    fused_checks.check_argmax("cpu", torch.float32, 9000)
+
+
 def check_ops_are_declared_truthfully() -> None:
-    case = make_case([(20, 5)])
+    """Schemas: what is changed is said to be changed, and nothing else is."""
+    tests = ("test_schema", "test_faketensor")
+    case = make_case([(20, 1)])
     b = case.batch
-    torch.library.opcheck(
-        triton_paged.write_paged_kv,
-        (case.k, case.v, case.k_cache, case.v_cache, b.page_table, b.token_rows, b.positions),
+    slots = (b.page_table, b.token_rows, b.positions)
+    opcheck, ops = torch.library.opcheck, torch.ops.ostinato
+    opcheck(
+        ops.write_paged_kv.default, (case.k, case.v, case.k_cache, case.v_cache, *slots), test_utils=tests
+    )
+    opcheck(
+        ops.attend_single_tokens.default,
+        (case.q, case.k_cache, case.v_cache, *slots, case.scale, 0),
+        test_utils=tests,
     )
     lengths = (b.req_rows, b.seq_lens, b.query_starts, b.query_lens)
-    torch.library.opcheck(
-        triton_paged.paged_attention,
-        (case.q, case.k_cache, case.v_cache, b.page_table, *lengths, 5, 20, case.scale, 0),
+    opcheck(
+        ops.attend_queries.default,
+        (case.q, case.k_cache, case.v_cache, b.page_table, *lengths, case.scale, 0),
+        test_utils=tests,
     )
+    rows, rotary, weight = torch.randn(1, 8 * 16), torch.randn(32, 16), torch.randn(16)
+    prepared = (rows, rotary, weight, weight, 1e-5, case.k_cache, case.v_cache, *slots, 4)
+    opcheck(ops.prepare_heads.default, prepared, test_utils=tests)
+    opcheck(ops.attend_projected_tokens.default, (*prepared, case.scale, 0), test_utils=tests)
+    x, matrix = torch.randn(1, 16), torch.randn(8, 16)
+    projection = (x, matrix, None, weight, 1e-5, True, torch.randn(1, 4), torch.float32)
+    opcheck(ops.project_few_tokens.default, projection, test_utils=tests)
+    skinny = tiles.SkinnyTile(16, 8, 16, 4, 2)
+    with patch.dict(tiles._SKINNY, {MatrixShape(8, 16): {16: skinny}}):
+        opcheck(ops.multiply_skinny.default, (x, matrix, None, False, torch.float32), test_utils=tests)
+        opcheck(ops.multiply_into.default, (x, matrix, torch.empty(1, 8)), test_utils=tests)
+    opcheck(ops.rms_norm.default, (x, weight, 1e-5), test_utils=tests)
+    opcheck(ops.add_rms_norm.default, (x, x, weight, 1e-5), test_utils=tests)
+    opcheck(ops.silu_mul.default, (x,), test_utils=tests)
+    opcheck(ops.argmax_rows.default, (x,), test_utils=tests)
+
+
+def check_small_kernels() -> None:
+    small_kernel_checks.check_all("cpu")
+
+
+CHECKS = (
+    check_small_kernels,
+    check_views_of_a_fused_projection,
+    check_fused_attention,
+    check_projections,
+    check_products,
+    check_rows,
+    check_ops_are_declared_truthfully,
+)
 
 
 def main() -> None:
@@ -76,19 +165,21 @@ def main() -> None:
     for name, window in itertools.product(BATCHES, (None, 9)):
         check(name, (6, 2, 24), window, torch.float32)
         print(name, window)
-    for shape, name in itertools.product(SHAPES, ("decode", "mixed")):
+    check("splits", (4, 2, 16), 70, torch.float32)  # a window over several splits, not the first
+    for shape, name in zip(SHAPES, ("decode", "mixed", "decode", "mixed"), strict=True):
         check(name, shape, None, torch.float32)
         print(name, shape)
-    for name in ("decode", "mixed", "splits"):
+    for name in ("decode", "mixed"):
         check(name, (4, 2, 16), None, torch.float16)
         print(name, "float16")
-    check_views_of_a_fused_projection()
-    print("views")
-    check_ops_are_declared_truthfully()
-    print("opcheck")
+    for each in CHECKS:
+        each()
+        print(each.__name__)
     print("all checks passed")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    # A few splits show what many do.
+    with patch.object(decode_tiles, "_PROGRAMS_WANTED", 48):
+        main()

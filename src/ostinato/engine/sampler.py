@@ -8,7 +8,7 @@ the one before; a step runs from the cheapest kind that serves all its requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -90,6 +90,7 @@ class Sampler:
         words = mask_words(vocab)
         self._masks = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
         self._masked_rows: set[int] = set()
+        self._biased_rows: set[int] = set()
         self._buffers = InputBuffers(SAMPLING_FIELDS, max_tokens=running, max_reqs=running, device=device)
         self._return = TokenReturn(self._rows["last_tokens"], running, config.lookahead + 2)
         self._graphs = {kind: self._make_graphs(kind) for kind in Kind}
@@ -174,9 +175,7 @@ class Sampler:
         write("repetition", row, params.repetition_penalty)
         write("presence", row, params.presence_penalty)
         write("frequency", row, params.frequency_penalty)
-        bias = params.logit_bias or {}
-        write("bias_ids", row, [*bias, *[0] * (MAX_BIASES - len(bias))])
-        write("bias_values", row, [*bias.values(), *[0.0] * (MAX_BIASES - len(bias))])
+        self._write_biases(row, params.logit_bias or {})
         banned = self._banned(request, params)
         write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
         write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
@@ -185,6 +184,17 @@ class Sampler:
         if row in self._masked_rows and request.grammar is None:
             self._masked_rows.remove(row)
             self._masks[row] = -1
+
+    def _write_biases(self, row: int, biases: Mapping[int, float]) -> None:
+        if not biases and row not in self._biased_rows:
+            return
+        rest = MAX_BIASES - len(biases)
+        self._rows.write("bias_ids", row, [*biases, *[0] * rest])
+        self._rows.write("bias_values", row, [*biases.values(), *[0.0] * rest])
+        if biases:
+            self._biased_rows.add(row)
+        else:
+            self._biased_rows.remove(row)
 
     def _banned(self, request: Request, params: SamplingParams) -> list[int]:
         if not params.min_tokens:

@@ -39,9 +39,7 @@ class CustomOp(Generic[P, R]):
         return function
 
 
-def custom_op(
-    name: str, *, mutates_args: tuple[str, ...] = ()
-) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Register the decorated function as `ostinato::name`.
 
     Its annotations make the schema. Outputs must not share memory with inputs or with each other.

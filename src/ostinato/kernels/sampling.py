@@ -8,14 +8,16 @@ Note [Counter-based randomness]
 A draw depends on (seed, position, token id) and on nothing else: not on the batch, the row, or earlier draws.
 So a request gets the same tokens alone or in company, and after being preempted and resumed. Each triple is
 hashed to 64 bits by splitmix64's mixer (two multiplications, three xor-shifts, in wrapping int64), which
-becomes Gumbel noise g; argmax(logits + g) is then a sample from softmax(logits), with no sum over the
-vocabulary and no sorted order to agree on.
+becomes Gumbel noise g; argmax(logits + temperature * g) is then a sample from softmax(logits / temperature),
+with no sum over the vocabulary, no sorted order to agree on and no division: temperature 0 is greedy.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from . import rows
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy: dividing by them would only overflow."""
@@ -80,7 +82,7 @@ class Logprobs:
 
 def greedy(logits: Tensor) -> Tensor:
     """int64 [n]: the most likely token of each row of logits [n, vocab]."""
-    return logits.argmax(-1)
+    return rows.argmax(logits)
 
 
 def sample(logits: Tensor, settings: SamplingSettings, positions: Tensor, *, filtered: bool = True) -> Tensor:
@@ -90,16 +92,27 @@ def sample(logits: Tensor, settings: SamplingSettings, positions: Tensor, *, fil
     top-p and min-p, and with them the sort, for batches in which no row asks for them. Each row needs one
     finite logit at least.
     """
-    is_greedy = settings.temperature < GREEDY_BELOW
-    scaled = scale_by_temperature(logits, settings.temperature)
     if filtered:
-        scaled = filter_logits(scaled, settings.top_k, settings.top_p, settings.min_p)
-    drawn = (scaled + gumbel_noise(settings.seeds, positions, logits.size(-1))).argmax(-1)
-    return torch.where(is_greedy, greedy(logits), drawn)
+        scaled = scale_by_temperature(logits, settings.temperature)
+        kept = filter_logits(scaled, settings.top_k, settings.top_p, settings.min_p).isfinite()
+        logits = logits.masked_fill(~kept, float("-inf"))
+    if logits.is_cuda:
+        from . import triton_sampling
+
+        return triton_sampling.sample_rows(
+            logits, settings.temperature, settings.seeds, positions, GREEDY_BELOW
+        )
+    return sample_unfiltered(logits, settings.temperature, settings.seeds, positions)
+
+
+def sample_unfiltered(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """int64 [n]: a token for each row of logits, in plain torch."""
+    heat = torch.where(temperature < GREEDY_BELOW, 0.0, temperature).unsqueeze(1)
+    return (logits + heat * gumbel_noise(seeds, positions, logits.size(-1))).argmax(-1)
 
 
 def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Logits over temperature, the best of each row at 0 so that nothing overflows; greedy rows unscaled."""
+    """Logits over temperature, the best of each row at 0 so that nothing overflows; greedy rows undivided."""
     divisor = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
     return (logits - logits.amax(-1, keepdim=True)) / divisor
 
@@ -153,6 +166,13 @@ def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
 def add_bias(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
     """Logits plus values float32 [n, width] at token_ids int64 [n, width]; unused places are (0, 0.0)."""
     return logits.scatter_add(1, token_ids, values)
+
+
+def allow(logits: Tensor, masks: Tensor) -> Tensor:
+    """Logits with -inf for tokens whose bit in masks int32 [n, words] is not set, the lowest bit first."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (masks.unsqueeze(-1) >> bits) & 1
+    return logits.masked_fill(allowed.flatten(1)[:, : logits.size(1)] == 0, float("-inf"))
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> Logprobs:

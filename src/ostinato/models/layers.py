@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from ostinato.kernels import rows
+from ostinato.kernels.linear import few_tokens, products
 
 from .config import RopeConfig
 
@@ -50,7 +52,25 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
-        return functional.linear(x, self.weight, self.bias)
+        return products.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(first half) * second half of what `forward` returns."""
+        return products.gated_linear(x, self.weight, self.bias)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: "RMSNorm | None" = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """`residual + gate(forward(norm(x)))`, each part where it is asked for: see `few_tokens`."""
+        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return few_tokens.project(
+            x, self.weight, self.bias, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual
+        )
 
 
 class Embedding(nn.Module):
@@ -76,8 +96,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
-        # Computes in float32 and rounds once; a single kernel on CUDA.
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rows.rms_norm(x, self.weight, self.eps)
+
+    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of `residual + x`, and that sum."""
+        return rows.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class RotaryTable(nn.Module):

@@ -2,13 +2,21 @@
 
 Tokens of all requests are flattened into one dimension T; which of them see each other is up to the caller's
 `attend` function. Shapes: H hidden size, D head dimension, Hq/Hkv query and KV heads.
+
+A step has one of two forms. In general the sum of a layer's output and what came in waits for the next norm,
+which does both at once. For very few tokens on a GPU, norms and sums are parts of the linear layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.linear import few_tokens, products
+from ostinato.kernels.linear.tiles import MatrixShape
 
 from .config import ModelConfig
 from .errors import ModelError
@@ -17,6 +25,21 @@ from .layers import Embedding, Linear, RMSNorm, RotaryTable, rotate
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]`; keeps k and v for later steps.
 k and v may be views with gaps between tokens: use their strides."""
+
+AttendRows = Callable[[int, Tensor, HeadPreparation], Tensor]
+"""`attend(layer, rows [T, (Hq + 2 Hkv) * D], heads) -> [T, Hq, D]`: norm and rotation of heads included."""
+
+
+@dataclass(frozen=True)
+class StepAttention:
+    """An `Attend` that can also start from the rows of the QKV projection, in fewer kernels."""
+
+    heads: Attend
+    rows: AttendRows
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As a plain `Attend`."""
+        return self.heads(layer, q, k, v)
 
 
 class Transformer(nn.Module):
@@ -35,6 +58,8 @@ class Transformer(nn.Module):
         """`max_positions` bounds the rotary table, by default at the model's own context length."""
         super().__init__()
         self.config = config
+        self.matrix_shapes = _matrix_shapes(config)
+        self.most_few_tokens = few_tokens.most_tokens(self.matrix_shapes, dtype)
         with torch.device(device):
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
             self.rotary = RotaryTable(
@@ -51,20 +76,72 @@ class Transformer(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """input_ids and positions, both int64 [T], to normalised hidden states [T, H]."""
         x = self.embed_tokens(input_ids)
-        cos, signed_sin = self.rotary(positions)
-        for layer in self.layers:
-            x = layer(x, cos, signed_sin, attend)
-        return self.norm(x)
+        if isinstance(attend, StepAttention):
+            mix: Mix = FromRows(attend, self.rotary.table)
+        else:
+            mix = FromHeads(attend, *self.rotary(positions))
+        layers = cast("Iterable[Layer]", self.layers)
+        if x.is_cuda and x.size(0) <= self.most_few_tokens:
+            for layer in layers:
+                x = layer.forward_few(x, mix)
+            return self.norm(x)
+        added: Tensor | None = None
+        for layer in layers:
+            x, added = layer(x, added, mix)
+        if added is None:
+            return self.norm(x)
+        return self.norm.after_adding(added, x)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, H] to float32 scores of every token id [n, vocab]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Hidden states [n, H] to float32 scores of every token id [n, vocab], in `out` if that is given."""
         if not self.config.has_lm_head:
             raise ModelError(
                 f"{self.config.architecture} has no output layer; it embeds, it does not generate"
             )
-        if self.lm_head is None:
-            return functional.linear(hidden, self.embed_tokens.weight).float()
-        return self.lm_head(hidden).float()
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return products.float_linear(hidden, weight, out)
+
+
+class Mix(Protocol):
+    """How a layer's tokens mix: from the rows of its QKV projection to attention [T, Hq, D]."""
+
+    def __call__(self, layer: "Attention", rows: Tensor) -> Tensor:
+        """Rows [T, (Hq + 2 Hkv) * D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class FromRows:
+    """The caller's attention takes the rows as they are."""
+
+    attend: StepAttention
+    rotary: Tensor
+
+    def __call__(self, layer: "Attention", rows: Tensor) -> Tensor:
+        """As `Mix`."""
+        q_norm, k_norm = (layer.q_norm.weight, layer.k_norm.weight) if layer.qk_norm else (None, None)
+        return self.attend.rows(layer.index, rows, HeadPreparation(self.rotary, q_norm, k_norm, layer.eps))
+
+
+@dataclass(frozen=True)
+class FromHeads:
+    """Heads are normalised and turned here; `cos` and `signed_sin` are those of the step's positions."""
+
+    attend: Attend
+    cos: Tensor
+    signed_sin: Tensor
+
+    def __call__(self, layer: "Attention", rows: Tensor) -> Tensor:
+        """As `Mix`."""
+        qk, v = rows.split([layer.q_width + layer.kv_width, layer.kv_width], dim=-1)
+        # q and k stay one tensor through the rotation: half the launches.
+        qk = qk.unflatten(-1, (layer.num_heads + layer.num_kv_heads, layer.head_dim))
+        if layer.qk_norm:
+            q, k = qk.split([layer.num_heads, layer.num_kv_heads], dim=1)
+            qk = torch.cat([layer.q_norm(q), layer.k_norm(k)], dim=1)
+        turned = rotate(qk, self.cos, self.signed_sin)
+        q, k = turned.split([layer.num_heads, layer.num_kv_heads], dim=1)
+        return self.attend(layer.index, q, k, v.unflatten(-1, (layer.num_kv_heads, layer.head_dim)))
 
 
 class Layer(nn.Module):
@@ -77,14 +154,26 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = FeedForward(config, dtype)
 
-    def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attend: Attend) -> Tensor:
-        """[T, H] to [T, H]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, signed_sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, added: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
+        """What came in is `x + added`; so is what goes out, `added` not yet added."""
+        if added is None:
+            normed = self.input_layernorm(x)
+        else:
+            normed, x = self.input_layernorm.after_adding(added, x)
+        normed, x = self.post_attention_layernorm.after_adding(self.self_attn(normed, mix), x)
+        return x, self.mlp(normed)
+
+    def forward_few(self, x: Tensor, mix: Mix) -> Tensor:
+        """[T, H] to [T, H] for very few tokens."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv = attention.qkv_proj.fused(x, norm=self.input_layernorm)
+        x = attention.o_proj.fused(mix(attention, qkv).flatten(1), residual=x)
+        inner = mlp.gate_up_proj.fused(x, norm=self.post_attention_layernorm, gated=True)
+        return mlp.down_proj.fused(inner, residual=x)
 
 
 class Attention(nn.Module):
-    """Projections and rotary embedding around the caller's `attend`."""
+    """Projections around the caller's attention."""
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -106,22 +195,15 @@ class Attention(nn.Module):
         self.o_proj = Linear(
             self.q_width, config.hidden_size, bias=config.output_bias, shard_dim=1, dtype=dtype
         )
+        self.eps = config.rms_norm_eps
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
 
-    def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, mix: Mix) -> Tensor:
         """[T, H] to [T, H]."""
-        qk, v = self.qkv_proj(x).split([self.q_width + self.kv_width, self.kv_width], dim=-1)
-        # q and k stay one tensor through the rotation: half the launches.
-        qk = qk.unflatten(-1, (self.num_heads + self.num_kv_heads, self.head_dim))
-        if self.qk_norm:
-            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
-        q, k = rotate(qk, cos, signed_sin).split([self.num_heads, self.num_kv_heads], dim=1)
-        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return self.o_proj(attend(self.index, q, k, v).flatten(1))
+        return self.o_proj(mix(self, self.qkv_proj(x)).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -142,5 +224,15 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] to [T, H]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(functional.silu(gate) * up)
+        return self.down_proj(self.gate_up_proj.gated(x))
+
+
+def _matrix_shapes(config: ModelConfig) -> tuple[MatrixShape, ...]:
+    """The matrices of a layer."""
+    hidden, inner, q_width = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    return (
+        MatrixShape(q_width + 2 * config.num_kv_heads * config.head_dim, hidden),
+        MatrixShape(hidden, q_width),
+        MatrixShape(inner, hidden, gated=True),
+        MatrixShape(hidden, inner),
+    )

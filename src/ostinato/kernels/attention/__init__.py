@@ -2,5 +2,14 @@
 
 from .backend import AttentionBackend, BackendError, get_backend
 from .batch import PAGE_SIZE, AttentionBatch, HostLengths
+from .heads import HeadPreparation
 
-__all__ = ["PAGE_SIZE", "AttentionBackend", "AttentionBatch", "BackendError", "HostLengths", "get_backend"]
+__all__ = [
+    "PAGE_SIZE",
+    "AttentionBackend",
+    "AttentionBatch",
+    "BackendError",
+    "HeadPreparation",
+    "HostLengths",
+    "get_backend",
+]

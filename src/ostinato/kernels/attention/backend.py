@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import torch_reference
 from .batch import AttentionBatch, HostLengths
+from .heads import HeadPreparation
 
 
 class BackendError(ValueError):
@@ -50,6 +51,25 @@ class AttendEager(Protocol):
         ...
 
 
+class AttendRows(Protocol):
+    """The same from the rows of the QKV projection: [T, (Hq + 2 Hkv) * D] to [T, Hq, D]."""
+
+    def __call__(
+        self,
+        rows: Tensor,
+        heads: HeadPreparation,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        num_heads: int,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Normalises and rotates queries and keys, stores the step's KV, and attends."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionBackend:
     """How a step writes its KV and attends.
@@ -72,6 +92,9 @@ class AttentionBackend:
 
     attend_eager: AttendEager
     """For eager steps and between captured segments."""
+
+    attend_rows: AttendRows | None = None
+    """All of it in fewer kernels, in a graph or out of it; None: there is nothing to gain."""
 
 
 # `attend_captured` is legal for every batch, so ALWAYS is what is true. It is efficient for single tokens
@@ -115,4 +138,5 @@ def _triton(device: torch.device) -> AttentionBackend:
         write_kv=triton_paged.write_kv,
         attend=triton_paged.attend,
         attend_eager=triton_paged.attend_eager,
+        attend_rows=triton_paged.attend_rows,
     )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .batch import PAGE_SIZE, AttentionBatch, HostLengths
+from .heads import HeadPreparation
 
 # Elements of gathered K, or of scores, in one piece of work: 16 MB in float32, to stay near the caches.
 _PIECE_ELEMENTS = 1 << 22
@@ -28,6 +29,25 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Atte
     slots = batch.slots()
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new.to(cache.dtype))
+
+
+def prepare_heads(
+    rows: Tensor, heads: HeadPreparation, num_heads: int, num_kv_heads: int, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v from rows [T, (Hq + 2 Hkv) * D]; q and k normalised and turned by their positions."""
+    head_dim = heads.rotary.size(1)
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in rows.split(sizes, dim=1))
+    if heads.q_norm is not None:
+        q = F.rms_norm(q, heads.q_norm.shape, heads.q_norm, heads.eps)
+        k = F.rms_norm(k, heads.q_norm.shape, heads.k_norm, heads.eps)
+    cos, sin = heads.rotary.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+    return turned(q), turned(k), v
 
 
 def attend_captured(

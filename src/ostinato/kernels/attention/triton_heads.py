@@ -1,0 +1,135 @@
+# mypy: allow-untyped-defs
+# (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
+"""From the rows of the QKV projection to what attention takes: norm, rotation and the KV write in one pass.
+
+    row of a token   | q heads ... | k heads ... | v heads ... |
+    goes to          | q_out       | k_cache     | v_cache     |
+
+A program takes a few tokens and a block of heads of one kind.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import dependent_launch
+from ..dependent_launch import wait_for_previous
+from .batch import PAGE_SIZE
+from .triton_tiles import INDEX_BUFFERS, load_heads, load_norm, load_turn, turned
+
+_TOKENS_AT_A_TIME = 4
+_HEADS_AT_A_TIME = 8
+
+
+@triton.jit(do_not_specialize=("num_tokens",), do_not_specialize_on_alignment=INDEX_BUFFERS)
+def _prepare_heads(
+    rows,
+    q_norm,
+    k_norm,
+    rotary,
+    q_out,
+    k_cache,
+    v_cache,
+    page_table,
+    token_rows,
+    positions,
+    eps,
+    num_tokens,
+    token_stride,
+    page_table_stride,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    has_norm: tl.constexpr,
+    token_block: tl.constexpr,
+    head_block: tl.constexpr,
+    dim_block: tl.constexpr,
+    dependent: tl.constexpr,
+):
+    row = tl.arange(0, token_block * head_block)
+    token = (tl.program_id(0) * token_block + row // head_block).to(tl.int64)
+    is_token = token < num_tokens
+    block = tl.program_id(1)
+    q_blocks: tl.constexpr = (num_heads + head_block - 1) // head_block
+    kv_blocks: tl.constexpr = (num_kv_heads + head_block - 1) // head_block
+    position = tl.load(positions + token, mask=is_token, other=0)
+    dims = tl.arange(0, dim_block)[None, :]
+    cos, sin = load_turn(rotary, position, head_dim, dim_block)
+    if has_norm:
+        weight_x, weight_y = load_norm(q_norm if block < q_blocks else k_norm, head_dim, dim_block)
+    else:
+        weight_x, weight_y = None, None
+    wait_for_previous(dependent)
+    if block < q_blocks:
+        head = block * head_block + row % head_block
+        real = is_token & (head < num_heads)
+        x, y = load_heads(rows + token * token_stride + head * head_dim, real, head_dim, dim_block)
+        q = turned(x, y, weight_x, weight_y, cos, sin, eps, head_dim, has_norm)
+        target = q_out + (token * num_heads + head)[:, None] * head_dim + dims
+        tl.store(target, q.to(q_out.dtype.element_ty), real[:, None] & (dims < head_dim))
+        return
+    table_row = tl.load(token_rows + token, mask=is_token, other=0).to(tl.int64)
+    page = tl.load(page_table + table_row * page_table_stride + position // page_size).to(tl.int64)
+    slot = page * page_size + position % page_size
+    if block < q_blocks + kv_blocks:
+        head = (block - q_blocks) * head_block + row % head_block
+        real = is_token & (head < num_kv_heads)
+        source = rows + token * token_stride + (num_heads + head) * head_dim
+        x, y = load_heads(source, real, head_dim, dim_block)
+        k = turned(x, y, weight_x, weight_y, cos, sin, eps, head_dim, has_norm)
+        target = k_cache + (slot * num_kv_heads + head)[:, None] * head_dim + dims
+        tl.store(target, k.to(k_cache.dtype.element_ty), real[:, None] & (dims < head_dim))
+    else:
+        head = (block - q_blocks - kv_blocks) * head_block + row % head_block
+        mask = (is_token & (head < num_kv_heads))[:, None] & (dims < head_dim)
+        source = rows + token * token_stride + (num_heads + num_kv_heads + head) * head_dim
+        value = tl.load(source[:, None] + dims, mask=mask, other=0.0)
+        target = v_cache + (slot * num_kv_heads + head)[:, None] * head_dim + dims
+        tl.store(target, value.to(v_cache.dtype.element_ty), mask)
+
+
+def launch_prepare_heads(
+    rows: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    rotary: Tensor,
+    eps: float,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+) -> None:
+    """Queue the kernel: rows [T, (Hq + 2 Hkv) * D] into q_out [T, Hq, D] and the caches."""
+    num_tokens, num_heads, head_dim = q_out.shape
+    num_kv_heads = k_cache.size(2)
+    head_block = min(_HEADS_AT_A_TIME, triton.next_power_of_2(num_heads))
+    blocks = triton.cdiv(num_heads, head_block) + 2 * triton.cdiv(num_kv_heads, head_block)
+    _prepare_heads[(triton.cdiv(num_tokens, _TOKENS_AT_A_TIME), blocks)](
+        rows,
+        rows if q_norm is None else q_norm,
+        rows if k_norm is None else k_norm,
+        rotary,
+        q_out,
+        k_cache,
+        v_cache,
+        page_table,
+        token_rows,
+        positions,
+        eps,
+        num_tokens,
+        rows.stride(0),
+        page_table.stride(0),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=PAGE_SIZE,
+        has_norm=q_norm is not None,
+        token_block=_TOKENS_AT_A_TIME,
+        head_block=head_block,
+        dim_block=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=4,
+        **dependent_launch.options(rows.device),
+    )

@@ -1,0 +1,90 @@
+# mypy: allow-untyped-defs
+# (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
+"""Tiles that the attention kernels share: heads ready to attend, keys and values from their pages."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+"""Softmax is computed in powers of two."""
+
+INDEX_BUFFERS = ("page_table", "token_rows", "positions")
+"""Views of these may begin anywhere; specialising on their alignment would compile while serving."""
+
+
+@triton.jit
+def load_heads(rows, real, head_dim: tl.constexpr, dim_block: tl.constexpr):
+    """Heads at the pointers `rows` [n], each element beside its partner of the rotation: two [n, dim_block].
+
+    Element i turns together with i +- head_dim / 2; loading it a second time needs no exchange of registers.
+    """
+    half: tl.constexpr = head_dim // 2
+    dims = tl.arange(0, dim_block)
+    partner = tl.where(dims < half, dims + half, dims - half)
+    mask = real[:, None] & (dims < head_dim)[None, :]
+    x = tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
+    y = tl.load(rows[:, None] + partner[None, :], mask=mask, other=0.0)
+    return x, y
+
+
+@triton.jit
+def load_turn(rotary, position, head_dim: tl.constexpr, dim_block: tl.constexpr):
+    """cos and signed sin of positions [n], each [n, dim_block]."""
+    half: tl.constexpr = head_dim // 2
+    dims = tl.arange(0, dim_block)[None, :]
+    row = rotary + position.to(tl.int64)[:, None] * head_dim
+    cos = tl.load(row + dims % half, mask=dims < head_dim, other=0.0)
+    sin = tl.load(row + half + dims % half, mask=dims < head_dim, other=0.0)
+    return cos, tl.where(dims < half, -sin, sin)
+
+
+@triton.jit
+def load_norm(norm_weight, head_dim: tl.constexpr, dim_block: tl.constexpr):
+    """A head's norm weight, and that of the partners, each [dim_block]."""
+    half: tl.constexpr = head_dim // 2
+    dims = tl.arange(0, dim_block)
+    partner = tl.where(dims < half, dims + half, dims - half)
+    in_head = dims < head_dim
+    x = tl.load(norm_weight + dims, mask=in_head, other=0.0).to(tl.float32)
+    y = tl.load(norm_weight + partner, mask=in_head, other=0.0).to(tl.float32)
+    return x, y
+
+
+@triton.jit
+def turned(x, y, x_weight, y_weight, cos, sin, eps, head_dim: tl.constexpr, has_norm: tl.constexpr):
+    """Heads x with partners y, normalised and rotated, in float32."""
+    a, b = x.to(tl.float32), y.to(tl.float32)
+    if has_norm:
+        factor = tl.rsqrt(tl.sum(a * a, 1) / head_dim + eps)[:, None]
+        # Rounded here like a norm that is a step of its own.
+        a = (a * factor * x_weight[None, :]).to(x.dtype).to(tl.float32)
+        b = (b * factor * y_weight[None, :]).to(x.dtype).to(tl.float32)
+    return a * cos + b * sin
+
+
+@triton.jit
+def keys_and_values(
+    k_cache,
+    v_cache,
+    pages,
+    start,
+    end,
+    kv_head,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    key_block: tl.constexpr,
+    dim_block: tl.constexpr,
+):
+    """Tiles [key_block, dim_block] of the positions from `start` on; zeros from `end` on."""
+    key = start + tl.arange(0, key_block)
+    dims = tl.arange(0, dim_block)
+    in_context = key < end
+    page = tl.load(pages + key // page_size, mask=in_context, other=0).to(tl.int64)
+    places = ((page * page_size + key % page_size) * num_kv_heads + kv_head) * head_dim
+    wanted = in_context[:, None]
+    if dim_block != head_dim:
+        wanted = wanted & (dims < head_dim)[None, :]
+    k_tile = tl.load(k_cache + places[:, None] + dims[None, :], mask=wanted, other=0.0)
+    v_tile = tl.load(v_cache + places[:, None] + dims[None, :], mask=wanted, other=0.0)
+    return k_tile, v_tile

@@ -1,0 +1,67 @@
+# mypy: allow-untyped-defs
+"""Programmatic dependent launch: a kernel begins while the one before it ends.
+
+    kernel A   ....compute....|store|
+    kernel B        |weights -> registers, L2| wait |compute ...
+
+A kernel says early that its successor may be launched; the successor fetches what no earlier kernel of the
+step writes (weights, page tables, old keys and values), then waits until its predecessor is complete and its
+stores are visible. Every kernel here waits before it reads or writes anything of the step, so completion is
+transitive: when B waits for A, all before A is done too.
+
+Note [What may be read before the wait]
+Weights, and static buffers that are only written before the step's first kernel. That kernel is a plain
+launch (an embedding lookup), which starts after everything before it is complete.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, on any device."""
+
+
+@cache
+def is_supported(device: torch.device) -> bool:
+    """Hopper and later have it."""
+    if INTERPRETED or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def options(device: torch.device) -> dict[str, Any]:
+    """Launch options of a kernel with a `dependent` constant that begins with `begin_dependent`."""
+    if is_supported(device):
+        return {"dependent": True, "launch_pdl": True}
+    return {"dependent": False}
+
+
+@triton.jit
+def wait_for_previous(dependent: tl.constexpr):
+    """Let the next kernel start, then wait for the previous one."""
+    if dependent:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch_to_l2(first, num_bytes, dependent: tl.constexpr):
+    """Ask for `num_bytes` (a multiple of 16) from `first` on, into L2, by one instruction of one thread.
+
+    More, smaller requests take longer to issue than they save.
+    """
+    if dependent:
+        one = tl.zeros([1], tl.int64)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred chosen; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 chosen, thread, 0; "
+            "@chosen cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [first.to(tl.int64) + one, num_bytes + one.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -1,0 +1,175 @@
+"""Checks of the fused kernels against plain torch in float64, for the interpreter and for a GPU."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.paged_cases import dense_attention, make_case, written_caches
+from ostinato.kernels import triton_rows
+from ostinato.kernels.attention import HeadPreparation, torch_reference, triton_paged
+from ostinato.kernels.linear import few_tokens, triton_linear
+
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Absolute and relative, for values of order one."""
+
+Heads = tuple[int, int, int]
+
+
+def _random(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+
+def _assert_close(out: Tensor, wanted: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(out.double(), wanted.double(), atol=tolerance, rtol=tolerance)
+
+
+def check_rows(device: torch.device | str, dtype: torch.dtype, num_tokens: int, width: int) -> None:
+    """Norm, norm of a sum, and gate."""
+    tolerance = TOLERANCE[dtype]
+    x, residual = (_random(num_tokens, width, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
+    weight = _random(width, dtype=dtype, device=device, seed=3)
+
+    def norm(value: Tensor) -> Tensor:
+        return functional.rms_norm(value.double(), (width,), weight.double(), 1e-5)
+
+    _assert_close(triton_rows.rms_norm(x, weight, 1e-5), norm(x), tolerance)
+    normed, total = triton_rows.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    _assert_close(normed, norm(total), tolerance)
+    gate_up = _random(num_tokens, 2 * width, dtype=dtype, device=device, seed=4)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    _assert_close(triton_rows.silu_mul(gate_up), functional.silu(gate) * up, tolerance)
+
+
+def check_argmax(device: torch.device | str, dtype: torch.dtype, width: int) -> None:
+    """The first of equal ones wins, also across blocks; any index of a row of NaN is legal."""
+    logits = _random(5, width, dtype=dtype, device=device, seed=5)
+    best = logits.max() + 1
+    wanted = [0, width - 1, width // 2, width // 3, 2]
+    for row, column in enumerate(wanted):
+        logits[row, column] = best
+        logits[row, min(column + 1, width - 1)] = best
+    logits[4, width - 1] = best
+    logits[3] = float("-inf")
+    wanted[3] = 0
+    assert triton_rows.argmax_rows(logits).tolist() == wanted
+    if logits.is_cuda:  # NumPy, which the interpreter runs on, refuses to look for the largest NaN
+        assert 0 <= int(triton_rows.argmax_rows(torch.full_like(logits[:1], float("nan")))) < width
+    view = torch.cat([logits, logits], dim=1)[:, :width]
+    assert triton_rows.argmax_rows(view).tolist() == wanted
+
+
+def check_projection(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    *,
+    norm: bool = False,
+    gated: bool = False,
+    bias: bool = False,
+    residual: bool = False,
+) -> None:
+    """`few_tokens.project` for shape (tokens, out, in)."""
+    num_tokens, out_features, in_features = shape
+    options = {"dtype": dtype, "device": device}
+    x = _random(num_tokens, in_features, **options, seed=1)
+    weight = _random(out_features * (2 if gated else 1), in_features, **options, seed=2) * in_features**-0.5
+    norm_weight = _random(in_features, **options, seed=3) if norm else None
+    biases = _random(weight.size(0), **options, seed=4) if bias else None
+    rest = _random(num_tokens, out_features, **options, seed=5) if residual else None
+    out = triton_linear.project_few_tokens(x, weight, biases, norm_weight, 1e-5, gated, rest, torch.float32)
+    wanted = few_tokens.reference(
+        *(None if t is None else t.double() for t in (x, weight, biases)),
+        norm_weight=None if norm_weight is None else norm_weight.double(),
+        eps=1e-5,
+        gated=gated,
+        residual=None if rest is None else rest.double(),
+    )
+    # Products are exact and sums float32 for one token; x times the norm's weight is rounded for several.
+    _assert_close(out, wanted, 1e-4 if num_tokens == 1 or dtype == torch.float32 else TOLERANCE[dtype])
+    rounded = triton_linear.project_few_tokens(x, weight, biases, norm_weight, 1e-5, gated, rest, dtype)
+    assert rounded.dtype == dtype
+    assert torch.equal(rounded, out.to(dtype))
+
+
+def check_skinny(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    *,
+    gated: bool = False,
+    bias: bool = False,
+) -> None:
+    """`multiply_skinny` for shape (tokens, out, in), which must have a tile."""
+    num_tokens, out_features, in_features = shape
+    options = {"dtype": dtype, "device": device}
+    x = _random(num_tokens, in_features, **options, seed=1)
+    weight = _random(out_features * (2 if gated else 1), in_features, **options, seed=2) * in_features**-0.5
+    biases = _random(weight.size(0), **options, seed=4) if bias else None
+    out = triton_linear.multiply_skinny(x, weight, biases, gated, torch.float32)
+    wanted = few_tokens.reference(
+        *(None if t is None else t.double() for t in (x, weight, biases)), gated=gated
+    )
+    _assert_close(out, wanted, 1e-4)
+    rounded = triton_linear.multiply_skinny(x, weight, biases, gated, dtype)
+    assert torch.equal(rounded, out.to(dtype))
+    if not gated and not bias:
+        for count in (num_tokens, 1):
+            into = torch.full_like(out[:count], float("nan"))
+            triton_linear.multiply_into(x[:count], weight, into)
+            _assert_close(into, wanted[:count], 1e-4)
+
+
+def check_attend_rows(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    requests: list[tuple[int, int]],
+    heads: Heads,
+    *,
+    norm: bool,
+    max_query_len: int,
+    window: int | None = None,
+) -> None:
+    """From QKV rows to attention and caches, against the reference's steps and dense attention."""
+    num_heads, num_kv_heads, head_dim = heads
+    case = make_case(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        padded_tokens=3,
+        padded_requests=2,
+        slack_context=5,
+        max_query_len=max_query_len,
+        dtype=dtype,
+        device=device,
+        poison=float("nan"),
+    )
+    num_tokens = case.q.size(0)
+    rows = _random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device, seed=9)
+    angles = _random(case.batch.max_context, head_dim // 2, dtype=torch.float32, device=device, seed=10)
+    preparation = HeadPreparation(torch.cat([angles.cos(), angles.sin()], dim=1))
+    if norm:
+        weights = (1 + _random(head_dim, dtype=dtype, device=device, seed=seed) / 4 for seed in (11, 12))
+        preparation = HeadPreparation(preparation.rotary, *weights, eps=1e-5)
+    q, k, v = torch_reference.prepare_heads(rows, preparation, num_heads, num_kv_heads, case.batch.positions)
+    case = dataclasses.replace(case, q=q, k=k, v=v)
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    out = triton_paged.attend_rows(
+        rows,
+        preparation,
+        k_cache,
+        v_cache,
+        case.batch,
+        num_heads=num_heads,
+        scale=case.scale,
+        sliding_window=window,
+    )
+    assert out.isfinite().all()
+    tolerance = TOLERANCE[dtype]
+    _assert_close(out[: case.num_real_tokens], dense_attention(case, window), tolerance)
+    for cache, wanted in zip((k_cache, v_cache), written_caches(case), strict=True):
+        _assert_close(cache[1:], wanted[1:], tolerance)
