@@ -9,6 +9,7 @@ from ostinato.engine.loading import ModelLoadError
 from ostinato.graphs import ConfigError
 
 from .conftest import TinyModel
+from .test_engine_greedy import SMALL
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_bad_options_are_refused_with_advice(tiny: TinyModel, options: dict[str,
 @pytest.mark.parametrize("option", ["cuda_graph_max_bs", "cuda_graph_memory_mb"])
 def test_zero_is_refused_like_any_other_impossible_number(tiny: TinyModel, option: str) -> None:
     with pytest.raises(ConfigError, match=option):
-        LLM(tiny.directory, **{option: 0}).close()
+        LLM(tiny.directory, **{**SMALL, option: 0}).close()
 
 
 @pytest.mark.xfail(strict=True, reason="bug: EngineConfig checks no types; the seed fails after loading")
@@ -55,4 +56,4 @@ def test_zero_is_refused_like_any_other_impossible_number(tiny: TinyModel, optio
 )
 def test_options_of_a_wrong_type_are_refused(tiny: TinyModel, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
-        LLM(tiny.directory, **options).close()
+        LLM(tiny.directory, **{**SMALL, **options}).close()

@@ -70,6 +70,7 @@ def test_10000_tokens_over_a_ladder_of_4096(model: TinyModel, mode: str) -> None
     assert len(set(alone.outputs[0].token_ids)) > 1
 
 
+@pytest.mark.slow
 def test_the_end_of_a_long_prompt_still_sees_its_beginning(model: TinyModel) -> None:
     """Else the test above could pass with a cache that forgets."""
     [prompt] = prompts_of((PROMPT,), seed=3)

@@ -1,13 +1,13 @@
 """`ostinato`: the commands. Heavy imports stay inside them, so that --help answers at once."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .bench import app as bench
+from .bench_serving import bench_http, bench_serving
 from .generate import chat, generate
+from .serve import serve
 
 app = typer.Typer(
     help="A CUDA Graph runtime for LLM inference.",
@@ -15,13 +15,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(
-    help="Measure, and write results with the machine they were measured on.", no_args_is_help=True
-)
 app.add_typer(bench, name="bench")
 
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
+bench.command("serving")(bench_serving)
+bench.command("http")(bench_http)
 
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")]
 
@@ -34,23 +34,6 @@ def demo(device: Device = None) -> None:
     from ostinato.tools.demo import demo as run_demo
 
     run_demo(_device(device), Console())
-
-
-@bench.command("graphs")
-def bench_graphs_command(
-    device: Device = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
-) -> None:
-    """What a replay costs: chains of small ops, CPU time of run(), capture time and memory."""
-    from rich.console import Console
-
-    from ostinato.tools.bench_graphs import as_tables, bench_graphs
-
-    result = bench_graphs(_device(device))
-    Console(width=160 if not sys.stdout.isatty() else None).print(as_tables(result))
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 @app.command()

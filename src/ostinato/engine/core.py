@@ -263,6 +263,7 @@ class EngineCore:
                 FinishReason.ERROR,
                 error=f"token {token} is not allowed by the structured output: its other sampling "
                 "parameters leave no token that is",
+                is_at_fault=True,
             )
         elif request.grammar.is_terminated:
             self.scheduler.finish(request, FinishReason.STOP)

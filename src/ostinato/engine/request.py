@@ -104,6 +104,8 @@ class Request:
     """The stop token id or stop string that ended it; None for end-of-sequence and other reasons."""
     error: str | None = field(default=None, init=False)
     """What went wrong, with finish reason `error`."""
+    is_at_fault: bool = field(default=False, init=False)
+    """Whether it went wrong by what the request itself asked for."""
 
     _settled_output: list[int] = field(default_factory=list, init=False, repr=False)
     _rows: RequestRows | None = field(default=None, init=False, repr=False)

@@ -159,6 +159,7 @@ class Scheduler:
         *,
         stop_reason: int | str | None = None,
         error: str | None = None,
+        is_at_fault: bool = False,
     ) -> None:
         """End an unfinished request now; what steps in flight still compute for it is dropped."""
         assert not request.is_finished, f"request {request.request_id} is finished already"
@@ -170,6 +171,7 @@ class Scheduler:
         del self._unfinished[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
+        request.is_at_fault = is_at_fault
 
     def flush_prefix_cache(self) -> None:
         """Forget all cached prefixes (the weights have changed); running requests keep their pages."""

@@ -19,6 +19,7 @@ from .config import EngineConfig
 from .core import EngineCore, Progress
 from .loading import load
 from .outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
+from .pooling import check_pooling, pooled
 from .request import Request
 from .sampling_params import RequestError, SamplingParams
 from .times import StartupTimes
@@ -252,8 +253,7 @@ class TextEngine:
 
     def embed(self, prompts: Sequence[Prompt], pooling: str) -> list[EmbeddingOutput]:
         """The vectors of prompts, of length 1: from the last token's state, or the mean of all."""
-        if pooling not in ("last", "mean"):
-            raise RequestError(f"unknown pooling {pooling!r}: use last or mean")
+        check_pooling(pooling)
         kept: list[_Tracked | EmbeddingOutput] = []
         for prompt in prompts:
             try:
@@ -262,7 +262,7 @@ class TextEngine:
                 kept.append(EmbeddingOutput(self.new_id(), None, [], [], str(error)))
         while self.core.has_work:
             self.step()
-        return [entry if isinstance(entry, EmbeddingOutput) else _pooled(entry, pooling) for entry in kept]
+        return [entry if isinstance(entry, EmbeddingOutput) else _embedding(entry, pooling) for entry in kept]
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
@@ -281,13 +281,10 @@ def _checked_ids(ids: Any) -> list[int]:
     return checked
 
 
-def _pooled(tracked: _Tracked, pooling: str) -> EmbeddingOutput:
+def _embedding(tracked: _Tracked, pooling: str) -> EmbeddingOutput:
     output = tracked.output
     if output.error is not None or not tracked.hidden:
         reason = output.error or "the request was aborted"
         return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, [], reason)
-    # A preempted request computes its prompt again: the last states are those that count.
-    states = torch.cat(tracked.hidden)[-len(output.prompt_token_ids) :]
-    pooled = states[-1] if pooling == "last" else states.mean(0)
-    vector = torch.nn.functional.normalize(pooled, dim=0).tolist()
+    vector = pooled(tracked.hidden, len(output.prompt_token_ids), pooling).tolist()
     return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, vector)

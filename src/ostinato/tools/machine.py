@@ -3,9 +3,13 @@
 import datetime
 import os
 import platform
+import shutil
+import subprocess
 from typing import Any
 
 import torch
+
+from ostinato import __version__
 
 
 def machine() -> dict[str, Any]:
@@ -13,9 +17,11 @@ def machine() -> dict[str, Any]:
     described: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
+        "ostinato": __version__,
         "torch": torch.__version__,
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -41,4 +47,15 @@ def _cpu_name() -> str:
                     return line.split(":", 1)[1].strip()
     except OSError:
         pass
-    return platform.machine()
+    return _name_by_lscpu() or platform.machine()
+
+
+def _name_by_lscpu() -> str | None:
+    """On Arm the kernel gives numbers, and lscpu knows their names."""
+    if shutil.which("lscpu") is None:
+        return None
+    output = subprocess.run(["lscpu"], capture_output=True, text=True).stdout
+    for line in output.splitlines():
+        if line.startswith("Model name"):
+            return line.split(":", 1)[1].strip()
+    return None

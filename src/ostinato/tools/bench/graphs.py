@@ -19,8 +19,8 @@ from ostinato.graphs import (
     graphed,
 )
 
-from .machine import machine
-from .timing import device_us, host_us, wall_us
+from ..machine import machine
+from ..timing import device_us, host_us, wall_us
 
 CHAIN_LENGTHS = (50, 500, 2000)
 LONGEST_COMPILED_CHAIN = 500

@@ -1,0 +1,255 @@
+"""`ostinato bench`: one command per benchmark; a table on standard output, JSON and PNG where asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .dataclass_flags import flags_of, with_flags
+
+if TYPE_CHECKING:
+    from ostinato.tools.bench.subject import Subject
+
+app = typer.Typer(
+    help="Measure, check what came out, and write results with the machine they were measured on.",
+    no_args_is_help=True,
+)
+
+ENGINE = flags_of("engine/config.py", "EngineConfig")
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
+PngFile = Annotated[Path | None, typer.Option("--png", help="Draw the result into this file.")]
+BatchSizes = Annotated[str | None, typer.Option(help="Requests at once, as 1,8,32.")]
+OutputLen = Annotated[int | None, typer.Option(help="Tokens per answer.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measurements; their median counts.")]
+PeerName = Annotated[
+    str | None,
+    typer.Option("--peer", help="Run the same on transformers, vllm or sglang, in a process of its own."),
+]
+PeersFile = Annotated[
+    Path | None,
+    typer.Option(help="Figures of peers to show beside ours [default: those of benchmarks/results]."),
+]
+
+
+@app.command("graphs")
+def graphs(
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What a replay costs: chains of small ops, CPU time of run(), capture time and memory."""
+    import torch
+
+    from ostinato.tools.bench.graphs import as_tables, bench_graphs
+
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    result = bench_graphs(torch.device(name, 0) if name == "cuda" else torch.device(name))
+    _deliver(result, as_tables, json_file, None)
+
+
+@app.command("decode")
+@with_flags(engine=ENGINE)
+def decode(
+    batch_sizes: BatchSizes = None,
+    input_len: Annotated[str | None, typer.Option(help="Tokens per prompt; several as 128,1024.")] = None,
+    output_len: OutputLen = None,
+    repeats: Repeats = 3,
+    peer: PeerName = None,
+    peers_file: PeersFile = None,
+    json_file: JsonFile = None,
+    png_file: PngFile = None,
+    *,
+    engine: Mapping[str, Any],
+) -> None:
+    """Time per output token by batch size, beside the limit of the memory.
+
+    Defaults: batch 1,8,32,128,256 with 128 tokens in and out on a GPU; batch 1,16 with 32 in and out on a
+    CPU.
+    """
+    from ostinato.tools.bench.decode import bench_decode, decode_tables
+    from ostinato.tools.bench.peer_figures import peer_figures
+
+    subject = _subject(engine, png_file)
+    gpu = subject.on_gpu
+    result = bench_decode(
+        subject,
+        batch_sizes=_numbers("--batch-sizes", batch_sizes or ("1,8,32,128,256" if gpu else "1,16")),
+        input_lens=_numbers("--input-len", input_len or ("128" if gpu else "32")),
+        output_len=output_len or (128 if gpu else 32),
+        repeats=repeats,
+        peer_name=peer,
+        figures=peer_figures(peers_file),
+    )
+    _deliver(result, decode_tables, json_file, png_file)
+
+
+@app.command("throughput")
+@with_flags(engine=ENGINE)
+def throughput(
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests. [default: 256 on a GPU, 16 on a CPU]")
+    ] = None,
+    scale: Annotated[
+        float | None, typer.Option(min=0, help="All lengths times this. [default: 1 on a GPU, 0.1 on a CPU]")
+    ] = None,
+    repeats: Repeats = 1,
+    peer: PeerName = None,
+    peers_file: PeersFile = None,
+    json_file: JsonFile = None,
+    png_file: PngFile = None,
+    *,
+    engine: Mapping[str, Any],
+) -> None:
+    """Output tokens per second over requests with 100 to 1024 tokens in and out, all at once."""
+    from ostinato.tools.bench.peer_figures import peer_figures
+    from ostinato.tools.bench.throughput import bench_throughput, throughput_tables
+
+    subject = _subject(engine, png_file)
+    result = bench_throughput(
+        subject,
+        num_prompts=num_prompts or (256 if subject.on_gpu else 16),
+        scale=scale or (1.0 if subject.on_gpu else 0.1),
+        repeats=repeats,
+        peer_name=peer,
+        figures=peer_figures(peers_file),
+    )
+    _deliver(result, throughput_tables, json_file, png_file)
+
+
+@app.command("startup")
+@with_flags(engine=ENGINE)
+def startup(
+    rungs: Annotated[
+        str | None, typer.Option(help="Also capture with this many decode and prefill graphs, as 4,9,18,36.")
+    ] = None,
+    peers_file: PeersFile = None,
+    json_file: JsonFile = None,
+    png_file: PngFile = None,
+    *,
+    engine: Mapping[str, Any],
+) -> None:
+    """From the start of a process to its first token, with an empty and with a filled kernel cache."""
+    from ostinato.tools.bench.peer_figures import peer_figures
+    from ostinato.tools.bench.startup import bench_startup, startup_tables
+
+    subject = _subject(engine, png_file)
+    counts = _numbers("--rungs", rungs) if rungs else []
+    result = bench_startup(subject, rungs=counts, figures=peer_figures(peers_file))
+    _deliver(result, startup_tables, json_file, png_file)
+
+
+@app.command("host")
+@with_flags(engine=ENGINE)
+def host(
+    batch_sizes: BatchSizes = None,
+    output_len: OutputLen = None,
+    repeats: Repeats = 3,
+    json_file: JsonFile = None,
+    png_file: PngFile = None,
+    *,
+    engine: Mapping[str, Any],
+) -> None:
+    """CPU time of a steady decode step by part; on a GPU also its idle time and the launches.
+
+    Defaults: batch 1 to 512 and 128 tokens on a GPU, batch 1,4,16 and 32 tokens on a CPU.
+    """
+    from ostinato.tools.bench.host import bench_host, host_tables
+
+    subject = _subject(engine, png_file)
+    sizes = batch_sizes or ("1,2,4,8,16,32,64,128,256,512" if subject.on_gpu else "1,4,16")
+    result = bench_host(
+        subject,
+        batch_sizes=_numbers("--batch-sizes", sizes),
+        output_len=output_len or (128 if subject.on_gpu else 32),
+        repeats=repeats,
+    )
+    _deliver(result, host_tables, json_file, png_file)
+
+
+@app.command("graphs-on-off")
+@with_flags(engine=ENGINE)
+def graphs_on_off(
+    batch_sizes: BatchSizes = None,
+    input_len: Annotated[int | None, typer.Option(help="Tokens per prompt.")] = None,
+    output_len: OutputLen = None,
+    repeats: Repeats = 3,
+    peers_file: PeersFile = None,
+    json_file: JsonFile = None,
+    png_file: PngFile = None,
+    *,
+    engine: Mapping[str, Any],
+) -> None:
+    """What graphs give: the same engine with and without them.
+
+    Defaults: batch 1,8,32,128 with 128 tokens in and out on a GPU; batch 1,4,16 with 32 in and 16 out on a
+    CPU.
+    """
+    from ostinato.tools.bench.graphs_on_off import bench_graphs_on_off, graphs_on_off_tables
+    from ostinato.tools.bench.peer_figures import peer_figures
+
+    subject = _subject(engine, png_file)
+    gpu = subject.on_gpu
+    result = bench_graphs_on_off(
+        subject,
+        batch_sizes=_numbers("--batch-sizes", batch_sizes or ("1,8,32,128" if gpu else "1,4,16")),
+        input_len=input_len or (128 if gpu else 32),
+        output_len=output_len or (128 if gpu else 16),
+        repeats=repeats,
+        figures=peer_figures(peers_file),
+    )
+    _deliver(result, graphs_on_off_tables, json_file, png_file)
+
+
+@app.command("plot")
+def plot(
+    results: Annotated[list[Path], typer.Argument(help="JSON files that the other commands wrote.")],
+    out: Annotated[Path, typer.Option(help="The folder for the pictures.")] = Path("docs/plots"),
+) -> None:
+    """Draw result files, each into a PNG of the same name."""
+    from ostinato.tools.bench.plots import write_plots
+
+    for picture in write_plots(results, out):
+        typer.echo(picture)
+
+
+def _subject(engine: Mapping[str, Any], png_file: Path | None) -> Subject:
+    from ostinato.tools.bench.subject import Subject
+
+    if png_file is not None:
+        from ostinato.tools.bench.plots import require_matplotlib
+
+        require_matplotlib()
+    return Subject.of(engine)
+
+
+def _numbers(flag: str, given: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in given.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{flag}: {given!r} is not a list of numbers of at least 1, as 1,8,32")
+    return numbers
+
+
+def _deliver(
+    result: dict[str, Any],
+    tables: Callable[[dict[str, Any]], Any],
+    json_file: Path | None,
+    png_file: Path | None,
+) -> None:
+    from rich.console import Console
+
+    from ostinato.tools.bench.results import write_json
+
+    if json_file is not None:
+        write_json(result, json_file)
+    Console(width=160 if not sys.stdout.isatty() else None).print(tables(result))
+    if png_file is not None:
+        from ostinato.tools.bench.plots import write_plot
+
+        write_plot(result, png_file)

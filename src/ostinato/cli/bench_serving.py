@@ -1,0 +1,63 @@
+"""`ostinato bench serving` and `ostinato bench http`: load on a server, and what HTTP costs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from .bench import JsonFile, PngFile
+from .dataclass_flags import flags_of, with_flags
+
+ENGINE = flags_of("engine/config.py", "EngineConfig")
+LOAD = flags_of("tools/bench_serving.py", "ServingLoad")
+HTTP_LOAD = flags_of("tools/bench_http.py", "HttpLoad")
+
+
+@with_flags(load=LOAD)
+def bench_serving(
+    json_file: JsonFile = None,
+    png_file: PngFile = None,
+    *,
+    load: Mapping[str, Any],
+) -> None:
+    """Open-loop load on any OpenAI-compatible server: latencies, throughput, goodput."""
+    import asyncio
+
+    from ostinato.graphs.errors import ConfigError
+    from ostinato.tools.bench.results import head, write_json
+    from ostinato.tools.bench_serving import ServingLoad, as_table, run_load, write_plot
+
+    try:
+        result = asyncio.run(run_load(ServingLoad(**load)))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is missing: pip install 'ostinato[bench]'") from error
+    _show(as_table(result))
+    if json_file is not None:
+        write_json({**head("serving"), **result}, json_file)
+    if png_file is not None:
+        write_plot(result, png_file)
+    if result["finished"] == 0:
+        raise typer.Exit(1)
+
+
+@with_flags(engine=ENGINE, load=HTTP_LOAD)
+def bench_http(json_file: JsonFile = None, *, engine: Mapping[str, Any], load: Mapping[str, Any]) -> None:
+    """Throughput of a server against that of the engine inside it, at so many streams."""
+    from ostinato.tools.bench.results import write_json
+    from ostinato.tools.bench.subject import Subject
+    from ostinato.tools.bench_http import HttpLoad, as_tables
+    from ostinato.tools.bench_http import bench_http as measure
+
+    result = measure(Subject.of(engine), HttpLoad(**load))
+    _show(as_tables(result))
+    if json_file is not None:
+        write_json(result, json_file)
+
+
+def _show(table: Any) -> None:
+    from rich.console import Console
+
+    Console(width=120 if not sys.stdout.isatty() else None).print(table)

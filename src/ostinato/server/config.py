@@ -1,0 +1,72 @@
+"""What can be set about a server. Each field is a flag of `ostinato serve`; its docstring is the help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ostinato.graphs.errors import ConfigError
+
+TOOL_CALL_PARSERS = ("auto", "qwen", "llama", "none")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP side; the engine has its own, `EngineConfig`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one and says which."""
+    served_model_name: str | None = None
+    """The model's name in the API; default: the name of its directory or file."""
+    api_key: Sequence[str] = ()
+    """A key that clients must send as a bearer token; without any, the API is open."""
+    admin_key: str | None = None
+    """The key of the admin endpoints; without one they answer to loopback only."""
+    max_body_mb: float = 8.0
+    """Largest request body, in MiB."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt, in tokens; default: what the model length leaves room for."""
+    max_queued_requests: int = 4096
+    """Completions that may wait for their turn; beyond that, requests are answered 429."""
+    request_timeout: float = 600.0
+    """Seconds after which an unfinished request is ended with an error."""
+    stream_interval: int = 1
+    """Tokens in a chunk of a stream behind the first; more make HTTP cheaper and streams coarser."""
+    grace_seconds: float = 30.0
+    """Seconds that running requests have to finish after SIGINT or SIGTERM."""
+    restart_engine: bool = False
+    """Start the engine again when its process dies, instead of exiting."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: qwen, llama, none; auto: by its chat template."""
+    profile_dir: str = "profiles"
+    """Where /start_profile leaves its traces."""
+    metrics_prefix: str = "ostinato"
+    """Prefix of the metrics that vLLM has too; vllm makes its dashboards work."""
+
+    def __post_init__(self) -> None:
+        keys = (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key)
+        object.__setattr__(self, "api_key", keys)
+        if any(not key for key in keys) or self.admin_key == "":
+            raise ConfigError("an API key must not be empty")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be 0 to 65535, not {self.port}")
+        for name in ("max_body_mb", "request_timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        for name in ("max_queued_requests", "grace_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if self.stream_interval < 1:
+            raise ConfigError(f"stream_interval must be at least 1, not {self.stream_interval}")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ConfigError(f"max_prompt_tokens must be at least 1, not {self.max_prompt_tokens}")
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            known = ", ".join(TOOL_CALL_PARSERS)
+            raise ConfigError(f"unknown tool_call_parser {self.tool_call_parser!r}: use {known}")
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest request body."""
+        return int(self.max_body_mb * 2**20)

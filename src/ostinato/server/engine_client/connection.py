@@ -1,0 +1,81 @@
+"""One life of the engine process: its sockets, its start, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from ..engine_process.main import run_engine
+from ..wire.messages import Command, Event, decode_event, encode
+
+
+class EngineConnection:
+    """The engine process and the two sockets to it. After its death, make a new one."""
+
+    def __init__(self, options: Mapping[str, Any], on_event: Callable[[Event], None]) -> None:
+        """Start the process; `options` are the fields of `EngineConfig`."""
+        # A folder of our own: nobody else can connect.
+        self._folder = Path(tempfile.mkdtemp(prefix="ostinato-"))
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._on_event = on_event
+        self._commands: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
+        self._events = self._context.socket(zmq.PULL)
+        self._commands.setsockopt(zmq.SNDHWM, 0)
+        self._events.setsockopt(zmq.RCVHWM, 0)
+        addresses = [f"ipc://{self._folder}/{name}" for name in ("commands", "events")]
+        self._commands.bind(addresses[0])
+        self._events.bind(addresses[1])
+        process = multiprocessing.get_context("spawn").Process(
+            target=run_engine, args=(dict(options), *addresses), name="ostinato-engine", daemon=True
+        )
+        process.start()
+        self.process = process
+        self._reader = asyncio.create_task(self._read())
+
+    def send(self, command: Command) -> None:
+        """Never waits: what a dead process does not read is thrown away with the connection."""
+        self._commands.send(encode(command), zmq.NOBLOCK)
+
+    async def ended(self) -> int | None:
+        """Wait for the process to end; its exit code. Raises what went wrong in taking in its events."""
+        loop, sentinel = asyncio.get_running_loop(), self.process.sentinel
+        gone = asyncio.Event()
+        loop.add_reader(sentinel, gone.set)
+        waiting = asyncio.create_task(gone.wait())
+        try:
+            await asyncio.wait({waiting, self._reader}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            loop.remove_reader(sentinel)
+            waiting.cancel()
+        if not gone.is_set():
+            self.process.kill()
+            self._reader.result()
+        self.process.join()
+        return self.process.exitcode
+
+    async def close(self, patience: float = 5.0) -> None:
+        """Take the sockets away, and the process if it has not ended within `patience` seconds."""
+        if self.process.is_alive():
+            try:
+                await asyncio.wait_for(self.ended(), patience)
+            except TimeoutError:
+                self.process.kill()
+                await self.ended()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._commands.close(linger=0)
+        self._events.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _read(self) -> None:
+        while True:
+            self._on_event(decode_event(await self._events.recv()))

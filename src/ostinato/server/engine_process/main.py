@@ -1,0 +1,112 @@
+"""What the engine process runs: load, capture, say so, serve."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from typing import Any
+
+import zmq
+
+from ostinato.graphs.errors import OstinatoError
+
+from ..wire.messages import Event, Failed, Loading, Ready, encode
+
+
+def run_engine(options: Mapping[str, Any], command_address: str, event_address: str) -> None:
+    """The process's main function; `options` are the fields of `EngineConfig`."""
+    # Ctrl-C and a stop of the whole process group reach this process too; it leaves when the parent says so.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    context = zmq.Context(io_threads=1)
+    commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    # Steps never wait for the other side: it takes everything in as it comes.
+    commands.setsockopt(zmq.RCVHWM, 0)
+    events.setsockopt(zmq.SNDHWM, 0)
+    commands.connect(command_address)
+    events.connect(event_address)
+    code = 0
+    try:
+        _serve(options, commands, events)
+    except BaseException as error:
+        if not isinstance(error, OstinatoError):  # ours say what is wrong; of others we want to know where
+            logging.getLogger("ostinato.server").exception("the engine gives up")
+        events.send(encode(Failed(_in_words(error))))
+        code = 1
+    commands.close(linger=0)
+    events.close(linger=1000)
+    context.term()
+    # The end of the process frees everything, and an interpreter with torch in it takes seconds to go.
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(options: Mapping[str, Any], commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+    def send(event: Event) -> None:
+        events.send(encode(event))
+
+    send(Loading("starting the engine"))
+    handler = _Forwarder(send)
+    logger = logging.getLogger("ostinato")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    from ostinato.engine.llm import LLM
+
+    from .engine_server import EngineServer
+
+    given = dict(options)
+    llm = LLM(given.pop("model", None), **given)
+    logger.removeHandler(handler)
+    server = EngineServer(llm, commands, events)
+    server.publish_statistics()
+    send(_ready(llm))
+    server.serve()
+
+
+def _ready(llm: Any) -> Ready:
+    core, report = llm.engine.core, llm.graph_report()
+    shape = core.loaded.model.config
+    return Ready(
+        directory=str(core.loaded.directory),
+        architecture=shape.architecture,
+        max_model_len=core.scheduler.max_len,
+        max_running=core.config.max_running_requests,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        has_tokenizer=core.loaded.tokenizer is not None,
+        can_generate=core.sampler is not None,
+        eos_token_ids=sorted(core.loaded.eos_token_ids),
+        summary=f"{len(report.graphs)} graphs, mode {report.mode}, {report.backend} on {report.device}, "
+        f"captured in {report.capture_ms / 1000:.1f} s",
+    )
+
+
+class _Forwarder(logging.Handler):
+    """What the engine logs while it starts is the progress of the start; of a table, its first line."""
+
+    def __init__(self, send: Any) -> None:
+        super().__init__(logging.INFO)
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage().strip()
+        if text:
+            self._send(Loading(text.splitlines()[0]))
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, OstinatoError) else f"{type(error).__name__}: {error}"

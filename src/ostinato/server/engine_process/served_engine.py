@@ -1,0 +1,158 @@
+"""Requests of the wire on the engine core: commands in, one list of news per step out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ostinato.engine.core import EngineCore, Progress
+from ostinato.engine.outputs import Logprob
+from ostinato.engine.pooling import pooled
+from ostinato.engine.request import Request
+from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.text.grammar import Grammar
+
+from ..wire.messages import Embed, Generate, News, StepNews, TokenLogprobs
+from .grammar_thread import GrammarThread
+
+
+class ServedEngine:
+    """The engine core with wire ids. Not thread-safe.
+
+    It works on token ids alone: text is the HTTP process's business, so that no step waits for it.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._embeddings: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        vocab_size = core.loaded.model.config.vocab_size
+        self._grammars = GrammarThread(core.loaded.tokenizer, vocab_size)
+        self._compiling: dict[int, Generate] = {}
+        self._begun: set[int] = set()
+        """Requests whose first news is out, and with it what is told once."""
+        # Requests without a seed get one from here: a run with the same requests repeats itself.
+        self._seeds = np.random.default_rng(core.config.config.seed)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step would do something: paused requests wait without one."""
+        scheduler = self.core.scheduler
+        return self.core.has_work and (not scheduler.is_paused or scheduler.num_steps_in_flight > 0)
+
+    def generate(self, command: Generate) -> News | None:
+        """Queue a completion; news only if it is refused."""
+        if command.params.structured_outputs is None:
+            return self._generate(command, None)
+        self._compiling[command.id] = command
+        self._grammars.ask(command.id, command.params.structured_outputs)
+        return None
+
+    def take_grammars(self) -> list[News]:
+        """Queue the completions whose grammars are compiled; news of those refused."""
+        refused = []
+        for id, grammar in self._grammars.done():
+            command = self._compiling.pop(id, None)
+            if command is None:
+                continue  # aborted meanwhile
+            if isinstance(grammar, str):
+                refused.append(News(id, finish_reason="error", error=grammar, refused=True))
+            elif (news := self._generate(command, grammar)) is not None:
+                refused.append(news)
+        return refused
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a grammar is on its way."""
+        return bool(self._compiling)
+
+    def embed(self, command: Embed) -> News | None:
+        """Queue an embedding; news only if it is refused."""
+        refused = self._add(command.id, command.prompt_ids, None)
+        if refused is None:
+            self._embeddings[command.id] = command.pooling, []
+        return refused
+
+    def abort(self, ids: list[int]) -> list[News]:
+        """End these requests; news of those that were unfinished."""
+        ended = [id for id in ids if self._compiling.pop(id, None) or self.core.abort(str(id))]
+        for id in ended:
+            self._embeddings.pop(id, None)
+            self._begun.discard(id)
+        return [News(id, finish_reason="abort") for id in ended]
+
+    def step(self) -> StepNews:
+        """Run one step; what it brought."""
+        ids: list[int] = []
+        tokens: list[int] = []
+        news: list[News] = []
+        begun = self._begun
+        for progress in self.core.step():
+            request, token, logprobs, prompt_logprobs, hidden = progress
+            id = int(request.request_id)
+            has_more = logprobs is not None or prompt_logprobs is not None or hidden is not None
+            if token is not None and request.finish_reason is None and not has_more and id in begun:
+                ids.append(id)
+                tokens.append(token)
+                continue
+            news.append(self._news(progress))
+            if request.finish_reason is None:
+                begun.add(id)
+            else:
+                begun.discard(id)
+        return StepNews(ids, tokens, news)
+
+    def _generate(self, command: Generate, grammar: Grammar | None) -> News | None:
+        params = command.params
+        if params.seed is None and not params.is_greedy:
+            params = replace(params, seed=int(self._seeds.integers(2**62)))
+        return self._add(command.id, command.prompt_ids, params, grammar)
+
+    def _add(
+        self, id: int, prompt_ids: list[int], params: SamplingParams | None, grammar: Grammar | None = None
+    ) -> News | None:
+        try:
+            eos = self.core.loaded.eos_token_ids
+            self.core.add(Request(str(id), tuple(prompt_ids), params, eos, grammar))
+        except RequestError as error:
+            return News(id, finish_reason="error", error=str(error), refused=True)
+        return None
+
+    def _news(self, progress: Progress) -> News:
+        request = progress.request
+        id = int(request.request_id)
+        embedding = None
+        if progress.hidden is not None or request.is_embedding:
+            embedding = self._pooled(id, progress)
+        prompt_logprobs = None
+        if progress.prompt_logprobs is not None:
+            prompt_logprobs = {at: _listed(found) for at, found in progress.prompt_logprobs.items()}
+        return News(
+            id,
+            progress.token,
+            None if request.finish_reason is None else str(request.finish_reason),
+            request.stop_reason,
+            request.num_cached_tokens,
+            None if progress.logprobs is None else _listed(progress.logprobs),
+            prompt_logprobs,
+            embedding,
+            request.error,
+            request.is_at_fault,
+        )
+
+    def _pooled(self, id: int, progress: Progress) -> bytes | None:
+        pooling, states = self._embeddings[id]
+        if progress.hidden is not None:
+            states.append(progress.hidden)
+        if not progress.request.is_finished:
+            return None
+        del self._embeddings[id]
+        if progress.request.error is not None:
+            return None
+        vector = pooled(states, progress.request.num_prompt_tokens, pooling)
+        return vector.numpy().astype("<f4").tobytes()
+
+
+def _listed(logprobs: dict[int, Logprob]) -> TokenLogprobs:
+    return [(token, entry.logprob, entry.rank) for token, entry in logprobs.items()]

@@ -1,0 +1,94 @@
+"""The engine's counters as one message, taken between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ostinato.engine.llm import LLM
+from ostinato.graphs import Report
+
+from ..wire.messages import GraphCounters, Statistics
+from .utilization import UtilizationClock
+
+
+class StatisticsTaker:
+    """Reads what the engine counts, and measures what it does not."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._busy_seconds = 0.0
+        self._taken_at = time.perf_counter()
+        self._device_clock = UtilizationClock.of(llm.engine.core.config.device)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around every step of the engine."""
+        began = time.perf_counter()
+        yield
+        self._busy_seconds += time.perf_counter() - began
+
+    def take(self) -> Statistics:
+        """All counters as they are now."""
+        llm, core = self._llm, self._llm.engine.core
+        scheduler, pages = core.scheduler, core.scheduler.pages
+        report, sampling = llm.graph_report(), llm.sampling_report()
+        times = llm.step_times()
+        return Statistics(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            is_paused=scheduler.is_paused,
+            pages_usable=pages.num_usable,
+            pages_free=pages.num_free,
+            pages_cached=pages.num_cached,
+            prefix_queried_tokens=pages.statistics.queried_tokens,
+            prefix_hit_tokens=pages.statistics.hit_tokens,
+            preemptions=scheduler.num_preemptions,
+            steps=times.steps,
+            cpu_microseconds=dict(times.microseconds),
+            device_idle_share=self._idle_share(),
+            idle_source="host" if self._device_clock is None else "device",
+            graph_mode=report.mode,
+            backend=report.backend,
+            device=report.device,
+            graphs=[*_by_rung(report, None), *(_by_rung(sampling, "sampling") if sampling else ())],
+            eager_steps=dict(report.eager_steps),
+            sampling_eager_steps=dict(sampling.eager_steps) if sampling else {},
+            memory_bytes=llm.memory_report(),
+        )
+
+    def _idle_share(self) -> float:
+        now = time.perf_counter()
+        passed, busy = now - self._taken_at, self._busy_seconds
+        self._taken_at, self._busy_seconds = now, 0.0
+        if self._device_clock is not None:
+            return self._device_clock.idle_share
+        return min(1.0, max(0.0, 1.0 - busy / passed)) if passed > 0 else 1.0
+
+
+def _by_rung(report: Report, kind: str | None) -> list[GraphCounters]:
+    """Graphs that differ only in their context bucket count as one rung."""
+    rungs: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0] * 6)
+    for row in report.graphs:
+        which = kind or ("decode" if row.descriptor.startswith("decode") else "mixed")
+        rows = row.replays * row.num_tokens
+        sums = rungs[row.mode, which, row.num_tokens]
+        counted = (1, row.replays, rows * row.padding_waste, rows, row.bytes, row.capture_ms / 1e3)
+        for at, value in enumerate(counted):
+            sums[at] += value
+    return [
+        GraphCounters(
+            mode=mode,
+            kind=which,
+            rung=rung,
+            graphs=int(sums[0]),
+            replays=int(sums[1]),
+            padded_rows=round(sums[2]),
+            rows=int(sums[3]),
+            bytes=int(sums[4]),
+            capture_seconds=sums[5],
+        )
+        for (mode, which, rung), sums in sorted(rungs.items())
+    ]

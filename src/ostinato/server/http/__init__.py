@@ -1,0 +1,1 @@
+"""HTTP: the application, its limits and keys, and its endpoints."""

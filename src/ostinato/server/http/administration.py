@@ -1,0 +1,77 @@
+"""The admin endpoints. Who may call them is decided in `keys`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from ..engine_client.client import EngineCallError, EngineGone
+from ..openai.errors import ApiError, unavailable
+from ..openai.requests import AbortRequest
+from .api_document import answers
+from .json_answers import json_response
+from .service import Service
+
+
+def admin_routes(service: Service) -> APIRouter:
+    """The routes for whoever runs the server."""
+    routes = APIRouter()
+
+    async def call(action: str, argument: str = "") -> Response:
+        service.serving()
+        try:
+            return json_response(await service.engine.call(action, argument))
+        except EngineCallError as error:
+            raise ApiError(400, str(error)) from error
+        except EngineGone as error:
+            raise unavailable(str(error)) from error
+
+    @routes.post("/flush_cache", responses=answers())
+    async def flush_cache() -> Response:
+        """Forget all cached prefixes."""
+        return await call("flush_cache")
+
+    @routes.post("/pause_generation", responses=answers())
+    async def pause_generation() -> Response:
+        """Run no more steps; requests wait where they are, new ones queue."""
+        return await call("pause")
+
+    @routes.post("/continue_generation", responses=answers())
+    async def continue_generation() -> Response:
+        """Go on after a pause."""
+        return await call("continue")
+
+    @routes.get("/graphs", responses=answers())
+    async def graphs() -> Response:
+        """The graphs, their replays, eager steps by reason, memory."""
+        return await call("graphs")
+
+    @routes.post("/start_profile", responses=answers())
+    async def start_profile() -> Response:
+        """Begin a torch profile of the engine."""
+        folder = Path(service.config.profile_dir).absolute()
+        return await call("start_profile", str(folder / f"{time.strftime('%Y%m%d-%H%M%S')}.json.gz"))
+
+    @routes.post("/stop_profile", responses=answers())
+    async def stop_profile() -> Response:
+        """End the profile and write it; the answer has its file."""
+        return await call("stop_profile")
+
+    @routes.post("/abort", responses=answers())
+    async def abort(body: AbortRequest) -> Response:
+        """End requests; their clients get what there is, with finish reason `abort`."""
+        service.serving()
+        if (body.request_id is None) != body.all:
+            raise ApiError(400, "give request_id, or all as true", param="request_id")
+        generations = service.generations
+        if body.request_id is not None and body.request_id not in generations:
+            raise ApiError(404, f"no request {body.request_id!r} is under way", param="request_id")
+        chosen = list(generations.values()) if body.request_id is None else [generations[body.request_id]]
+        for generation in chosen:
+            generation.abort()
+        return json_response({"aborted": [generation.id for generation in chosen]})
+
+    return routes

@@ -1,0 +1,92 @@
+"""Who may ask for what: bearer keys, compared in constant time, and loopback for admins without a key."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..config import ServerConfig
+from ..openai.errors import ApiError
+from .json_answers import error_response
+
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/stats", "/version"})
+"""Answered without a key: for probes, scrapers and the page. None of them shows what anybody asked."""
+
+ADMIN_PATHS = frozenset(
+    {
+        "/flush_cache",
+        "/abort",
+        "/pause_generation",
+        "/continue_generation",
+        "/graphs",
+        "/start_profile",
+        "/stop_profile",
+    }
+)
+
+
+class KeyCheck:
+    """Middleware in front of everything."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in config.api_key)
+        self._admin_keys = (config.admin_key.encode(),) if config.admin_key else ()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401 or 403."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        path, headers = scope["path"].rstrip("/") or "/", Headers(scope=scope)
+        if path in ADMIN_PATHS:
+            if self._admin_keys:
+                _check_bearer(headers, self._admin_keys)
+            else:
+                _check_local(scope, headers)
+        elif self._keys and path not in OPEN_PATHS:
+            _check_bearer(headers, (*self._keys, *self._admin_keys))
+
+
+def _check_bearer(headers: Headers, keys: Sequence[bytes]) -> None:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    sent = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    # All of them, always: the time taken tells nothing about which came close.
+    matches = [hmac.compare_digest(sent, key) for key in keys]
+    if not any(matches):
+        what = "the API key is wrong" if sent else "an API key is needed, as a bearer token"
+        raise ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _check_local(scope: Scope, headers: Headers) -> None:
+    """Loopback, and neither through a proxy nor from a web page that makes a local browser ask."""
+    client = scope.get("client")
+    is_local = (
+        client is not None
+        and _is_loopback(client[0])
+        and _is_loopback(urlsplit(f"//{headers.get('host', '')}").hostname or "")
+        and not any(name in headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
+    )
+    origin = headers.get("origin")
+    if not is_local or (origin is not None and urlsplit(origin).netloc != headers.get("host")):
+        raise ApiError(403, "without --admin-key, admin endpoints answer to loopback only", code="admin_only")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""What is measured while serving, for Prometheus and for the page."""

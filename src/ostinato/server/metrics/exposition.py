@@ -1,0 +1,192 @@
+"""The metrics as Prometheus scrapes them.
+
+What vLLM measures too carries its name behind the configured prefix; what only graphs have is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .histogram import Histogram
+
+if TYPE_CHECKING:
+    from ..http.service import Service
+    from ..wire.messages import Statistics
+
+OURS = "ostinato"
+
+
+def registry_of(collector: Collector) -> CollectorRegistry:
+    """A registry with this collector alone."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return registry
+
+
+class ServerCollector(Collector):
+    """Reads the counters when it is scraped; nothing is kept twice."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._shared = service.config.metrics_prefix
+        self._model = service.model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as they are now."""
+        yield from self._requests()
+        statistics = self._service.engine.statistics
+        if statistics is not None:
+            yield from self._engine(statistics)
+            yield from self._graphs(statistics)
+        yield self._one(GaugeMetricFamily, OURS, "engine_up", "Whether the engine serves.", self._is_up)
+        restarts = self._service.engine.restarts
+        yield self._one(
+            CounterMetricFamily, OURS, "engine_restarts", "Engine processes started again.", restarts
+        )
+
+    @property
+    def _is_up(self) -> int:
+        return int(self._service.health[0])
+
+    # -- as in vLLM --------------------------------------------------------------------------------
+
+    def _requests(self) -> Iterator[Metric]:
+        metrics = self._service.metrics
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", metrics.time_to_first_token),
+            ("inter_token_latency_seconds", "Between two tokens.", metrics.inter_token_latency),
+            (
+                "request_time_per_output_token_seconds",
+                "A request's mean time per token behind the first.",
+                metrics.time_per_output_token,
+            ),
+            ("e2e_request_latency_seconds", "From arrival to the end.", metrics.end_to_end),
+            ("request_prompt_tokens", "Prompt tokens per request.", metrics.prompt_lengths),
+            ("request_generation_tokens", "Generated tokens per request.", metrics.generation_lengths),
+        ):
+            yield self._histogram(name, text, histogram)
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of requests that got a token.", metrics.prompt_tokens),
+            ("generation_tokens", "Generated tokens.", metrics.generation_tokens),
+        ):
+            yield self._one(CounterMetricFamily, self._shared, name, text, value)
+        yield self._labelled(
+            CounterMetricFamily,
+            self._shared,
+            "request_success",
+            "Completions that ended, by reason.",
+            ["finished_reason"],
+            (((reason,), count) for reason, count in metrics.finished.items()),
+        )
+        yield self._labelled(
+            CounterMetricFamily,
+            OURS,
+            "http_answers",
+            "Answers by endpoint and status.",
+            ["path", "status"],
+            (((path, str(status)), count) for (path, status), count in metrics.answers.items()),
+        )
+        text = "Requests refused because the queue was full."
+        yield self._one(CounterMetricFamily, OURS, "requests_rejected", text, metrics.rejected)
+
+    def _engine(self, statistics: Statistics) -> Iterator[Metric]:
+        used = statistics.pages_usable - statistics.pages_free
+        for name, text, value in (
+            ("num_requests_running", "Requests in the batch.", statistics.running),
+            ("num_requests_waiting", "Requests that wait for their turn.", statistics.waiting),
+            ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", used / statistics.pages_usable),
+        ):
+            yield self._one(GaugeMetricFamily, self._shared, name, text, value)
+        for name, text, value in (
+            ("num_preemptions", "Requests that lost their pages.", statistics.preemptions),
+            ("prefix_cache_queries", "Tokens looked up.", statistics.prefix_queried_tokens),
+            ("prefix_cache_hits", "Of those, tokens found.", statistics.prefix_hit_tokens),
+        ):
+            yield self._one(CounterMetricFamily, self._shared, name, text, value)
+
+    # -- ours --------------------------------------------------------------------------------------
+
+    def _graphs(self, statistics: Statistics) -> Iterator[Metric]:
+        rungs = [((rung.mode, rung.kind, str(rung.rung)), rung) for rung in statistics.graphs]
+        labels = ["mode", "kind", "rung"]
+        counters = (
+            ("graph_replays", "Replays by mode and rung.", "replays"),
+            ("graph_rows", "Rows replayed, padding included.", "rows"),
+            ("graph_padded_rows", "Rows replayed that were padding.", "padded_rows"),
+        )
+        for name, text, field in counters:
+            values = ((key, getattr(rung, field)) for key, rung in rungs)
+            yield self._labelled(CounterMetricFamily, OURS, name, text, labels, values)
+        gauges = (
+            ("graph_memory_bytes", "How much the pool grew for a rung.", "bytes"),
+            ("graph_capture_seconds", "Time to capture a rung.", "capture_seconds"),
+            ("graphs", "Graphs of a rung.", "graphs"),
+        )
+        for name, text, field in gauges:
+            values = ((key, getattr(rung, field)) for key, rung in rungs)
+            yield self._labelled(GaugeMetricFamily, OURS, name, text, labels, values)
+        eager = [(("forward", reason), count) for reason, count in statistics.eager_steps.items()]
+        eager += [(("sampling", reason), count) for reason, count in statistics.sampling_eager_steps.items()]
+        text = "Steps without a graph, by reason."
+        yield self._labelled(CounterMetricFamily, OURS, "eager_steps", text, ["stage", "reason"], eager)
+        yield self._one(CounterMetricFamily, OURS, "steps", "Steps of the engine.", statistics.steps)
+        yield self._labelled(
+            CounterMetricFamily,
+            OURS,
+            "step_cpu_microseconds",
+            "CPU time of the engine's thread by part of a step; divide by steps.",
+            ["part"],
+            (((part,), value) for part, value in statistics.cpu_microseconds.items()),
+        )
+        yield self._labelled(
+            GaugeMetricFamily,
+            OURS,
+            "device_idle_share",
+            "Share of the last interval in which the device did nothing.",
+            ["source"],
+            [((statistics.idle_source,), statistics.device_idle_share)],
+        )
+        yield self._labelled(
+            GaugeMetricFamily,
+            OURS,
+            "memory_bytes",
+            "Memory of the device by what it is for.",
+            ["kind"],
+            (((kind,), value) for kind, value in statistics.memory_bytes.items()),
+        )
+
+    # -- families ----------------------------------------------------------------------------------
+
+    def _one(
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        prefix: str,
+        name: str,
+        text: str,
+        value: float,
+    ) -> Metric:
+        return self._labelled(family, prefix, name, text, [], [((), value)])
+
+    def _labelled(
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        prefix: str,
+        name: str,
+        text: str,
+        labels: list[str],
+        values: Iterable[tuple[tuple[str, ...], float]],
+    ) -> Metric:
+        metric = family(f"{prefix}:{name}", text, labels=["model_name", *labels])
+        for key, value in values:
+            metric.add_metric([self._model, *key], value)
+        return metric
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        metric = HistogramMetricFamily(f"{self._shared}:{name}", text, labels=["model_name"])
+        metric.add_metric([self._model], histogram.cumulative, histogram.sum)
+        return metric

@@ -1,0 +1,1 @@
+"""The OpenAI API: request and response bodies, and the way from the one to the other."""

@@ -1,0 +1,178 @@
+"""One completion as it grows: tokens from the engine in, text and logprobs for the client out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ostinato.engine.completion_text import CompletionText
+from ostinato.engine.sampling_params import SamplingParams
+
+from ..engine_client.client import EngineClient, EngineGone
+from ..wire.messages import News, TokenLogprobs
+from .errors import ApiError, unavailable
+from .served_model import ServedModel
+
+
+@dataclass
+class Piece:
+    """What has come since the last piece was taken."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not self.text and not self.token_ids and not self.logprobs
+
+
+class Completion:
+    """Listens to one engine request. Text is made here, so stop strings are found here too."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        model: ServedModel,
+        *,
+        keeps_output: bool = True,
+        wakes_every: int = 0,
+        on_token: Callable[[Completion, float], None] | None = None,
+    ) -> None:
+        """`keeps_output=False`: the prompt alone is wanted, what comes behind it is dropped.
+
+        `wakes_every`: after so many tokens the reader is told, 0 for only at the end; the first token is
+        told in any case to whoever is told of tokens at all. `on_token` is called with the seconds since the
+        token before, or since the start.
+        """
+        self.index = index
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: ApiError | None = None
+        self.started_at = time.perf_counter()
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.num_received = 0
+        """Tokens that came, those dropped included."""
+        self._keeps_output = keeps_output
+        self._wakes_every = wakes_every
+        self._on_token = on_token
+        self._piece = Piece()
+        self._shown = 0
+        detokenizer = model.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        include_stop = params.include_stop_str_in_output
+        self._text = (
+            CompletionText(detokenizer, params.stop or (), include_stop=include_stop) if detokenizer else None
+        )
+        self._engine: EngineClient | None = None
+        self._id = -1
+        self._on_change: Callable[[], None] = lambda: None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+    def start(self, engine: EngineClient, on_change: Callable[[], None]) -> None:
+        """Ask the engine; `on_change` is called whenever something has come."""
+        self._engine, self._on_change = engine, on_change
+        # Stop strings stay here, and the seed is the only thing that tells completions of a prompt apart.
+        self._id = engine.generate(self.prompt_ids, replace(self.params, stop=None, n=1), self)
+
+    def abort(self) -> None:
+        """Have the engine end it; it then finishes with `abort`."""
+        if not self.is_finished and self._engine is not None:
+            self._engine.abort([self._id])
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        if not self.is_finished and self._engine is not None:
+            self._engine.forget([self._id])
+            self.finish_reason = "abort"
+
+    def take(self) -> Piece:
+        """What has come since the last time."""
+        taken, self._piece = self._piece, Piece()
+        if self._text is not None:
+            text = self._text.text
+            taken.text, self._shown = text[self._shown :], len(text)
+        return taken
+
+    # -- as a listener -----------------------------------------------------------------------------
+
+    def take_token(self, token: int) -> None:
+        """The next token, and nothing else."""
+        if not self.is_finished:
+            self._take_token(token, None, may_be_text=True)
+            self._wake()
+
+    def take_in(self, news: News) -> None:
+        """One step's news."""
+        if self.is_finished:
+            return
+        self.num_cached_tokens = max(self.num_cached_tokens, news.cached_tokens)
+        if news.prompt_logprobs is not None:
+            self.prompt_logprobs.update(news.prompt_logprobs)
+        if news.token is not None:
+            # The token that ended it is no text of the answer, be it a stop token or the end of the sequence.
+            is_text = news.finish_reason != "stop" or self.params.include_stop_str_in_output
+            self._take_token(news.token, news.logprobs, may_be_text=is_text)
+        if news.finish_reason is not None and not self.is_finished:
+            self._finish(news)
+        self._wake()
+
+    def _wake(self) -> None:
+        every, behind_first = self._wakes_every, self.num_received - 1
+        if self.is_finished or (every and behind_first % every == 0):
+            self._on_change()
+
+    def fail(self, error: EngineGone) -> None:
+        """The engine is gone."""
+        if not self.is_finished:
+            self.finish_reason, self.error = "error", unavailable(str(error))
+            self._on_change()
+
+    def _take_token(self, token: int, logprobs: TokenLogprobs | None, *, may_be_text: bool) -> None:
+        now = time.perf_counter()
+        since = now - (self.last_token_at or self.started_at)
+        self.first_token_at = self.first_token_at or now
+        self.last_token_at = now
+        self.num_received += 1
+        if self._on_token is not None:
+            self._on_token(self, since)
+        if not self._keeps_output:
+            return
+        self.num_tokens += 1
+        self._piece.token_ids.append(token)
+        if logprobs is not None:
+            self._piece.logprobs.append(logprobs)
+        if self._text is None or not may_be_text:
+            return
+        stop = self._text.push(token, may_stop=self.num_tokens > self.params.min_tokens)
+        if stop is not None:
+            self._stop_at(stop)
+
+    def _stop_at(self, stop: str) -> None:
+        self.finish_reason, self.stop_reason = "stop", stop
+        assert self._engine is not None
+        self._engine.forget([self._id])
+
+    def _finish(self, news: News) -> None:
+        if news.error is not None:
+            shaped = news.refused and self.params.structured_outputs is not None
+            status, param = 400 if news.refused else 500, "response_format" if shaped else None
+            self.error = ApiError(status, news.error, param=param)
+        stop = self._text.finish() if self._text is not None else None
+        if stop is not None and news.finish_reason == "length":
+            self.finish_reason, self.stop_reason = "stop", stop
+        else:
+            self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason

@@ -1,0 +1,162 @@
+"""`/v1/completions`: prompts in, the completions of each out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from ostinato.engine.sampling_params import SamplingParams
+
+from .completion import Completion, Piece
+from .errors import ApiError
+from .generation import Generation
+from .logprobs import CompletionLogprobsBuilder
+from .requests import CompletionRequest
+from .responses import CompletionBody, CompletionChoice, CompletionLogprobs
+from .sampling import sampling_params
+from .served_model import ServedModel
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+OnToken = Callable[[Completion, float], None]
+
+
+async def completions_of(
+    body: CompletionRequest, model: ServedModel, wakes_every: int, on_token: OnToken
+) -> list[Completion]:
+    """The completions that a request asks for, not started yet."""
+    if body.logprobs is not None or body.stop:
+        model.need_tokenizer("logprobs" if body.logprobs is not None else "stop")
+    prompt_only = body.max_tokens == 0
+    if prompt_only and not body.echo:
+        raise ApiError(400, "max_tokens is 0 and echo is not set: nothing is asked for", param="max_tokens")
+    echoes_logprobs = bool(body.echo) and body.logprobs is not None
+    found: list[Completion] = []
+    for ids in await _prompts(body, model):
+        asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+        if body.max_tokens is None:
+            asked = min(asked, model.ready.max_model_len - len(ids))
+        params = sampling_params(
+            body,
+            max_tokens=model.checked_max_tokens(asked, len(ids), "max_tokens"),
+            vocab_size=model.ready.vocab_size,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if echoes_logprobs else None,
+        )
+        for number in range(body.n or 1):
+            found.append(
+                Completion(
+                    len(found),
+                    ids,
+                    seeded(params, number),
+                    model,
+                    keeps_output=not prompt_only,
+                    wakes_every=wakes_every,
+                    on_token=on_token,
+                )
+            )
+    return found
+
+
+def seeded(params: SamplingParams, number: int) -> SamplingParams:
+    """The parameters of the completion with this number of a prompt: the first is what n=1 would give."""
+    if params.seed is None:
+        return params
+    return replace(params, seed=(params.seed + number + 2**63) % 2**64 - 2**63)
+
+
+async def _prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
+    given = body.prompt
+    listed: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    prompts = []
+    for prompt in listed:
+        ids = await model.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+        prompts.append(model.checked_prompt(ids, "prompt"))
+    return prompts
+
+
+class CompletionWriter:
+    """Writes the answer of one request, at once or in chunks."""
+
+    def __init__(self, body: CompletionRequest, generation: Generation, model: ServedModel) -> None:
+        self._body = body
+        self._generation = generation
+        self._model = model
+        self._ends_told: set[int] = set()
+        self._usage_told = False
+        self._prompts_told: set[int] = set()
+        self._logprobs: list[CompletionLogprobsBuilder] = []
+        if body.logprobs is not None:
+            texts = model.need_token_texts()
+            self._logprobs = [CompletionLogprobsBuilder(texts, body.logprobs) for _ in generation.completions]
+
+    def whole(self) -> bytes:
+        """The answer, when the generation is finished."""
+        choices = [self._choice(completion, completion.take()) for completion in self._generation.completions]
+        return msgspec.json.encode(self._wrapped(choices, usage=self._generation.usage))
+
+    def chunks(self) -> list[bytes]:
+        """What has come since the last time."""
+        wants_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
+        usage = None if wants_usage else msgspec.UNSET
+        chunks = []
+        for completion in self._generation.completions:
+            if completion.index in self._ends_told:
+                continue
+            piece = completion.take()
+            if self._is_worth_a_chunk(completion, piece):
+                choice = self._choice(completion, piece)
+                chunks.append(msgspec.json.encode(self._wrapped([choice], usage=usage)))
+                if completion.is_finished:
+                    self._ends_told.add(completion.index)
+        if wants_usage and not self._usage_told and self._generation.is_finished:
+            self._usage_told = True
+            chunks.append(msgspec.json.encode(self._wrapped([], usage=self._generation.usage)))
+        return chunks
+
+    def _is_worth_a_chunk(self, completion: Completion, piece: Piece) -> bool:
+        if piece.text or piece.logprobs or completion.is_finished:
+            return True
+        # Without a text to show for it, a token is told only to those who see tokens.
+        return bool(piece.token_ids) and (bool(self._body.return_token_ids) or self._model.tokenizer is None)
+
+    def _choice(self, completion: Completion, piece: Piece) -> CompletionChoice:
+        logprobs = None
+        text = piece.text
+        if self._logprobs:
+            logprobs = CompletionLogprobs()
+            if self._body.logprobs == 0:
+                logprobs.top_logprobs = None
+        is_first = completion.index not in self._prompts_told
+        self._prompts_told.add(completion.index)
+        if is_first and self._body.echo:
+            text = self._echo(completion) + text
+            if logprobs is not None:
+                self._logprobs[completion.index].add_prompt(
+                    logprobs, completion.prompt_ids, completion.prompt_logprobs
+                )
+        if logprobs is not None:
+            self._logprobs[completion.index].add(logprobs, piece.logprobs)
+        choice = CompletionChoice(
+            completion.index, text, logprobs, completion.finish_reason, completion.stop_reason
+        )
+        if self._body.return_token_ids:
+            choice.token_ids = piece.token_ids
+        return choice
+
+    def _echo(self, completion: Completion) -> str:
+        if isinstance(self._body.prompt, str):
+            return self._body.prompt
+        if isinstance(self._body.prompt[0], str):
+            return str(self._body.prompt[completion.index // (self._body.n or 1)])
+        if self._model.tokenizer is None:
+            return ""
+        return self._model.tokenizer.decode(completion.prompt_ids, skip_special_tokens=False)
+
+    def _wrapped(self, choices: list[CompletionChoice], usage: Any) -> CompletionBody:
+        generation = self._generation
+        return CompletionBody(generation.id, generation.created, self._model.name, choices, usage)

@@ -1,0 +1,86 @@
+"""`/v1/embeddings`: texts in, vectors out."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import base64
+import sys
+from typing import Any
+
+from ..engine_client.client import EngineClient, EngineGone
+from ..wire.messages import News
+from .errors import ApiError, unavailable
+from .requests import EmbeddingRequest
+from .responses import EmbeddingBody, EmbeddingItem, EmbeddingUsage
+from .served_model import ServedModel
+
+
+class _Vector:
+    """Listens to one engine request."""
+
+    def __init__(self) -> None:
+        self.result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def take_token(self, token: int) -> None:
+        raise AssertionError(f"an embedding got token {token}")
+
+    def take_in(self, news: News) -> None:
+        if self.result.done() or news.finish_reason is None:
+            return
+        if news.embedding is not None:
+            self.result.set_result(news.embedding)
+        else:
+            message = news.error or "the request was aborted"
+            self.result.set_exception(ApiError(400 if news.refused else 500, message))
+
+    def fail(self, error: EngineGone) -> None:
+        if not self.result.done():
+            self.result.set_exception(unavailable(str(error)))
+
+
+async def embedding_prompts(body: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
+    """Token ids of every input."""
+    given = body.input
+    listed: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    prompts = []
+    for entry in listed:
+        ids = await model.encode(entry, "input") if isinstance(entry, str) else entry
+        prompts.append(model.checked_prompt(ids, "input"))
+    return prompts
+
+
+async def embed(
+    prompts: list[list[int]], body: EmbeddingRequest, engine: EngineClient, model: ServedModel
+) -> EmbeddingBody:
+    """The vectors of all prompts. Cancelling it aborts what is unfinished."""
+    listeners = [_Vector() for _ in prompts]
+    ids: list[int] = []
+    try:
+        for prompt, listener in zip(prompts, listeners, strict=True):
+            ids.append(engine.embed(prompt, body.pooling or "last", listener))
+        vectors = [await listener.result for listener in listeners]
+    except EngineGone as error:
+        raise unavailable(str(error)) from error
+    finally:
+        engine.forget(ids)
+        for listener in listeners:
+            if not listener.result.done():
+                listener.result.cancel()
+            elif not listener.result.cancelled():
+                listener.result.exception()  # the first error is told for all of them
+    tokens = sum(map(len, prompts))
+    written = _as_base64 if body.encoding_format == "base64" else _as_numbers
+    data = [EmbeddingItem(index, written(vector)) for index, vector in enumerate(vectors)]
+    return EmbeddingBody(model.name, data, EmbeddingUsage(tokens, tokens))
+
+
+def _as_base64(vector: bytes) -> str:
+    return base64.b64encode(vector).decode()
+
+
+def _as_numbers(vector: bytes) -> list[float]:
+    numbers = array.array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()

@@ -1,0 +1,82 @@
+"""Log probabilities in the two forms of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ostinato.text.tokenizer import Tokenizer
+
+from ..wire.messages import TokenLogprobs
+from .responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+class TokenTexts(dict[int, str]):
+    """The text of each token by itself, worked out when first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        self[token] = text = self.tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+
+def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs], top: int) -> ChatLogprobs:
+    """For `/v1/chat/completions`: the sampled token of each entry and its `top` likeliest rivals."""
+    raw = texts.tokenizer.bytes_per_token
+
+    def one(token: int, logprob: float) -> TopLogprob:
+        return TopLogprob(texts[token], max(logprob, LOWEST), list(raw[token]))
+
+    content = []
+    for entry in entries:
+        came = one(*entry[0][:2])
+        best = [one(token, logprob) for token, logprob, rank in entry if rank is not None and rank <= top]
+        best.sort(key=lambda each: -each.logprob)
+        content.append(TokenLogprob(came.token, came.logprob, came.bytes, best))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobsBuilder:
+    """For `/v1/completions`: lists that go on from chunk to chunk, offsets counted from the first text."""
+
+    def __init__(self, texts: TokenTexts, top: int) -> None:
+        self._texts = texts
+        self._top = top
+        self._offset = 0
+
+    def add_prompt(
+        self, into: CompletionLogprobs, prompt_ids: Sequence[int], found: dict[int, TokenLogprobs]
+    ) -> None:
+        """The echoed prompt; its first token has no probability."""
+        for position, token in enumerate(prompt_ids):
+            self._add(into, token, found.get(position))
+
+    def add(self, into: CompletionLogprobs, entries: Sequence[TokenLogprobs]) -> None:
+        """Sampled tokens."""
+        for entry in entries:
+            self._add(into, entry[0][0], entry)
+
+    def _add(self, into: CompletionLogprobs, token: int, entry: TokenLogprobs | None) -> None:
+        text = self._texts[token]
+        into.tokens.append(text)
+        into.text_offset.append(self._offset)
+        self._offset += len(text)
+        own = None if entry is None else next(logprob for which, logprob, _ in entry if which == token)
+        into.token_logprobs.append(None if own is None else max(own, LOWEST))
+        if into.top_logprobs is None:
+            return
+        if entry is None or own is None:
+            into.top_logprobs.append(None)
+            return
+        top: dict[str, float] = {}
+        for which, logprob, rank in entry:
+            if rank is not None and rank <= self._top:
+                top.setdefault(self._texts[which], max(logprob, LOWEST))
+        # As OpenAI does: the token that came is always among them.
+        top.setdefault(text, max(own, LOWEST))
+        into.top_logprobs.append(top)

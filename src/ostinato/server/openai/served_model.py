@@ -1,0 +1,156 @@
+"""The model as the HTTP process knows it: its name, its limits and its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ostinato.text.detokenizer import Detokenizer
+from ostinato.text.errors import TokenizerError
+from ostinato.text.tokenizer import Tokenizer
+
+from ..config import ServerConfig
+from ..wire.messages import Ready
+from .errors import ApiError
+from .logprobs import TokenTexts
+from .requests import Message, TextPart, Tool
+
+INLINE_CHARACTERS = 2000
+"""Longer texts are tokenised in a thread: the event loop has streams to feed meanwhile."""
+
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class ServedModel:
+    """Turns what clients send into token ids that the engine accepts, or refuses it."""
+
+    def __init__(self, name: str, ready: Ready, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+        self.name = name
+        self.ready = ready
+        self.tokenizer = tokenizer
+        self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
+        self.created = int(time.time())
+        longest = ready.max_model_len - 1  # a completion has at least one token
+        self.max_prompt_tokens = min(config.max_prompt_tokens or longest, longest)
+
+    def check_name(self, name: str | None) -> None:
+        """404 for a model that is not served here."""
+        if name is not None and name != self.name:
+            message = f"the model {name!r} does not exist; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def need_tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer; 400 where the model has none."""
+        if self.tokenizer is None:
+            raise ApiError(400, f"this model has no tokenizer: {param} needs one", param=param)
+        return self.tokenizer
+
+    def need_token_texts(self) -> TokenTexts:
+        """The texts of single tokens, for logprobs; 400 where the model has no tokenizer."""
+        self.need_tokenizer("logprobs")
+        assert self._token_texts is not None
+        return self._token_texts
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer | None:
+        """For one completion; None where the model has no tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
+
+    async def encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        tokenizer = self.need_tokenizer(param)
+        check_unicode(text, param)
+        if len(text) <= INLINE_CHARACTERS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        *,
+        add_generation_prompt: bool = True,
+        variables: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation as the model's chat template writes it."""
+        tokenizer = self.need_tokenizer("messages")
+        if clashing := sorted(_RESERVED_VARIABLES & (variables or {}).keys()):
+            message = f"chat_template_kwargs must not contain {clashing[0]}: it has a field of its own"
+            raise ApiError(400, message, param="chat_template_kwargs")
+        try:
+            text = tokenizer.apply_chat_template(
+                [_as_template_message(message) for message in messages],
+                tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                **(variables or {}),
+            )
+        except (TokenizerError, TypeError, ValueError) as error:
+            raise ApiError(400, str(error), param="messages") from error
+        return await self.encode(text, "messages", add_special_tokens=False)
+
+    def checked_prompt(self, ids: list[int], param: str) -> list[int]:
+        """The prompt if the model can take it; 400 if it is empty, too long or not of its vocabulary."""
+        if not ids:
+            raise ApiError(400, f"{param} has no tokens: at least one is needed", param=param)
+        if len(ids) > self.max_prompt_tokens:
+            raise ApiError(
+                400,
+                f"{param} has {len(ids)} tokens, at most {self.max_prompt_tokens} are accepted "
+                f"(the model's context length is {self.ready.max_model_len})",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if max(ids) >= self.ready.vocab_size:
+            message = f"token id {max(ids)} is outside the model's vocabulary of {self.ready.vocab_size}"
+            raise ApiError(400, message, param=param)
+        return ids
+
+    def checked_max_tokens(self, asked: int | None, prompt_tokens: int, param: str) -> int:
+        """How many tokens a completion may have; 400 where more are asked for than fit."""
+        room = self.ready.max_model_len - prompt_tokens
+        if asked is None:
+            return room
+        if asked > room:
+            raise ApiError(
+                400,
+                f"the model's context length is {self.ready.max_model_len} tokens: behind a prompt of "
+                f"{prompt_tokens} there is room for {room}, not for {asked}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return asked
+
+
+def check_unicode(text: str, param: str) -> None:
+    """400 for half a surrogate pair, which JSON can carry and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(400, f"{param} is not valid Unicode: {error.reason}", param=param) from None
+
+
+def _as_template_message(message: Message) -> dict[str, Any]:
+    """A message as templates are written against: content a text, arguments an object."""
+    given = message.model_dump(exclude_none=True)
+    content = message.content
+    if isinstance(content, list):
+        given["content"] = "".join(part.text for part in content if isinstance(part, TextPart))
+    else:
+        given["content"] = content or ""
+    if message.role == "developer":
+        given["role"] = "system"
+    for call in given.get("tool_calls", ()):
+        call["function"]["arguments"] = _parsed(call["function"]["arguments"])
+    return given
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        message = f"the arguments of a tool call are not JSON: {arguments[:100]!r}"
+        raise ApiError(400, message, param="messages") from None

@@ -1,0 +1,1 @@
+"""Tool calls as models write them, found in text while it streams."""

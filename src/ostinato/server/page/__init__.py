@@ -1,0 +1,1 @@
+"""The live page at `/`: one file, no build step."""

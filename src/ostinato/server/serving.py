@@ -1,0 +1,153 @@
+"""A server's life: bind, start the engine, serve, and leave in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from ostinato.graphs.errors import ConfigError
+from ostinato.models.default_model import DEFAULT_MODEL_NAME
+
+from .config import ServerConfig
+from .engine_client.client import EngineClient, EngineState
+from .http.app import make_app
+from .http.service import Service
+
+RED_SECONDS = 2.0
+"""How long a server whose engine died still answers, so that clients and probes learn of it."""
+
+
+def serve(engine_options: Mapping[str, Any], config: ServerConfig) -> int:
+    """Serve until a signal or the engine's death; the process's exit code."""
+    listening = _bind(config)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(engine_options, config, listening))
+
+
+async def _serve(engine_options: Mapping[str, Any], config: ServerConfig, listening: socket.socket) -> int:
+    server = _Server(engine_options, config)
+    return await server.run(listening)
+
+
+class _Server:
+    """The HTTP server and the engine, from start to end."""
+
+    def __init__(self, engine_options: Mapping[str, Any], config: ServerConfig) -> None:
+        self._config = config
+        self._engine = EngineClient(
+            engine_options, restart=config.restart_engine, on_ready=lambda ready: self._on_ready(ready)
+        )
+        name = config.served_model_name or _model_name(engine_options.get("model"))
+        self._service = Service(config, self._engine, name)
+        self._http = _Http(
+            uvicorn.Config(
+                make_app(self._service),
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=5,
+                lifespan="off",
+            )
+        )
+        self._signalled = asyncio.Event()
+        self._address = ""
+
+    async def run(self, listening: socket.socket) -> int:
+        """Serve until the end; the exit code."""
+        host, port = listening.getsockname()[:2]
+        self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        _say(f"listening on {self._address}")
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled.set)
+        http = asyncio.create_task(self._http.serve(sockets=[listening]))
+        engine = asyncio.create_task(self._engine.run())
+        signalled = asyncio.create_task(self._signalled.wait())
+        await asyncio.wait({http, engine, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        if signalled.done():
+            return await self._leave(http, engine)
+        signalled.cancel()
+        what = await engine if engine.done() else "the HTTP server ended"
+        _say(f"{what}; exiting")
+        if self._engine.state is EngineState.DEAD and self._engine.ready is not None:
+            await asyncio.sleep(RED_SECONDS)
+        self._http.should_exit = True
+        await http
+        if not engine.done():
+            await self._engine.stop()
+            await engine
+        return 1
+
+    async def _leave(self, http: asyncio.Task[None], engine: asyncio.Task[str | None]) -> int:
+        """Let running requests finish within their grace, tell the others, and go."""
+        self._service.is_stopping = True
+        self._signalled.clear()
+        _say(f"stopping; {len(self._service.generations)} requests under way")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.grace_seconds):
+                while self._engine.num_unfinished and not self._signalled.is_set() and not engine.done():
+                    await asyncio.sleep(0.05)
+        self._engine.fail_all("the server is shutting down")
+        self._http.should_exit = True
+        await http
+        await self._engine.stop()
+        await engine
+        _say("stopped")
+        return 0
+
+    def _on_ready(self, ready: Any) -> None:
+        self._service.on_ready(ready)
+        _say(f"ready: {self._service.model_name} on {self._address}")
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its signal handlers: the server has its own order of leaving."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing to capture."""
+        yield
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((config.host, config.port))
+        listening.listen(2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}"
+        ) from error
+    return listening
+
+
+def _model_name(model: str | None) -> str:
+    if model is None:
+        return DEFAULT_MODEL_NAME
+    path = Path(model)
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if path.is_dir() else model
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:  # it is faster, and not everywhere
+        return None
+    return uvloop.new_event_loop
+
+
+def _say(text: str) -> None:
+    print(f"ostinato: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,169 @@
+"""The messages between the HTTP process and the engine process: typed, msgpack, fields by position."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ostinato.engine.sampling_params import SamplingParams
+
+# -- to the engine ---------------------------------------------------------------------------------
+
+
+class Generate(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Compute one completion."""
+
+    id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+class Embed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Compute one vector; `pooling` is last or mean."""
+
+    id: int
+    prompt_ids: list[int]
+    pooling: str
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Nobody wants these requests any more."""
+
+    ids: list[int]
+    silent: bool = True
+    """Whether the sender has forgotten them already; else each is answered with a last `News`."""
+
+
+class Call(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Do something between two steps and reply: see `EngineServer` for what there is."""
+
+    call: int
+    action: str
+    argument: str = ""
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Leave."""
+
+
+Command = Generate | Embed | Abort | Call | Stop
+
+
+# -- from the engine -------------------------------------------------------------------------------
+
+TokenLogprobs = list[tuple[int, float, int | None]]
+"""Token id, logprob and rank; the sampled token comes first."""
+
+
+class News(msgspec.Struct, array_like=True, frozen=True):
+    """What a step brought one request."""
+
+    id: int
+    token: int | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    """Known with the first token."""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: dict[int, TokenLogprobs] | None = None
+    """By position, as far as this step computed them."""
+    embedding: bytes | None = None
+    """Little-endian float32."""
+    error: str | None = None
+    refused: bool = False
+    """Whether the request itself is at fault for the error."""
+
+
+class StepNews(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """All that one step brought. Most of it is a token and nothing else, which goes in two plain lists."""
+
+    ids: list[int]
+    tokens: list[int]
+    """The next token of each of `ids`; none of them has ended, and each has had news before."""
+    news: list[News]
+
+
+class Loading(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """How far the start is."""
+
+    text: str
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The engine serves. What the HTTP process must know of it."""
+
+    directory: str
+    architecture: str
+    max_model_len: int
+    max_running: int
+    vocab_size: int
+    hidden_size: int
+    has_tokenizer: bool
+    can_generate: bool
+    eos_token_ids: list[int]
+    summary: str
+
+
+class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The answer to a `Call`: JSON, or what went wrong."""
+
+    call: int
+    result: bytes = b"null"
+    error: str | None = None
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The engine gives up; the process exits next."""
+
+    error: str
+
+
+class GraphCounters(msgspec.Struct, array_like=True, frozen=True):
+    """One rung: graphs of the same mode, kind and size, taken together."""
+
+    mode: str
+    kind: str
+    """decode, mixed or sampling."""
+    rung: int
+    """Its tokens; for sampling its requests."""
+    graphs: int
+    replays: int
+    padded_rows: int
+    rows: int
+    """All rows replayed, padding included."""
+    bytes: int
+    capture_seconds: float
+
+
+class Statistics(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The counters of the engine at one moment."""
+
+    running: int
+    waiting: int
+    is_paused: bool
+    pages_usable: int
+    pages_free: int
+    pages_cached: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    steps: int
+    cpu_microseconds: dict[str, float]
+    """CPU time of the engine's thread by part of a step, in total."""
+    device_idle_share: float
+    """Of the time since the last message."""
+    idle_source: str
+    """device: measured on the device; host: the share of time in which no step was under way."""
+    graph_mode: str
+    backend: str
+    device: str
+    graphs: list[GraphCounters]
+    eager_steps: dict[str, int]
+    sampling_eager_steps: dict[str, int]
+    memory_bytes: dict[str, int]
+
+
+Event = StepNews | Loading | Ready | Reply | Failed | Statistics
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_event = msgspec.msgpack.Decoder(Event).decode

@@ -1,0 +1,184 @@
+"""`ostinato bench host`: what a steady decode step costs the CPU, and whether the device ever waits for it.
+
+Note [Steady steps]
+All figures are of the steps by which a run of N tokens exceeds a run of 1 token over the same prompts, which
+are short enough to be prefilled in one step: N - 1 steps that only decode, new pages every 16 tokens
+included. Times by part come from `LLM.step_times`; launches and idle time from the profiler, in a run of its
+own, because it slows the host down. What counts as idle: Note [Idle time] in kernel_timeline.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from .check import STEPS, checked_part, compare_with
+from .contest import Ours
+from .engine_facts import engine_facts
+from .kernel_timeline import Timeline, idle_time, timeline_of
+from .made_up_tokenizer import with_text
+from .progress import tell
+from .results import head, make_table, share
+from .subject import WITHOUT_GRAPHS, Subject
+from .workload import Workload
+
+PROMPT_LEN = 8
+"""512 prompts of this length are one prefill step of 4096 tokens."""
+PROFILED_STEPS = 50
+"""Steps under the profiler."""
+PARTS = ("schedule", "launch", "wait", "complete", "deliver")
+"""The parts of a step, see `LLM.step_times`."""
+
+
+_ON_CPU = "on a CPU the launch is the computation; idle time and launches need a GPU"
+
+
+def bench_host(
+    subject: Subject, *, batch_sizes: Sequence[int], output_len: int, repeats: int
+) -> dict[str, Any]:
+    """CPU microseconds per step by part, by batch size; on a GPU idle time and launches too."""
+    vocab = subject.shape.vocab_size
+    workloads = [Workload.uniform(batch, PROMPT_LEN, output_len, vocab) for batch in batch_sizes]
+    with with_text(subject) as (speaking, tokenizer):
+        result = head(
+            "host",
+            model=subject.described(),
+            output_len=output_len,
+            repeats=repeats,
+            prompt_len=PROMPT_LEN,
+            tokenizer=tokenizer,
+            method=(
+                "per step: (a run of N tokens - a run of 1) / steps between; idle: time without a kernel or "
+                "copy, as a share of the time from the first to the last one, under the profiler, over "
+                f"the last {PROFILED_STEPS} steps; between: of it, gaps between different launches"
+            ),
+        )
+        batch, length = max(batch_sizes), PROMPT_LEN + output_len + 1
+        with speaking.start(batch, length) as llm:
+            engine = Ours(llm, detokenize=True)
+            result["rows"] = [_row(engine, workload, repeats, subject.on_gpu) for workload in workloads]
+            tokens = {len(each): engine.run(each.shortened(STEPS)).tokens for each in workloads}
+            result["engine"] = engine_facts(llm)
+        with speaking.start(batch, length, **WITHOUT_GRAPHS) as llm:
+            runs = [(f"batch {size}", found) for size, found in tokens.items()]
+            part = checked_part(max(workloads, key=len))
+            result["checks"] = [compare_with(llm, subject, part, runs)]
+            if subject.on_gpu:
+                result["launches_without_graphs"] = _launches_of_ends(Ours(llm, detokenize=True), workloads)
+    return result
+
+
+def _row(engine: Ours, workload: Workload, repeats: int, on_gpu: bool) -> dict[str, Any]:
+    tell(str(workload))
+    engine.run(workload.shortened(2))
+    row = _by_part(engine, workload, repeats)
+    return row | _on_device(engine, workload) if on_gpu else row
+
+
+def _by_part(engine: Ours, workload: Workload, repeats: int) -> dict[str, Any]:
+    samples = [_steady(engine, workload) for _ in range(repeats)]
+    microseconds = {part: statistics.median(sample[part] for sample in samples) for part in PARTS}
+    output_us = microseconds["complete"] + microseconds["deliver"]
+    step_us = statistics.median(sample["step"] for sample in samples)
+    return {
+        "batch": len(workload),
+        "step_us": step_us,
+        "us": microseconds,
+        "schedule_and_launch_us": microseconds["schedule"] + microseconds["launch"],
+        "host_busy_share": (step_us - microseconds["wait"]) / step_us,
+        "output_tokens_per_s": len(workload) / output_us * 1e6,
+    }
+
+
+def _steady(engine: Ours, workload: Workload) -> dict[str, float]:
+    """Microseconds per steady step: of every part, and of the `step` as a whole."""
+    engine.llm.step_times(reset=True)
+    first = engine.run(workload.shortened(1))
+    before = engine.llm.step_times(reset=True)
+    whole = engine.run(workload)
+    after = engine.llm.step_times(reset=True)
+    steps = after.steps - before.steps
+    parts = {part: (after.microseconds[part] - before.microseconds[part]) / steps for part in PARTS}
+    return {**parts, "step": (whole.seconds - first.seconds) / steps * 1e6}
+
+
+def _profiled(engine: Ours, workload: Workload) -> tuple[Timeline, Timeline, int]:
+    """Timelines of a run of one token and of a long one, and by how many steps they differ."""
+    llm, longer = engine.llm, workload.shortened(PROFILED_STEPS + 8)
+    llm.step_times(reset=True)
+    first = timeline_of(lambda: engine.run(workload.shortened(1)))
+    before = llm.step_times(reset=True).steps
+    whole = timeline_of(lambda: engine.run(longer))
+    return first, whole, llm.step_times(reset=True).steps - before
+
+
+def _launches_per_step(first: Timeline, whole: Timeline, steps: int) -> dict[str, float]:
+    kinds = whole.launches.keys() | first.launches.keys()
+    return {
+        kind: (whole.launches.get(kind, 0) - first.launches.get(kind, 0)) / steps for kind in sorted(kinds)
+    }
+
+
+def _on_device(engine: Ours, workload: Workload) -> dict[str, Any]:
+    first, whole, steps = _profiled(engine, workload)
+    if not whole.events:
+        return {}
+    launches = (whole.num_launches - first.num_launches) / steps
+    shown = min(PROFILED_STEPS, steps)
+    idle = idle_time(whole.last_launches(round(launches * shown)))
+    return {
+        "idle_share": idle.share,
+        "idle_share_between_launches": idle.share_between,
+        "profiled_step_us": idle.window / shown,
+        "profiled_device_us": (idle.window - idle.between) / shown,
+        "launches_per_step": _launches_per_step(first, whole, steps),
+        "device_events_per_step": (len(whole.events) - len(first.events)) / steps,
+    }
+
+
+def _launches_of_ends(engine: Ours, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
+    """Launches per step of the smallest and the largest batch."""
+    by_size = {len(workload): workload for workload in workloads}
+    found = []
+    for size in sorted({min(by_size), max(by_size)}):
+        engine.run(by_size[size].shortened(2))
+        launches = _launches_per_step(*_profiled(engine, by_size[size]))
+        found.append({"batch": size, "launches_per_step": launches})
+    return found
+
+
+def host_tables(result: Mapping[str, Any]) -> RenderableType:
+    """The result for people."""
+    model = result["settings"]["model"]
+    headings = ["batch", "step", *PARTS, "schedule+launch", "host busy", "output tokens/s"]
+    rows = [
+        [
+            *(row["batch"], row["step_us"], *(row["us"][part] for part in PARTS)),
+            *(row["schedule_and_launch_us"], share(row["host_busy_share"]), row["output_tokens_per_s"]),
+        ]
+        for row in result["rows"]
+    ]
+    title = f"steady decode of {model['name']} on {model['device']}, CPU microseconds per step"
+    tables: list[RenderableType] = [make_table(title, headings, rows)]
+    on_device = [row for row in result["rows"] if "idle_share" in row]
+    if on_device:
+        kinds = ("graph", "kernel", "copy")
+        off = {row["batch"]: row["launches_per_step"] for row in result["launches_without_graphs"]}
+        headings = ["batch", "device us", "idle", "between launches", *kinds, "kernels without graphs"]
+        rows = [
+            [
+                *(row["batch"], row["profiled_device_us"]),
+                *(share(row["idle_share"]), share(row["idle_share_between_launches"])),
+                *(row["launches_per_step"].get(kind, 0.0) for kind in kinds),
+                off.get(row["batch"], {}).get("kernel"),
+            ]
+            for row in on_device
+        ]
+        tables.append(make_table("device idle share, and launches per step", headings, rows))
+    else:
+        why = "the profiler saw nothing: it may need more rights" if model["device"] == "cuda" else _ON_CPU
+        tables.append(why)
+    return Group(*tables)

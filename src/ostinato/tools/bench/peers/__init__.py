@@ -1,0 +1,1 @@
+"""Other engines, each in a process of its own, serving the same workloads."""

@@ -1,0 +1,225 @@
+"""Results as pictures, from their JSON: nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import BenchError
+from .host import PARTS
+from .results import read_json
+from .startup import graph_mib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_OURS, _OTHERS = "#c8452f", ("#7a8b99", "#4f6d7a", "#a3b1bb", "#2f3e46")
+
+
+def write_plot(result: Mapping[str, Any], file: Path) -> None:
+    """Draw a result into a PNG."""
+    draw = _DRAWINGS.get(result["benchmark"])
+    if draw is None:
+        raise BenchError(
+            f"there is no picture for a result of {result['benchmark']!r}; there are {', '.join(_DRAWINGS)}"
+        )
+    figure = draw(result)
+    figure.suptitle(_title(result), fontsize=10)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150, bbox_inches="tight")
+
+
+def write_plots(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Draw result files into `folder`, each under its own name; the pictures' paths."""
+    pictures = []
+    for file in files:
+        picture = folder / f"{file.stem}.png"
+        write_plot(read_json(file), picture)
+        pictures.append(picture)
+    return pictures
+
+
+def require_matplotlib() -> None:
+    """BenchError, with what to install, where matplotlib is missing: before measuring, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise BenchError(
+            "matplotlib is not installed, and pictures need it: pip install 'ostinato[plots]'"
+        ) from error
+
+
+def _axes(count: int) -> tuple[Figure, list[Axes]]:
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.2 * count, 4.2), layout="constrained")
+    found = figure.subplots(1, count, squeeze=False)
+    for axes in found[0]:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+    return figure, list(found[0])
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    machine, model = result["machine"], result["settings"]["model"]
+    place = machine.get("gpu") if model["device"] == "cuda" else f"{machine['cpu']}, {machine['cores']} cores"
+    return f"{model['name']}, {model['dtype']}, {place}, torch {machine['torch']}, {machine['date']}"
+
+
+def _sizes(axes: Axes, values: Sequence[int], label: str) -> None:
+    """A logarithmic axis with a tick at every measured size."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(values), [str(value) for value in values])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+
+
+def _decode(result: Mapping[str, Any]) -> Figure:
+    rows = result["rows"]
+    shortest = min(row["input_len"] for row in rows)
+    lengths = sorted({row["input_len"] for row in rows})
+    figure, axes = _axes(2 if len(lengths) > 1 else 1)
+    _tpot_by_batch(axes[0], [row for row in rows if row["input_len"] == shortest], shortest)
+    if len(lengths) > 1:
+        for batch in sorted({row["batch"] for row in rows}):
+            same = [row for row in rows if row["batch"] == batch]
+            axes[1].plot(
+                [row["input_len"] for row in same],
+                [row["tpot_ms"] for row in same],
+                marker="o",
+                label=f"batch {batch}",
+            )
+        _sizes(axes[1], lengths, "prompt, tokens")
+        axes[1].set_ylabel("TPOT, ms")
+        axes[1].set_ylim(0, 1.1 * max(row["tpot_ms"] for row in rows))
+        axes[1].legend(frameon=False)
+    return figure
+
+
+def _tpot_by_batch(axes: Axes, rows: Sequence[Mapping[str, Any]], input_len: int) -> None:
+    batches = [row["batch"] for row in rows]
+    axes.plot(batches, [row["tpot_ms"] for row in rows], marker="o", color=_OURS, label="ostinato")
+    axes.plot(batches, [row["limit_ms"] for row in rows], color="black", ls=":", label="limit of the memory")
+    for name, color in zip(_peer_names(rows), _OTHERS, strict=False):
+        points = [(row["batch"], tpot) for row in rows if (tpot := _peer_tpot(row, name)) is not None]
+        axes.plot(*zip(*points, strict=True), marker="s", ms=4, color=color, label=name)
+    _sizes(axes, batches, f"batch ({input_len} tokens of prompt)")
+    axes.set_yscale("log")
+    axes.set_ylabel("TPOT, ms")
+    axes.legend(frameon=False)
+
+
+def _peer_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(
+        dict.fromkeys(
+            name for row in rows for name in (*row["peer_figures"].get("tpot_ms", {}), *row["measured_peers"])
+        )
+    )
+
+
+def _peer_tpot(row: Mapping[str, Any], name: str) -> float | None:
+    if name in row["measured_peers"]:
+        tpot: float = row["measured_peers"][name]["tpot_ms"]
+        return tpot
+    return row["peer_figures"].get("tpot_ms", {}).get(name)  # type: ignore[no-any-return]
+
+
+def _throughput(result: Mapping[str, Any]) -> Figure:
+    figure, [axes] = _axes(1)
+    bars = {"ostinato": result["tokens_per_s"]}
+    bars |= result["peer_figures"].get("tokens_per_s", {})
+    bars |= {name: found["tokens_per_s"] for name, found in result["measured_peers"].items()}
+    colors = [_OURS, *([_OTHERS[0]] * (len(bars) - 1))]
+    drawn = axes.barh(list(bars), list(bars.values()), color=colors)
+    axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.set_xlabel(f"output tokens per second, {result['settings']['num_prompts']} requests")
+    return figure
+
+
+def _host(result: Mapping[str, Any]) -> Figure:
+    rows = result["rows"]
+    batches = [row["batch"] for row in rows]
+    figure, axes = _axes(2 if "idle_share" in rows[0] else 1)
+    # On a CPU waiting and computing are the launch: what is left is what the host does.
+    shown = [part for part in PARTS if part != "wait" and (part != "launch" or "idle_share" in rows[0])]
+    axes[0].stackplot(
+        batches, [[row["us"][part] for row in rows] for part in shown], labels=shown, alpha=0.85
+    )
+    _sizes(axes[0], batches, "batch")
+    axes[0].set_ylabel("CPU time of a steady decode step, us")
+    axes[0].legend(frameon=False, loc="upper left")
+    if len(axes) > 1:
+        between = [100 * row["idle_share_between_launches"] for row in rows]
+        axes[1].plot(batches, between, marker="o", color=_OURS, label="between launches")
+        idle = [100 * row["idle_share"] for row in rows]
+        axes[1].plot(batches, idle, marker="s", color=_OTHERS[0], label="also between the nodes of a graph")
+        axes[1].set_ylim(bottom=0)
+        _sizes(axes[1], batches, "batch")
+        axes[1].set_ylabel("device idle, per cent")
+        axes[1].legend(frameon=False)
+    return figure
+
+
+def _startup(result: Mapping[str, Any]) -> Figure:
+    if not result["ladders"]:
+        figure, [axes] = _axes(1)
+        _start_bars(axes, result)
+        return figure
+    figure, [bars, seconds, mebibytes] = _axes(3)
+    _start_bars(bars, result)
+    for kind, color in (("decode", _OURS), ("prefill", _OTHERS[1])):
+        rows = [row for row in result["ladders"] if row["kind"] == kind]
+        numbers = [row["rungs"] for row in rows]
+        times = [row["startup_s"].get(f"capture {kind}") for row in rows]
+        seconds.plot(numbers, times, marker="o", color=color, label=kind)
+        mebibytes.plot(numbers, [graph_mib(row) for row in rows], marker="o", color=color, label=kind)
+    for axes, label in ((seconds, "capture, s"), (mebibytes, "graph memory, MiB")):
+        axes.set_xticks(sorted({row["rungs"] for row in result["ladders"]}))
+        axes.set_xlabel("number of rungs")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False)
+    return figure
+
+
+def _start_bars(axes: Axes, result: Mapping[str, Any]) -> None:
+    phases = [phase for phase in result["warm"]["seconds"] if phase != "total"]
+    left = {"cold": 0.0, "warm": 0.0}
+    for phase in phases:
+        widths = [result[name]["seconds"][phase] for name in left]
+        axes.barh(list(left), widths, left=list(left.values()), label=phase)
+        left = {name: begin + width for (name, begin), width in zip(left.items(), widths, strict=True)}
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.set_xlabel("seconds from the start of the process to the first token")
+    axes.legend(frameon=False)
+
+
+def _on_off(result: Mapping[str, Any]) -> Figure:
+    rows = result["rows"]
+    figure, [axes] = _axes(1)
+    places = range(len(rows))
+    for offset, side, color in ((-0.2, "off", _OTHERS[0]), (0.2, "on", _OURS)):
+        heights = [row[f"tpot_ms_{side}"] for row in rows]
+        drawn = axes.bar([at + offset for at in places], heights, 0.4, color=color, label=f"graphs {side}")
+        axes.bar_label(drawn, fmt="{:.3g}", padding=2, fontsize=8)
+    labels = [f"{row['batch']}\n{row['gain']:.1f}x" for row in rows]
+    axes.set_xticks(list(places), labels)
+    axes.set_xlabel("batch, and how many times faster with graphs")
+    axes.set_ylabel("TPOT, ms")
+    axes.legend(frameon=False)
+    return figure
+
+
+_DRAWINGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "decode": _decode,
+    "throughput": _throughput,
+    "host": _host,
+    "startup": _startup,
+    "graphs-on-off": _on_off,
+}

@@ -1,0 +1,59 @@
+"""Results as files and as tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..machine import machine
+from .errors import BenchError
+
+
+def head(benchmark: str, **settings: Any) -> dict[str, Any]:
+    """How every result begins: what was measured, where and when."""
+    return {"benchmark": benchmark, "machine": machine(), "settings": settings}
+
+
+def write_json(result: Mapping[str, Any], file: Path) -> None:
+    """Write a result, folders included."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A result that `write_json` wrote."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{file} cannot be read as a result: {error}") from error
+    if not isinstance(found, dict) or "benchmark" not in found:
+        raise BenchError(f"{file} is not the result of a benchmark: it has no field 'benchmark'")
+    return found
+
+
+def make_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
+    """A table of numbers; None becomes a dash."""
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*map(cell, row))
+    return table
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it: three significant digits, thousands in groups."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def share(value: float | None) -> str | None:
+    """A share as per cent."""
+    return None if value is None else f"{value:.1%}"

@@ -1,0 +1,118 @@
+"""What is measured: a model with the options of the engine, and how an engine for a workload is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.engine.config import ResolvedConfig
+from ostinato.engine.llm import LLM, engine_config
+from ostinato.kernels.attention.batch import PAGE_SIZE
+from ostinato.models.config import ModelConfig
+from ostinato.models.default_model import DEFAULT_MODEL_NAME
+from ostinato.models.errors import DownloadError, ModelError
+from ostinato.models.locate import locate_model
+
+from .errors import BenchError
+from .workload import Workload
+
+WITHOUT_GRAPHS: Mapping[str, Any] = {
+    "cuda_graph_mode": "none",
+    "cuda_graph_bs": None,
+    "cuda_graph_max_bs": None,
+    "cudagraph_capture_sizes": None,
+    "max_cudagraph_capture_size": None,
+    "batch_invariant": False,
+}
+"""Keywords of `LLM` for an engine without graphs, whatever else was asked about them."""
+
+_CPU_LENGTH_STEP = 64
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the engine options a user gave; nothing is loaded before `start`."""
+
+    options: Mapping[str, Any]
+    """Keywords of `LLM`, `model` among them."""
+    name: str
+    directory: Path
+    shape: ModelConfig
+    config: ResolvedConfig
+    """What the options come to on this machine."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Subject:
+        """Find the model. A directory with a `config.json` alone gets random weights."""
+        model = options.get("model")
+        try:
+            directory = locate_model(model)
+            shape = ModelConfig.load(directory)
+        except (ModelError, DownloadError) as error:
+            raise BenchError(str(error)) from error
+        if not any(directory.glob("*.safetensors")):
+            options = {"load_format": "dummy", **options}
+        asked = {key: value for key, value in options.items() if key != "model"}
+        config = engine_config(model, asked).resolved(
+            shape.max_position_embeddings, getattr(torch, shape.dtype)
+        )
+        name = DEFAULT_MODEL_NAME if model is None else directory.resolve().name
+        return cls(options, name, directory, shape, config)
+
+    @property
+    def has_random_weights(self) -> bool:
+        """Whether there is no checkpoint behind it."""
+        return self.options.get("load_format") == "dummy"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it runs on a GPU."""
+        return self.config.device.type == "cuda"
+
+    @property
+    def dtype_name(self) -> str:
+        """The type of weights and KV cache."""
+        return str(self.config.dtype).removeprefix("torch.")
+
+    def start(self, batch: int, length: int, **changes: Any) -> LLM:
+        """An engine for `batch` requests of at most `length` tokens, without prefix cache.
+
+        What the user gave stays; `changes` win over everything.
+        """
+        fitting: dict[str, Any] = {"enable_prefix_caching": False}
+        if not self.on_gpu:
+            # A CPU captures decode graphs by length of context: none longer than needed.
+            fitting["max_model_len"] = min(
+                -(-length // _CPU_LENGTH_STEP) * _CPU_LENGTH_STEP, self.shape.max_position_embeddings
+            )
+            fitting["max_running_requests"] = batch
+        else:
+            if length > self.config.max_model_len:
+                fitting["max_model_len"] = length
+            if batch > self.config.max_running_requests:
+                fitting["max_running_requests"] = batch
+                if not self.options.get("cuda_graph_bs"):
+                    fitting["cuda_graph_max_bs"] = batch
+        options = {**fitting, **self.options, **changes}
+        return LLM(options.pop("model", None), **options)
+
+    def start_reference(self, workload: Workload) -> LLM:
+        """The same engine without graphs, just large enough for `workload` and one token more."""
+        length = workload.longest + 1
+        pages = len(workload) * (-(-length // PAGE_SIZE) + 1) + 1
+        return self.start(len(workload), length, **WITHOUT_GRAPHS, num_pages=pages)
+
+    def described(self) -> dict[str, Any]:
+        """For the head of a result."""
+        given = {key: value for key, value in self.options.items() if key not in ("model", "load_format")}
+        return {
+            "name": self.name,
+            "weights": "random" if self.has_random_weights else "checkpoint",
+            "dtype": self.dtype_name,
+            "device": self.config.device.type,
+            "options": given,
+        }

@@ -1,0 +1,22 @@
+"""A scripted model and servers that serve it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .scripted_model import write_scripted_model
+from .server_process import ServerProcess
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripted model's directory."""
+    return write_scripted_model(tmp_path_factory.mktemp("scripted"))
+
+
+@pytest.fixture(scope="session")
+def server(model: Path) -> Iterator[ServerProcess]:
+    """One server for all tests that leave it as it was."""
+    with ServerProcess(model) as server:
+        yield server

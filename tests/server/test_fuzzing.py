@@ -1,0 +1,79 @@
+"""Requests generated from the OpenAPI document: right ones and wrong ones, none of them answered 500."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from hypothesis import HealthCheck, given, settings
+
+from .server_process import ServerProcess
+
+schemathesis = pytest.importorskip("schemathesis", reason="pip install schemathesis")
+
+AFTERWARDS = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
+"""What would change the server for the requests behind, and how it is undone."""
+
+
+def fuzz(server: ServerProcess, examples: int) -> tuple[Counter[int], Counter[str]]:
+    """Statuses, and 2xx by path, of so many requests per endpoint that takes a body."""
+    statuses: Counter[int] = Counter()
+    successes: Counter[str] = Counter()
+    session = requests.Session()
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
+                continue
+
+            @settings(
+                max_examples=examples,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def ask(case: Any) -> None:
+                answer = case.call(session=session, timeout=60)
+                statuses[answer.status_code] += 1
+                check(case, answer)
+                if answer.status_code < 300:
+                    successes[case.path] += 1
+                if case.path in AFTERWARDS:
+                    session.post(server.url + AFTERWARDS[case.path], timeout=60)
+
+            ask()
+    return statuses, successes
+
+
+def check(case: Any, answer: Any) -> None:
+    assert answer.status_code != 500, answer.text
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}, answer.text
+        assert error["message"]
+    elif "json" in answer.headers["content-type"][0]:
+        case.validate_response(answer)
+
+
+def test_requests_made_from_the_document(server: ServerProcess) -> None:
+    statuses, successes = fuzz(server, 8)
+    assert sum(statuses.values()) > 80
+    assert {"/v1/models", "/tokenize", "/detokenize", "/v1/embeddings", "/graphs"} <= successes.keys()
+    assert sum(successes.values()) >= 20
+    server.wait_until_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_thousand_requests_made_from_the_document(model: Path) -> None:
+    with ServerProcess(model, "--request-timeout", "30") as server:
+        statuses, successes = fuzz(server, 170)
+        print(dict(statuses), dict(successes))
+        assert sum(statuses.values()) >= 2000
+        assert sum(successes.values()) >= 300
+        assert server.get("/health").status_code == 200
+        server.wait_until_idle()

@@ -1,0 +1,190 @@
+"""Keys, queue, time and prompt limits, admin endpoints: on one server that has all of them."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from .server_process import ServerProcess
+
+KEYS = {"Authorization": "Bearer first"}
+ADMIN = {"Authorization": "Bearer boss"}
+BODY = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = (
+        *("--api-key", "first", "--api-key", "sécond", "--admin-key", "boss", "--max-queued-requests", "4"),
+        *("--max-body-mb", "0.1", "--request-timeout", "1.5", "--max-prompt-tokens", "20"),
+        *("--profile-dir", str(tmp_path_factory.mktemp("profiles")), "--metrics-prefix", "vllm"),
+        *("--max-running-requests", "2", "--cuda-graph-bs", "2", "--restart-engine"),
+        *("--stream-interval", "5"),
+    )
+    with ServerProcess(model, *flags) as server:
+        yield server
+
+
+def test_keys(guarded: ServerProcess) -> None:
+    assert guarded.post("/v1/completions", BODY, headers=KEYS).status_code == 200
+    second = {"Authorization": "bearer sécond".encode()}
+    assert guarded.post("/v1/completions", BODY, headers=second).status_code == 200
+    for wrong in (
+        {},
+        {"Authorization": "Bearer firs"},
+        {"Authorization": "Basic first"},
+        {"Authorization": "first"},
+    ):
+        answer = guarded.post("/v1/completions", BODY, headers=wrong)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    for path in ("/v1/models", "/health_generate", "/openapi.json", "/nothing"):
+        assert guarded.get(path).status_code == 401, path
+    for path in ("/", "/health", "/metrics", "/stats", "/version"):
+        assert guarded.get(path).status_code == 200, path
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_admin_key(guarded: ServerProcess) -> None:
+    for headers in ({}, KEYS):
+        assert guarded.get("/graphs", headers=headers).status_code == 401
+    assert guarded.get("/graphs", headers=ADMIN).status_code == 200
+
+
+def test_admin_without_a_key_is_for_loopback_alone(server: ServerProcess) -> None:
+    assert server.get("/graphs").status_code == 200
+    for headers in (
+        {"X-Forwarded-For": "10.0.0.1"},
+        {"Host": "example.com"},
+        {"Origin": "http://example.com"},
+    ):
+        answer = server.get("/graphs", headers=headers)
+        assert answer.status_code == 403, headers
+        assert answer.json()["error"]["code"] == "admin_only"
+
+
+def test_body_and_prompt_limits(guarded: ServerProcess) -> None:
+    answer = guarded.post("/v1/completions", {"prompt": "x" * 200_000}, headers=KEYS)
+    assert answer.status_code == 413
+    answer = guarded.post("/v1/completions", {**BODY, "prompt": "x" * 21}, headers=KEYS)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert guarded.post("/v1/completions", {**BODY, "prompt": "x" * 20}, headers=KEYS).status_code == 200
+
+
+def test_the_queue_is_bounded_and_requests_time_out(guarded: ServerProcess) -> None:
+    guarded.post("/pause_generation", headers=ADMIN)
+    answers: list[httpx.Response] = []
+
+    def ask(body: dict) -> None:
+        answers.append(guarded.post("/v1/completions", body, headers=KEYS))
+
+    stream = {**BODY, "stream": True}
+    threads = [threading.Thread(target=ask, args=(body,)) for body in (BODY, stream, {**BODY, "n": 4})]
+    try:
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 5
+        while guarded.engine_statistics()["waiting"] < 6:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        full = guarded.post("/v1/completions", BODY, headers=KEYS)
+        assert full.status_code == 429
+        assert full.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(full.headers["Retry-After"]) <= 60
+        assert guarded.post("/v1/completions", {**BODY, "n": 7}, headers=KEYS).status_code == 400
+        for thread in threads:
+            thread.join()
+    finally:
+        guarded.post("/continue_generation", headers=ADMIN)
+    assert [answer.status_code for answer in answers] == [504] * 3
+    assert all(answer.json()["error"]["code"] == "timeout" for answer in answers)
+    guarded.wait_until_idle()
+    assert guarded.post("/v1/completions", BODY, headers=KEYS).status_code == 200
+
+
+def test_stream_interval(guarded: ServerProcess) -> None:
+    body = {**BODY, "max_tokens": 16, "stream": True}
+    lines = guarded.post("/v1/completions", body, headers=KEYS).text.splitlines()
+    texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
+    assert "".join(texts) == "bcdefghijklmnopq"
+    assert texts[0] == "b"
+    assert len(texts) <= 4
+
+
+def test_abort(guarded: ServerProcess) -> None:
+    assert guarded.post("/abort", {"request_id": "cmpl-x"}, headers=ADMIN).status_code == 404
+    for body in ({}, {"request_id": "x", "all": True}):
+        assert guarded.post("/abort", body, headers=ADMIN).status_code == 400
+    body = {**BODY, "max_tokens": 200, "stream": True}
+    with httpx.stream("POST", guarded.url + "/v1/completions", json=body, headers=KEYS) as answer:
+        name = answer.headers["x-request-id"]
+        lines = answer.iter_lines()
+        next(lines)
+        ended = guarded.post("/abort", {"request_id": name}, headers=ADMIN)
+        assert ended.json() == {"aborted": [name]}
+        rest = [line for line in lines if line]
+        assert '"finish_reason":"abort"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+    assert guarded.post("/abort", {"all": True}, headers=ADMIN).json() == {"aborted": []}
+
+
+def test_flush_cache(guarded: ServerProcess) -> None:
+    def cached() -> int:
+        answer = guarded.post("/v1/completions", {**BODY, "prompt": "q" * 20}, headers=KEYS)
+        found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    cached()
+    assert cached() == 16
+    assert guarded.post("/flush_cache", headers=ADMIN).json() == {"flushed": True}
+    assert cached() == 0
+
+
+def test_profile(guarded: ServerProcess) -> None:
+    assert guarded.post("/stop_profile", headers=ADMIN).status_code == 400
+    started = guarded.post("/start_profile", headers=ADMIN).json()["file"]
+    assert guarded.post("/start_profile", headers=ADMIN).status_code == 400
+    assert guarded.post("/v1/completions", BODY, headers=KEYS).status_code == 200
+    assert guarded.post("/stop_profile", headers=ADMIN).json()["file"] == started
+    assert Path(started).stat().st_size > 1000
+
+
+def test_vllm_names(guarded: ServerProcess) -> None:
+    text = guarded.get("/metrics").text
+    for name in ("num_requests_running", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket"):
+        assert f"vllm:{name}{{" in text
+
+
+def test_engine_is_restarted_if_asked_for(guarded: ServerProcess) -> None:
+    before = guarded.engine_pid
+    os.kill(before, signal.SIGKILL)
+    with httpx.Client(base_url=guarded.url, timeout=30) as client:
+        for status, seconds in ((503, 5), (200, 40)):
+            end = time.monotonic() + seconds
+            while client.get("/health").status_code != status:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+    assert guarded.engine_pid != before
+    answer = guarded.post("/v1/completions", BODY, headers=KEYS)
+    assert answer.json()["choices"][0]["text"] == "bcd"
+    assert 'ostinato:engine_restarts_total{model_name="scripted"} 1.0' in guarded.get("/metrics").text
+
+
+def test_the_engine_leaves_with_the_server(guarded: ServerProcess) -> None:
+    """The last test with this server."""
+    engine = guarded.engine_pid
+    guarded.process.kill()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text().split()[2]:
+        assert time.monotonic() < end
+        time.sleep(0.05)

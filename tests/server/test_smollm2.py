@@ -1,0 +1,67 @@
+"""The default model, with real weights, behind a server."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PORT = 18731
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    flags = ["--port", str(PORT), "--max-model-len", "512", "--max-running-requests", "4"]
+    process = subprocess.Popen([sys.executable, "-m", "ostinato", "serve", *flags])
+    try:
+        end = time.monotonic() + 300
+        while time.monotonic() < end and process.poll() is None:
+            try:
+                if httpx.get(f"http://127.0.0.1:{PORT}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", timeout=300)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_it_knows_the_capital_of_france(client: openai.OpenAI) -> None:
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    model = client.models.list().data[0].id
+    options = {"model": model, "messages": question, "temperature": 0, "max_tokens": 30}
+    whole = client.chat.completions.create(**options)
+    assert "Paris" in whole.choices[0].message.content
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(**options, stream=True)
+    ]
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_it_keeps_to_a_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Paris", "London", "Rome"]},
+            "country": {"enum": ["France", "Italy"]},
+        },
+        "required": ["city", "country"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[{"role": "user", "content": "The capital of France and its country, as JSON."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
+        temperature=0,
+        max_tokens=60,
+    )
+    assert json.loads(answer.choices[0].message.content)["city"] == "Paris"

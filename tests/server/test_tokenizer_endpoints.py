@@ -1,0 +1,34 @@
+"""/tokenize, /detokenize, /version, /health and /health_generate."""
+
+import ostinato
+
+from .server_process import ServerProcess
+
+
+def test_tokenize_and_back(server: ServerProcess) -> None:
+    answer = server.post("/tokenize", {"prompt": "héllo"}).json()
+    assert answer == {"tokens": list("héllo".encode()), "count": 6, "max_model_len": 256}
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "héllo"}
+
+
+def test_tokenize_a_conversation(server: ServerProcess) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    ids = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == "user: hi\n<|assistant|>"
+    plain = server.post("/tokenize", {"messages": messages, "add_generation_prompt": False}).json()
+    assert plain["tokens"] == ids[:-1]
+
+
+def test_tokenize_needs_one_of_both(server: ServerProcess) -> None:
+    for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "y"}]}):
+        assert server.post("/tokenize", body).status_code == 400
+
+
+def test_a_long_text(server: ServerProcess) -> None:
+    assert server.post("/tokenize", {"prompt": "x" * 50_000}).json()["count"] == 50_000
+
+
+def test_health_and_version(server: ServerProcess) -> None:
+    assert server.get("/health").json() == {"status": "ready"}
+    assert server.get("/health_generate").json() == {"status": "ready"}
+    assert server.get("/version").json() == {"version": ostinato.__version__}
