@@ -135,18 +135,7 @@ def test_a_model_that_is_nowhere(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         LLM(name, **SMALL)
 
 
-@pytest.mark.parametrize(
-    "with_tokenizer",
-    [
-        True,
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(
-                strict=True, reason="bug: loading._eos_token_ids reads JSON outside the try of load()"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("with_tokenizer", [True, False])
 def test_a_broken_generation_config(tiny: TinyModel, tmp_path: Path, with_tokenizer: bool) -> None:
     directory = tmp_path / "model"
     shutil.copytree(tiny.directory, directory)

@@ -94,9 +94,6 @@ def test_aborting_a_prompt_ends_all_its_completions(llm: LLM) -> None:
         llm.engine.step()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: TextEngine.add leaves the first completions running when a later id is taken"
-)
 def test_a_taken_name_of_a_completion_leaves_nothing_behind(llm: LLM) -> None:
     taken = llm.engine.add(PROMPTS[0], GREEDY, "mine.1")
     try:
@@ -174,9 +171,6 @@ def test_a_stream_is_the_generated_text(llm: LLM, fields: dict[str, Any]) -> Non
     assert all(pieces)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: LLM.stream drops the rest of a text that ended while another call ran"
-)
 def test_two_streams_and_a_generation_at_once(llm: LLM) -> None:
     params = [SamplingParams(temperature=1.1, seed=seed, max_tokens=25) for seed in (1, 2, 3)]
     alone = [llm.generate("Once", one)[0].outputs[0].text for one in params]

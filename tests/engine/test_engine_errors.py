@@ -89,12 +89,6 @@ def test_a_bad_prompt(llm: LLM, tiny_text: TinyModel, name: str) -> None:
     assert_refused_alone(llm, tiny_text, prompt, message)
 
 
-IDS_TAKEN_FOR_OTHERS = pytest.mark.xfail(
-    strict=True, reason="bug: text_engine._checked_ids and _encoded convert instead of refusing"
-)
-
-
-@IDS_TAKEN_FOR_OTHERS
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -188,9 +182,6 @@ def test_extreme_numbers_hurt_nobody_else(llm: LLM, tiny_text: TinyModel, fields
     assert outputs[1].outputs[0].finish_reason in ("length", "stop")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: min_tokens overflows int32 inside schedule(); the engine never recovers"
-)
 def test_a_huge_min_tokens_does_not_kill_the_engine(tiny_text: TinyModel) -> None:
     llm = LLM(tiny_text.directory, **SMALL)
     try:
@@ -262,9 +253,6 @@ def test_a_failing_step_ends_its_requests_and_the_next_ones_are_served(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("not ours")], ids=["interrupt", "bug"])
-@pytest.mark.xfail(
-    strict=True, reason="bug: EngineCore.step leaves the scheduled step in flight for other exceptions"
-)
 def test_after_an_interrupt_the_engine_goes_on(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -278,7 +266,6 @@ def test_after_an_interrupt_the_engine_goes_on(
         assert_all_back(llm)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: LLM.chat renders all conversations before it serves any")
 def test_a_conversation_that_its_template_refuses_does_not_disturb_the_others(
     tiny_text: TinyModel, tmp_path: Path
 ) -> None:

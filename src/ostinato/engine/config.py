@@ -1,13 +1,32 @@
 """What can be set about an engine. Each field is a keyword of `LLM` and a flag; its docstring is the help."""
 
+from __future__ import annotations
+
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from ostinato.graphs import ConfigError, GraphMode, Ladder
 
 logger = logging.getLogger("ostinato.engine")
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (float, int),
+    "tuple[int, ...]": (tuple,),
+}
+_AT_LEAST_ONE = (
+    "max_model_len",
+    "max_running_requests",
+    "chunked_prefill_size",
+    "num_pages",
+    "cuda_graph_max_bs",
+    "cuda_graph_memory_mb",
+    "torch_compile_max_bs",
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -73,6 +92,7 @@ class EngineConfig:
     """Give each request the same bits whatever runs beside it: one shape for every step. Slower."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.cuda_graph_mode != "auto":
             GraphMode.parse(self.cuda_graph_mode)
         if self.dtype not in ("auto", *DTYPES):
@@ -81,17 +101,27 @@ class EngineConfig:
             raise ConfigError(f"unknown load_format {self.load_format!r}: use auto or dummy")
         if not 0 < self.mem_fraction <= 1:
             raise ConfigError(f"mem_fraction must be in (0, 1], not {self.mem_fraction}")
-        for name in ("max_model_len", "max_running_requests", "chunked_prefill_size", "num_pages"):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must be at least 0, not {self.seed}")
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
         self._check_ladders()
-        if self.torch_compile_max_bs < 1:
-            raise ConfigError(f"torch_compile_max_bs must be at least 1, not {self.torch_compile_max_bs}")
         if self.batch_invariant:
             self._check_batch_invariant()
+
+    def _check_types(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            kinds = _KINDS[str(entry.type).removesuffix(" | None")]
+            is_missing = value is None and entry.default is None
+            # A bool is an int to Python, and a mistake here.
+            is_wrong_bool = isinstance(value, bool) and bool not in kinds
+            if not is_missing and (not isinstance(value, kinds) or is_wrong_bool):
+                raise ConfigError(f"{entry.name} must be of type {entry.type}, not {value!r}")
 
     def _check_ladders(self) -> None:
         if self.cuda_graph_bs is not None and self.cuda_graph_max_bs is not None:
@@ -136,7 +166,7 @@ class EngineConfig:
         """Whether there are to be no graphs."""
         return self.disable_cuda_graph or self.cuda_graph_mode.lower() == "none"
 
-    def resolved(self, model_limit: int, model_dtype: torch.dtype) -> "ResolvedConfig":
+    def resolved(self, model_limit: int, model_dtype: torch.dtype) -> ResolvedConfig:
         """Everything decided, for a model with this limit and type of weights, on this machine."""
         if self.device == "auto":
             device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -175,7 +205,7 @@ class EngineConfig:
         has_kernels = self.attention_backend == "triton" or (on_gpu and self.attention_backend == "auto")
         return GraphMode.FULL if has_kernels else GraphMode.FULL_AND_PIECEWISE
 
-    def _from_token_sizes(self, running: int, on_gpu: bool) -> "EngineConfig":
+    def _from_token_sizes(self, running: int, on_gpu: bool) -> EngineConfig:
         """Ours for vLLM's sizes, which count tokens for decode and prefill alike."""
         if self.cudagraph_capture_sizes is not None:
             sizes = tuple(sorted(set(self.cudagraph_capture_sizes)))
@@ -228,7 +258,7 @@ class EngineConfig:
             return Ladder([tokens])
         return Ladder.prefill(tokens) if on_gpu else _doubling(8, tokens)
 
-    def but(self, **changes: object) -> "EngineConfig":
+    def but(self, **changes: object) -> EngineConfig:
         """The same with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 

@@ -139,6 +139,11 @@ class EngineCore:
                 self._flights.append(self._launch(step))
             except (RuntimeError, OstinatoError) as error:
                 return [*self._drain(), *self._fail(step, error)]
+            except BaseException as error:
+                # An interrupt, or a bug: whoever called is told, and the books are closed on the step.
+                self._drain()
+                self._fail(step, error)
+                raise
             self.clock.lap("launch")
         if self._flights and (step is None or len(self._flights) > self.config.lookahead):
             return self._complete(self._flights.popleft())
@@ -274,7 +279,7 @@ class EngineCore:
             progress += self._complete(self._flights.popleft())
         return progress
 
-    def _fail(self, step: ScheduledStep, error: Exception) -> list[Progress]:
+    def _fail(self, step: ScheduledStep, error: BaseException) -> list[Progress]:
         logger.exception("step %d failed", step.index)
         message = f"the step failed on {self.config.device}: {type(error).__name__}: {error}"
         return [Progress(request) for request in self.scheduler.fail(step, message)]

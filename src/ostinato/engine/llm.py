@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -88,21 +89,25 @@ class LLM:
         """Answer one conversation or several; further keywords reach the chat template."""
         single = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if single else list(messages)
-        prompts = [self.engine.encode_chat(each, **template_options) for each in conversations]
+        encode = functools.partial(self.engine.encode_chat, **template_options)
+        params = _one_each(sampling_params, len(conversations))
         shown = bool(use_tqdm) if single else use_tqdm
-        return self._run(prompts, _one_each(sampling_params, len(prompts)), strict=single, shown=shown)
+        return self._run(conversations, params, strict=single, shown=shown, encode=encode)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
         engine, sent = self.engine, 0
         output = engine.add(prompt, sampling_params or SamplingParams())
         try:
-            while not output.finished:
-                engine.step()
-                text = output.outputs[0].text
+            while True:
+                # Another call may have finished it, so what is left is looked for first.
+                text, is_over = output.outputs[0].text, output.finished
                 if len(text) > sent:
                     yield text[sent:]
                     sent = len(text)
+                if is_over:
+                    break
+                engine.step()
         finally:
             engine.abort(output.request_id)
         if output.error is not None:
@@ -166,17 +171,19 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Any],
         params: Iterable[SamplingParams],
         *,
         strict: bool,
         shown: bool | None,
+        encode: Callable[[Any], Prompt] = lambda prompt: prompt,
     ) -> list[RequestOutput]:
+        """`encode` makes a prompt of what was given; it may refuse."""
         engine = self.engine
         outputs: list[RequestOutput] = []
         for prompt, wanted in zip(prompts, params, strict=True):
             try:
-                outputs.append(engine.add(prompt, wanted))
+                outputs.append(engine.add(encode(prompt), wanted))
             except RequestError as error:
                 if strict:
                     raise
@@ -207,7 +214,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return list(params)
 
 
-def _refused(name: str, prompt: Prompt, error: str) -> RequestOutput:
+def _refused(name: str, prompt: Any, error: str) -> RequestOutput:
     text = prompt if isinstance(prompt, str) else None
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     known = list(ids) if isinstance(ids, list | tuple) else []

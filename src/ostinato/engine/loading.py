@@ -61,9 +61,9 @@ def load(asked: EngineConfig) -> LoadedModel:
             seed=asked.seed,
         )
         tokenizer = _tokenizer(directory)
+        eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(directory)
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
         raise ModelLoadError(str(error)) from error
-    eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(directory)
     logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
     return LoadedModel(directory, config, model, attention, tokenizer, frozenset(eos))
 
@@ -109,7 +109,10 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
 def _eos_token_ids(directory: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         file = directory / name
-        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        try:
+            found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        except ValueError as error:
+            raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
         if found is not None:
             return found if isinstance(found, list) else [found]
     return []

@@ -122,7 +122,7 @@ class SamplingParams:
             raise RequestError("stop strings are searched in the text: they need detokenize=True")
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1, math.inf, "an integer of at least 1, or None")
-        _check_integer("min_tokens", self.min_tokens, 0, math.inf, "an integer of at least 0")
+        _check_integer("min_tokens", self.min_tokens, 0, 2**30, f"an integer from 0 to {2**30}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,7 +83,10 @@ class TextEngine:
             tracked.texts.append(self._text_of(params))
             logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
             tracked.output.outputs.append(CompletionOutput(index, logprobs=logprobs))
-        # Completions of one prompt differ in nothing that a refusal depends on: the first is refused or none.
+        for request in tracked.requests:
+            if request.request_id in self._owner:
+                raise RequestError(f"request {request.request_id} is being served already: choose another id")
+        # Apart from its name a completion differs in nothing that a refusal depends on: the first or none.
         for index, request in enumerate(tracked.requests):
             self.core.add(request)
             self._owner[request.request_id] = tracked, index
@@ -151,16 +155,11 @@ class TextEngine:
         return CompletionText(detokenizer, params.stop or (), include_stop=params.include_stop_str_in_output)
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            text = prompt
-        else:
-            if not isinstance(prompt, Mapping) or not {"prompt_token_ids", "prompt"} & prompt.keys():
-                raise RequestError(
-                    f"a prompt is a text or {{'prompt_token_ids': [...]}}, not {type(prompt).__name__}"
-                )
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
-            text = str(prompt["prompt"])
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(text, str):
+            raise RequestError(f"a prompt is a text or {{'prompt_token_ids': [...]}}, not {_kind_of(prompt)}")
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
         return text, self.tokenizer.encode(text)
@@ -271,10 +270,18 @@ class TextEngine:
         self.core.close()
 
 
+def _kind_of(prompt: Any) -> str:
+    if isinstance(prompt, Mapping):
+        return f"a mapping with {', '.join(map(repr, prompt)) or 'nothing'} in it"
+    return type(prompt).__name__
+
+
 def _checked_ids(ids: Any) -> list[int]:
     try:
-        checked = [int(token) for token in ids]
-    except (TypeError, ValueError):
+        if isinstance(ids, str | bytes):
+            raise TypeError
+        checked = [operator.index(token) for token in ids]
+    except TypeError:
         raise RequestError(f"prompt_token_ids must be a list of integers, not {ids!r}") from None
     if any(not 0 <= token < 2**31 for token in checked):
         raise RequestError("prompt_token_ids must be token ids, integers of at least 0")
