@@ -305,7 +305,7 @@ class ResolvedConfig:
         if self.device.type == "cuda" or self.config.batch_invariant:
             return (None,)
         buckets: list[int | None] = []
-        size = 256
+        size = 128
         while size < self.max_model_len:
             buckets.append(size)
             size *= 4

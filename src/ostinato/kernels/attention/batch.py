@@ -12,7 +12,9 @@ Page 0 and row 0 belong to padding and to no request.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 PAGE_SIZE = 16
@@ -57,6 +59,28 @@ class AttentionBatch:
     def slots(self) -> Tensor:
         """int64 [T]: where each token's KV goes, counted in positions over the whole cache."""
         return self.slots_at(self.token_rows, self.positions)
+
+    def contexts(self, rows: Tensor, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """What tokens at `positions` of the requests in `rows` see: slots, and which of them count.
+
+        Both [n, width]: the last `width` positions up to the token's own. All layers of a step ask the same,
+        so it is worked out once for the step's own tokens.
+        """
+        if rows is not self.token_rows:
+            return self._contexts(rows, positions, width)
+        if width not in self._known_contexts:
+            self._known_contexts[width] = self._contexts(rows, positions, width)
+        return self._known_contexts[width]
+
+    @cached_property
+    def _known_contexts(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    def _contexts(self, rows: Tensor, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        last = positions.unsqueeze(1)
+        seen = torch.arange(width, device=rows.device) + (last - width + 1).clamp(min=0)
+        # What may not be seen is replaced by the token's own position, which is always there.
+        return self.slots_at(rows.unsqueeze(1), torch.minimum(seen, last)), seen <= last
 
     def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """int64: where the KV of `positions` of the requests in `rows` is; the two broadcast together."""

@@ -126,15 +126,12 @@ def _attend_tokens(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.size(2)
     width = max_context if window is None else min(max_context, window)
-    offsets = torch.arange(width, device=q.device)
     piece = max(1, _PIECE_ELEMENTS // (width * num_kv_heads * head_dim))
+    all_slots, all_visible = batch.contexts(rows, positions, width)
     outputs = []
     for begin in range(0, num_tokens, piece):
         here = slice(begin, begin + piece)
-        last = positions[here].unsqueeze(1)
-        seen = offsets + (last - width + 1).clamp(min=0)
-        visible = (seen <= last)[:, None, None, :]
-        slots = batch.slots_at(rows[here].unsqueeze(1), torch.minimum(seen, last))
+        slots, visible = all_slots[here], all_visible[here][:, None, None, :]
         queries = q[here].reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         outputs.append(_attend_gathered(queries, k_cache, v_cache, slots, visible, scale).reshape_as(q[here]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -190,9 +187,7 @@ def _attend_gathered(
     heads = torch.arange(num_kv_heads, device=q.device).unsqueeze(1)
     places = slots.unsqueeze(1) * num_kv_heads + heads
     k, v = (F.embedding(places, cache.view(-1, cache.size(3))).to(precise) for cache in (k_cache, v_cache))
-    scores = (q.to(precise) * scale) @ k.transpose(-1, -2)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return (weights @ v).to(q.dtype)
+    return F.scaled_dot_product_attention(q.to(precise), k, v, attn_mask=visible, scale=scale).to(q.dtype)
 
 
 def _attend_request(

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..rows import silu_mul
+from .cpu_product import multiply, multiply_somehow
 from .tiles import MatrixShape, skinny_tile
 
 
@@ -14,7 +15,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from . import triton_linear
 
         return triton_linear.multiply_skinny(x, weight, bias, False, x.dtype)
-    return functional.linear(x, weight, bias)
+    return _by_library(x, weight, bias)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -23,7 +24,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         from . import triton_linear
 
         return triton_linear.multiply_skinny(x, weight, bias, True, x.dtype)
-    return silu_mul(functional.linear(x, weight, bias))
+    return silu_mul(_by_library(x, weight, bias))
 
 
 def float_linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -35,8 +36,12 @@ def float_linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor
             out = x.new_empty(x.size(0), weight.size(0), dtype=torch.float32)
         triton_linear.multiply_into(x, weight, out)
         return out
-    product = functional.linear(x, weight)
-    return product.float() if out is None else out.copy_(product)
+    product = functional.linear(x, weight) if x.is_cuda else multiply_somehow(x, weight)
+    return product.float().contiguous() if out is None else out.copy_(product)
+
+
+def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.linear(x, weight, bias) if x.is_cuda else multiply(x, weight, bias)
 
 
 def _is_one_half_token(x: Tensor) -> bool:
