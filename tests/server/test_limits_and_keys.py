@@ -117,7 +117,8 @@ def test_stream_interval(guarded: ServerProcess) -> None:
     lines = guarded.post("/v1/completions", body, headers=KEYS).text.splitlines()
     texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
     assert "".join(texts) == "bcdefghijklmnopq"
-    assert texts[0] == "b"
+    # The first token does not wait for others, though some may have come when its chunk is written.
+    assert len(texts[0]) < max(map(len, texts))
     assert len(texts) <= 4
 
 
