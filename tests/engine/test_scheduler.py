@@ -21,7 +21,8 @@ from ostinato.cache.pages import PageAllocator
 from ostinato.engine.request import FinishReason, Request, RequestError, RequestStatus
 from ostinato.engine.sampling_params import SamplingParams
 from ostinato.engine.scheduled_step import PLACEHOLDER, CompletedStep, ScheduledStep
-from ostinato.engine.scheduler import Scheduler, SchedulerConfig
+from ostinato.engine.scheduler import Scheduler
+from ostinato.engine.scheduler_config import SchedulerConfig
 from ostinato.graphs.errors import ConfigError
 
 VOCAB = 12

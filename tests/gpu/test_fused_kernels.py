@@ -6,12 +6,26 @@ import torch
 from kernels import fused_checks
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import rows
-from ostinato.kernels.linear import tiles
+from ostinato.kernels.linear import choice, products
+from ostinato.kernels.linear.tiles import MatrixShape, ResidentTile, SkinnyTile, Tile, default_gemv_tile
 
 # (query heads, KV heads, head size), as in Qwen3-0.6B, Llama-3.2-1B, Qwen2-0.5B, Phi-2, Phi-3-mini.
 QWEN3, LLAMA, QWEN2, PHI2, PHI3 = (16, 8, 128), (32, 8, 64), (14, 2, 64), (32, 32, 80), (32, 32, 96)
 DECODE = [(1, 1), (17, 1), (256, 1), (257, 1), (1000, 1), (2049, 1), (4096, 1)]
+H200 = choice.package_table("nvidia-h200.json")
 MIXED = [(1500, 1), (700, 200), (64, 64), (33, 1), (90, 0), (513, 2)]
+
+
+def _of_kind(kind: type[Tile]) -> list[tuple[MatrixShape, Tile]]:
+    """Every tile of the committed table, with the smallest matrix that has it."""
+    assert H200 is not None
+    smallest_first = sorted(H200.choices, key=lambda shape: shape.out_features * shape.in_features)
+    found: dict[Tile, MatrixShape] = {}
+    for shape in smallest_first:
+        for entry in H200.choices[shape]:
+            if isinstance(entry.tile, kind):
+                found.setdefault(entry.tile, shape)
+    return [(shape, tile) for tile, shape in found.items()]
 
 
 @pytest.mark.parametrize("num_requests", [1, 7, 40, 70])
@@ -53,22 +67,53 @@ def test_mixed_batches_from_projected_rows(device, heads, norm, dtype, window):
 )
 @pytest.mark.parametrize("size", [(4096, 1024), (1024, 3072), (49, 576), (100, 4864), (130, 14336)], ids=str)
 def test_projections(device, dtype, flags, size):
-    fused_checks.check_projection(device, dtype, (1, *size), **flags)
+    tile = default_gemv_tile(MatrixShape(*size))
+    fused_checks.check_projection(device, dtype, (1, *size), tile, **flags)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 16])
-@pytest.mark.parametrize("shape", list(tiles._RESIDENT), ids=str)
-def test_projections_of_a_few_tokens(device, shape, num_tokens):
+@pytest.mark.parametrize(("shape", "tile"), _of_kind(ResidentTile), ids=str)
+def test_projections_of_a_few_tokens(device, shape, tile, num_tokens):
     sizes = (num_tokens, shape.out_features, shape.in_features)
     flags = {"norm": True, "gated": shape.gated} if shape.in_features == 1024 else {"residual": True}
-    fused_checks.check_projection(device, torch.bfloat16, sizes, **flags)
+    fused_checks.check_projection(device, torch.bfloat16, sizes, tile, **flags)
 
 
-@pytest.mark.parametrize("num_tokens", [17, 64, 100])
-@pytest.mark.parametrize("shape", list(tiles._SKINNY), ids=str)
-def test_products_of_some_tokens(device, shape, num_tokens):
-    sizes = (num_tokens, shape.out_features, shape.in_features)
-    fused_checks.check_skinny(device, torch.bfloat16, sizes, gated=shape.gated)
+@pytest.mark.parametrize(("shape", "tile"), _of_kind(SkinnyTile), ids=str)
+def test_products_of_some_tokens(device, shape, tile):
+    """Each tile of the table once, with tokens that are no multiple of it."""
+    for num_tokens in (3, tile.tokens + 3):
+        sizes = (num_tokens, shape.out_features, shape.in_features)
+        fused_checks.check_skinny(device, torch.bfloat16, sizes, tile, gated=shape.gated)
+
+
+@pytest.mark.parametrize(
+    ("size", "tile"),
+    [
+        ((100, 1000, 3000), SkinnyTile(64, 128, 64, 8, 3, parts=2, early=128)),
+        ((27, 200, 1000), SkinnyTile(32, 64, 128, 4, 3, parts=4)),
+        ((19, 333, 1000), SkinnyTile(16, 64, 64, 4, 3, early=64, prefetch=True)),
+        ((300, 129, 520), SkinnyTile(128, 64, 64, 8, 3)),
+    ],
+    ids=str,
+)
+def test_products_that_no_tile_divides(device, size, tile):
+    fused_checks.check_skinny(device, torch.bfloat16, size, tile, bias=True)
+    if tile.parts == 1:
+        fused_checks.check_skinny(device, torch.bfloat16, size, tile, gated=True, bias=True)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 300])
+def test_logits_are_float32_whoever_makes_them(device, num_rows):
+    generator = torch.Generator(device).manual_seed(1)
+    hidden, weight = (
+        torch.randn(count, 1024, generator=generator, device=device).bfloat16() for count in (num_rows, 5000)
+    )
+    wanted = hidden.double() @ weight.double().T
+    out = torch.full((num_rows, 5000), float("nan"), device=device)
+    assert products.float_linear(hidden, weight, out) is out
+    torch.testing.assert_close(out.double(), wanted, atol=1e-3, rtol=1e-4)
+    assert torch.equal(products.float_linear(hidden, weight), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

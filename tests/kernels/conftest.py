@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.register_assert_rewrite("kernels.paged_cases")
+pytest.register_assert_rewrite("kernels.paged_cases", "kernels.emulated_checks", "kernels.fused_checks")
 
 
 @pytest.fixture(autouse=True)

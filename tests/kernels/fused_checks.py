@@ -1,6 +1,7 @@
 """Checks of the fused kernels against plain torch in float64, for the interpreter and for a GPU."""
 
 import dataclasses
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from kernels.paged_cases import dense_attention, make_case, written_caches
 from ostinato.kernels import triton_rows
 from ostinato.kernels.attention import HeadPreparation, torch_reference, triton_paged
 from ostinato.kernels.linear import few_tokens, triton_linear
+from ostinato.kernels.linear.tiles import SkinnyTile, Tile
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Absolute and relative, for values of order one."""
@@ -39,6 +41,10 @@ def check_rows(device: torch.device | str, dtype: torch.dtype, num_tokens: int, 
     normed, total = triton_rows.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
     _assert_close(normed, norm(total), tolerance)
+    parts = torch.stack([x.float() / 2, residual.float(), x.float() / 2 - residual.float()])
+    normed, summed = triton_rows.add_rms_norm(parts, residual, weight, 1e-5)
+    _assert_close(summed, total, tolerance)
+    _assert_close(normed, norm(summed), tolerance)
     gate_up = _random(num_tokens, 2 * width, dtype=dtype, device=device, seed=4)
     gate, up = gate_up.double().chunk(2, dim=-1)
     _assert_close(triton_rows.silu_mul(gate_up), functional.silu(gate) * up, tolerance)
@@ -66,13 +72,14 @@ def check_projection(
     device: torch.device | str,
     dtype: torch.dtype,
     shape: tuple[int, int, int],
+    tile: Tile,
     *,
     norm: bool = False,
     gated: bool = False,
     bias: bool = False,
     residual: bool = False,
 ) -> None:
-    """`few_tokens.project` for shape (tokens, out, in)."""
+    """`project_few_tokens` for shape (tokens, out, in) by the kernel of `tile`."""
     num_tokens, out_features, in_features = shape
     options = {"dtype": dtype, "device": device}
     x = _random(num_tokens, in_features, **options, seed=1)
@@ -80,7 +87,10 @@ def check_projection(
     norm_weight = _random(in_features, **options, seed=3) if norm else None
     biases = _random(weight.size(0), **options, seed=4) if bias else None
     rest = _random(num_tokens, out_features, **options, seed=5) if residual else None
-    out = triton_linear.project_few_tokens(x, weight, biases, norm_weight, 1e-5, gated, rest, torch.float32)
+    operands = (x, weight, biases, norm_weight, 1e-5, gated, rest)
+    with patch.object(triton_linear, "choose", lambda *_: tile):
+        out = triton_linear.project_few_tokens(*operands, torch.float32)
+        rounded = triton_linear.project_few_tokens(*operands, dtype)
     wanted = few_tokens.reference(
         *(None if t is None else t.double() for t in (x, weight, biases)),
         norm_weight=None if norm_weight is None else norm_weight.double(),
@@ -90,7 +100,6 @@ def check_projection(
     )
     # Products are exact and sums float32 for one token; x times the norm's weight is rounded for several.
     _assert_close(out, wanted, 1e-4 if num_tokens == 1 or dtype == torch.float32 else TOLERANCE[dtype])
-    rounded = triton_linear.project_few_tokens(x, weight, biases, norm_weight, 1e-5, gated, rest, dtype)
     assert rounded.dtype == dtype
     assert torch.equal(rounded, out.to(dtype))
 
@@ -99,28 +108,33 @@ def check_skinny(
     device: torch.device | str,
     dtype: torch.dtype,
     shape: tuple[int, int, int],
+    tile: SkinnyTile,
     *,
     gated: bool = False,
     bias: bool = False,
 ) -> None:
-    """`multiply_skinny` for shape (tokens, out, in), which must have a tile."""
+    """`multiply_skinny` for shape (tokens, out, in)."""
     num_tokens, out_features, in_features = shape
     options = {"dtype": dtype, "device": device}
     x = _random(num_tokens, in_features, **options, seed=1)
     weight = _random(out_features * (2 if gated else 1), in_features, **options, seed=2) * in_features**-0.5
     biases = _random(weight.size(0), **options, seed=4) if bias else None
-    out = triton_linear.multiply_skinny(x, weight, biases, gated, torch.float32)
+    with patch.object(triton_linear, "choose", lambda *_: tile):
+        out = triton_linear.multiply_skinny(x, weight, biases, gated, torch.float32)
+        rounded = triton_linear.multiply_skinny(x, weight, biases, gated, dtype)
+        if not gated and not bias and tile.parts == 1:
+            into = torch.full_like(out, float("nan"))
+            triton_linear.multiply_into(x, weight, into)
+            assert torch.equal(into, out)
+    if tile.parts > 1:
+        assert out.shape == (tile.parts, num_tokens, out_features)
+        assert torch.equal(rounded, out), "the same bits each time"
+        out, rounded = out.sum(0), rounded.sum(0).to(dtype)
     wanted = few_tokens.reference(
         *(None if t is None else t.double() for t in (x, weight, biases)), gated=gated
     )
     _assert_close(out, wanted, 1e-4)
-    rounded = triton_linear.multiply_skinny(x, weight, biases, gated, dtype)
     assert torch.equal(rounded, out.to(dtype))
-    if not gated and not bias:
-        for count in (num_tokens, 1):
-            into = torch.full_like(out[:count], float("nan"))
-            triton_linear.multiply_into(x[:count], weight, into)
-            _assert_close(into, wanted[:count], 1e-4)
 
 
 def check_attend_rows(

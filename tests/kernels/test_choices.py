@@ -1,4 +1,4 @@
-"""Tiles are chosen by shape alone, and steps of one class run the same compiled kernels."""
+"""Kernels are chosen by shape alone, and steps of one class run the same compiled kernels."""
 
 from collections import defaultdict
 
@@ -7,48 +7,163 @@ import torch
 
 from ostinato.kernels import rows
 from ostinato.kernels.attention.decode_tiles import MAX_SPLITS, decode_tile, num_splits_of
-from ostinato.kernels.linear import few_tokens, products, tiles
-from ostinato.kernels.linear.tiles import MatrixShape
+from ostinato.kernels.cuda import compiled
+from ostinato.kernels.linear import choice, few_tokens, products
+from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.tiles import (
+    FUSED,
+    FragmentsTile,
+    GemvTile,
+    Library,
+    MatrixShape,
+    ResidentTile,
+    SkinnyTile,
+)
 from ostinato.kernels.variants import kernel_class
 
-MEASURED = sorted({*tiles._GEMV, *tiles._RESIDENT, *tiles._SKINNY})
+GPU = torch.device("cuda", 0)
+H200 = choice.package_table("nvidia-h200.json")
+QWEN3 = [
+    MatrixShape(4096, 1024),
+    MatrixShape(1024, 2048),
+    MatrixShape(3072, 1024, True),
+    MatrixShape(1024, 3072),
+]
 
 
-def is_power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
+@pytest.fixture
+def _on_h200(monkeypatch):
+    yield from _on(monkeypatch, "NVIDIA H200")
 
 
-@pytest.mark.parametrize("shape", [*MEASURED, MatrixShape(49, 577), MatrixShape(5, 40_000)], ids=str)
-def test_tiles_are_what_triton_takes(shape):
-    gemv = tiles.gemv_tile(shape)
-    assert is_power_of_two(gemv.rows)
-    assert is_power_of_two(gemv.block)
-    if resident := tiles.resident_tile(shape):
-        assert all(is_power_of_two(value) for value in vars(resident).values())
-        assert shape.out_features % resident.rows == 0
-    for num_tokens in tiles.SKINNY_TOKENS:
-        if skinny := tiles.skinny_tile(shape, num_tokens):
-            assert is_power_of_two(skinny.tokens)
-            assert is_power_of_two(skinny.rows)
-            assert is_power_of_two(skinny.block)
-    assert tiles.skinny_tile(shape, tiles.SKINNY_TOKENS[-1] + 1) is None
+@pytest.fixture
+def _on_another_gpu(monkeypatch):
+    yield from _on(monkeypatch, "NVIDIA Made-Up 1")
 
 
+def _on(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(compiled, "is_supported", lambda _: True)
+    choice.use_table(None)
+    yield
+    choice.use_table(None)
+
+
+def test_the_committed_table_divides_its_matrices_evenly():
+    """Where work is no multiple of a tile, kernels are right and slow."""
+    assert H200 is not None
+    assert H200.gpu == "NVIDIA H200"
+    assert set(QWEN3) <= set(H200.choices)
+    for shape, choices in H200.choices.items():
+        for entry in choices:
+            if isinstance(entry.tile, ResidentTile | SkinnyTile):
+                assert shape.out_features % entry.tile.rows == 0
+            if isinstance(entry.tile, SkinnyTile):
+                assert shape.in_features % (entry.tile.block * entry.tile.parts) == 0
+                assert entry.tile.early % entry.tile.block == 0
+                assert entry.tile.parts == 1 or not shape.gated
+
+
+@pytest.mark.usefixtures("_on_h200")
+def test_the_table_of_the_gpu_decides_in_bfloat16_alone():
+    [first, *_] = QWEN3
+    assert H200 is not None
+    assert choice.choose(first, 8, torch.bfloat16, GPU) == H200.find(first, 8)
+    assert isinstance(H200.find(first, 8), FUSED)
+    assert choice.choose(first, 8, torch.float16, GPU) == Library()
+    assert isinstance(choice.choose(first, 1, torch.float16, GPU), GemvTile)
+    assert choice.choose(first, 1, torch.float32, GPU) == Library()
+    assert choice.choose(first, 100_000, torch.bfloat16, GPU) == Library()
+
+
+@pytest.mark.usefixtures("_on_another_gpu")
+def test_without_a_table_there_is_a_rule():
+    for shape in (*QWEN3, MatrixShape(7, 9), MatrixShape(5, 40_000)):
+        gemv = choice.choose(shape, 1, torch.bfloat16, GPU)
+        assert isinstance(gemv, GemvTile)
+        assert all(value & (value - 1) == 0 for value in vars(gemv).values())
+        assert choice.choose(shape, 2, torch.bfloat16, GPU) == Library()
+    assert few_tokens.most_tokens(QWEN3, torch.bfloat16, GPU) == 1
+
+
+@pytest.mark.usefixtures("_on_h200")
+def test_a_table_given_by_the_user_comes_first_where_it_says_something():
+    [first, second, *_] = QWEN3
+    assert H200 is not None
+    mine = SkinnyTile(16, 64, 64, 4, 3)
+    table = KernelTable("NVIDIA H200", {first: (Choice(4, 6, mine),)})
+    with choice.using(table):
+        assert choice.choose(first, 5, torch.bfloat16, GPU) == mine
+        assert choice.choose(first, 7, torch.bfloat16, GPU) == H200.find(first, 7)
+        assert choice.choose(second, 5, torch.bfloat16, GPU) == H200.find(second, 5)
+    assert choice.choose(first, 5, torch.bfloat16, GPU) == H200.find(first, 5)
+
+
+@pytest.mark.usefixtures("_on_another_gpu")
+def test_a_step_is_fused_as_far_as_all_its_matrices_are():
+    fragments, gemv = FragmentsTile(16, 2, 4, 1, 128), GemvTile(4, 1024, 4)
+    long = (Choice(1, 1, gemv), Choice(2, 16, ResidentTile(8, 4, 64, 4)), Choice(17, 64, fragments))
+    short = (Choice(1, 1, gemv), Choice(2, 40, fragments))
+    with choice.using(KernelTable("", dict.fromkeys(QWEN3, long))):
+        assert few_tokens.most_tokens(QWEN3, torch.bfloat16, GPU) == 64
+        assert few_tokens.most_tokens([*QWEN3, MatrixShape(7, 9)], torch.bfloat16, GPU) == 1
+        assert few_tokens.most_tokens(QWEN3, torch.float16, GPU) == 1
+        assert few_tokens.most_tokens(QWEN3, torch.float32, GPU) == 0
+        assert few_tokens.most_tokens(QWEN3, torch.bfloat16, torch.device("cpu")) == 0
+    with choice.using(KernelTable("", {**dict.fromkeys(QWEN3, long), QWEN3[2]: short})):
+        assert few_tokens.most_tokens(QWEN3, torch.bfloat16, GPU) == 40
+
+
+@pytest.mark.usefixtures("_on_another_gpu")
+def test_fragments_are_no_choice_where_cuda_sources_cannot_be_compiled(monkeypatch):
+    table = KernelTable("", {QWEN3[0]: (Choice(2, 64, FragmentsTile(16, 2, 4, 1, 128)),)})
+    monkeypatch.setattr(compiled, "is_supported", lambda _: False)
+    with choice.using(table):
+        assert choice.choose(QWEN3[0], 8, torch.bfloat16, GPU) == Library()
+
+
+@pytest.mark.usefixtures("_on_h200")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
 def test_one_warm_up_serves_a_whole_class(dtype, num_kv_heads):
     """Everything that is compiled in is equal for all steps of a class."""
-    compiled = defaultdict(set)
+    variants_of = defaultdict(set)
+    few = few_tokens.most_tokens(QWEN3, dtype, GPU)
     for num_tokens in range(1, 600):
         attention = decode_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
-        linear = (
-            min(num_tokens, 2) if num_tokens <= tiles.RESIDENT_TOKENS else None,
-            *(tiles.skinny_tile(shape, num_tokens) for shape in MEASURED),
-        )
-        compiled[kernel_class(num_tokens, num_kv_heads, dtype, is_decode=True)].add((attention, linear))
-        compiled["mixed", kernel_class(num_tokens, num_kv_heads, dtype, is_decode=False)].add(linear)
-    assert all(len(variants) == 1 for variants in compiled.values())
-    assert len(compiled) <= 16
+        tiles = [choice.choose(shape, num_tokens, dtype, GPU) for shape in QWEN3]
+        passes = [t.tokens_at_a_time(num_tokens) for t in tiles if isinstance(t, FragmentsTile)]
+        linear = (num_tokens <= few, *tiles, *passes)
+        step = [(shape, num_tokens) for shape in QWEN3], num_tokens, num_kv_heads, dtype, GPU
+        variants_of[kernel_class(*step, is_decode=True)].add((attention, linear))
+        variants_of["mixed", kernel_class(*step, is_decode=False)].add(linear)
+    assert all(len(variants) == 1 for variants in variants_of.values())
+    assert len(variants_of) <= 24
+
+
+@pytest.mark.usefixtures("_on_another_gpu")
+def test_steps_differ_where_a_pass_of_fragments_does():
+    tile = FragmentsTile(16, 2, 4, 1, 128)
+    with choice.using(KernelTable("", {QWEN3[0]: (Choice(1, 64, tile),)})):
+        classes = {
+            count: kernel_class([(QWEN3[0], count)], count, 8, torch.bfloat16, GPU, is_decode=False)
+            for count in (2, 8, 9, 16, 17, 64)
+        }
+    assert classes[2] == classes[8] != classes[9] == classes[16] != classes[17] == classes[64]
+
+
+@pytest.mark.usefixtures("_on_h200")
+def test_the_choice_is_a_constant_to_torch_compile():
+    """No break of the graph at every product, and the right one."""
+
+    def rows_of_tile(x: torch.Tensor) -> torch.Tensor:
+        tile = choice.choose(MatrixShape(4096, 1024, False), x.size(0), torch.bfloat16, GPU)
+        return x if isinstance(tile, Library) else x + tile.rows
+
+    run = torch.compile(rows_of_tile, fullgraph=True, dynamic=False, backend="eager")
+    for num_tokens in (1, 8, 4000):
+        tile = choice.choose(QWEN3[0], num_tokens, torch.bfloat16, GPU)
+        assert run(torch.zeros(num_tokens))[0] == getattr(tile, "rows", 0)
 
 
 def test_splits_fill_a_gpu_and_no_more():
@@ -59,12 +174,17 @@ def test_splits_fill_a_gpu_and_no_more():
             assert splits == 1 or splits * programs <= 256
 
 
-def test_a_model_without_measured_tiles_gets_the_kernels_that_serve_any_shape():
-    measured = [MatrixShape(4096, 1024), MatrixShape(1024, 3072)]
-    assert few_tokens.most_tokens(measured, torch.bfloat16) == tiles.RESIDENT_TOKENS
-    assert few_tokens.most_tokens([*measured, MatrixShape(7, 9)], torch.bfloat16) == 1
-    assert few_tokens.most_tokens(measured, torch.float16) == 1
-    assert few_tokens.most_tokens(measured, torch.float32) == 0
+def test_choices_of_a_table_are_replaced_cut_and_joined():
+    shape, one, other = MatrixShape(8, 16), GemvTile(4, 1024, 4), GemvTile(2, 1024, 4)
+    table = KernelTable("", {shape: (Choice(1, 10, one), Choice(20, 30, other))})
+    assert [table.find(shape, count) for count in (1, 10, 11, 20, 31)] == [one, one, None, other, None]
+    assert table.find(shape._replace(gated=True), 1) is None
+    cut = table.but(shape, Choice(5, 22, other))
+    assert cut.choices[shape] == (Choice(1, 4, one), Choice(5, 30, other))
+    assert cut.but(shape, Choice(5, 30, one)).choices[shape] == (Choice(1, 30, one),)
+    inside = table.but(shape, Choice(3, 4, other))
+    assert inside.choices[shape][:3] == (Choice(1, 2, one), Choice(3, 4, other), Choice(5, 10, one))
+    assert table.choices[shape][0] == Choice(1, 10, one), "the table itself stays as it was"
 
 
 def test_on_a_cpu_everything_is_plain_torch():

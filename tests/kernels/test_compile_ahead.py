@@ -30,6 +30,33 @@ def test_every_job_but_the_first_runs_in_a_child_and_then_here(
         assert len(pids) == (2 if number else 1), "one child did it too, but for the first"
 
 
+def test_where_fewer_kernels_are_on_disk_than_jobs_all_run_in_children(tmp_path: Path) -> None:
+    collector = compile_ahead._Collector()
+    for number in range(40):
+        collector.submit(lambda number=number: (tmp_path / f"{number}.{os.getpid()}").touch())
+    collector.run(num_on_disk=39)
+    for number in range(40):
+        pids = {int(file.suffix[1:]) for file in tmp_path.glob(f"{number}.*")}
+        assert os.getpid() in pids
+        assert len(pids) == 2, "exactly one child did it"
+
+
+def test_a_job_that_fails_in_a_child_does_not_keep_it_from_the_others(tmp_path: Path) -> None:
+    collector = compile_ahead._Collector()
+    here = os.getpid()
+
+    def job(number: int) -> None:
+        if number % 2 == 0:
+            raise ValueError(number)
+        if os.getpid() != here:
+            (tmp_path / str(number)).touch()
+
+    futures = [collector.submit(job, number) for number in range(40)]
+    collector.run(num_on_disk=0)
+    assert len(list(tmp_path.iterdir())) == 20
+    assert sum(future.exception() is not None for future in futures) == 20
+
+
 def test_where_everything_is_on_disk_nobody_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_ahead, "_in_processes", lambda jobs: pytest.fail("forked"))
     collector = compile_ahead._Collector()

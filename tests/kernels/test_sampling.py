@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.graphs import CaptureOptions, graphed
-from ostinato.kernels import sampling
+from ostinato.kernels import filters, sampling
 from ostinato.kernels.sampling import Penalties, SamplingSettings
 
 VOCAB = 40
@@ -77,19 +77,25 @@ def test_filters_equal_a_slow_reference(data):
         st.lists(st.sampled_from([0.0, 0.1234, 0.4321, 0.8765, 0.9876, 1.0]), min_size=n, max_size=n)
     )
     min_p = data.draw(st.lists(st.sampled_from([0.0, 0.01234, 0.2345, 0.6543]), min_size=n, max_size=n))
-    out = sampling.filter_logits(
-        logits, torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p)
+    chosen = SamplingSettings(
+        torch.ones(n), torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p), None
     )
+    left = filters.is_kept(logits, *sampling.filter_cuts(logits, chosen))
     for row in range(n):
         kept = slow_filter(logits[row].tolist(), top_k[row], top_p[row], min_p[row])
-        assert set(out[row].isfinite().nonzero().flatten().tolist()) == kept
-        assert torch.equal(out[row, sorted(kept)], logits[row, sorted(kept)])
+        assert set(left[row].nonzero().flatten().tolist()) == kept
 
 
 def test_filters_that_are_off_drop_nothing_from_a_large_flat_vocabulary():
     logits = torch.zeros(1, 50_000)
-    off = make_settings(1)
-    assert sampling.filter_logits(logits, off.top_k, off.top_p, off.min_p).isfinite().all()
+    assert filters.is_kept(logits, *sampling.filter_cuts(logits, make_settings(1))).all()
+
+
+def test_top_k_of_one_is_greedy_and_takes_the_first_of_equal_logits():
+    logits = random_logits(20).round()
+    tokens = sampling.sample(logits, make_settings(20, temperature=5.0, top_k=1), torch.arange(20))
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert (logits == logits.amax(-1, keepdim=True)).sum() > 25  # there were ties
 
 
 # -- draws -----------------------------------------------------------------------------------------
@@ -112,8 +118,8 @@ def test_draws_follow_the_filtered_distribution(options):
     chosen = make_settings(n, seed=1234, **options)
     one = make_settings(1, **options)
     row = random_logits(1, seed=5)
-    scaled = sampling.scale_by_temperature(row, one.temperature)
-    wanted = sampling.filter_logits(scaled, one.top_k, one.top_p, one.min_p).softmax(-1)[0]
+    left = filters.is_kept(row, *sampling.filter_cuts(row, one))
+    wanted = (row / one.temperature).masked_fill(~left, float("-inf")).softmax(-1)[0]
     tokens = sampling.sample(row.expand(n, -1), chosen, torch.arange(n))
     assert_follows(torch.bincount(tokens, minlength=VOCAB), wanted)
 

@@ -124,21 +124,23 @@ def test_prompt_attention_compiles_for_hopper():
 
 
 def test_linear_layers_compile_for_hopper():
-    from ostinato.kernels.linear import tiles
+    from ostinato.kernels.linear.tiles import RESIDENT_TOKENS, GemvTile, ResidentTile, SkinnyTile
     from ostinato.kernels.linear.triton_gemv import _gemv
     from ostinato.kernels.linear.triton_resident import _resident
     from ostinato.kernels.linear.triton_skinny import _skinny
 
-    shape = tiles.MatrixShape(3072, 1024, gated=True)
     sizes = {"out_features": 3072, "in_features": 1024, "gated": True, "has_bias": False}
     flags = {"norm": True, "has_residual": False}
     operands = pointers(torch.bfloat16, "x", "weight", "bias", "out")
     norms = {**pointers(torch.bfloat16, "norm_weight", "residual"), "eps": "fp32"}
-    assert compiles(_gemv, operands | norms, {**sizes, **flags}, tiles.gemv_tile(shape))
-    resident = {**sizes, **flags, "tokens": tiles.RESIDENT_TOKENS}
-    assert compiles(_resident, operands | norms, resident, tiles.resident_tile(shape))
-    assert compiles(_skinny, operands, {**sizes, "prefetch": True}, tiles.skinny_tile(shape, 64))
-    assert tiles.skinny_tile(shape, 129) is None
+    assert compiles(_gemv, operands | norms, {**sizes, **flags}, GemvTile(4, 1024, 4))
+    resident = {**sizes, **flags, "tokens": RESIDENT_TOKENS}
+    assert compiles(_resident, operands | norms, resident, ResidentTile(16, 4, 256, 4))
+    for tile in (SkinnyTile(64, 16, 128, 4, 4, prefetch=True), SkinnyTile(16, 64, 64, 4, 3, early=128)):
+        assert compiles(_skinny, operands, dict(sizes), tile)
+    in_parts = {**operands, "out": "*fp32"}
+    plain = {**sizes, "gated": False, "has_bias": True}
+    assert compiles(_skinny, in_parts, plain, SkinnyTile(32, 64, 128, 4, 3, parts=2, early=128))
 
 
 def test_row_kernels_compile_for_hopper():
@@ -146,7 +148,9 @@ def test_row_kernels_compile_for_hopper():
 
     operands = pointers(torch.bfloat16, "x", "residual", "weight", "normed", "total")
     constants = {"width": 1000, "block": 1024}
-    assert compiles(kernels._add_rms_norm, {**operands, "eps": "fp32"}, {**constants, "has_residual": True})
+    for parts in (1, 4):
+        flags = {"has_residual": True, "parts": parts}
+        assert compiles(kernels._add_rms_norm, {**operands, "eps": "fp32"}, {**constants, **flags})
     assert compiles(kernels._silu_mul, pointers(torch.bfloat16, "gate_up", "out"), dict(constants))
     found = {"best": "*fp32", "best_at": "*i32"}
     assert compiles(kernels._best_of_block, {"x": "*fp32", **found}, dict(constants))

@@ -7,9 +7,10 @@ import torch
 
 from kernels import fused_checks, small_kernel_checks
 from kernels.paged_cases import dense_attention, make_case, written_caches
+from ostinato.kernels import triton_rows
 from ostinato.kernels.attention import decode_tiles, get_backend, triton_paged
-from ostinato.kernels.linear import tiles
-from ostinato.kernels.linear.tiles import MatrixShape
+from ostinato.kernels.linear import products, triton_linear
+from ostinato.kernels.linear.tiles import GemvTile, MatrixShape, ResidentTile, SkinnyTile, default_gemv_tile
 
 TRITON = get_backend("triton", "cpu")
 
@@ -25,6 +26,12 @@ PROJECTIONS = (
     {"gated": True, "bias": True},
     {"norm": True, "gated": True},
     {"bias": True, "residual": True},
+)
+SKINNY = (
+    SkinnyTile(16, 8, 32, 4, 2, prefetch=True),
+    SkinnyTile(16, 32, 16, 4, 2, early=32),
+    SkinnyTile(16, 16, 16, 4, 2, parts=2, early=16),
+    SkinnyTile(16, 32, 32, 4, 2, parts=4),
 )
 SHAPES = [(4, 4, 16), (6, 2, 24), (7, 1, 80), (2, 1, 128)]
 
@@ -77,28 +84,50 @@ def check_fused_attention() -> None:
 
 
 def check_products() -> None:
-    """Odd shapes, which no table has: given tiles for the time of the check."""
-    sizes = ((13, 40), (16, 128))
-    shapes = [MatrixShape(*size, gated) for size in sizes for gated in (False, True)]
-    resident, skinny = tiles.ResidentTile(8, 2, 32, 4), tiles.SkinnyTile(16, 8, 32, 4, 2)
-    with (
-        patch.dict(tiles._RESIDENT, dict.fromkeys(shapes, resident)),
-        patch.dict(tiles._SKINNY, dict.fromkeys(shapes, dict.fromkeys(tiles.SKINNY_TOKENS, skinny))),
+    """Odd shapes: no multiples of a tile, parts without work; more rows than tokens and the other way."""
+    for size in ((13, 40), (16, 128)):
+        for flags in PROJECTIONS:
+            fused_checks.check_projection(
+                "cpu", torch.float32, (5, *size), ResidentTile(8, 2, 32, 4), **flags
+            )
+        for tile, flags in itertools.product(SKINNY, ({"gated": True, "bias": True}, {"bias": True}, {})):
+            if tile.parts == 1 or not flags.get("gated"):
+                fused_checks.check_skinny("cpu", torch.float32, (19, *size), tile, **flags)
+
+
+def check_layers_by_choice() -> None:
+    """A product in parts, added by whoever reads it; a fused kernel where nothing is to be fused."""
+    x, weight, residual = torch.randn(5, 64), torch.randn(24, 64) / 8, torch.randn(5, 24)
+    bias, norm = torch.randn(24), torch.randn(24)
+    for tile in (
+        SkinnyTile(16, 16, 16, 4, 2, parts=2),
+        SkinnyTile(16, 16, 32, 4, 2),
+        ResidentTile(8, 2, 32, 4),
     ):
-        for out_features, in_features in sizes:
-            for flags in PROJECTIONS:
-                shape = (5, out_features, in_features)
-                fused_checks.check_projection("cpu", torch.float32, shape, **flags)
-            for flags in ({"gated": True, "bias": True}, {}):
-                shape = (19, out_features, in_features)
-                fused_checks.check_skinny("cpu", torch.float32, shape, **flags)
+        with (
+            patch.object(products, "_choice", lambda *_, tile=tile, **__: tile),
+            patch.object(triton_linear, "choose", lambda *_, tile=tile: tile),
+        ):
+            product = products.linear_in_parts(x, weight, bias)
+            assert product.shape == ((2, 5, 24) if getattr(tile, "parts", 1) > 1 else (5, 24))
+            added, total = triton_rows.add_rms_norm(product, residual, norm, 1e-5)
+            wanted = torch.nn.functional.linear(x, weight, bias)
+            torch.testing.assert_close(products.linear(x, weight, bias), wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(total, wanted + residual, atol=1e-5, rtol=1e-5)
+            expected = torch.nn.functional.rms_norm(total, (24,), norm, 1e-5)
+            torch.testing.assert_close(added, expected, atol=1e-5, rtol=1e-5)
+            if getattr(tile, "parts", 1) == 1:
+                gate, up = wanted.chunk(2, dim=-1)
+                gated = products.gated_linear(x, weight, bias)
+                torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, atol=1e-5, rtol=1e-5)
 
 
 def check_projections() -> None:
     for shape in ((1, 13, 40), (1, 16, 128)):
         for flags in PROJECTIONS:
-            fused_checks.check_projection("cpu", torch.float32, shape, **flags)
-    fused_checks.check_projection("cpu", torch.float16, (1, 24, 5000), norm=True, gated=True)
+            fused_checks.check_projection("cpu", torch.float32, shape, GemvTile(2, 32, 4), **flags)
+    tile = default_gemv_tile(MatrixShape(24, 5000))
+    fused_checks.check_projection("cpu", torch.float16, (1, 24, 5000), tile, norm=True, gated=True)
 
 
 def check_rows() -> None:
@@ -134,11 +163,14 @@ def check_ops_are_declared_truthfully() -> None:
     opcheck(ops.attend_projected_tokens.default, (*prepared, case.scale, 0), test_utils=tests)
     x, matrix = torch.randn(1, 16), torch.randn(8, 16)
     projection = (x, matrix, None, weight, 1e-5, True, torch.randn(1, 4), torch.float32)
-    opcheck(ops.project_few_tokens.default, projection, test_utils=tests)
-    skinny = tiles.SkinnyTile(16, 8, 16, 4, 2)
-    with patch.dict(tiles._SKINNY, {MatrixShape(8, 16): {16: skinny}}):
-        opcheck(ops.multiply_skinny.default, (x, matrix, None, False, torch.float32), test_utils=tests)
+    with patch.object(triton_linear, "choose", lambda *_: GemvTile(2, 16, 4)):
+        opcheck(ops.project_few_tokens.default, projection, test_utils=tests)
         opcheck(ops.multiply_into.default, (x, matrix, torch.empty(1, 8)), test_utils=tests)
+    for parts in (1, 2):
+        with patch.object(
+            triton_linear, "choose", lambda *_, parts=parts: SkinnyTile(16, 8, 16, 4, 2, parts)
+        ):
+            opcheck(ops.multiply_skinny.default, (x, matrix, None, False, torch.float32), test_utils=tests)
     opcheck(ops.rms_norm.default, (x, weight, 1e-5), test_utils=tests)
     opcheck(ops.add_rms_norm.default, (x, x, weight, 1e-5), test_utils=tests)
     opcheck(ops.silu_mul.default, (x,), test_utils=tests)
@@ -155,6 +187,7 @@ CHECKS = (
     check_fused_attention,
     check_projections,
     check_products,
+    check_layers_by_choice,
     check_rows,
     check_ops_are_declared_truthfully,
 )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ostinato.cli.main import app
-from ostinato.tools.bench import check, contest
+from ostinato.tools.bench import check, contest, startup
 from ostinato.tools.bench.contest import Run
 from ostinato.tools.bench.errors import BenchError
 from ostinato.tools.bench.subject import Subject
@@ -85,11 +86,22 @@ def test_host(tmp_path: Path, tiny_config: Path) -> None:
         us = row["us"]
         assert set(us) == {"schedule", "launch", "wait", "complete", "deliver"}
         assert row["schedule_and_launch_us"] == us["schedule"] + us["launch"]
-        per_token = (us["complete"] + us["deliver"]) / row["batch"]
+        per_token = (row["mean_us"]["complete"] + row["mean_us"]["deliver"]) / row["batch"]
         assert row["output_tokens_per_s"] == pytest.approx(1e6 / per_token)
     assert all(run["equal"] for run in result["checks"][0]["runs"])
     assert result["settings"]["tokenizer"].startswith("made up")
     assert "need a GPU" in text
+
+
+def test_prefill(tmp_path: Path, tiny_config: Path) -> None:
+    lengths = ("--input-len", "8,24", "--batch-tokens", "24", "--repeats", "1")
+    result, text = bench(tmp_path, "prefill", tiny_config, *lengths)
+    assert [(row["batch"], row["input_len"]) for row in result["rows"]] == [(1, 8), (3, 8), (1, 24)]
+    for row in result["rows"]:
+        tokens = row["batch"] * row["input_len"]
+        assert row["prompt_tokens_per_s"] == pytest.approx(tokens / (row["ms"] / 1e3))
+    assert all(run["equal"] for check in result["checks"] for run in check["runs"])
+    assert "prompt tokens/s" in text
 
 
 @pytest.mark.timeout(240)
@@ -105,6 +117,15 @@ def test_startup(tmp_path: Path, tiny_config: Path) -> None:
     numbers = [(row["kind"], row["rungs"], row["graphs"][row["kind"]]["number"]) for row in result["ladders"]]
     # A CPU captures decode graphs once per bucket of context lengths: here there is one bucket.
     assert numbers == [("decode", 1, 1), ("decode", 2, 2), ("prefill", 1, 1)]
+
+
+def test_byte_code_is_kept_where_the_environment_forbids_it(tmp_path: Path) -> None:
+    kept = startup.with_byte_code({**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, str(tmp_path))
+    assert "PYTHONDONTWRITEBYTECODE" not in kept
+    assert kept["PYTHONPYCACHEPREFIX"] == str(tmp_path)
+    assert list(tmp_path.rglob("torch/__init__*.pyc"))
+    allowed = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    assert startup.with_byte_code(allowed, str(tmp_path)) == allowed
 
 
 def test_wrong_tokens_are_found(tiny_config: Path) -> None:

@@ -1,22 +1,48 @@
-"""The commands behind the committed GPU results exist, with the options and models that they name."""
+"""The commands behind the committed results exist, with the options and models that they name."""
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
-from ostinato.cli.bench import app
+from ostinato.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = runpy.run_path(str(ROOT / "benchmarks" / "run_h200.py"))["COMMANDS"]
+RUN = runpy.run_path(str(ROOT / "benchmarks" / "run_h200.py"))
+
+
+def commands_of(file: str) -> dict[str, str]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT / "benchmarks"))
+        found = runpy.run_path(str(ROOT / "benchmarks" / file))["BENCHMARKS"]
+    return {f"{file}: {benchmark.name}": benchmark.command for benchmark in found}
+
+
+COMMANDS = commands_of("run_h200.py") | commands_of("run_cpu.py")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_are_understood(name: str) -> None:
     command, *arguments = COMMANDS[name].split()
-    group = typer.main.get_command(app)
-    found = group.commands[command]  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app)
+    found = commands.commands["bench"].commands[command]  # type: ignore[attr-defined]
     context = found.make_context(command, [*arguments, "--json", "x.json"])
-    assert (ROOT / context.params["model"] / "config.json").is_file()
+    assert "run_cpu" in name or (ROOT / context.params["model"] / "config.json").is_file()
     assert str(context.params["json_file"]) == "x.json"
+
+
+def test_what_would_not_end_within_the_budget_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main, started = RUN["main"], []
+
+    def run(benchmark: Any, *_: object) -> bool:
+        started.append(benchmark.name)
+        return True
+
+    monkeypatch.setitem(main.__globals__, "_run", run)
+    assert main(RUN["BENCHMARKS"], "x", tmp_path, [], budget=42) == 0
+    assert started == [each.name for each in RUN["BENCHMARKS"] if each.seconds <= 41 and not each.needs]
+    assert "startup-qwen3-0.6b (no time)" in capsys.readouterr().out

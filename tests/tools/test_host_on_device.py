@@ -41,8 +41,10 @@ def timeline_of_steps(engine: MadeUpEngine, call: Any) -> Timeline:
             DeviceEvent(STEP_US * step + 5, STEP_US * step + 9, step),
         )
     ]
-    # The prefill takes three kernel launches more, which must not count.
-    return Timeline(tuple(events), {"graph": steps, "kernel": 3, "copy": 2 * steps})
+    # The prefill takes three kernel launches more, which must not count. Of the 1 us until the next step, the
+    # host needs a quarter.
+    launched_at = {step: STEP_US * step - 0.75 for step in range(steps)}
+    return Timeline(tuple(events), {"graph": steps, "kernel": 3, "copy": 2 * steps}, launched_at)
 
 
 def test_shares_and_launches_are_those_of_a_steady_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +55,7 @@ def test_shares_and_launches_are_those_of_a_steady_step(monkeypatch: pytest.Monk
     window = 50 * STEP_US - 1
     assert row["idle_share"] == pytest.approx((50 + 49) / window)
     assert row["idle_share_between_launches"] == pytest.approx(49 / window)
+    assert row["idle_share_waiting"] == pytest.approx(49 / 4 / window)
     assert row["profiled_device_us"] == pytest.approx(9)
     assert row["launches_per_step"] == {"copy": 2, "graph": 1, "kernel": 0}
     assert row["device_events_per_step"] == 2

@@ -15,8 +15,10 @@ def kernel(start: float, duration: float, launch: int, category: str = "kernel")
     }
 
 
-def call(name: str, category: str = "cuda_runtime") -> dict[str, object]:
-    return {"cat": category, "name": name, "ts": 0.0, "dur": 1.0}
+def call(
+    name: str, category: str = "cuda_runtime", *, ends: float = 1.0, launch: int = 0
+) -> dict[str, object]:
+    return {"cat": category, "name": name, "ts": ends - 1, "dur": 1.0, "args": {"correlation": launch}}
 
 
 def test_gaps_inside_a_launch_are_told_from_gaps_between_launches() -> None:
@@ -27,10 +29,19 @@ def test_gaps_inside_a_launch_are_told_from_gaps_between_launches() -> None:
         kernel(28, 12, 2),  # overlaps: no gap
         kernel(50, 10, 3, "gpu_memcpy"),  # 10 idle between
     ]
-    idle = idle_time(Timeline.of_trace(reversed(trace)).events)
+    launched = [call("cudaGraphLaunch", ends=18, launch=2), call("cudaMemcpyAsync", ends=47, launch=3)]
+    timeline = Timeline.of_trace([*reversed(trace), *launched])
+    idle = idle_time(timeline.events, timeline.launched_at)
     assert (idle.window, idle.inside, idle.between) == (60, 2, 15)
+    assert idle.waiting == 7, "launch 2 was there in time, launch 3 came 7 after the device had run dry"
     assert idle.share == pytest.approx(17 / 60)
     assert idle.share_between == pytest.approx(0.25)
+    assert idle.share_waiting == pytest.approx(7 / 60)
+
+
+def test_a_launch_that_the_trace_does_not_have_is_waited_for() -> None:
+    idle = idle_time([DeviceEvent(0, 10, 1), DeviceEvent(14, 20, 2)], {})
+    assert idle.waiting == idle.between == 4
 
 
 def test_a_short_event_under_a_long_one_makes_no_gap() -> None:
@@ -40,7 +51,7 @@ def test_a_short_event_under_a_long_one_makes_no_gap() -> None:
         DeviceEvent(60, 70, 3),
         DeviceEvent(100, 110, 4),
     ]
-    assert idle_time(events).share == 0
+    assert idle_time(events, {}).share == 0
 
 
 def test_launches_are_counted_by_kind() -> None:

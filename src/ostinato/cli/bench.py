@@ -77,14 +77,47 @@ def decode(
     gpu = subject.on_gpu
     result = bench_decode(
         subject,
-        batch_sizes=_numbers("--batch-sizes", batch_sizes or ("1,8,32,128,256" if gpu else "1,16")),
-        input_lens=_numbers("--input-len", input_len or ("128" if gpu else "32")),
+        batch_sizes=numbers("--batch-sizes", batch_sizes or ("1,8,32,128,256" if gpu else "1,16")),
+        input_lens=numbers("--input-len", input_len or ("128" if gpu else "32")),
         output_len=output_len or (128 if gpu else 32),
         repeats=repeats,
         peer_name=peer,
         figures=peer_figures(peers_file),
     )
     _deliver(result, decode_tables, json_file, png_file)
+
+
+@app.command("prefill")
+@with_flags(engine=ENGINE)
+def prefill(
+    input_len: Annotated[str | None, typer.Option(help="Tokens per prompt; several as 512,4096.")] = None,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompt tokens of a batch. [default: 16384 on a GPU, 512 on a CPU]"),
+    ] = None,
+    repeats: Repeats = 3,
+    peer: PeerName = None,
+    json_file: JsonFile = None,
+    png_file: PngFile = None,
+    *,
+    engine: Mapping[str, Any],
+) -> None:
+    """Prompt tokens per second, of one prompt and of a batch.
+
+    Defaults: 512, 4096 and 16384 tokens on a GPU, 64 and 256 on a CPU.
+    """
+    from ostinato.tools.bench.prefill import bench_prefill, prefill_tables
+
+    subject = _subject(engine, png_file)
+    gpu = subject.on_gpu
+    result = bench_prefill(
+        subject,
+        input_lens=numbers("--input-len", input_len or ("512,4096,16384" if gpu else "64,256")),
+        batch_tokens=batch_tokens or (16384 if gpu else 512),
+        repeats=repeats,
+        peer_name=peer,
+    )
+    _deliver(result, prefill_tables, json_file, png_file)
 
 
 @app.command("throughput")
@@ -137,7 +170,7 @@ def startup(
     from ostinato.tools.bench.startup import bench_startup, startup_tables
 
     subject = _subject(engine, png_file)
-    counts = _numbers("--rungs", rungs) if rungs else []
+    counts = numbers("--rungs", rungs) if rungs else []
     result = bench_startup(subject, rungs=counts, figures=peer_figures(peers_file))
     _deliver(result, startup_tables, json_file, png_file)
 
@@ -163,7 +196,7 @@ def host(
     sizes = batch_sizes or ("1,2,4,8,16,32,64,128,256,512" if subject.on_gpu else "1,4,16")
     result = bench_host(
         subject,
-        batch_sizes=_numbers("--batch-sizes", sizes),
+        batch_sizes=numbers("--batch-sizes", sizes),
         output_len=output_len or (128 if subject.on_gpu else 32),
         repeats=repeats,
     )
@@ -195,7 +228,7 @@ def graphs_on_off(
     gpu = subject.on_gpu
     result = bench_graphs_on_off(
         subject,
-        batch_sizes=_numbers("--batch-sizes", batch_sizes or ("1,8,32,128" if gpu else "1,4,16")),
+        batch_sizes=numbers("--batch-sizes", batch_sizes or ("1,8,32,128" if gpu else "1,4,16")),
         input_len=input_len or (128 if gpu else 32),
         output_len=output_len or (128 if gpu else 16),
         repeats=repeats,
@@ -226,7 +259,8 @@ def _subject(engine: Mapping[str, Any], png_file: Path | None) -> Subject:
     return Subject.of(engine)
 
 
-def _numbers(flag: str, given: str) -> list[int]:
+def numbers(flag: str, given: str) -> list[int]:
+    """A list of numbers as a flag has them."""
     try:
         numbers = [int(part) for part in given.split(",")]
     except ValueError:

@@ -24,14 +24,12 @@ def bench_serving(
     load: Mapping[str, Any],
 ) -> None:
     """Open-loop load on any OpenAI-compatible server: latencies, throughput, goodput."""
-    import asyncio
-
     from ostinato.graphs.errors import ConfigError
     from ostinato.tools.bench.results import head, write_json
-    from ostinato.tools.bench_serving import ServingLoad, as_table, run_load, write_plot
+    from ostinato.tools.bench_serving import ServingLoad, as_table, send_load, write_plot
 
     try:
-        result = asyncio.run(run_load(ServingLoad(**load)))
+        result = send_load(ServingLoad(**load))
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'ostinato[bench]'") from error
     _show(as_table(result))

@@ -8,6 +8,7 @@ from .bench import app as bench
 from .bench_serving import bench_http, bench_serving
 from .generate import chat, generate
 from .serve import serve
+from .tune import tune
 
 app = typer.Typer(
     help="A CUDA Graph runtime for LLM inference.",
@@ -20,6 +21,7 @@ app.add_typer(bench, name="bench")
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
+app.command()(tune)
 bench.command("serving")(bench_serving)
 bench.command("http")(bench_http)
 

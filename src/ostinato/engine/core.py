@@ -25,7 +25,8 @@ from .sampled_tokens import Launched, Sampled
 from .sampler import Sampler
 from .sampling_params import RequestError, SamplingParams
 from .scheduled_step import CompletedStep, ScheduledStep
-from .scheduler import Scheduler, SchedulerConfig
+from .scheduler import Scheduler
+from .scheduler_config import SchedulerConfig
 from .times import StartupTimes, StepClock
 
 logger = logging.getLogger("ostinato.engine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
 
 from .config import EngineConfig, ResolvedConfig
+from .kernel_table import use_table_of_user
 
 logger = logging.getLogger("ostinato.engine")
 
@@ -52,15 +54,19 @@ def load(asked: EngineConfig) -> LoadedModel:
         shape = ModelConfig.load(directory)
         config = asked.resolved(shape.max_position_embeddings, getattr(torch, shape.dtype))
         attention = get_backend(asked.attention_backend, config.device)
-        model = load_model(
-            directory,
-            device=config.device,
-            dtype=config.dtype,
-            load_format="dummy" if asked.load_format == "dummy" else "safetensors",
-            max_positions=config.max_model_len,
-            seed=asked.seed,
-        )
-        tokenizer = _tokenizer(directory)
+        use_table_of_user(asked.kernel_table, config.device)
+        # Reading a tokenizer takes as long as reading a small model's weights.
+        with ThreadPoolExecutor(1) as beside:
+            reading = beside.submit(_tokenizer, directory)
+            model = load_model(
+                directory,
+                device=config.device,
+                dtype=config.dtype,
+                load_format="dummy" if asked.load_format == "dummy" else "safetensors",
+                max_positions=config.max_model_len,
+                seed=asked.seed,
+            )
+            tokenizer = reading.result()
         eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(directory)
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
         raise ModelLoadError(str(error)) from error

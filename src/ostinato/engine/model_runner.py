@@ -139,10 +139,17 @@ class ModelRunner:
     def kernels_of(self, key: GraphKey) -> Hashable:
         """Equal for graphs that run the same compiled kernels."""
         num_tokens, is_decode = key.descriptor.num_tokens, key.descriptor.is_uniform
-        if self.config.device.type != "cuda":
+        device = self.config.device
+        if device.type != "cuda":
             return key.mode, is_decode
-        num_kv_heads = self.model.config.num_kv_heads
-        kernels = kernel_class(num_tokens, num_kv_heads, self.config.dtype, is_decode=is_decode)
+        kernels = kernel_class(
+            self.model.products_of(num_tokens, key.descriptor.num_reqs),
+            num_tokens,
+            self.model.config.num_kv_heads,
+            self.config.dtype,
+            device,
+            is_decode=is_decode,
+        )
         return key.mode, is_decode, kernels
 
     def capture(self, times: StartupTimes, *, progress: bool | None = None) -> Report:

@@ -120,7 +120,7 @@ class Sampler:
 
     def try_out(self) -> None:
         """Run what has kernels of its own once, without a trace."""
-        for kind in (Kind.GREEDY, Kind.RANDOM):
+        for kind in (Kind.GREEDY, Kind.RANDOM, Kind.FILTERED):
             for key in self._graphs[kind].keys[:1]:
                 self._graphs[kind].try_out(key)
 
@@ -259,6 +259,8 @@ class Sampler:
         def draw(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
             return (sampling.sample(logits, self._settings(rows), self._positions(rows)),)
 
+        if req_rows.is_cuda:  # nothing is sorted there
+            return self._return.keep(req_rows, *draw(req_rows, self._logits(req_rows)))
         return self._return.keep(req_rows, *self._in_pieces(draw, req_rows))
 
     def _complete(self, req_rows: Tensor) -> tuple[Tensor, ...]:

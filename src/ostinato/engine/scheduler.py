@@ -29,54 +29,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.cache.pages import RESERVED_PAGE, PageAllocator
-from ostinato.graphs.errors import ConfigError
+from ostinato.cache.pages import PageAllocator
 
 from .request import FinishReason, IntArray, Request, RequestError, RequestRows, RequestStatus
-from .scheduled_step import CompletedStep, PageUpdate, ScheduledStep
-
-_PAGES_AT_A_TIME = 4
-_PLENTY = 4 * _PAGES_AT_A_TIME
-"""Free pages per running request from which a decode may take several."""
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """The limits of the scheduler."""
-
-    max_running: int
-    """Requests that run at the same time; their rows are 1..max_running."""
-    max_batched_tokens: int
-    """Tokens of one step; at least max_running, so that running requests always fit."""
-    max_model_len: int
-    """Tokens of a request, prompt and output together."""
-    chunked_prefill: bool = True
-    """Split prompts over several steps; without it max_batched_tokens must hold the longest request."""
-    prefix_caching: bool = True
-    """Share pages between requests that begin with the same tokens."""
-    lookahead: int = 1
-    """Steps that may be incomplete when the next one is scheduled; 0 waits for every step."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_running", "max_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.lookahead < 0:
-            raise ConfigError(f"lookahead must be at least 0, not {self.lookahead}")
-        if self.max_batched_tokens < self.max_running:
-            raise ConfigError(
-                f"max_batched_tokens ({self.max_batched_tokens}) is below max_running ({self.max_running}): "
-                "a step must hold one token of every running request; raise the one or lower the other"
-            )
-        if not self.chunked_prefill and self.max_batched_tokens < self.max_model_len:
-            raise ConfigError(
-                f"without chunked prefill max_batched_tokens ({self.max_batched_tokens}) must be at least "
-                f"max_model_len ({self.max_model_len}), for a prompt runs in one step"
-            )
+from .request_pages import RequestPages
+from .scheduled_step import CompletedStep, ScheduledStep
+from .scheduler_config import SchedulerConfig
 
 
 class Scheduler:
@@ -104,7 +65,7 @@ class Scheduler:
         self._all_true = np.ones(config.max_running, dtype=bool)
         self._in_flight: deque[ScheduledStep] = deque()
         self._joined: list[Request] = []
-        self._page_updates: list[PageUpdate] = []
+        self._taken = RequestPages(pages, self.rows, prefix_caching=config.prefix_caching)
         self._num_added = 0
         self._num_steps = 0
         self._is_paused = False
@@ -210,7 +171,8 @@ class Scheduler:
             rows, counts = rows[live], counts[live]
         computed = state.num_computed[rows] + counts
         state.num_computed[rows] = computed
-        self._commit_full_pages(rows, computed)
+        if self._taken.commit_full(rows, computed):
+            self._head_is_blocked = False
 
         accepted = live & step.samples
         new = tokens
@@ -299,18 +261,14 @@ class Scheduler:
             return False
         growing = [requests[at] for at in np.flatnonzero(full).tolist()]
         if len(growing) <= self.pages.num_free:
-            # As long as there is plenty, several pages at a time: each change costs an upload.
-            plenty = self.pages.num_free > _PLENTY * len(self.running)
-            for request, at in zip(growing, rows[full].tolist(), strict=True):
-                wanted = self.pages.pages_for(int(self.rows.max_tokens[at])) - len(request.pages)
-                self._extend(request, self.pages.allocate(min(_PAGES_AT_A_TIME, wanted) if plenty else 1))
+            self._taken.grow(growing, len(self.running))
             return False
         for request in growing:
             # It may have been preempted for an older one, or be the youngest itself.
             while request.row and self.pages.num_free < 1:
                 self._preempt(self.running[-1])
             if request.row:
-                self._extend(request, self.pages.allocate(1))
+                self._taken.take(request, 1)
         return True
 
     def _continue_prefill(self, budget: int) -> list[tuple[Request, int]]:
@@ -318,18 +276,18 @@ class Scheduler:
         if request is None:
             return []
         count = min(request.num_unscheduled, budget)
-        needed = self.pages.pages_for(request.num_scheduled + count) - len(request.pages)
+        needed = self._taken.missing(request, request.num_scheduled + count)
         if needed > self.pages.num_free:
             # The youngest waits, with what it has, for older ones to leave or to take its pages.
             return []
-        self._extend(request, self.pages.allocate(needed))
+        self._taken.take(request, needed)
         return [(request, count)]
 
     def _admit(self, budget: int) -> list[tuple[Request, int]]:
         chunks: list[tuple[Request, int]] = []
         while self.waiting and budget and self.rows.num_free and not self._head_is_blocked:
             request = self.waiting[0]
-            prefix = self._cached_prefix(request)
+            prefix = self._taken.cached_prefix(request)
             remaining = request.num_tokens - len(prefix) * self.pages.page_size
             if remaining > budget and not self.config.chunked_prefill:
                 break
@@ -342,13 +300,6 @@ class Scheduler:
             budget -= count
         return chunks
 
-    def _cached_prefix(self, request: Request) -> list[int]:
-        # Prompt logprobs and pooled embeddings need the hidden states of every token of the prompt.
-        needs_all = request.params is None or request.params.prompt_logprobs is not None
-        if needs_all or not self.config.prefix_caching:
-            return []
-        return self.pages.match((*request.prompt_ids, *request.output_ids))
-
     def _has_room_for(self, request: Request, prefix: Sequence[int]) -> bool:
         """Whether a newcomer fits behind what a running prefill still needs and a page for every decode.
 
@@ -359,32 +310,19 @@ class Scheduler:
         needed = self.pages.pages_for(request.num_tokens) - len(prefix) + self.pages.num_unowned(prefix)
         promised = 0
         if self._prefilling is not None:
-            promised = self.pages.pages_for(self._prefilling.num_tokens) - len(self._prefilling.pages)
+            promised = self._taken.missing(self._prefilling, self._prefilling.num_tokens)
         return needed + promised + len(self._decoding) <= self.pages.num_free
 
     def _join(self, request: Request, prefix: list[int], count: int) -> None:
         """Move the first waiting request to the running ones, with pages for its first chunk."""
         assert self.waiting.popleft() is request
-        cached = len(prefix) * self.pages.page_size
         if request.num_preemptions == 0:
-            request.num_cached_tokens = cached
+            request.num_cached_tokens = len(prefix) * self.pages.page_size
         self.rows.move_in(request, self._end_length(request))
-        self.pages.share(prefix, request.num_tokens)
-        self._extend(request, prefix)
-        self._extend(request, self.pages.allocate(self.pages.pages_for(cached + count) - len(prefix)))
-        self.rows.num_computed[request.row] = self.rows.num_scheduled[request.row] = cached
-        self.rows.num_committed_pages[request.row] = len(prefix)
-        if not self.config.prefix_caching:
-            self.rows.never_commit(request.row)
+        self._taken.start(request, prefix, count)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         self._joined.append(request)
-
-    def _extend(self, request: Request, pages: list[int]) -> None:
-        if pages:
-            self._page_updates.append(PageUpdate(request.row, len(request.pages), tuple(pages)))
-            request.pages += pages
-            self.rows.capacity[request.row] = len(request.pages) * self.pages.page_size
 
     def _make_step(
         self, requests: tuple[Request, ...], rows: IntArray, chunks: list[tuple[Request, int]]
@@ -417,7 +355,7 @@ class Scheduler:
             samples=samples,
             prompt_tokens=prompt_tokens,
             joined=tuple(self._joined),
-            page_updates=tuple(self._page_updates),
+            page_updates=self._taken.take_updates(),
             tenancies=state.tenancy[rows],
         )
 
@@ -431,7 +369,6 @@ class Scheduler:
         self.rows.num_scheduled[step.rows] = step.seq_lens
         self.rows.num_promised[step.rows] += step.samples
         self._joined.clear()
-        self._page_updates.clear()
         self._in_flight.append(step)
         self._num_steps += 1
 
@@ -450,30 +387,9 @@ class Scheduler:
         if request in self._decoding:
             self._decoding.remove(request)
             self._decode_batch = None
-        self.pages.free(request.pages)
-        request.pages = []
+        self._taken.leave(request)
         self.rows.move_out(request)
         self._head_is_blocked = False
-
-    def _commit_full_pages(self, rows: IntArray, computed: IntArray) -> None:
-        if not self.config.prefix_caching:
-            return
-        size = self.pages.page_size
-        full = computed // size
-        for row in rows[full > self.rows.num_committed_pages[rows]].tolist():
-            request = self.rows.requests[row]
-            assert request is not None
-            first, last = int(self.rows.num_committed_pages[row]), request.num_computed // size
-            for at in range(first, last):
-                ids = self.rows.token_ids[row, at * size : (at + 1) * size].tolist()
-                parent = request.pages[at - 1] if at else RESERVED_PAGE
-                page = self.pages.commit(request.pages[at], parent, ids)
-                if page != request.pages[at]:
-                    # Steps in flight still read the page given up: it holds the same.
-                    request.pages[at] = page
-                    self._page_updates.append(PageUpdate(row, at, (page,)))
-                    self._head_is_blocked = False
-            self.rows.num_committed_pages[row] = last
 
     def _land(self, step: ScheduledStep) -> IntArray:
         """Take the oldest step out of flight; which of its requests have not left since."""

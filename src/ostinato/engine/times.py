@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,13 +25,37 @@ class StepTimes:
         return self.microseconds[part] / self.steps if self.steps else 0.0
 
 
+@dataclass(frozen=True)
+class OneStep:
+    """One step, from its beginning to that of the next, in microseconds."""
+
+    microseconds: float
+    parts: dict[str, float]
+    """As in `StepTimes`."""
+
+
 class StepClock:
     """Adds up nanoseconds by part; each `lap` ends where the next part begins."""
 
     PARTS = ("schedule", "launch", "wait", "complete", "deliver")
 
     def __init__(self) -> None:
+        self._marks: list[tuple[int, tuple[int, ...]]] | None = None
         self.reset()
+
+    @contextmanager
+    def recording(self) -> Iterator[list[OneStep]]:
+        """Each step that begins and ends inside, by itself; the list is filled at the end."""
+        found: list[OneStep] = []
+        self._marks = []
+        try:
+            yield found
+        finally:
+            marks, self._marks = self._marks, None
+            for (began, before), (ended, after) in itertools.pairwise(marks):
+                parts = zip(self.PARTS, before, after, strict=True)
+                spent = {part: (late - early) / 1000 for part, early, late in parts}
+                found.append(OneStep((ended - began) / 1000, spent))
 
     def reset(self) -> None:
         """Begin anew."""
@@ -39,8 +64,10 @@ class StepClock:
         self._began = perf_counter_ns()
 
     def start(self) -> None:
-        """What follows belongs to the next lap."""
+        """A step begins: what follows belongs to the next lap."""
         self._began = perf_counter_ns()
+        if self._marks is not None:
+            self._marks.append((self._began, tuple(self._nanoseconds.values())))
 
     def lap(self, part: str) -> None:
         """The time since the last lap or start was for this part."""

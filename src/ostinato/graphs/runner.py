@@ -1,25 +1,19 @@
 """Capture a step at every rung, then run each batch from the graph that fits, or eagerly with a reason."""
 
-import inspect
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from .backends import Backend
-from .capturing.autocast import clean_autocast_cache
-from .capturing.captured import CapturedGraph, Recorded, record, with_outputs_of_their_own
-from .capturing.compiled import CompiledSteps
+from .capturing.captured import CapturedGraph
 from .capturing.gate import capture_gate, frozen_gc, require_open_gate
 from .capturing.options import CaptureOptions
 from .capturing.pool import GraphPool
 from .capturing.progress import CaptureProgress
-from .capturing.segments import Bridges
+from .capturing.recorder import Step, StepRecorder
 from .capturing.trial import Trials
 from .checking.addresses import AddressBook, Watched
 from .checking.stale import guarded
@@ -28,16 +22,13 @@ from .dispatching.descriptor import BatchDescriptor, BatchShape
 from .dispatching.dispatch import Decision, Dispatcher, Reason
 from .dispatching.keys import GraphKey, capture_order
 from .dispatching.mode import GraphMode
-from .dispatching.step_mode import step_mode
-from .errors import AddressError, BatchError, CaptureError, ColdKernelError, ConfigError
+from .errors import AddressError, BatchError, CaptureError, ConfigError
 from .inputs.buffers import Batch, FillPlan, InputBuffers
 from .memory import storage_address
 from .report import Report, describe
 from .trimming import Trimmer
 
 logger = logging.getLogger("ostinato.graphs")
-
-Step = Callable[..., Any]
 
 _MOST_READY = 4096
 
@@ -96,8 +87,6 @@ class CudaGraphRunner:
         """
         self.step = step
         self.buffers = buffers
-        is_field = any(field.name == "descriptor" for field in buffers.fields)
-        self._wants_descriptor = not is_field and _has_parameter(step, "descriptor")
         self.keys = tuple(sorted(set(keys), key=capture_order))
         self.dispatcher = dispatcher or Dispatcher(GraphMode.FULL)
         self.pool = pool or GraphPool(buffers.device)
@@ -110,18 +99,23 @@ class CudaGraphRunner:
         """Rungs that could not be captured, with the cause."""
         self.eager_steps: Counter[Reason] = Counter()
         self.sinks = dict(sinks or {})
-        self.dummy = dummy
         self.make_batch = make_batch
-        self._state = state
-        self._kernels_of = kernels_of
-        self._warm: set[Hashable] = set()
-        self._bridges = Bridges()
+        self._recorder = StepRecorder(
+            step,
+            buffers,
+            self.pool,
+            self.options,
+            state=state,
+            sinks=self.sinks,
+            dummy=dummy,
+            compile_up_to=compile_up_to,
+            kernels_of=kernels_of,
+        )
         self._addresses = AddressBook()
         self._trimmer = Trimmer(output_dim)
         self._arena_address = buffers.arena.data_ptr()
         self._ready: dict[BatchShape, _Ready] = {}
         self._ready_version = self.dispatcher.version
-        self._compiled = CompiledSteps(step, compile_up_to, self.pool.device)
         for key in self.keys:
             self.dispatcher.check(key)
             descriptor = key.descriptor
@@ -172,47 +166,11 @@ class CudaGraphRunner:
     def capture_one(self, key: GraphKey) -> CapturedGraph:
         """Capture one graph; only inside `capture_gate()`."""
         require_open_gate()
-        started = time.perf_counter()
-        kernels = key if self._kernels_of is None else self._kernels_of(key)
-        try:
-            recorded = self._record(key, 0 if kernels in self._warm else self.options.warmups)
-        except ColdKernelError:
-            if kernels not in self._warm:
-                raise
-            recorded = self._record(key, self.options.warmups)
-        if self._kernels_of is not None:
-            self._warm.add(kernels)
-        return CapturedGraph(key, recorded, time.perf_counter() - started)
-
-    def _record(self, key: GraphKey, warmups: int) -> Recorded:
-        self._compiled.reserve(self.keys)
-        inputs = self.buffers.views(key.descriptor)
-        arguments = self.arguments(inputs, key.descriptor)
-        step = self._compiled.for_key(key)
-        with self._quiet():
-            self._fill_dummy(key.descriptor)
-            trials = self.trials()
-            piecewise = key.mode is GraphMode.PIECEWISE
-            strong = not self.options.weak_output
-            if step is not self.step or (piecewise and self._state is None) or strong:
-                # Compiled code hides its writes from the journal, a piecewise recording executes, and strong
-                # outputs need to know their shapes: each wants one observed run before the others.
-                like = trials.run(lambda: self.step(**arguments))
-                step = with_outputs_of_their_own(step, like) if strong else step
-                del like
-            for _ in range(warmups):
-                trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
-            with trials.undone():
-                return record(
-                    lambda: step(**arguments), self.pool, self.options, self._bridges, piecewise=piecewise
-                )
+        return self._recorder.capture(key, among=self.keys)
 
     def try_out(self, key: GraphKey) -> None:
         """Run the step of a key once, on padding and without a trace."""
-        arguments = self.arguments(self.buffers.views(key.descriptor), key.descriptor)
-        with self._quiet():
-            self._fill_dummy(key.descriptor)
-            self.trials().run(lambda: self._compiled.for_key(key)(**arguments))
+        self._recorder.try_out(key)
 
     def drop(self, key: GraphKey | None = None) -> None:
         """Forget one graph, or all of them."""
@@ -224,7 +182,7 @@ class CudaGraphRunner:
 
     def trials(self) -> Trials:
         """A way to run the step without a trace."""
-        return Trials(self.backend, state=self._state, sinks=self.sinks, generators=self.options.generators)
+        return self._recorder.trials()
 
     def _capture_or_explain(self, key: GraphKey) -> None:
         failure = self._try_to_capture(key)
@@ -264,13 +222,6 @@ class CudaGraphRunner:
         if self.options.debug_log:
             logger.info("captured %s", describe(graph))
 
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """Where trial runs and recordings happen: on our stream, outside whatever mode the caller is in."""
-        with self.backend.stream(), torch.inference_mode(False), torch.no_grad(), clean_autocast_cache():
-            with step_mode(GraphMode.NONE):  # wrappers inside the step are part of its graph
-                yield
-
     def _settle_outputs(self) -> None:
         """Know for every output which rows are real, or serve nothing from graphs."""
         descriptors = [key.descriptor for key in self.graphs]
@@ -297,22 +248,11 @@ class CudaGraphRunner:
         else:
             probe = BatchDescriptor(max(reqs, largest.num_tokens - 1), reqs, context=largest.context)
         try:
-            with self._quiet():
-                self._fill_dummy(probe)
-                arguments = self.arguments(self.buffers.views(probe), probe)
-                leaves = self.trials().run(lambda: tree_leaves(self.step(**arguments)))
+            leaves = self._recorder.outputs_at(probe)
         except Exception as error:
             logger.debug("outputs could not be probed with %s: %s", probe, error)
         else:
             self._trimmer.observe(probe, leaves)
-
-    def _fill_dummy(self, descriptor: BatchDescriptor) -> None:
-        if self.dummy is None:
-            self.buffers.fill_padding(descriptor)
-            return
-        batch = self.dummy(descriptor)
-        shape = BatchShape(descriptor.num_tokens, descriptor.num_reqs, descriptor.query_len)
-        self.buffers.fill(batch, shape, descriptor)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -403,7 +343,7 @@ class CudaGraphRunner:
 
     def arguments(self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor) -> dict[str, Any]:
         """What the step is called with: its inputs, and the descriptor if it wants to know."""
-        return {**inputs, "descriptor": descriptor} if self._wants_descriptor else dict(inputs)
+        return self._recorder.arguments(inputs, descriptor)
 
     def _make_ready(self, shape: BatchShape, decision: Decision) -> _Ready:
         """All that replaying this shape needs, looked up once."""
@@ -447,7 +387,7 @@ class CudaGraphRunner:
     def _is_volatile(self, tensor: torch.Tensor) -> bool:
         """Whether the next replay may overwrite it: in the pool, an input buffer or a bridge."""
         in_inputs = storage_address(tensor) == storage_address(self.buffers.arena)
-        return in_inputs or self._bridges.contains(tensor.data_ptr()) or self._is_pooled(tensor)
+        return in_inputs or self._recorder.bridges.contains(tensor.data_ptr()) or self._is_pooled(tensor)
 
     def report(self) -> Report:
         """What was captured, what it costs, what it served, and why steps ran eagerly."""
@@ -462,13 +402,6 @@ class CudaGraphRunner:
     ) -> Verification:
         """Every graph against the eager step; raises VerifyError where they disagree."""
         return verify(self, make_batch=make_batch or self.make_batch, tolerance=tolerance, seed=seed)
-
-
-def _has_parameter(function: Step, name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some builtins show no signature
-        return False
 
 
 def _geometry(leaves: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -41,10 +41,17 @@ def options(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def wait_for_previous(dependent: tl.constexpr):
-    """Let the next kernel start, then wait for the previous one."""
+def let_next_start(dependent: tl.constexpr):
+    """For a kernel that has something to wait for before it waits for the previous one."""
     if dependent:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(dependent: tl.constexpr):
+    """Let the next kernel start, then wait for the previous one."""
+    let_next_start(dependent)
+    if dependent:
         tl.extra.cuda.gdc_wait()
 
 

@@ -15,12 +15,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of `residual + x`, and that sum."""
+    """The norm of `residual + x`, and that sum; x may be in float32 parts [parts, T, width] to be added."""
     if x.is_cuda:
         from . import triton_rows
 
         return triton_rows.add_rms_norm(x, residual, weight, eps)
-    total = residual + x
+    total = residual + (x if x.dim() == residual.dim() else x.sum(0).to(residual.dtype))
     return functional.rms_norm(total, weight.shape, weight, eps), total
 
 

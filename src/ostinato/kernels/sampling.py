@@ -1,8 +1,8 @@
 """From logits to tokens on the device, in plain torch: static shapes, no host reads, legal in a graph.
 
 The order is that of the HuggingFace processors: bias and penalties on the raw logits, then temperature, then
-top-k, top-p over what top-k left, min-p. Every setting is a tensor with one value a row, so one captured
-graph serves any mix of requests; a row with temperature 0 is greedy.
+top-k, top-p over what top-k left, min-p (`filters`). Every setting is a tensor with one value a row, so one
+captured graph serves any mix of requests; a row with temperature 0 is greedy.
 
 Note [Counter-based randomness]
 A draw depends on (seed, position, token id) and on nothing else: not on the batch, the row, or earlier draws.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import rows
+from . import filters, rows
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy: dividing by them would only overflow."""
@@ -89,19 +89,17 @@ def sample(logits: Tensor, settings: SamplingSettings, positions: Tensor, *, fil
     """int64 [n]: a token for each row of float32 logits [n, vocab].
 
     `positions` int64 [n]: where in its request the new token will stand. `filtered=False` leaves away top-k,
-    top-p and min-p, and with them the sort, for batches in which no row asks for them. Each row needs one
-    finite logit at least.
+    top-p and min-p, for batches in which no row asks for them. Each row needs one finite logit at least.
     """
-    if filtered:
-        scaled = scale_by_temperature(logits, settings.temperature)
-        kept = filter_logits(scaled, settings.top_k, settings.top_p, settings.min_p).isfinite()
-        logits = logits.masked_fill(~kept, float("-inf"))
+    cuts = filter_cuts(logits, settings) if filtered else None
     if logits.is_cuda:
         from . import triton_sampling
 
         return triton_sampling.sample_rows(
-            logits, settings.temperature, settings.seeds, positions, GREEDY_BELOW
+            logits, settings.temperature, settings.seeds, positions, GREEDY_BELOW, *(cuts or ())
         )
+    if cuts is not None:
+        logits = logits.masked_fill(~filters.is_kept(logits, *cuts), float("-inf"))
     return sample_unfiltered(logits, settings.temperature, settings.seeds, positions)
 
 
@@ -111,28 +109,10 @@ def sample_unfiltered(logits: Tensor, temperature: Tensor, seeds: Tensor, positi
     return (logits + heat * gumbel_noise(seeds, positions, logits.size(-1))).argmax(-1)
 
 
-def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Logits over temperature, the best of each row at 0 so that nothing overflows; greedy rows undivided."""
-    divisor = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
-    return (logits - logits.amax(-1, keepdim=True)) / divisor
-
-
-def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits with -inf for the tokens that top-k, then top-p, then min-p drop; the best token always stays.
-
-    One sort serves all three. Among equal logits the smaller token id counts as more likely.
-    """
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(logits.size(-1), device=logits.device)
-    limit = torch.where(top_k > 0, top_k, logits.size(-1)).unsqueeze(1)
-    dropped = ranks >= limit
-    probabilities = ordered.masked_fill(dropped, float("-inf")).softmax(-1)
-    better = probabilities.cumsum(-1) - probabilities
-    # Sums of float32 may pass 1 early: a top_p of 1 must still drop nothing.
-    dropped = dropped | ((better >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1))
-    dropped = dropped | (probabilities < min_p.unsqueeze(1) * probabilities[:, :1])
-    dropped = dropped & (ranks > 0)
-    return logits.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), float("-inf"))
+def filter_cuts(logits: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+    """Where top-k, top-p and min-p cut each row: `filters.find_cuts`."""
+    chosen = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+    return filters.find_cuts(logits, *chosen, GREEDY_BELOW)
 
 
 def apply_penalties(

@@ -15,7 +15,7 @@ _GATE_BLOCK = 1024
 _BEST_BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_rows",))
 def _add_rms_norm(
     x,
     residual,
@@ -23,8 +23,10 @@ def _add_rms_norm(
     normed,
     total,
     eps,
+    num_rows,
     width: tl.constexpr,
     block: tl.constexpr,
+    parts: tl.constexpr,
     has_residual: tl.constexpr,
     dependent: tl.constexpr,
 ):
@@ -34,6 +36,8 @@ def _add_rms_norm(
     scale = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(dependent)
     v = tl.load(x + row + k, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        v += tl.load(x + part * num_rows * width + row + k, mask=inside, other=0.0).to(tl.float32)
     if has_residual:
         v += tl.load(residual + row + k, mask=inside, other=0.0).to(tl.float32)
         stored = v.to(total.dtype.element_ty)
@@ -95,19 +99,22 @@ def _best_of_row(
 
 @custom_op("add_rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed, x + residual) of rows [T, width]."""
-    normed, total = torch.empty_like(x), torch.empty_like(x)
+    """(normed, x + residual) of rows [T, width]; x may be in parts [parts, T, width] to be added."""
+    normed, total = torch.empty_like(residual), torch.empty_like(residual)
     width = x.size(-1)
+    num_rows = residual.numel() // width
     block = triton.next_power_of_2(width)
-    _add_rms_norm[(x.numel() // width,)](
+    _add_rms_norm[(num_rows,)](
         x,
         residual,
         weight,
         normed,
         total,
         eps,
+        num_rows,
         width=width,
         block=block,
+        parts=x.numel() // residual.numel(),
         has_residual=True,
         num_warps=8 if block >= 4096 else 4,
         **dependent_launch.options(x.device),
@@ -117,7 +124,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 @add_rms_norm.register_fake
 def _(x, residual, weight, eps):
-    return torch.empty_like(x), torch.empty_like(x)
+    return torch.empty_like(residual), torch.empty_like(residual)
 
 
 @custom_op("rms_norm")
@@ -126,15 +133,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     normed = torch.empty_like(x)
     width = x.size(-1)
     block = triton.next_power_of_2(width)
-    _add_rms_norm[(x.numel() // width,)](
+    num_rows = x.numel() // width
+    _add_rms_norm[(num_rows,)](
         x,
         x,
         weight,
         normed,
         normed,
         eps,
+        num_rows,
         width=width,
         block=block,
+        parts=1,
         has_residual=False,
         num_warps=8 if block >= 4096 else 4,
         **dependent_launch.options(x.device),

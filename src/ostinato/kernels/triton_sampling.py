@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""`sampling.sample` without filters in one pass over the logits: the noise exists in registers only.
+"""`sampling.sample` in one pass over the logits, cuts given: the noise exists in registers only.
 
 In plain torch it takes some twenty passes over [n, vocab] in 64-bit integers, more than a whole decode step.
 """
@@ -43,12 +43,15 @@ def _noisy_best_of_block(
     temperature,
     seeds,
     positions,
+    cut,
+    cut_at,
     best,
     best_at,
     row_stride,
     num_blocks,
     width: tl.constexpr,
     block: tl.constexpr,
+    has_cuts: tl.constexpr,
     greedy_below: tl.constexpr,
     dependent: tl.constexpr,
 ):
@@ -58,7 +61,14 @@ def _noisy_best_of_block(
     value = tl.load(logits + row * row_stride + column, mask=column < width, other=float("-inf"))
     value = value.to(tl.float32)
     heat = tl.load(temperature + row)
-    if heat >= greedy_below:
+    any_left = True
+    if has_cuts:
+        least, last = tl.load(cut + row), tl.load(cut_at + row)
+        is_left = (value > least) | ((value == least) & (column <= last))
+        value = tl.where(is_left, value, float("-inf"))
+        any_left = tl.max(value, 0) > float("-inf")
+    # Most blocks have nothing left of a row that is cut short: no noise for them.
+    if (heat >= greedy_below) & any_left:
         seed = tl.load(seeds + row).to(tl.uint64)
         position = tl.load(positions + row).to(tl.uint64)
         key = _mix64(_mix64(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
@@ -70,9 +80,15 @@ def _noisy_best_of_block(
 
 @custom_op("sample_rows")
 def sample_rows(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, greedy_below: float
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    greedy_below: float,
+    cut: Tensor | None = None,
+    cut_at: Tensor | None = None,
 ) -> Tensor:
-    """int64 [n]: a token for each row of logits [n, vocab]; see `sampling.sample`."""
+    """int64 [n]: a token for each row of logits [n, vocab], of those that the cuts of `filters` leave."""
     num_rows, width = logits.shape
     block = min(_BLOCK, triton.next_power_of_2(width))
     num_blocks = triton.cdiv(width, block)
@@ -83,12 +99,15 @@ def sample_rows(
         temperature,
         seeds,
         positions,
+        best if cut is None else cut,
+        best_at if cut_at is None else cut_at,
         best,
         best_at,
         logits.stride(0),
         num_blocks,
         width=width,
         block=block,
+        has_cuts=cut is not None,
         greedy_below=greedy_below,
         num_warps=8,
         **dependent_launch.options(logits.device),
@@ -97,5 +116,5 @@ def sample_rows(
 
 
 @sample_rows.register_fake
-def _(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, greedy_below: float) -> Tensor:
+def _(logits: Tensor, *others: object) -> Tensor:
     return torch.empty(logits.size(0), dtype=torch.int64, device=logits.device)

@@ -4,16 +4,29 @@ Kernels take token counts and lengths as run-time values. What is compiled apart
 from the number of tokens in a few ranges.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
 
 from .attention.decode_tiles import decode_class
-from .linear.tiles import RESIDENT_TOKENS, SKINNY_TOKENS
+from .linear.choice import choose
+from .linear.tiles import MatrixShape, compiled_variant
 
 
-def kernel_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype, *, is_decode: bool) -> Hashable:
-    """Equal for steps that need the same compiled kernels, on the same model."""
-    limits = sorted({1, RESIDENT_TOKENS, *SKINNY_TOKENS})
-    linear = next((limit for limit in limits if num_tokens <= limit), None)
+def kernel_class(
+    products: Iterable[tuple[MatrixShape, int]],
+    num_tokens: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_decode: bool,
+) -> Hashable:
+    """Equal for steps that need the same compiled kernels, on the same model.
+
+    `products` are the matrices of a step with the number of rows that each is multiplied with.
+    """
+    linear = tuple(
+        compiled_variant(choose(shape, num_rows, dtype, device), num_rows) for shape, num_rows in products
+    )
     return (linear, decode_class(num_tokens, num_kv_heads, dtype)) if is_decode else linear

@@ -54,6 +54,10 @@ class Linear(nn.Module):
         """[T, in] to [T, out]."""
         return products.linear(x, self.weight, self.bias)
 
+    def in_parts(self, x: Tensor) -> Tensor:
+        """What `forward` returns, or float32 [parts, T, out] whose sum it is; see `RMSNorm.after_adding`."""
+        return products.linear_in_parts(x, self.weight, self.bias)
+
     def gated(self, x: Tensor) -> Tensor:
         """silu(first half) * second half of what `forward` returns."""
         return products.gated_linear(x, self.weight, self.bias)
@@ -99,7 +103,7 @@ class RMSNorm(nn.Module):
         return rows.rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of `residual + x`, and that sum."""
+        """The norm of `residual + x`, and that sum; x may be in parts, as `Linear.in_parts` returns it."""
         return rows.add_rms_norm(x, residual, self.weight, self.eps)
 
 

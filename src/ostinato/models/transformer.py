@@ -59,7 +59,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.matrix_shapes = _matrix_shapes(config)
-        self.most_few_tokens = few_tokens.most_tokens(self.matrix_shapes, dtype)
+        self.most_few_tokens = few_tokens.most_tokens(self.matrix_shapes, dtype, torch.device(device))
         with torch.device(device):
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
             self.rotary = RotaryTable(
@@ -91,6 +91,11 @@ class Transformer(nn.Module):
         if added is None:
             return self.norm(x)
         return self.norm.after_adding(added, x)[0]
+
+    def products_of(self, num_tokens: int, num_outputs: int) -> list[tuple[MatrixShape, int]]:
+        """The matrices of a step with the rows that each is multiplied with."""
+        head = MatrixShape(self.config.vocab_size, self.config.hidden_size)
+        return [*((shape, num_tokens) for shape in self.matrix_shapes), (head, num_outputs)]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Hidden states [n, H] to float32 scores of every token id [n, vocab], in `out` if that is given."""
@@ -155,7 +160,7 @@ class Layer(nn.Module):
         self.mlp = FeedForward(config, dtype)
 
     def forward(self, x: Tensor, added: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
-        """What came in is `x + added`; so is what goes out, `added` not yet added."""
+        """What came in is `x + added`; so is what goes out, `added` not yet added, and perhaps in parts."""
         if added is None:
             normed = self.input_layernorm(x)
         else:
@@ -202,8 +207,8 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x: Tensor, mix: Mix) -> Tensor:
-        """[T, H] to [T, H]."""
-        return self.o_proj(mix(self, self.qkv_proj(x)).flatten(1))
+        """[T, H] to [T, H], perhaps in parts."""
+        return self.o_proj.in_parts(mix(self, self.qkv_proj(x)).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -223,8 +228,8 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(inner, hidden, bias=config.mlp_bias, shard_dim=1, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H] to [T, H]."""
-        return self.down_proj(self.gate_up_proj.gated(x))
+        """[T, H] to [T, H], perhaps in parts."""
+        return self.down_proj.in_parts(self.gate_up_proj.gated(x))
 
 
 def _matrix_shapes(config: ModelConfig) -> tuple[MatrixShape, ...]:

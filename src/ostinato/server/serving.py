@@ -18,6 +18,7 @@ from ostinato.models.default_model import DEFAULT_MODEL_NAME
 
 from .config import ServerConfig
 from .engine_client.client import EngineClient, EngineState
+from .garbage import spare_long_lived_objects
 from .http.app import make_app
 from .http.service import Service
 
@@ -106,6 +107,7 @@ class _Server:
 
     def _on_ready(self, ready: Any) -> None:
         self._service.on_ready(ready)
+        spare_long_lived_objects()
         _say(f"ready: {self._service.model_name} on {self._address}")
 
 

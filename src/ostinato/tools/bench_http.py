@@ -6,7 +6,7 @@ the machine. The load is closed-loop: so many streams at a time, each followed b
 
 from __future__ import annotations
 
-import asyncio
+import json
 import multiprocessing
 import re
 import statistics
@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
+from urllib.request import urlopen
 
 from .bench.errors import BenchError
 from .bench.made_up_tokenizer import with_text
 from .bench.results import head, make_table
 from .bench.subject import Subject
-from .bench_serving import ServingLoad, plan, run_load
+from .bench_serving import ServingLoad, plan, send_load
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def bench_http(subject: Subject, load: HttpLoad) -> dict[str, Any]:
     with with_text(subject) as (speaking, tokenizer):
         options = {"max_running_requests": load.streams, **speaking.options}
         loads = [load.serving(vocab, seed) for seed in range(load.repeats + 1)]
-        offline = _offline(options, loads)
-        served = _served(options, loads)
+        offline, offline_steps = _offline(options, loads)
+        served, served_steps = _served(options, loads)
     result = head("http", model=subject.name, tokenizer=tokenizer, load=vars(load))
     by_hand, by_http = (
         statistics.median(offline),
@@ -69,7 +70,9 @@ def bench_http(subject: Subject, load: HttpLoad) -> dict[str, Any]:
     return {
         **result,
         "offline_tokens_per_second": offline,
+        "offline_steps": offline_steps,
         "served": served,
+        "served_steps": served_steps,
         "median_offline_tokens_per_second": by_hand,
         "median_served_tokens_per_second": by_http,
         "overhead_share": 1 - by_http / by_hand,
@@ -87,7 +90,21 @@ def as_tables(result: Mapping[str, Any]) -> Any:
     return make_table(title, ("", "tokens/s", "overhead"), rows)
 
 
-def _offline(options: Mapping[str, Any], loads: list[ServingLoad]) -> list[float]:
+def _steps(report: Mapping[str, Any]) -> dict[str, float]:
+    """What the engine ran in all loads, the first one included: steps, by kind, and rows per decode step."""
+    graphs = report["graphs"]
+    decode = [graph for graph in graphs if graph["descriptor"].startswith("decode")]
+    steps = sum(graph["replays"] for graph in decode)
+    rows = sum(graph["replays"] * graph["num_tokens"] * (1 - graph["padding_waste"]) for graph in decode)
+    return {
+        "decode": steps,
+        "mixed": sum(graph["replays"] for graph in graphs) - steps,
+        "eager": sum(report["eager_steps"].values()),
+        "rows_per_decode_step": rows / steps if steps else 0.0,
+    }
+
+
+def _offline(options: Mapping[str, Any], loads: list[ServingLoad]) -> tuple[list[float], dict[str, float]]:
     context = multiprocessing.get_context("spawn")
     results: Any = context.SimpleQueue()
     process = context.Process(target=_generate, args=(dict(options), loads, results))
@@ -95,7 +112,7 @@ def _offline(options: Mapping[str, Any], loads: list[ServingLoad]) -> list[float
     process.join()
     if process.exitcode != 0:
         raise BenchError(f"the offline engine ended with exit code {process.exitcode}; see its message above")
-    found: list[float] = results.get()
+    found: tuple[list[float], dict[str, float]] = results.get()
     return found
 
 
@@ -116,14 +133,16 @@ def _generate(options: dict[str, Any], loads: list[ServingLoad], results: Any) -
         if failed:
             raise BenchError(f"{len(failed)} requests failed: {failed[0]}")
         measured.append(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
-    results.put(measured[1:])
+    results.put((measured[1:], _steps(json.loads(llm.graph_report().json()))))
 
 
-def _served(options: Mapping[str, Any], loads: list[ServingLoad]) -> list[dict[str, Any]]:
+def _served(
+    options: Mapping[str, Any], loads: list[ServingLoad]
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
     measured = []
     with _server(options) as url:
         for load in loads:
-            result = asyncio.run(run_load(replace(load, base_url=url, warmups=1)))
+            result = send_load(replace(load, base_url=url, warmups=1))
             if result["failed"]:
                 raise BenchError(f"{result['failed']} requests failed: {result['errors'][0]}")
             measured.append(
@@ -132,7 +151,9 @@ def _served(options: Mapping[str, Any], loads: list[ServingLoad]) -> list[dict[s
                     **{key: result[key] for key in ("ttft_ms", "tpot_ms", "itl_ms")},
                 }
             )
-    return measured[1:]
+        with urlopen(f"{url}/graphs") as answer:
+            steps = _steps(json.load(answer)["forward"])
+    return measured[1:], steps
 
 
 @contextmanager

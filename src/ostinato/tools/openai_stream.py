@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import aiohttp
+from .streaming_client import ConnectionBroken, StreamingClient
 
 
 @dataclass
@@ -47,47 +47,58 @@ class StreamedRequest:
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
-async def stream(
-    session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], due: float
-) -> StreamedRequest:
-    """Send `body` to `url` and read the answer as it comes; errors are part of the result."""
+async def stream(client: StreamingClient, path: str, body: bytes, due: float) -> StreamedRequest:
+    """Send a JSON body and read the answer as it comes; errors are part of the result."""
     result = StreamedRequest(due)
+    events = _Events(result)
     try:
-        async with session.post(url, json=body) as answer:
-            if answer.status != 200:
-                result.error = f"HTTP {answer.status}: {(await answer.text())[:200]}"
-            else:
-                await _read(answer, result)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        result.error = f"{type(error).__name__}: {error}"
+        status = await client.post(path, body, events.take_in)
+        if status != 200:
+            result.error = f"HTTP {status}: {events.beginning.decode(errors='replace')[:200]}"
+    except ConnectionBroken as error:
+        result.error = str(error)
     result.ended = perf_counter()
+    # A server without usage in streams sends a token at a time.
+    result.output_tokens = result.output_tokens or len(result.arrivals)
     if result.error is None and not result.arrivals:
         result.error = "the answer had no text"
     return result
 
 
-async def _read(answer: aiohttp.ClientResponse, result: StreamedRequest) -> None:
-    buffer = b""
-    pieces = 0
-    async for received in answer.content.iter_any():
+class _Events:
+    """Reads server-sent events out of the pieces of a body."""
+
+    def __init__(self, result: StreamedRequest) -> None:
+        self.beginning = b""
+        """Of the body: what an error says."""
+        self._result = result
+        self._rest = b""
+
+    def take_in(self, piece: bytes) -> None:
+        """The next piece; it may end anywhere."""
         now = perf_counter()
-        *events, buffer = (buffer + received).split(b"\n\n")
+        if len(self.beginning) < 1000:
+            self.beginning += piece
+        *events, self._rest = (self._rest + piece).split(b"\n\n")
         for event in events:
             data = event.removeprefix(b"data: ").strip()
-            if not data or data == b"[DONE]" or data.startswith(b":"):
-                continue
+            if data and data != b"[DONE]" and not data.startswith(b":"):
+                self._take_in_event(data, now)
+
+    def _take_in_event(self, data: bytes, now: float) -> None:
+        result = self._result
+        try:
             chunk = json.loads(data)
             if "error" in chunk:
                 result.error = str(chunk["error"])[:200]
                 return
             if any(_text(choice) for choice in chunk["choices"]):
                 result.arrivals.append(now)
-                pieces += 1
             if usage := chunk.get("usage"):
                 result.prompt_tokens = usage["prompt_tokens"]
                 result.output_tokens = usage["completion_tokens"]
-    # A server without usage in streams sends a token at a time.
-    result.output_tokens = result.output_tokens or pieces
+        except (ValueError, KeyError, TypeError) as error:
+            result.error = f"an event is no chunk of a completion ({type(error).__name__}): {data[:100]!r}"
 
 
 def _text(choice: Mapping[str, Any]) -> str | None:

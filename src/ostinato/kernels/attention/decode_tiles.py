@@ -41,6 +41,43 @@ def decode_tile(dtype: torch.dtype, num_tokens: int) -> DecodeTile:
     return DecodeTile(key_block=32, least_blocks=8, num_warps=1, num_stages=3, ahead=False)
 
 
+CUDA_MAX_TOKENS = (256, 1024)
+"""Tokens that the CUDA kernel has room for in its list of work: it is compiled for either."""
+
+
+@dataclass(frozen=True)
+class CudaDecodeTile:
+    """How the CUDA kernel works: constants it is compiled with, and how contexts are cut."""
+
+    warps: int
+    """Of a program; they share the tiles of 16 keys of a unit of work."""
+    slots: int
+    """Half tiles (keys or values) that a warp has on their way."""
+    programs: int
+    """On a multiprocessor at a time."""
+    chunk_tiles: int
+    """A context is cut into chunks of about that many tiles, each a unit of work..."""
+    max_chunks: int
+    """...unless that makes more than so many."""
+    longest_first: bool
+    """The longest units of work come first: of use where a program has several."""
+
+
+def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int) -> CudaDecodeTile:
+    """The CUDA kernel's tile for a batch; measured on an H200 (docs/kernels.md)."""
+    pairs = num_tokens * num_kv_heads
+    if group > 8:  # twice the registers
+        return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, 132 // pairs), longest_first=True)
+    if pairs <= 132:
+        # 256 keys are on their way before the wait; short contexts are joined in one program.
+        chunk_tiles = 16 if pairs <= 32 else 64
+        return CudaDecodeTile(8, 4, 1, chunk_tiles, max_chunks=132 // pairs, longest_first=False)
+    if pairs <= 264:
+        return CudaDecodeTile(8, 3, 2, chunk_tiles=64, max_chunks=8, longest_first=True)
+    chunk_tiles = 32 if pairs < 1024 else 64
+    return CudaDecodeTile(4, 3, 4, chunk_tiles, max_chunks=8, longest_first=True)
+
+
 def num_splits_of(num_tokens: int, num_kv_heads: int) -> int:
     """Parts of the context per token and KV head, enough to fill a GPU."""
     programs = num_tokens * num_kv_heads
@@ -50,5 +87,11 @@ def num_splits_of(num_tokens: int, num_kv_heads: int) -> int:
 
 
 def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype) -> Hashable:
-    """Equal for batches that run the same compiled kernels."""
-    return decode_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
+    """Equal for batches that run the same compiled kernels, whichever of the two kernels that is."""
+    triton = decode_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
+    if dtype == torch.float32:
+        return triton
+    # Larger groups have one tile only.
+    tile = cuda_decode_tile(num_tokens, num_kv_heads, group=1)
+    room = next((limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit), None)
+    return triton, (tile.warps, tile.slots, tile.programs, tile.longest_first, room)

@@ -2,7 +2,7 @@
 
 | batch | from heads that are ready | from the rows of the QKV projection |
 |---|---|---|
-| single tokens (`max_query_len` 1) | `triton_write`, `triton_decode` | `triton_decode`, all in one |
+| single tokens (`max_query_len` 1) | `triton_write`, `triton_decode` | `cuda_decode`, else `triton_decode` |
 | anything | `triton_write`, `triton_prefill` | `triton_heads`, `triton_prefill` |
 
 Grids follow from the rung (tokens, requests, heads); what varies is read from the batch's buffers. The Triton
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..custom_op import custom_op
 from ..dependent_launch import INTERPRETED
-from . import triton_decode
+from . import cuda_decode, triton_decode
 from .batch import AttentionBatch, HostLengths
 from .heads import HeadPreparation
 from .triton_heads import launch_prepare_heads
@@ -85,9 +85,10 @@ def attend_projected_tokens(
 ) -> Tensor:
     """Norm, rotation, KV write and attention of single tokens, from rows [T, (Hq + 2 Hkv) * D]."""
     heads = HeadPreparation(rotary, q_norm, k_norm, eps)
-    return triton_decode.attend_tokens(
-        rows, heads, k_cache, v_cache, page_table, token_rows, positions, num_heads, scale, sliding_window
-    )
+    tokens = (k_cache, v_cache, page_table, token_rows, positions)
+    if cuda_decode.serves(rows, heads, k_cache, num_heads):
+        return cuda_decode.attend_tokens(rows, heads, *tokens, num_heads, scale, sliding_window)
+    return triton_decode.attend_tokens(rows, heads, *tokens, num_heads, scale, sliding_window)
 
 
 @attend_projected_tokens.register_fake

@@ -1,8 +1,8 @@
 """A linear layer with its neighbours, for steps of few tokens: norm before, gate, residual after.
 
 For so few tokens reading the weights is all that takes time, and libraries made for large products reach a
-quarter of the memory's speed. `most_tokens` says how far the kernels here win; beyond, norm, product and sum
-are steps of their own.
+quarter of the memory's speed. `most_tokens` says how far fused kernels are the choice; beyond, norm, product
+and sum are steps of their own.
 """
 
 from collections.abc import Iterable
@@ -11,14 +11,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .tiles import RESIDENT_TOKENS, MatrixShape, resident_tile
+from .choice import choose
+from .tiles import FUSED, MOST_TOKENS, MatrixShape
 
 
-def most_tokens(shapes: Iterable[MatrixShape], dtype: torch.dtype) -> int:
-    """Up to how many tokens `project` is the way to go for a model of these matrices, on a GPU."""
-    if dtype == torch.bfloat16 and all(resident_tile(shape) for shape in shapes):
-        return RESIDENT_TOKENS
-    return 1 if dtype in (torch.bfloat16, torch.float16) else 0
+def most_tokens(shapes: Iterable[MatrixShape], dtype: torch.dtype, device: torch.device) -> int:
+    """Up to how many tokens all these matrices have fused kernels on `device`."""
+    if device.type != "cuda":
+        return 0
+    limit = max(MOST_TOKENS[kind] for kind in FUSED)
+    shapes = list(shapes)
+    return next(
+        (
+            num_tokens - 1
+            for num_tokens in range(1, limit + 1)
+            if not all(isinstance(choose(shape, num_tokens, dtype, device), FUSED) for shape in shapes)
+        ),
+        limit,
+    )
 
 
 def project(
@@ -36,7 +46,8 @@ def project(
 
     `gated`: silu(first half) * second half of the product. Sums are float32 and rounded once.
     """
-    if x.is_cuda:
+    shape = MatrixShape(weight.size(0) // (2 if gated else 1), weight.size(1), gated)
+    if x.is_cuda and isinstance(choose(shape, x.size(0), x.dtype, x.device), FUSED):
         from . import triton_linear
 
         return triton_linear.project_few_tokens(

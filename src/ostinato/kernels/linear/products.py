@@ -1,53 +1,68 @@
-"""Linear layers of any number of tokens: our kernels where they were measured to win, else cuBLAS."""
+"""Linear layers of any number of tokens, each by the kernel that is the choice for it."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..rows import silu_mul
+from .choice import choose
 from .cpu_product import multiply, multiply_somehow
-from .tiles import MatrixShape, skinny_tile
+from .tiles import Library, MatrixShape, SkinnyTile, Tile
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` of rows x [T, in]."""
-    if x.is_cuda and _has_tile(x, weight, gated=False):
-        from . import triton_linear
+    product = linear_in_parts(x, weight, bias)
+    return product if product.dim() == x.dim() else product.sum(0).to(x.dtype)
 
-        return triton_linear.multiply_skinny(x, weight, bias, False, x.dtype)
-    return _by_library(x, weight, bias)
+
+def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same, or float32 [parts, T, out] whose sum it is, for a reader that can add (`rows.add_rms_norm`).
+
+    Several programs may share the columns of a matrix that has too few rows for all of them.
+    """
+    tile = _choice(x, weight, gated=False)
+    if isinstance(tile, Library):
+        return functional.linear(x, weight, bias) if x.is_cuda else multiply(x, weight, bias)
+    return _by_kernel(tile, x, weight, bias, gated=False)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(first half) * second half of `x @ weight.T + bias`."""
-    if x.is_cuda and _has_tile(x, weight, gated=True):
-        from . import triton_linear
-
-        return triton_linear.multiply_skinny(x, weight, bias, True, x.dtype)
-    return silu_mul(_by_library(x, weight, bias))
+    tile = _choice(x, weight, gated=True)
+    if isinstance(tile, Library):
+        return silu_mul(functional.linear(x, weight, bias) if x.is_cuda else multiply(x, weight, bias))
+    return _by_kernel(tile, x, weight, bias, gated=True)
 
 
 def float_linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """`x @ weight.T` in float32, for logits; in dense `out` if that is given."""
-    if x.is_cuda and (_is_one_half_token(x) or _has_tile(x, weight, gated=False)):
-        from . import triton_linear
+    if not x.is_cuda or x.dtype == torch.float32:
+        product = functional.linear(x, weight) if x.is_cuda else multiply_somehow(x, weight).float()
+        return product.contiguous() if out is None else out.copy_(product)
+    if out is None:
+        out = x.new_empty(x.size(0), weight.size(0), dtype=torch.float32)
+    tile = _choice(x, weight, gated=False)
+    if isinstance(tile, Library):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    from . import triton_linear
 
-        if out is None:
-            out = x.new_empty(x.size(0), weight.size(0), dtype=torch.float32)
-        triton_linear.multiply_into(x, weight, out)
-        return out
-    product = functional.linear(x, weight) if x.is_cuda else multiply_somehow(x, weight)
-    return product.float().contiguous() if out is None else out.copy_(product)
-
-
-def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return functional.linear(x, weight, bias) if x.is_cuda else multiply(x, weight, bias)
-
-
-def _is_one_half_token(x: Tensor) -> bool:
-    return x.size(0) == 1 and x.dtype in (torch.bfloat16, torch.float16)
+    if isinstance(tile, SkinnyTile) and tile.parts > 1:
+        return torch.sum(triton_linear.multiply_skinny(x, weight, None, False, torch.float32), 0, out=out)
+    triton_linear.multiply_into(x, weight, out)
+    return out
 
 
-def _has_tile(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
+def _choice(x: Tensor, weight: Tensor, *, gated: bool) -> Tile:
+    if not x.is_cuda:
+        return Library()
     shape = MatrixShape(weight.size(0) // (2 if gated else 1), weight.size(1), gated)
-    return x.dtype == torch.bfloat16 and skinny_tile(shape, x.size(0)) is not None
+    return choose(shape, x.size(0), x.dtype, x.device)
+
+
+def _by_kernel(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+    from . import triton_linear
+
+    if isinstance(tile, SkinnyTile):
+        return triton_linear.multiply_skinny(x, weight, bias, gated, x.dtype)
+    return triton_linear.project_few_tokens(x, weight, bias, None, 0.0, gated, None, x.dtype)

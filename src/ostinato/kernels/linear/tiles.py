@@ -1,10 +1,9 @@
-"""Which kernel and tile a linear layer runs with: measured where it was measured, else a rule.
+"""How a linear layer can be run: the kernels, and what a program of each takes as its work.
 
-The choice follows from the shape of the matrix and the number of tokens, never from timing at run time:
-nothing may be tuned while a graph is captured. The measurements are those of docs/kernels.md: on an H200,
-each layer as part of a captured chain of all layers of Qwen3-0.6B, Llama-3.2-1B or Llama-3.1-8B.
+Which of them a layer gets follows from its shape and the number of tokens: see `choice`.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ class MatrixShape(NamedTuple):
 
 @dataclass(frozen=True)
 class GemvTile:
-    """The work of a program of `triton_gemv`."""
+    """The work of a program of `triton_gemv`, which takes one token."""
 
     rows: int
     """Rows of the matrix."""
@@ -42,80 +41,97 @@ class ResidentTile:
 
 
 @dataclass(frozen=True)
+class FragmentsTile:
+    """The work of a program of `cuda_fragments`."""
+
+    rows: int
+    """Rows of the matrix, of each half if it is gated."""
+    slices: int
+    """Programs, neighbours in a cluster, that share the columns."""
+    num_warps: int
+    """Of a program; they share its columns."""
+    held: int
+    """Tiles of 8 rows that stay in registers; the others wait in shared memory."""
+    registers: int
+    """Of a thread, at most."""
+
+    def tokens_at_a_time(self, num_tokens: int) -> int:
+        """Tokens of one pass, which is compiled for as many; more tokens take several."""
+        return next((size for size in (8, 16) if num_tokens <= size), 32)
+
+    def fits(self, shape: MatrixShape) -> bool:
+        """Whether the matrix can be divided like that."""
+        per_warp, rest = divmod(shape.in_features, self.slices * self.num_warps)
+        rows = self.rows * (2 if shape.gated else 1)
+        return (
+            rest == 0
+            and per_warp % 32 == 0
+            and shape.out_features % self.rows == 0
+            and self.rows % (4 * self.slices) == 0
+            and rows % 8 == 0
+            and self.held <= rows // 8
+        )
+
+
+@dataclass(frozen=True)
 class SkinnyTile:
     """The work of a program of `triton_skinny`."""
 
     tokens: int
     rows: int
-    """Rows of the matrix."""
+    """Rows of the matrix, of each half if it is gated."""
     block: int
     """Columns at a time."""
     num_warps: int
     num_stages: int
+    parts: int = 1
+    """Programs that share the columns; the reader of the result adds their parts."""
+    early: int = 0
+    """Columns that are fetched before the previous kernel is done."""
+    prefetch: bool = False
+    """Whether all weights are asked into L2 before the previous kernel is done."""
 
+
+@dataclass(frozen=True)
+class Library:
+    """cuBLAS, which divides the work by itself."""
+
+
+Tile = GemvTile | ResidentTile | FragmentsTile | SkinnyTile | Library
+FUSED = (GemvTile, ResidentTile, FragmentsTile)
+"""Kernels that do norm, gate and residual on the way."""
+
+KERNELS: dict[str, type[Tile]] = {
+    "gemv": GemvTile,
+    "resident": ResidentTile,
+    "fragments": FragmentsTile,
+    "skinny": SkinnyTile,
+    "library": Library,
+}
+"""By the names that tables use."""
 
 RESIDENT_TOKENS = 16
 """Tokens that one pass of `triton_resident` takes."""
 
-SKINNY_TOKENS = (16, 64, 128)
-"""Largest steps with skinny tiles of their own; larger ones run through cuBLAS."""
+MOST_TOKENS: dict[type[Tile], int] = {GemvTile: 1, ResidentTile: RESIDENT_TOKENS, FragmentsTile: 64}
+"""Of the kernels that take only so many."""
 
-_GEMV: dict[MatrixShape, GemvTile] = {
-    MatrixShape(4096, 1024): GemvTile(4, 1024, 4),
-    MatrixShape(1024, 2048): GemvTile(4, 2048, 8),
-    MatrixShape(3072, 1024, True): GemvTile(4, 1024, 4),
-    MatrixShape(1024, 3072): GemvTile(4, 4096, 8),
-    MatrixShape(151936, 1024): GemvTile(8, 1024, 4),
-    MatrixShape(3072, 2048): GemvTile(4, 1024, 4),
-    MatrixShape(2048, 2048): GemvTile(4, 2048, 4),
-    MatrixShape(8192, 2048, True): GemvTile(1, 2048, 4),
-    MatrixShape(2048, 8192): GemvTile(4, 4096, 8),
-    MatrixShape(6144, 4096): GemvTile(2, 4096, 4),
-    MatrixShape(4096, 4096): GemvTile(4, 1024, 4),
-    MatrixShape(14336, 4096, True): GemvTile(2, 4096, 8),
-    MatrixShape(4096, 14336): GemvTile(4, 1024, 4),
-}
 
-_RESIDENT: dict[MatrixShape, ResidentTile] = {
-    MatrixShape(4096, 1024): ResidentTile(32, 4, 64, 4),
-    MatrixShape(1024, 2048): ResidentTile(8, 4, 256, 4),
-    MatrixShape(3072, 1024, True): ResidentTile(16, 4, 256, 4),
-    MatrixShape(1024, 3072): ResidentTile(8, 4, 256, 4),
-}
+def compiled_variant(tile: Tile, num_tokens: int) -> Hashable:
+    """Equal where the same kernel is compiled for a matrix."""
+    if isinstance(tile, FragmentsTile):
+        return tile, tile.tokens_at_a_time(num_tokens)
+    return tile
 
-# By the largest number of tokens, one of SKINNY_TOKENS; where one is missing, cuBLAS is faster.
-_SKINNY: dict[MatrixShape, dict[int, SkinnyTile]] = {
-    MatrixShape(1024, 2048): {64: SkinnyTile(64, 16, 128, 4, 5), 128: SkinnyTile(64, 32, 128, 4, 4)},
-    MatrixShape(3072, 1024, True): {64: SkinnyTile(64, 16, 128, 4, 4), 128: SkinnyTile(64, 32, 128, 4, 3)},
-    MatrixShape(1024, 3072): {64: SkinnyTile(64, 16, 256, 4, 3), 128: SkinnyTile(64, 16, 256, 4, 3)},
-    MatrixShape(151936, 1024): {
-        16: SkinnyTile(16, 128, 128, 4, 3),
-        64: SkinnyTile(64, 64, 128, 4, 3),
-        128: SkinnyTile(128, 128, 64, 8, 4),
-    },
-}
 
 # Columns that one program holds in registers before it waits.
 _WIDEST = 4096
 
 
-def gemv_tile(shape: MatrixShape) -> GemvTile:
-    """For one token; there is one for any matrix."""
-    if tile := _GEMV.get(shape):
-        return tile
+def default_gemv_tile(shape: MatrixShape) -> GemvTile:
+    """For a matrix that nobody measured."""
     block = 1 << max(shape.in_features - 1, 1).bit_length()
     if block > _WIDEST:
         return GemvTile(rows=2, block=2048, num_warps=4)
     # 4096 elements a program and 128 threads: enough in flight, and room for the next kernel's programs.
     return GemvTile(rows=max(1, 4096 // block), block=block, num_warps=4)
-
-
-def resident_tile(shape: MatrixShape) -> ResidentTile | None:
-    """For 2 to 16 tokens; None where it was not measured to win."""
-    return _RESIDENT.get(shape)
-
-
-def skinny_tile(shape: MatrixShape, num_tokens: int) -> SkinnyTile | None:
-    """For up to 128 tokens; None where cuBLAS wins or nothing was measured."""
-    limit = next((limit for limit in SKINNY_TOKENS if num_tokens <= limit), 0)
-    return _SKINNY.get(shape, {}).get(limit)

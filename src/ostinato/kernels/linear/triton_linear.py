@@ -6,13 +6,11 @@ from torch import Tensor
 
 from .. import dependent_launch
 from ..custom_op import custom_op
-from .tiles import RESIDENT_TOKENS, MatrixShape, gemv_tile, resident_tile, skinny_tile
+from .choice import choose
+from .tiles import RESIDENT_TOKENS, FragmentsTile, GemvTile, MatrixShape, ResidentTile, SkinnyTile, Tile
 from .triton_gemv import _gemv
 from .triton_resident import _resident
 from .triton_skinny import _skinny
-
-# Larger matrices stream at the memory's speed by themselves, and would only push each other out of L2.
-_MOST_PREFETCHED_BYTES = 32 << 20
 
 
 @custom_op("project_few_tokens")
@@ -26,7 +24,7 @@ def project_few_tokens(
     residual: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See `few_tokens.project`; x is dense [T, in] with T from 1 to 16."""
+    """See `few_tokens.project`; x is dense [T, in], and the choice for it a fused kernel."""
     out = x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
     _launch_few_tokens(x, weight, bias, norm_weight, eps, gated, residual, out)
     return out
@@ -50,29 +48,53 @@ def _(
 def multiply_skinny(
     x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, dtype: torch.dtype
 ) -> Tensor:
-    """`x @ weight.T + bias`, gated if asked, of dense rows x [T, in] for which there is a tile."""
-    out = x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
-    _launch_skinny(x, weight, bias, gated, out)
+    """`x @ weight.T + bias`, gated if asked, of dense rows x [T, in] for which `skinny` is the choice.
+
+    Where several programs share the columns: float32 [parts, T, out], whose sum it is, whatever `dtype`.
+    """
+    tile = _skinny_tile(x, weight, gated)
+    out = _room(x, weight, gated, dtype, tile)
+    _launch_skinny(x, weight, bias, gated, out, tile)
     return out
 
 
 @multiply_skinny.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
+    return _room(x, weight, gated, dtype, _skinny_tile(x, weight, gated))
 
 
 @custom_op("multiply_into", mutates_args=("out",))
 def multiply_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """`x @ weight.T` into dense rows `out` [T, out], for one token or where there is a skinny tile."""
-    if x.size(0) == 1:
-        _launch_few_tokens(x, weight, None, None, 0.0, False, None, out)
+    """`x @ weight.T` into dense rows `out` [T, out], by a kernel of ours that leaves no parts."""
+    tile = _choice(x, weight, gated=False)
+    if isinstance(tile, SkinnyTile):
+        assert tile.parts == 1, tile
+        _launch_skinny(x, weight, None, False, out, tile)
     else:
-        _launch_skinny(x, weight, None, False, out)
+        _launch_few_tokens(x, weight, None, None, 0.0, False, None, out)
 
 
 @multiply_into.register_fake
 def _(x: Tensor, weight: Tensor, out: Tensor) -> None:
     return None
+
+
+def _choice(x: Tensor, weight: Tensor, *, gated: bool) -> Tile:
+    shape = MatrixShape(weight.size(0) // (2 if gated else 1), weight.size(1), gated)
+    return choose(shape, x.size(0), x.dtype, x.device)
+
+
+def _skinny_tile(x: Tensor, weight: Tensor, gated: bool) -> SkinnyTile:
+    tile = _choice(x, weight, gated=gated)
+    assert isinstance(tile, SkinnyTile), tile
+    return tile
+
+
+def _room(x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, tile: SkinnyTile) -> Tensor:
+    num_tokens, out_features = x.size(0), weight.size(0) // (2 if gated else 1)
+    if tile.parts > 1:
+        return x.new_empty(tile.parts, num_tokens, out_features, dtype=torch.float32)
+    return x.new_empty(num_tokens, out_features, dtype=dtype)
 
 
 def _launch_few_tokens(
@@ -86,8 +108,8 @@ def _launch_few_tokens(
     out: Tensor,
 ) -> None:
     num_tokens, in_features = x.shape
-    assert 1 <= num_tokens <= RESIDENT_TOKENS, num_tokens
-    shape = MatrixShape(out.size(1), in_features, gated)
+    out_features = out.size(1)
+    tile = _choice(x, weight, gated=gated)
     operands = (
         x,
         x if norm_weight is None else norm_weight,
@@ -97,7 +119,7 @@ def _launch_few_tokens(
         out,
     )
     constants = {
-        "out_features": shape.out_features,
+        "out_features": out_features,
         "in_features": in_features,
         "norm": norm_weight is not None,
         "gated": gated,
@@ -105,47 +127,55 @@ def _launch_few_tokens(
         "has_residual": residual is not None,
         **dependent_launch.options(x.device),
     }
-    if num_tokens == 1:
-        gemv = gemv_tile(shape)
-        _gemv[(triton.cdiv(shape.out_features, gemv.rows),)](
-            *operands, eps, rows=gemv.rows, block=gemv.block, num_warps=gemv.num_warps, **constants
-        )
-        return
-    tile = resident_tile(shape)
-    assert tile is not None, shape
-    _resident[(triton.cdiv(shape.out_features, tile.rows),)](
-        *operands,
-        num_tokens,
-        eps,
-        tokens=RESIDENT_TOKENS,
-        rows=tile.rows,
-        slices=tile.slices,
-        width=tile.width,
-        num_warps=tile.num_warps,
-        **constants,
-    )
+    match tile:
+        case GemvTile(rows, block, num_warps):
+            _gemv[(triton.cdiv(out_features, rows),)](
+                *operands, eps, rows=rows, block=block, num_warps=num_warps, **constants
+            )
+        case ResidentTile(rows, slices, width, num_warps):
+            _resident[(triton.cdiv(out_features, rows),)](
+                *operands,
+                num_tokens,
+                eps,
+                tokens=RESIDENT_TOKENS,
+                rows=rows,
+                slices=slices,
+                width=width,
+                num_warps=num_warps,
+                **constants,
+            )
+        case FragmentsTile():
+            from .cuda_fragments import launch_fragments
+
+            launch_fragments(x, weight, bias, norm_weight, eps, residual, out, tile)
+        case _:
+            raise AssertionError(f"{tile} is not fused")
 
 
-def _launch_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor) -> None:
+def _launch_skinny(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor, tile: SkinnyTile
+) -> None:
     num_tokens, in_features = x.shape
-    shape = MatrixShape(out.size(1), in_features, gated)
-    tile = skinny_tile(shape, num_tokens)
-    assert tile is not None, (shape, num_tokens)
-    is_even = shape.out_features % tile.rows == 0 and in_features % 8 == 0
-    _skinny[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(shape.out_features, tile.rows))](
+    out_features = out.size(-1)
+    # What is asked for must lie inside the matrix, and begin and end at multiples of 16 bytes.
+    can_ask = out_features % tile.rows == 0 and tile.rows % tile.parts == 0 and in_features % 8 == 0
+    grid = (triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.rows), tile.parts)
+    _skinny[grid](
         x,
         weight,
         x if bias is None else bias,
         out,
         num_tokens,
-        out_features=shape.out_features,
+        out_features=out_features,
         in_features=in_features,
         gated=gated,
         has_bias=bias is not None,
         tokens=tile.tokens,
         rows=tile.rows,
         block=tile.block,
-        prefetch=is_even and weight.nbytes <= _MOST_PREFETCHED_BYTES,
+        parts=tile.parts,
+        early=tile.early,
+        prefetch=tile.prefetch and can_ask,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **dependent_launch.options(x.device),

@@ -2,15 +2,33 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """A matrix times some dozens of tokens: the weights stream by once, the tensor cores take all tokens at once.
 
-A program takes a block of the matrix's rows and a block of the tokens. Its weights are asked into L2 before
-it waits for the previous kernel. `gated` is silu(first half of the rows) * second half.
+A program takes a block of the matrix's rows and a block of the tokens; the larger of the two lies along the
+longer side of the tensor cores. With `parts` > 1 the columns are shared too:
+
+    columns      | part 0 | part 1 | ...      each its own product, float32 [parts, T, out]
+
+and who reads the result adds them, in order, so that the same input always gives the same bits.
+
+Before it waits for the previous kernel, a program fetches its first `early` columns, or asks for all its
+weights into L2 (`prefetch`). The early columns are multiplied last: they are there, and the others need time
+to arrive. `gated` is silu(first half of the rows) * second half.
 """
 
 import triton
 import triton.language as tl
 
-from ..dependent_launch import prefetch_to_l2, wait_for_previous
+from ..dependent_launch import let_next_start, prefetch_to_l2, wait_for_previous
 from .triton_resident import load_tile
+
+
+@triton.jit
+def _multiply(w, v, acc, turned: tl.constexpr):
+    """acc + v [tokens, columns] times w [rows, columns], or that turned round."""
+    if turned:
+        acc = tl.dot(w, tl.trans(v), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(v, tl.trans(w), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=("num_tokens",))
@@ -27,45 +45,70 @@ def _skinny(
     tokens: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
+    parts: tl.constexpr,
+    early: tl.constexpr,
     prefetch: tl.constexpr,
     dependent: tl.constexpr,
 ):
+    turned: tl.constexpr = rows > tokens
+    step: tl.constexpr = parts * max(block, early)
+    columns: tl.constexpr = (in_features + step - 1) // step * max(block, early)
+    even: tl.constexpr = out_features % rows == 0 and in_features % (parts * columns) == 0
+    let_next_start(dependent)
+    part = tl.program_id(2)
     first_row = tl.program_id(1).to(tl.int64) * rows
     n = first_row + tl.arange(0, rows)
     in_rows = n < out_features
     second = weight + out_features * in_features
     if prefetch:
-        prefetch_to_l2(weight + first_row * in_features, rows * in_features * 2, dependent)
+        # The parts of a block of rows take turns, so that each asks for one stretch of memory.
+        share = (first_row + part * (rows // parts)) * in_features
+        prefetch_to_l2(weight + share, rows // parts * in_features * 2, dependent)
         if gated:
-            prefetch_to_l2(second + first_row * in_features, rows * in_features * 2, dependent)
+            prefetch_to_l2(second + share, rows // parts * in_features * 2, dependent)
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
-    real = token < num_tokens
-    source = token[:, None] * in_features
-    even: tl.constexpr = out_features % rows == 0 and in_features % block == 0
-    wait_for_previous(dependent)
-
-    acc = tl.zeros([tokens, rows], tl.float32)
-    acc_up = tl.zeros([tokens, rows], tl.float32)
-    for start in range(0, in_features, block):
-        k = start + tl.arange(0, block)
-        in_k = k < in_features
-        # Surplus tokens are masked: all programs reading one row in their place would queue up for it.
-        known = real[:, None]
-        if in_features % block != 0:
-            known = known & in_k[None, :]
-        tile = tl.load(x + source + k[None, :], mask=known, other=0.0)
-        place = n[None, :] * in_features + k[:, None]
-        inside = in_k[:, None] & in_rows[None, :]
-        acc = tl.dot(tile, load_tile(weight + place, inside, even), acc, input_precision="ieee")
+    # Surplus tokens are masked: all programs reading one row in their place would queue up for it.
+    real = (token < num_tokens)[:, None]
+    place = n[:, None] * in_features + part * columns
+    source = token.to(tl.int64)[:, None] * in_features + part * columns
+    limit = in_features - part * columns
+    if early > 0:
+        k_early = tl.arange(0, early)[None, :]
+        in_matrix = in_rows[:, None] & (k_early < limit)
+        w_early = load_tile(weight + place + k_early, in_matrix, even)
         if gated:
-            acc_up = tl.dot(tile, load_tile(second + place, inside, even), acc_up, input_precision="ieee")
+            w_up_early = load_tile(second + place + k_early, in_matrix, even)
+    wait_for_previous(dependent)
+    if early > 0:
+        v_early = tl.load(x + source + k_early, mask=real & (k_early < limit), other=0.0)
 
+    acc = tl.zeros([rows, tokens] if turned else [tokens, rows], tl.float32)
+    acc_up = tl.zeros([rows, tokens] if turned else [tokens, rows], tl.float32)
+    for start in range(early, columns, block):
+        k = start + tl.arange(0, block)[None, :]
+        known, inside = real, in_rows[:, None] & (k < limit)
+        if not even:
+            known = known & (k < limit)
+        v = tl.load(x + source + k, mask=known, other=0.0)
+        acc = _multiply(load_tile(weight + place + k, inside, even), v, acc, turned)
+        if gated:
+            acc_up = _multiply(load_tile(second + place + k, inside, even), v, acc_up, turned)
+    if early > 0:
+        acc = _multiply(w_early, v_early, acc, turned)
+        if gated:
+            acc_up = _multiply(w_up_early, v_early, acc_up, turned)
+
+    if turned:
+        acc, acc_up = tl.trans(acc), tl.trans(acc_up)
     if has_bias:
-        acc += tl.load(bias + n, mask=in_rows, other=0.0).to(tl.float32)[None, :]
+        is_added = in_rows
+        if parts > 1:
+            is_added = n < out_features * (part == 0)  # parts are added, so one of them brings the bias
+        acc += tl.load(bias + n, mask=is_added, other=0.0).to(tl.float32)[None, :]
         if gated:
             acc_up += tl.load(bias + out_features + n, mask=in_rows, other=0.0).to(tl.float32)[None, :]
     y = acc
     if gated:
         y = acc / (1.0 + tl.exp(-acc)) * acc_up
-    target = token.to(tl.int64)[:, None] * out_features + n[None, :]
-    tl.store(out + target, y.to(out.dtype.element_ty), real[:, None] & in_rows[None, :])
+    target = (part * num_tokens + token).to(tl.int64)[:, None] * out_features + n[None, :]
+    tl.store(out + target, y.to(out.dtype.element_ty), real & in_rows[None, :])

@@ -16,6 +16,7 @@ import zmq
 
 from ostinato.graphs.errors import OstinatoError
 
+from ..garbage import spare_long_lived_objects
 from ..wire.messages import Event, Failed, Loading, Ready, encode
 
 
@@ -66,6 +67,7 @@ def _serve(options: Mapping[str, Any], commands: zmq.Socket[bytes], events: zmq.
     logger.removeHandler(handler)
     server = EngineServer(llm, commands, events)
     server.publish_statistics()
+    spare_long_lived_objects()
     send(_ready(llm))
     server.serve()
 

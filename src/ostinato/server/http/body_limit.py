@@ -27,7 +27,9 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         try:
-            body = await asyncio.wait_for(self._read(scope, receive), self._seconds)
+            # Without a task of its own: a body that is there already is read at once, in order of arrival.
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(scope, receive)
             if body:
                 _check_kind(scope)
         except TimeoutError:

@@ -18,6 +18,7 @@ from ..openai.errors import ApiError, unavailable
 from ..openai.generation import Generation
 from ..openai.requests import Sampling
 from ..openai.served_model import ServedModel
+from ..openai.stream_pace import StreamPace
 from ..openai.tool_calls.parser import kind_of_model
 from ..wire.messages import Ready
 
@@ -36,6 +37,7 @@ class Service:
         """Requests under way by the id of their answer."""
         self.tool_call_kind = "none"
         self._ends: deque[float] = deque(maxlen=256)
+        self._pace = StreamPace()
 
     def on_ready(self, ready: Ready) -> None:
         """An engine has started: read its tokenizer."""
@@ -97,7 +99,8 @@ class Service:
     def generation(self, kind: str, completions: list[Completion]) -> Generation:
         """Admit and start; the caller must `end` it, whatever happens."""
         self.admit(len(completions))
-        generation = Generation(kind, completions, timeout=self.config.request_timeout, on_end=self._on_end)
+        timeout = self.config.request_timeout
+        generation = Generation(kind, completions, timeout=timeout, pace=self._pace, on_end=self._on_end)
         self.generations[generation.id] = generation
         generation.start(self.engine)
         return generation

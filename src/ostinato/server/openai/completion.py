@@ -76,17 +76,21 @@ class Completion:
         self._engine: EngineClient | None = None
         self._id = -1
         self._on_change: Callable[[], None] = lambda: None
+        self._on_more: Callable[[], None] = lambda: None
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing more will come."""
         return self.finish_reason is not None
 
-    def start(self, engine: EngineClient, on_change: Callable[[], None]) -> None:
-        """Ask the engine; `on_change` is called whenever something has come."""
-        self._engine, self._on_change = engine, on_change
-        # Stop strings stay here, and the seed is the only thing that tells completions of a prompt apart.
-        self._id = engine.generate(self.prompt_ids, replace(self.params, stop=None, n=1), self)
+    def start(self, engine: EngineClient, on_change: Callable[[], None], on_more: Callable[[], None]) -> None:
+        """Ask the engine; `on_change` is called at the first token and at the end, `on_more` in between."""
+        self._engine, self._on_change, self._on_more = engine, on_change, on_more
+        params = self.params
+        if params.stop or params.n != 1:
+            # Stop strings stay here, and the seed is the only thing that tells completions of a prompt apart.
+            params = replace(params, stop=None, n=1)
+        self._id = engine.generate(self.prompt_ids, params, self)
 
     def abort(self) -> None:
         """Have the engine end it; it then finishes with `abort`."""
@@ -132,8 +136,10 @@ class Completion:
 
     def _wake(self) -> None:
         every, behind_first = self._wakes_every, self.num_received - 1
-        if self.is_finished or (every and behind_first % every == 0):
+        if self.is_finished or (every and behind_first <= 0):
             self._on_change()
+        elif every and behind_first % every == 0:
+            self._on_more()
 
     def fail(self, error: EngineGone) -> None:
         """The engine is gone."""

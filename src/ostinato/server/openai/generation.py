@@ -11,6 +11,7 @@ from ..engine_client.client import EngineClient, EngineGone
 from .completion import Completion
 from .errors import ApiError, unavailable
 from .responses import CachedTokens, Usage
+from .stream_pace import StreamPace
 
 
 class ClientGone(Exception):
@@ -26,6 +27,7 @@ class Generation:
         completions: Sequence[Completion],
         *,
         timeout: float,
+        pace: StreamPace,
         on_end: Callable[[Generation], None],
     ) -> None:
         """`kind` begins the id: cmpl or chatcmpl. `on_end` is called once, when it has ended."""
@@ -35,6 +37,7 @@ class Generation:
         self.error: ApiError | ClientGone | None = None
         """Why it ended early, if it did."""
         self._timeout = timeout
+        self._pace = pace
         self._timer: asyncio.TimerHandle | None = None
         self._on_end: Callable[[Generation], None] | None = on_end
         self._changed = asyncio.Event()
@@ -59,9 +62,10 @@ class Generation:
     def start(self, engine: EngineClient) -> None:
         """Ask the engine for all of them."""
         self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire)
+        changed = self._changed
         try:
             for completion in self.completions:
-                completion.start(engine, self._changed.set)
+                completion.start(engine, changed.set, lambda: self._pace.wake(changed))
         except EngineGone as error:
             self.end(unavailable(str(error)))
 

@@ -61,12 +61,14 @@ def bench_decode(
         for input_len in input_lens
         for batch in batch_sizes
     ]
+    is_cached = subject.options.get("enable_prefix_caching", False)
+    cached = "prompts from the prefix cache" if is_cached else "no prefix cache"
     result = head(
         "decode",
         model=subject.described(),
         output_len=output_len,
         repeats=repeats,
-        method="TPOT = (T(N) - T(1)) / (N - 1), median of the repeats; greedy, no prefix cache",
+        method=f"TPOT = (T(N) - T(1)) / (N - 1), median of the repeats; greedy, {cached}",
     )
     versions: dict[str, Any] = {}
     facts: dict[str, Any] = {}

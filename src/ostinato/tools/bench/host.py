@@ -1,10 +1,17 @@
 """`ostinato bench host`: what a steady decode step costs the CPU, and whether the device ever waits for it.
 
 Note [Steady steps]
-All figures are of the steps by which a run of N tokens exceeds a run of 1 token over the same prompts, which
-are short enough to be prefilled in one step: N - 1 steps that only decode, new pages every 16 tokens
-included. Times by part come from `LLM.step_times`; launches and idle time from the profiler, in a run of its
-own, because it slows the host down. What counts as idle: Note [Idle time] in kernel_timeline.
+Prompts are short enough to be prefilled in one step, so all but the first steps of a run only decode, new
+pages every 16 tokens included. Each step is timed by itself, from its beginning to that of the next
+(`StepClock.recording`); a few at both ends are left out. Figures are medians over the steps of all repeats:
+steps, not runs, because the difference of two runs has the noise of two prefills in it. Means are beside
+them. Launches and idle time are from the profiler, in a run of its own, because it slows the host down. What
+counts as idle: Note [Idle time] in kernel_timeline.
+
+Note [Steps without waiting]
+The next step is launched before the tokens of the last one are waited for. Where the host has to wait for
+them, the device was still computing when its next work was there: it has not been idle. So the share of steps
+in which the host did not wait bounds the share in which the device did, without a profiler.
 """
 
 from __future__ import annotations
@@ -15,9 +22,12 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
+from ostinato.engine.times import OneStep
+
 from .check import STEPS, checked_part, compare_with
 from .contest import Ours
 from .engine_facts import engine_facts
+from .errors import BenchError
 from .kernel_timeline import Timeline, idle_time, timeline_of
 from .made_up_tokenizer import with_text
 from .progress import tell
@@ -31,6 +41,12 @@ PROFILED_STEPS = 50
 """Steps under the profiler."""
 PARTS = ("schedule", "launch", "wait", "complete", "deliver")
 """The parts of a step, see `LLM.step_times`."""
+
+
+ENDS = 4
+"""Steps left out at either end of a run: there rows join and leave."""
+NO_WAIT_US = 10.0
+"""A shorter wait is none: the tokens were there, and reading them takes some microseconds."""
 
 
 _ON_CPU = "on a CPU the launch is the computation; idle time and launches need a GPU"
@@ -51,9 +67,10 @@ def bench_host(
             prompt_len=PROMPT_LEN,
             tokenizer=tokenizer,
             method=(
-                "per step: (a run of N tokens - a run of 1) / steps between; idle: time without a kernel or "
-                "copy, as a share of the time from the first to the last one, under the profiler, over "
-                f"the last {PROFILED_STEPS} steps; between: of it, gaps between different launches"
+                "medians over single steps that only decode; idle: time without a kernel or copy, as a share "
+                "of the time from the first to the last one, under the profiler, over the last "
+                f"{PROFILED_STEPS} steps; between: of it, gaps between different launches; waiting: of that, "
+                "until the host had launched what comes next"
             ),
         )
         batch, length = max(batch_sizes), PROMPT_LEN + output_len + 1
@@ -79,30 +96,33 @@ def _row(engine: Ours, workload: Workload, repeats: int, on_gpu: bool) -> dict[s
 
 
 def _by_part(engine: Ours, workload: Workload, repeats: int) -> dict[str, Any]:
-    samples = [_steady(engine, workload) for _ in range(repeats)]
-    microseconds = {part: statistics.median(sample[part] for sample in samples) for part in PARTS}
-    output_us = microseconds["complete"] + microseconds["deliver"]
-    step_us = statistics.median(sample["step"] for sample in samples)
+    steps = [step for _ in range(repeats) for step in _steady(engine, workload)]
+    microseconds = {part: statistics.median(step.parts[part] for step in steps) for part in PARTS}
+    means = {part: statistics.fmean(step.parts[part] for step in steps) for part in PARTS}
+    # Of whole steps, so that no step's parts are mixed with another's.
+    busy = statistics.median(1 - step.parts["wait"] / step.microseconds for step in steps)
     return {
         "batch": len(workload),
-        "step_us": step_us,
+        "steps": len(steps),
+        "step_us": statistics.median(step.microseconds for step in steps),
+        "mean_step_us": statistics.fmean(step.microseconds for step in steps),
         "us": microseconds,
+        "mean_us": means,
         "schedule_and_launch_us": microseconds["schedule"] + microseconds["launch"],
-        "host_busy_share": (step_us - microseconds["wait"]) / step_us,
-        "output_tokens_per_s": len(workload) / output_us * 1e6,
+        "host_busy_share": busy,
+        "steps_without_waiting": statistics.fmean(step.parts["wait"] < NO_WAIT_US for step in steps),
+        "output_tokens_per_s": len(workload) / (means["complete"] + means["deliver"]) * 1e6,
     }
 
 
-def _steady(engine: Ours, workload: Workload) -> dict[str, float]:
-    """Microseconds per steady step: of every part, and of the `step` as a whole."""
-    engine.llm.step_times(reset=True)
-    first = engine.run(workload.shortened(1))
-    before = engine.llm.step_times(reset=True)
-    whole = engine.run(workload)
-    after = engine.llm.step_times(reset=True)
-    steps = after.steps - before.steps
-    parts = {part: (after.microseconds[part] - before.microseconds[part]) / steps for part in PARTS}
-    return {**parts, "step": (whole.seconds - first.seconds) / steps * 1e6}
+def _steady(engine: Ours, workload: Workload) -> list[OneStep]:
+    """The steps of one run that only decode."""
+    with engine.llm.engine.core.clock.recording() as steps:
+        engine.run(workload)
+    steady = steps[ENDS:-ENDS]
+    if not steady:
+        raise BenchError(f"{max(workload.output_lens)} tokens are too few for steady steps: more than 10")
+    return steady
 
 
 def _profiled(engine: Ours, workload: Workload) -> tuple[Timeline, Timeline, int]:
@@ -128,10 +148,11 @@ def _on_device(engine: Ours, workload: Workload) -> dict[str, Any]:
         return {}
     launches = (whole.num_launches - first.num_launches) / steps
     shown = min(PROFILED_STEPS, steps)
-    idle = idle_time(whole.last_launches(round(launches * shown)))
+    idle = idle_time(whole.last_launches(round(launches * shown)), whole.launched_at)
     return {
         "idle_share": idle.share,
         "idle_share_between_launches": idle.share_between,
+        "idle_share_waiting": idle.share_waiting,
         "profiled_step_us": idle.window / shown,
         "profiled_device_us": (idle.window - idle.between) / shown,
         "launches_per_step": _launches_per_step(first, whole, steps),
@@ -153,11 +174,12 @@ def _launches_of_ends(engine: Ours, workloads: Sequence[Workload]) -> list[dict[
 def host_tables(result: Mapping[str, Any]) -> RenderableType:
     """The result for people."""
     model = result["settings"]["model"]
-    headings = ["batch", "step", *PARTS, "schedule+launch", "host busy", "output tokens/s"]
+    headings = ["batch", "step", *PARTS, "schedule+launch", "host busy", "no wait", "output tokens/s"]
     rows = [
         [
             *(row["batch"], row["step_us"], *(row["us"][part] for part in PARTS)),
-            *(row["schedule_and_launch_us"], share(row["host_busy_share"]), row["output_tokens_per_s"]),
+            *(row["schedule_and_launch_us"], share(row["host_busy_share"])),
+            *(share(row["steps_without_waiting"]), row["output_tokens_per_s"]),
         ]
         for row in result["rows"]
     ]
@@ -167,11 +189,13 @@ def host_tables(result: Mapping[str, Any]) -> RenderableType:
     if on_device:
         kinds = ("graph", "kernel", "copy")
         off = {row["batch"]: row["launches_per_step"] for row in result["launches_without_graphs"]}
-        headings = ["batch", "device us", "idle", "between launches", *kinds, "kernels without graphs"]
+        headings = ["batch", "device us", "waiting for the host", "between launches", "idle", *kinds]
+        headings.append("kernels without graphs")
         rows = [
             [
                 *(row["batch"], row["profiled_device_us"]),
-                *(share(row["idle_share"]), share(row["idle_share_between_launches"])),
+                *(share(row["idle_share_waiting"]), share(row["idle_share_between_launches"])),
+                share(row["idle_share"]),
                 *(row["launches_per_step"].get(kind, 0.0) for kind in kinds),
                 off.get(row["batch"], {}).get("kernel"),
             ]

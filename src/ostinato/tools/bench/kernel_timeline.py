@@ -6,7 +6,9 @@ host that launched it; all kernels of a graph carry the number of its one launch
 start of the first to the end of the last event, the time in which no event runs is idle. It is `inside`
 where the events before and after the gap come from one launch: the device goes from node to node of a graph,
 nobody is waited for. It is `between` where the event behind the gap comes from another launch than the one
-before it: that is where a device waits for the host.
+before it. Of that, it is `waiting` up to the end of the call that launched the event behind the gap: only
+then did the device have nothing to do because of the host. The rest is what the device itself takes from one
+launch to the next, as from node to node. A call that the trace does not have counts as late.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ class Idle:
     window: float
     inside: float
     between: float
+    waiting: float
+    """Of `between`, for the host."""
 
     @property
     def share(self) -> float:
@@ -53,6 +57,11 @@ class Idle:
         """Share of the window without work, between launches."""
         return self.between / self.window
 
+    @property
+    def share_waiting(self) -> float:
+        """Share of the window in which the device waited for the host."""
+        return self.waiting / self.window
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -61,11 +70,13 @@ class Timeline:
     events: tuple[DeviceEvent, ...]
     launches: Mapping[str, int]
     """How often the host launched a `graph`, a `kernel`, a `copy` (memset included)."""
+    launched_at: Mapping[int, float] = field(default_factory=dict)
+    """When the call of each launch was over, by the launch's number."""
 
     @classmethod
     def of_trace(cls, trace: Iterable[Mapping[str, Any]]) -> Timeline:
         """From the events of a Chrome trace."""
-        events, launches = [], Counter[str]()
+        events, launches, launched_at = [], Counter[str](), dict[int, float]()
         for event in trace:
             category = event.get("cat")
             if category in _ON_DEVICE:
@@ -74,7 +85,9 @@ class Timeline:
                 events.append(DeviceEvent(start, start + float(event["dur"]), launch))
             elif category in _ON_HOST and (kind := _kind_of_launch(event["name"])):
                 launches[kind] += 1
-        return cls(tuple(sorted(events, key=lambda event: event.start)), dict(launches))
+                launch = int(event.get("args", {}).get("correlation", -1))
+                launched_at[launch] = float(event["ts"]) + float(event["dur"])
+        return cls(tuple(sorted(events, key=lambda event: event.start)), dict(launches), launched_at)
 
     @property
     def num_launches(self) -> int:
@@ -96,9 +109,9 @@ def _kind_of_launch(name: str) -> str | None:
     return "copy" if "Memcpy" in name or "Memset" in name else None
 
 
-def idle_time(events: Sequence[DeviceEvent]) -> Idle:
-    """Idle time over these events, which are in the order of their start."""
-    inside = between = 0.0
+def idle_time(events: Sequence[DeviceEvent], launched_at: Mapping[int, float]) -> Idle:
+    """Idle time over these events, which are in the order of their start; see Note [Idle time]."""
+    inside = between = waiting = 0.0
     busy_until, launch = events[0].end, events[0].launch
     for event in events[1:]:
         gap = max(0.0, event.start - busy_until)
@@ -106,10 +119,11 @@ def idle_time(events: Sequence[DeviceEvent]) -> Idle:
             inside += gap
         else:
             between += gap
+            waiting += max(0.0, min(gap, launched_at.get(event.launch, event.start) - busy_until))
         if event.end > busy_until:
             busy_until = event.end
         launch = event.launch
-    return Idle(busy_until - events[0].start, inside, between)
+    return Idle(busy_until - events[0].start, inside, between, waiting)
 
 
 def timeline_of(call: Callable[[], object]) -> Timeline:

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_SHADES = ("#f2b5a7", "#e07a5f", "#c8452f", "#8c2f1f", "#5a1d12", "#2b0d08")
+_PARTS = {"schedule": "#c8452f", "launch": "#e9a18f", "complete": "#4f6d7a", "deliver": "#a3b1bb"}
+_PHASES = (
+    *("#2f3e46", "#7a8b99", "#a3b1bb", "#d9dfe3", "#5a1d12", "#c8452f"),
+    *("#e07a5f", "#f2b5a7", "#e9c46a", "#f4e3b5", "#8ab17d", "#babb74"),
+)
 _OURS, _OTHERS = "#c8452f", ("#7a8b99", "#4f6d7a", "#a3b1bb", "#2f3e46")
 
 
@@ -84,19 +90,23 @@ def _decode(result: Mapping[str, Any]) -> Figure:
     figure, axes = _axes(2 if len(lengths) > 1 else 1)
     _tpot_by_batch(axes[0], [row for row in rows if row["input_len"] == shortest], shortest)
     if len(lengths) > 1:
-        for batch in sorted({row["batch"] for row in rows}):
-            same = [row for row in rows if row["batch"] == batch]
-            axes[1].plot(
-                [row["input_len"] for row in same],
-                [row["tpot_ms"] for row in same],
-                marker="o",
-                label=f"batch {batch}",
-            )
-        _sizes(axes[1], lengths, "prompt, tokens")
-        axes[1].set_ylabel("TPOT, ms")
-        axes[1].set_ylim(0, 1.1 * max(row["tpot_ms"] for row in rows))
-        axes[1].legend(frameon=False)
+        _tpot_by_context(axes[1], rows, lengths)
     return figure
+
+
+def _tpot_by_context(axes: Axes, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> None:
+    batches = sorted({row["batch"] for row in rows})
+    for batch, color in zip(batches, _SHADES, strict=False):
+        same = [row for row in rows if row["batch"] == batch]
+        at = [row["input_len"] for row in same]
+        axes.plot(at, [row["tpot_ms"] for row in same], marker="o", color=color, label=f"batch {batch}")
+        axes.plot(at, [row["limit_ms"] for row in same], color=color, ls=":")
+    axes.plot([], [], color="black", ls=":", label="limit of the memory")
+    _sizes(axes, lengths, "prompt, tokens")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("TPOT, ms")
+    axes.legend(frameon=False)
 
 
 def _tpot_by_batch(axes: Axes, rows: Sequence[Mapping[str, Any]], input_len: int) -> None:
@@ -108,6 +118,7 @@ def _tpot_by_batch(axes: Axes, rows: Sequence[Mapping[str, Any]], input_len: int
         axes.plot(*zip(*points, strict=True), marker="s", ms=4, color=color, label=name)
     _sizes(axes, batches, f"batch ({input_len} tokens of prompt)")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("TPOT, ms")
     axes.legend(frameon=False)
 
@@ -125,6 +136,30 @@ def _peer_tpot(row: Mapping[str, Any], name: str) -> float | None:
         tpot: float = row["measured_peers"][name]["tpot_ms"]
         return tpot
     return row["peer_figures"].get("tpot_ms", {}).get(name)  # type: ignore[no-any-return]
+
+
+def _prefill(result: Mapping[str, Any]) -> Figure:
+    rows = result["rows"]
+    figure, axes = _axes(2)
+    for place, (singly, label) in zip(
+        axes, ((True, "one prompt"), (False, "a batch of prompts")), strict=True
+    ):
+        shown = [row for row in rows if (row["batch"] == 1) == singly]
+        if not shown:  # every batch is one prompt
+            place.set_visible(False)
+            continue
+        lengths = [row["input_len"] for row in shown]
+        rates = [row["prompt_tokens_per_s"] for row in shown]
+        place.plot(lengths, rates, marker="o", color=_OURS, label="ostinato")
+        for name, color in zip(shown[0]["measured_peers"], _OTHERS, strict=False):
+            others = [row["measured_peers"].get(name, {}).get("prompt_tokens_per_s") for row in shown]
+            place.plot(lengths, others, marker="s", ms=4, color=color, label=name)
+        _sizes(place, lengths, f"tokens of a prompt, {label}")
+        place.set_ylim(bottom=0)
+        place.yaxis.set_major_formatter("{x:,.0f}")
+        place.set_ylabel("prompt tokens per second")
+        place.legend(frameon=False)
+    return figure
 
 
 def _throughput(result: Mapping[str, Any]) -> Figure:
@@ -147,17 +182,19 @@ def _host(result: Mapping[str, Any]) -> Figure:
     figure, axes = _axes(2 if "idle_share" in rows[0] else 1)
     # On a CPU waiting and computing are the launch: what is left is what the host does.
     shown = [part for part in PARTS if part != "wait" and (part != "launch" or "idle_share" in rows[0])]
-    axes[0].stackplot(
-        batches, [[row["us"][part] for row in rows] for part in shown], labels=shown, alpha=0.85
-    )
+    heights = [[row["us"][part] for row in rows] for part in shown]
+    axes[0].stackplot(batches, heights, labels=shown, colors=[_PARTS[part] for part in shown])
     _sizes(axes[0], batches, "batch")
     axes[0].set_ylabel("CPU time of a steady decode step, us")
     axes[0].legend(frameon=False, loc="upper left")
     if len(axes) > 1:
-        between = [100 * row["idle_share_between_launches"] for row in rows]
-        axes[1].plot(batches, between, marker="o", color=_OURS, label="between launches")
-        idle = [100 * row["idle_share"] for row in rows]
-        axes[1].plot(batches, idle, marker="s", color=_OTHERS[0], label="also between the nodes of a graph")
+        for key, label, color in (
+            ("idle_share_waiting", "waiting for the host", _OURS),
+            ("idle_share_between_launches", "between launches", _OTHERS[1]),
+            ("idle_share", "also between the nodes of a graph", _OTHERS[2]),
+        ):
+            shares = [100 * row[key] for row in rows]
+            axes[1].plot(batches, shares, marker="o", ms=4, color=color, label=label)
         axes[1].set_ylim(bottom=0)
         _sizes(axes[1], batches, "batch")
         axes[1].set_ylabel("device idle, per cent")
@@ -188,16 +225,31 @@ def _startup(result: Mapping[str, Any]) -> Figure:
 
 
 def _start_bars(axes: Axes, result: Mapping[str, Any]) -> None:
-    phases = [phase for phase in result["warm"]["seconds"] if phase != "total"]
-    left = {"cold": 0.0, "warm": 0.0}
-    for phase in phases:
-        widths = [result[name]["seconds"][phase] for name in left]
-        axes.barh(list(left), widths, left=list(left.values()), label=phase)
+    found = {name: _phases(result[name]) for name in ("cold", "warm")}
+    left = dict.fromkeys(found, 0.0)
+    for phase, color in zip(found["warm"], _PHASES, strict=False):
+        widths = [phases.get(phase, 0.0) for phases in found.values()]
+        axes.barh(list(left), widths, left=list(left.values()), label=phase, color=color)
         left = {name: begin + width for (name, begin), width in zip(left.items(), widths, strict=True)}
     axes.invert_yaxis()
     axes.grid(visible=False)
+    for name, total in left.items():
+        axes.annotate(f"{total:.1f} s", (total, name), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.set_xlim(0, 1.12 * max(left.values()))
     axes.set_xlabel("seconds from the start of the process to the first token")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, fontsize=8)
+
+
+def _phases(started: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds by phase, those of the engine in the place of the engine as a whole."""
+    found: dict[str, float] = {}
+    for phase, seconds in started["seconds"].items():
+        if phase == "engine":
+            inside = {name: value for name, value in started["startup_s"].items() if name != "total"}
+            found |= {**inside, "rest of the engine": seconds - sum(inside.values())}
+        elif phase != "total":
+            found[phase] = seconds
+    return found
 
 
 def _on_off(result: Mapping[str, Any]) -> Figure:
@@ -212,12 +264,13 @@ def _on_off(result: Mapping[str, Any]) -> Figure:
     axes.set_xticks(list(places), labels)
     axes.set_xlabel("batch, and how many times faster with graphs")
     axes.set_ylabel("TPOT, ms")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return figure
 
 
 _DRAWINGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "decode": _decode,
+    "prefill": _prefill,
     "throughput": _throughput,
     "host": _host,
     "startup": _startup,

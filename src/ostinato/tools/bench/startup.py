@@ -2,6 +2,10 @@
 
 Every measurement is a fresh process. Cold: with empty folders for compiled kernels. Warm: the same folders
 again. The difference is the time to compile.
+
+Python's byte code is no part of that: installing a package compiles it. Where the environment forbids to keep
+byte code, as images for one use do, every import would parse all of torch anew. There the modules are
+imported once before anything is measured, with a folder for their byte code.
 """
 
 from __future__ import annotations
@@ -29,6 +33,13 @@ KERNEL_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 """Where compiled kernels are kept between processes."""
 
 
+_IMPORTED = """
+import importlib.util
+import ostinato.engine.llm, ostinato.tools.bench.engine_facts
+if importlib.util.find_spec("triton"):
+    import triton
+"""
+
 _OWN_SIZES = {
     "cuda_graph_max_bs": None,
     "cudagraph_capture_sizes": None,
@@ -44,11 +55,13 @@ def bench_startup(
         "startup",
         model=subject.described(),
         rungs=list(rungs),
-        method="a fresh process each; cold: empty kernel caches; warm: the same caches again",
+        method="a fresh process each; cold: empty kernel caches; warm: the same caches again; Python's byte "
+        "code is there in both",
     )
     options = {**subject.options, "enable_prefix_caching": False}
-    with tempfile.TemporaryDirectory() as caches:
-        environment = {**os.environ, **{name: os.path.join(caches, name) for name in KERNEL_CACHES}}
+    with tempfile.TemporaryDirectory() as caches, tempfile.TemporaryDirectory() as byte_code:
+        environment = with_byte_code(os.environ, byte_code)
+        environment |= {name: os.path.join(caches, name) for name in KERNEL_CACHES}
         tell("cold start")
         result["cold"] = _start(options, environment, [])
         result["compiled_files"] = sum(len(files) for _, _, files in os.walk(caches))
@@ -63,6 +76,17 @@ def bench_startup(
     result["compile_s"] = difference if result["compiled_files"] else None
     result["peer_figures"] = startup_figures(figures or {}, subject.name)
     return result
+
+
+def with_byte_code(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """The environment, and where it forbids to keep byte code, one that keeps it in `folder`, filled."""
+    kept = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if len(kept) == len(environment):
+        return kept
+    tell("compiling Python's byte code")
+    kept["PYTHONPYCACHEPREFIX"] = folder
+    subprocess.run([sys.executable, "-c", _IMPORTED], env=kept, check=True)
+    return kept
 
 
 def _start(

@@ -1,0 +1,45 @@
+"""`ostinato tune`: a table of kernels for this GPU and a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .bench import numbers
+
+
+def tune(
+    model: Annotated[str | None, typer.Option(help="A directory with a config.json, or a hub name.")] = None,
+    tokens: Annotated[str, typer.Option(help="Tokens of a step to measure at.")] = "1,8,16,32,64,128,256",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the table goes, or is added to; default: the cache folder, where engines find it."
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything that was measured to this file.")
+    ] = None,
+) -> None:
+    """Find the fastest kernels of a model's linear layers on this GPU, by timing them.
+
+    What is found for a number of tokens serves all from the one before it on. An engine uses the table
+    from its next start on.
+    """
+    from rich.console import Console
+
+    from ostinato.tools.bench.results import write_json
+    from ostinato.tools.tune.tuning import tables
+    from ostinato.tools.tune.tuning import tune as run_tune
+
+    def note(text: str) -> None:
+        print(f"ostinato: {text}", file=sys.stderr, flush=True)
+
+    file, result = run_tune(model, numbers("--tokens", tokens), out, note)
+    if json_file is not None:
+        write_json(result, json_file)
+    Console(width=160 if not sys.stdout.isatty() else None).print(tables(result))
+    note(f"table written to {file}")

@@ -1,0 +1,107 @@
+"""The pages of running requests: taken, shared by prefix, committed when full, given back.
+
+What a request has is in three places: its list of pages, the capacity in its row, and the page table on the
+device. The first two change here at once; what the device has to be told is collected for the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ostinato.cache.pages import RESERVED_PAGE, PageAllocator
+
+from .request import IntArray, Request, RequestRows
+from .scheduled_step import PageUpdate
+
+_AT_A_TIME = 4
+_PLENTY = 4 * _AT_A_TIME
+"""Free pages per running request from which a decode may take several."""
+
+
+class RequestPages:
+    """Who has which pages."""
+
+    def __init__(self, pages: PageAllocator, rows: RequestRows, *, prefix_caching: bool) -> None:
+        """Take pages from this allocator, which nobody else may use."""
+        self._pages, self._rows, self._prefix_caching = pages, rows, prefix_caching
+        self._updates: list[PageUpdate] = []
+
+    def missing(self, request: Request, num_tokens: int) -> int:
+        """Pages that the request needs besides its own to hold so many tokens."""
+        return self._pages.pages_for(num_tokens) - len(request.pages)
+
+    def cached_prefix(self, request: Request) -> list[int]:
+        """Full pages that hold the first tokens of the request already."""
+        # Prompt logprobs and pooled embeddings need the hidden states of every token of the prompt.
+        needs_all = request.params is None or request.params.prompt_logprobs is not None
+        if needs_all or not self._prefix_caching:
+            return []
+        return self._pages.match((*request.prompt_ids, *request.output_ids))
+
+    def start(self, request: Request, prefix: list[int], count: int) -> None:
+        """Give a request that has moved in a cached prefix, and room for `count` tokens behind it."""
+        rows, row = self._rows, request.row
+        cached = len(prefix) * self._pages.page_size
+        self._pages.share(prefix, request.num_tokens)
+        self._extend(request, prefix)
+        self.take(request, self.missing(request, cached + count))
+        rows.num_computed[row] = rows.num_scheduled[row] = cached
+        rows.num_committed_pages[row] = len(prefix)
+        if not self._prefix_caching:
+            rows.never_commit(row)
+
+    def take(self, request: Request, count: int) -> None:
+        """Give the request so many free pages."""
+        self._extend(request, self._pages.allocate(count))
+
+    def grow(self, requests: Sequence[Request], num_running: int) -> None:
+        """Give each of these a page at least; there must be as many free."""
+        # As long as there is plenty, several at a time: each change costs an upload.
+        plenty = self._pages.num_free > _PLENTY * num_running
+        for request in requests:
+            wanted = self.missing(request, int(self._rows.max_tokens[request.row]))
+            self.take(request, min(_AT_A_TIME, wanted) if plenty else 1)
+
+    def commit_full(self, rows: IntArray, computed: IntArray) -> bool:
+        """Offer pages that have become full as prefixes. Whether one came free, for its like was there."""
+        if not self._prefix_caching:
+            return False
+        full = computed // self._pages.page_size
+        behind = rows[full > self._rows.num_committed_pages[rows]]
+        freed = [self._commit(row) for row in behind.tolist()]
+        return any(freed)
+
+    def leave(self, request: Request) -> None:
+        """Take all pages from the request."""
+        self._pages.free(request.pages)
+        request.pages = []
+
+    def take_updates(self) -> tuple[PageUpdate, ...]:
+        """What has changed since the last call."""
+        updates = tuple(self._updates)
+        self._updates.clear()
+        return updates
+
+    def _extend(self, request: Request, pages: list[int]) -> None:
+        if pages:
+            self._updates.append(PageUpdate(request.row, len(request.pages), tuple(pages)))
+            request.pages += pages
+            self._rows.capacity[request.row] = len(request.pages) * self._pages.page_size
+
+    def _commit(self, row: int) -> bool:
+        rows, size = self._rows, self._pages.page_size
+        request = rows.requests[row]
+        assert request is not None
+        has_freed = False
+        first, last = int(rows.num_committed_pages[row]), request.num_computed // size
+        for at in range(first, last):
+            ids = rows.token_ids[row, at * size : (at + 1) * size].tolist()
+            parent = request.pages[at - 1] if at else RESERVED_PAGE
+            page = self._pages.commit(request.pages[at], parent, ids)
+            if page != request.pages[at]:
+                # Steps in flight still read the page given up: it holds the same.
+                request.pages[at] = page
+                self._updates.append(PageUpdate(row, at, (page,)))
+                has_freed = True
+        rows.num_committed_pages[row] = last
+        return has_freed

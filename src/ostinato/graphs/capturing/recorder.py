@@ -1,0 +1,136 @@
+"""Runs and records a step at the sizes of its graphs, without a trace in anything but the graphs."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..dispatching.keys import GraphKey
+from ..dispatching.mode import GraphMode
+from ..dispatching.step_mode import step_mode
+from ..errors import ColdKernelError
+from ..inputs.buffers import Batch, InputBuffers
+from .autocast import clean_autocast_cache
+from .captured import CapturedGraph, Recorded, record, with_outputs_of_their_own
+from .compiled import CompiledSteps
+from .options import CaptureOptions
+from .pool import GraphPool
+from .segments import Bridges
+from .trial import Trials
+
+Step = Callable[..., Any]
+
+
+class StepRecorder:
+    """What a capture needs to know of a step. The arguments are those of `CudaGraphRunner`."""
+
+    def __init__(
+        self,
+        step: Step,
+        buffers: InputBuffers,
+        pool: GraphPool,
+        options: CaptureOptions,
+        *,
+        state: Mapping[str, torch.Tensor] | None,
+        sinks: Mapping[str, torch.Tensor],
+        dummy: Callable[[BatchDescriptor], Batch] | None,
+        compile_up_to: int,
+        kernels_of: Callable[[GraphKey], Hashable] | None,
+    ) -> None:
+        self.bridges = Bridges()
+        """What crosses from one segment of a piecewise graph to the next."""
+        self._step, self._buffers, self._pool, self._options = step, buffers, pool, options
+        self._state, self._sinks, self._dummy = state, sinks, dummy
+        is_field = any(field.name == "descriptor" for field in buffers.fields)
+        self._wants_descriptor = not is_field and _has_parameter(step, "descriptor")
+        self._compiled = CompiledSteps(step, compile_up_to, pool.device)
+        self._kernels_of = kernels_of
+        self._warm: set[Hashable] = set()
+
+    def arguments(self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor) -> dict[str, Any]:
+        """What the step is called with: its inputs, and the descriptor if it wants to know."""
+        return {**inputs, "descriptor": descriptor} if self._wants_descriptor else dict(inputs)
+
+    def trials(self) -> Trials:
+        """A way to run the step without a trace."""
+        return Trials(
+            self._pool.backend, state=self._state, sinks=self._sinks, generators=self._options.generators
+        )
+
+    def capture(self, key: GraphKey, among: Sequence[GraphKey]) -> CapturedGraph:
+        """The graph of one key; `among`: all that will be asked for."""
+        started = time.perf_counter()
+        self._compiled.reserve(among)
+        kernels = key if self._kernels_of is None else self._kernels_of(key)
+        try:
+            recorded = self._record(key, 0 if kernels in self._warm else self._options.warmups)
+        except ColdKernelError:
+            if kernels not in self._warm:
+                raise
+            recorded = self._record(key, self._options.warmups)
+        if self._kernels_of is not None:
+            self._warm.add(kernels)
+        return CapturedGraph(key, recorded, time.perf_counter() - started)
+
+    def try_out(self, key: GraphKey) -> None:
+        """Run the step of a key once, on padding."""
+        with self._quiet():
+            arguments = self._dummy_arguments(key.descriptor)
+            self.trials().run(lambda: self._compiled.for_key(key)(**arguments))
+
+    def outputs_at(self, descriptor: BatchDescriptor) -> list[Any]:
+        """What the step returns for a size that may have no graph, flattened."""
+        with self._quiet():
+            arguments = self._dummy_arguments(descriptor)
+            return self.trials().run(lambda: tree_leaves(self._step(**arguments)))
+
+    def _record(self, key: GraphKey, warmups: int) -> Recorded:
+        step = self._compiled.for_key(key)
+        with self._quiet():
+            arguments = self._dummy_arguments(key.descriptor)
+            trials = self.trials()
+            piecewise = key.mode is GraphMode.PIECEWISE
+            strong = not self._options.weak_output
+            if step is not self._step or (piecewise and self._state is None) or strong:
+                # Compiled code hides its writes from the journal, a piecewise recording executes, and strong
+                # outputs need to know their shapes: each wants one observed run before the others.
+                like = trials.run(lambda: self._step(**arguments))
+                step = with_outputs_of_their_own(step, like) if strong else step
+                del like
+            for _ in range(warmups):
+                trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
+            with trials.undone():
+                return record(
+                    lambda: step(**arguments), self._pool, self._options, self.bridges, piecewise=piecewise
+                )
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Where trial runs and recordings happen: on our stream, outside whatever mode the caller is in."""
+        with self._pool.backend.stream(), torch.inference_mode(False), torch.no_grad():
+            # Wrappers inside the step are part of its graph.
+            with clean_autocast_cache(), step_mode(GraphMode.NONE):
+                yield
+
+    def _dummy_arguments(self, descriptor: BatchDescriptor) -> dict[str, Any]:
+        """Representative inputs of this size, in the buffers."""
+        if self._dummy is None:
+            self._buffers.fill_padding(descriptor)
+        else:
+            shape = BatchShape(descriptor.num_tokens, descriptor.num_reqs, descriptor.query_len)
+            self._buffers.fill(self._dummy(descriptor), shape, descriptor)
+        return self.arguments(self._buffers.views(descriptor), descriptor)
+
+
+def _has_parameter(function: Step, name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins show no signature
+        return False

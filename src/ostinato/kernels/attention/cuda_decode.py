@@ -1,0 +1,150 @@
+"""Attention of single tokens from the rows of the QKV projection, in CUDA C++ (`cuda/decode_attention.cu`).
+
+Does what `triton_decode` does when `fused`, where `serves` says so: norm, rotation, KV write and attention in
+one kernel, whose programs share out the contexts of all tokens evenly, whatever their lengths.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..cuda.compiled import CudaKernel, cuda_kernel, is_supported
+from .batch import PAGE_SIZE
+from .decode_tiles import CUDA_MAX_TOKENS, CudaDecodeTile, cuda_decode_tile
+from .heads import HeadPreparation
+from .triton_tiles import LOG2_E
+
+_MAX_GROUP = 16
+_SHARED_BYTES_PER_SM = 228 << 10
+_RESERVED_SHARED_BYTES = 1 << 10
+"""Of each program, by CUDA."""
+
+
+def serves(rows: Tensor, heads: HeadPreparation, k_cache: Tensor, num_heads: int) -> bool:
+    """Whether `attend_tokens` can do this."""
+    if not is_supported(rows.device) or rows.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    norms = (norm for norm in (heads.q_norm, heads.k_norm) if norm is not None)
+    return (
+        all(tensor.dtype == rows.dtype for tensor in (k_cache, *norms))
+        and PAGE_SIZE == 16  # a tile of the kernel is a page
+        and k_cache.size(3) % 16 == 0
+        and k_cache.size(3) <= 128
+        and num_heads <= _MAX_GROUP * k_cache.size(2)
+        and 0 < rows.size(0) <= CUDA_MAX_TOKENS[-1]
+        and rows.stride(0) % 2 == 0  # two elements are loaded at a time
+        and rows.data_ptr() % 4 == 0
+    )
+
+
+def attend_tokens(
+    rows: Tensor,
+    heads: HeadPreparation,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    num_heads: int,
+    scale: float,
+    sliding_window: int,
+    tile: CudaDecodeTile | None = None,
+) -> Tensor:
+    """Attention [T, Hq, D] of tokens whose QKV rows are `rows`; `tile` replaces that of the table."""
+    num_tokens, num_kv_heads, head_dim = rows.size(0), k_cache.size(2), k_cache.size(3)
+    group = num_heads // num_kv_heads
+    tile = tile or cuda_decode_tile(num_tokens, num_kv_heads, group)
+    out = rows.new_empty(num_tokens, num_heads, head_dim)
+    chunks = min(tile.max_chunks, -(-page_table.size(1) // tile.chunk_tiles))
+    partial = partial_sums = out
+    if chunks > 1:
+        sizes = (num_tokens, num_kv_heads, chunks, group)
+        partial = torch.empty(*sizes, head_dim, dtype=torch.float32, device=rows.device)
+        partial_sums = torch.empty(*sizes, 2, dtype=torch.float32, device=rows.device)
+    kernel, shared_bytes = decode_kernel(
+        tile,
+        num_tokens,
+        head_dim=head_dim,
+        group=group,
+        num_kv_heads=num_kv_heads,
+        has_norm=heads.q_norm is not None,
+        dtype=rows.dtype,
+    )
+    # More than are resident at a time would have to wait, and find nothing left to do.
+    resident = min(tile.programs, _SHARED_BYTES_PER_SM // (shared_bytes + _RESERVED_SHARED_BYTES))
+    programs = min(num_tokens * num_kv_heads * chunks, _num_sms(rows.device) * resident)
+    kernel.launch(
+        grid=(programs, 1, 1),
+        block=32 * tile.warps,
+        args=(
+            rows,
+            rows if heads.q_norm is None else heads.q_norm,
+            rows if heads.k_norm is None else heads.k_norm,
+            heads.rotary,
+            k_cache,
+            v_cache,
+            out,
+            partial,
+            partial_sums,
+            _counters(rows.device, num_kv_heads),
+            page_table,
+            token_rows,
+            positions,
+            scale * LOG2_E,
+            heads.eps,
+            rows.stride(0),
+            page_table.stride(0),
+            num_tokens,
+            sliding_window,
+            tile.chunk_tiles,
+            chunks,
+        ),
+        shared_bytes=shared_bytes,
+    )
+    return out
+
+
+def decode_kernel(
+    tile: CudaDecodeTile,
+    num_tokens: int,
+    *,
+    head_dim: int,
+    group: int,
+    num_kv_heads: int,
+    has_norm: bool,
+    dtype: torch.dtype,
+) -> tuple[CudaKernel, int]:
+    """The kernel for a batch, and the shared memory of a program."""
+    max_tokens = next(limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit)
+    # As the source lays it out: rings and queries in padded rows, new key and value, the list of work.
+    row, padded_row = 2 * head_dim, 2 * head_dim + 16
+    rows_bytes = (tile.warps * tile.slots * 16 + group) * padded_row + 2 * row
+    shared_bytes = rows_bytes + max_tokens * 8 + max_tokens // 32 * 20
+    kernel = cuda_kernel(
+        "decode_attention.cu",
+        "attend",
+        HEAD_DIM=head_dim,
+        GROUP=group,
+        KV_HEADS=num_kv_heads,
+        MAX_TOKENS=max_tokens,
+        SHARED_BYTES=shared_bytes,
+        WARPS=tile.warps,
+        SLOTS=tile.slots,
+        MIN_PROGRAMS=tile.programs,
+        LONGEST_FIRST=tile.longest_first,
+        NORM=has_norm,
+        HALF=dtype == torch.float16,
+    )
+    return kernel, shared_bytes
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _counters(device: torch.device, num_kv_heads: int) -> Tensor:
+    """Zeros before and after every launch; kept for good, because graphs point to them."""
+    return torch.zeros(1 + CUDA_MAX_TOKENS[-1] * num_kv_heads, dtype=torch.int32, device=device)

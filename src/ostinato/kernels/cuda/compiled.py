@@ -1,0 +1,266 @@
+"""A kernel in CUDA C++ from source to launch: compiled by NVRTC, kept on disk, launched on torch's stream.
+
+The sources lie beside this file. They include nothing else, so that NVRTC needs no headers of a toolkit, and
+get their constants as macros. Compiled kernels are kept in Triton's cache folder, beside Triton's own.
+
+Registers, shared memory and spills of a kernel, on any machine with NVRTC:
+
+    python -m ostinato.kernels.cuda.compiled fragments.cu ROWS=8 ...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FOLDER = Path(__file__).parent
+_MAX_STATIC_SHARED = 48 << 10
+
+Argument = Tensor | int | float
+"""Of a launch: the address of a tensor's data, an int32 or a float32."""
+
+
+class CudaError(RuntimeError):
+    """NVRTC or the driver refused something."""
+
+
+@cache
+def is_supported(device: torch.device) -> bool:
+    """On Hopper and later, where there is a compiler."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return has_nvrtc()
+
+
+@cache
+def has_nvrtc() -> bool:
+    """Whether NVRTC and NVIDIA's Python bindings are installed; torch for CUDA brings both."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+@cache
+def cuda_kernel(file: str, entry: str, **constants: int) -> CudaKernel:
+    """The kernel `entry` of a source file with these constants; the same one for the same constants."""
+    return CudaKernel(file, entry, constants)
+
+
+class CudaKernel:
+    """One kernel, compiled and loaded when it is first launched on a device."""
+
+    def __init__(self, file: str, entry: str, constants: dict[str, int]) -> None:
+        self._file, self._entry, self._constants = file, entry, constants
+        self._functions: dict[int, Any] = {}
+        self._configs: dict[Any, Any] = {}
+        self._shared_bytes = _MAX_STATIC_SHARED
+
+    def launch(
+        self,
+        *,
+        grid: tuple[int, int, int],
+        block: int,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+        cluster: int = 1,
+        dependent: bool = True,
+    ) -> None:
+        """Queue it on torch's current stream of the current device.
+
+        `cluster`: that many neighbours in x run at the same time and see each other's shared memory.
+        `dependent`: it may start before the previous kernel ends, and waits by itself (`wait_for_previous`).
+        """
+        device = torch.cuda.current_device()
+        function = self._functions.get(device)
+        if function is None:
+            if _postponed is not None:
+                _postponed[self] = shared_bytes
+                return
+            function = self.load(device, shared_bytes)
+        assert shared_bytes <= self._shared_bytes, shared_bytes
+        key = grid, block, shared_bytes, cluster, dependent
+        config = self._configs.get(key)
+        if config is None:
+            config = self._configs[key] = _launch_config(*key)
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        values = (ctypes.c_uint64 * len(args))(*map(_as_word, args))
+        first = ctypes.addressof(values)
+        places = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
+        _check(_driver().cuLaunchKernelEx(config, function, ctypes.addressof(places), 0))
+
+    def load(self, device: int, shared_bytes: int) -> Any:
+        """Compile it unless that is on disk, and put it on the device."""
+        driver = _driver()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().query()  # makes the context
+            module = _check(driver.cuModuleLoadData(self.compile(torch.cuda.get_device_capability(device))))
+            function = _check(driver.cuModuleGetFunction(module, self._entry.encode()))
+            attributes = driver.CUfunction_attribute
+            most, carveout = (
+                attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+            )
+            if shared_bytes > self._shared_bytes:
+                _check(driver.cuFuncSetAttribute(function, most, shared_bytes))
+                self._shared_bytes = shared_bytes
+            # All of it: the next kernel can start beside this one only where its shared memory fits too.
+            _check(driver.cuFuncSetAttribute(function, carveout, 100))
+        self._functions[device] = function
+        return function
+
+    def compile(self, capability: tuple[int, int]) -> bytes:
+        """Machine code for GPUs of this compute capability; from disk if it was compiled before."""
+        source = (_FOLDER / self._file).read_text()
+        options = _options(capability, self._constants)
+        what = "\n".join([_nvrtc_version(), *options, *_headers().values(), source])
+        kept = _cache_folder() / f"{Path(self._file).stem}-{hashlib.sha256(what.encode()).hexdigest()}.cubin"
+        if kept.exists():
+            return kept.read_bytes()
+        code, _ = _compile(source, self._file, options)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may compile at once: a file appears with all its bytes or not at all.
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, kept)
+        return code
+
+
+_postponed: dict[CudaKernel, int] | None = None
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """New kernels inside are not launched; leaving compiles them all at once and loads them."""
+    global _postponed
+    _postponed = {}
+    try:
+        yield
+    finally:
+        kernels, _postponed = _postponed, None
+    if not kernels:
+        return
+    device = torch.cuda.current_device()
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        list(threads.map(lambda item: item[0].load(device, item[1]), kernels.items()))
+
+
+def _as_word(argument: Argument) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, float):
+        return int.from_bytes(struct.pack("<f", argument), "little")
+    return argument & 0xFFFFFFFF
+
+
+def _launch_config(
+    grid: tuple[int, int, int], block: int, shared_bytes: int, cluster: int, dependent: bool
+) -> Any:
+    driver = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y = cluster, 1
+        attribute.value.clusterDim.z = 1
+        attributes.append(attribute)
+    if dependent:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+def _options(capability: tuple[int, int], constants: dict[str, int]) -> list[str]:
+    major, minor = capability
+    macros = [f"-D{name}={int(value)}" for name, value in sorted(constants.items())]
+    return [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", *macros]
+
+
+def _compile(source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
+    """(machine code, what the compiler said)."""
+    from cuda.bindings import nvrtc
+
+    headers = {name.encode(): text.encode() for name, text in _headers().items()}
+    program = _check(
+        nvrtc.nvrtcCreateProgram(
+            source.encode(), name.encode(), len(headers), list(headers.values()), list(headers)
+        )
+    )
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+    _check(nvrtc.nvrtcGetProgramLog(program, log))
+    said = log.decode(errors="replace").rstrip("\0\n")
+    if int(result) != 0:
+        raise CudaError(f"{name} does not compile with {' '.join(options)}:\n{said}")
+    code = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program)))
+    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    _check(nvrtc.nvrtcDestroyProgram(program))
+    return bytes(code), said
+
+
+def _check(answer: tuple[Any, ...]) -> Any:
+    """What a call of the bindings returns beside its status."""
+    status, *values = answer
+    if int(status) != 0:
+        raise CudaError(f"{type(status).__name__}: {status.name}")
+    return values[0] if values else None
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+@cache
+def _nvrtc_version() -> str:
+    from cuda.bindings import nvrtc
+
+    return str(nvrtc.nvrtcVersion()[1:])
+
+
+def _headers() -> dict[str, str]:
+    """The text of all files that a source may include."""
+    return {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
+
+
+def _cache_folder() -> Path:
+    import triton
+
+    return Path(triton.knobs.cache.dir) / "ostinato"
+
+
+def _main(file: str, *definitions: str) -> None:
+    constants = {name: int(value) for name, value in (item.split("=") for item in definitions)}
+    options = [*_options((9, 0), constants), "--ptxas-options=-v"]
+    code, said = _compile((_FOLDER / file).read_text(), file, options)
+    print(said)
+    print(f"{len(code)} bytes")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

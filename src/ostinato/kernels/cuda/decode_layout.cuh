@@ -1,0 +1,20 @@
+// How keys, values and heads lie in the caches and in shared memory, for decode_attention.cu.
+//
+//     caches          [pages][16 keys][KV_HEADS][HEAD_DIM]
+//     shared memory   rings [WARPS][SLOTS][16 rows]; queries [GROUP rows]; new key and value; `Units::Shared`
+#pragma once
+#include "device.cuh"
+
+constexpr int kThreads = WARPS * 32;
+constexpr int kRowBytes = HEAD_DIM * 2;
+constexpr int kKeyBytes = KV_HEADS * kRowBytes;  // from a position to the next in a cache
+constexpr int kPageBytes = 16 * kKeyBytes;
+
+constexpr int kStride = kRowBytes + 16;  // of a row in shared memory: no two of eight rows in the same banks
+constexpr int kSlotBytes = 16 * kStride;
+constexpr int kRingBytes = SLOTS * kSlotBytes;
+constexpr int kQueriesAt = WARPS * kRingBytes;
+constexpr int kNewAt = kQueriesAt + GROUP * kStride;
+constexpr int kListAt = kNewAt + 2 * kRowBytes;
+
+constexpr uint32 kAll = 0xffffffffu;  // lanes

@@ -1,0 +1,274 @@
+// A matrix times some tokens, its weights on the chip, as the tensor cores take them, before the tokens are known.
+//
+// A program owns ROWS rows of the matrix (of a gated one: ROWS of each half). Its warps share the columns: each
+// fetches its part of all rows before it waits for the previous kernel. Nothing says which columns are the 16 of
+// a fragment of mma.m16n8k16 as long as both factors agree, so a thread takes 8 neighbours for two fragments:
+// one load of 16 bytes, and no other thread needs them. Of its tiles of 8 rows it keeps HELD in registers and
+// the others in shared memory.
+//
+//     columns      | warp 0 | warp 1 | ...        32 at a time; thread lane % 4 has 8 of them
+//     [tokens, 32] x [32, 8 rows]  ->  parts [tokens, rows] of each warp  ->  their sum
+//
+// After the wait come the tokens, TOKENS at a time (8, 16 or 32), and every result is the sum over the warps.
+// With SLICES > 1 the programs of a cluster share the columns too: each sends its parts to the one that finishes
+// those rows.
+//
+// NORM: the rows of x are to be normalised. The norm's weight is applied to x; its factor, one number per token,
+// to the results. GATED: silu(first half) * second half. Sums are float32 and rounded once.
+//
+// What a program takes of a multiprocessor decides how many kernels are on their way at the same time. Two must
+// fit side by side: an empty kernel then takes 0.6 us, otherwise 1.5 to 3.
+#include "device.cuh"
+
+constexpr int kThreads = WARPS * 32;
+constexpr int kColumns = IN / SLICES / WARPS;  // of a warp
+constexpr int kSteps = kColumns / 32;
+constexpr int kGroups = TOKENS / 8;
+constexpr int kHalves = GATED + 1;
+constexpr int kRows = ROWS * kHalves;  // of the matrix: those of the first half, then those of the second
+constexpr int kTiles = kRows / 8;
+constexpr int kOwned = ROWS / SLICES;  // rows that this program of the cluster finishes
+constexpr int kItems = (TOKENS * kOwned / 4 + kThreads - 1) / kThreads;  // four results each, of a thread
+
+// Padded so that a warp's parts lie in different banks.
+constexpr int kStride = kRows + (TOKENS == 8 ? 4 : kRows % 16 == 0 ? 8 : 0);
+constexpr int kStaged = (kTiles - HELD + NORM) * kSteps;
+
+struct Shared {
+  Word4 staged[kStaged > 0 ? kStaged : 1][kThreads];  // the norm's weight last
+  float parts[WARPS][TOKENS][kStride];
+  float squares[WARPS][TOKENS];
+  float from_cluster[SLICES > 1 ? 2 : 1][SLICES][TOKENS][SLICES > 1 ? kHalves * kOwned : 4];
+  float squares_from_cluster[2][SLICES][TOKENS];
+};
+
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
+static_assert(IN % (SLICES * WARPS * 32) == 0, "columns are shared in blocks of 32");
+static_assert(kRows % 8 == 0 && ROWS % (4 * SLICES) == 0, "rows come in eights, results in fours");
+
+#if OUT_FLOAT
+typedef float Out;
+__device__ __forceinline__ void store_four(Out* p, float4 y) { *(float4*)p = y; }
+#else
+typedef Element Out;
+__device__ __forceinline__ void store_four(Out* p, float4 y) {
+  *(uint2*)p = make_uint2(rounded(y.x, y.y), rounded(y.z, y.w));
+}
+#endif
+
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+__device__ __forceinline__ float4 operator*(float4 a, float b) {
+  return make_float4(a.x * b, a.y * b, a.z * b, a.w * b);
+}
+__device__ __forceinline__ float4 four_of(uint2 v) {
+  return make_float4(low(v.x), high(v.x), low(v.y), high(v.y));
+}
+__device__ __forceinline__ float gate(float y, float by) { return y / (1.f + __expf(-y)) * by; }
+
+// A thread's columns of the tokens lane / 4, + 8, ...; zeros where there is no token.
+__device__ __forceinline__ void load_tokens(Word4 (&v)[kGroups][kSteps], const Element* x, int num_tokens) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const int token = g * 8 + lane / 4;
+    const Element* row = x + (long long)token * IN + (lane % 4) * 8;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      v[g][s] = Word4{0, 0, 0, 0};
+      if (token < num_tokens) v[g][s] = load_four_words(row + s * 32);
+    }
+  }
+}
+
+__device__ __forceinline__ float scale_pair(uint32& pair, uint32 by) {
+  const float a = low(pair), b = high(pair);
+  pair = rounded(a * low(by), b * high(by));
+  return a * a + b * b;
+}
+
+// Multiplies by the norm's weight; returns the sum of the squares before.
+__device__ __forceinline__ float scale(Word4& v, const Word4& by) {
+  return scale_pair(v.x, by.x) + scale_pair(v.y, by.y) + scale_pair(v.z, by.z) + scale_pair(v.w, by.w);
+}
+
+template <int parts, int stride>
+__device__ __forceinline__ float4 sum_four(const float* first) {
+  float4 sum = *(const float4*)first;
+#pragma unroll
+  for (int i = 1; i < parts; ++i) sum = sum + *(const float4*)(first + i * stride);
+  return sum;
+}
+
+template <int parts>
+__device__ __forceinline__ float sum_one(const float* first) {
+  float sum = *first;
+#pragma unroll
+  for (int i = 1; i < parts; ++i) sum += first[i * TOKENS];
+  return sum;
+}
+
+extern "C" __global__ void __maxnreg__(REGISTERS)
+    project(const Element* __restrict__ weight, const Element* __restrict__ norm_weight,
+            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out, int num_tokens,
+            int out_features, float eps) {
+  Shared& shared = *(Shared*)dynamic_shared();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rank = SLICES > 1 ? (int)cluster_rank() : 0;
+  const int first_row = (int)(blockIdx.x / SLICES) * ROWS;
+  const int first_column = rank * (IN / SLICES) + warp * kColumns;
+
+  allow_next_kernel();
+  if (SLICES > 1) arrive_at_cluster();
+  Word4 held[HELD > 0 ? HELD : 1][kSteps];
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    const int row = t * 8 + lane / 4;
+    const int place = first_row + (row < ROWS ? row : out_features + row - ROWS);
+    const Element* from = weight + (long long)place * IN + first_column + (lane % 4) * 8;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (t < HELD) held[t][s] = load_weight(from + s * 32);
+      else copy_weight(shared_address(&shared.staged[(t - HELD) * kSteps + s][threadIdx.x]), from + s * 32);
+    }
+  }
+  if (NORM) {
+    const Element* from = norm_weight + first_column + (lane % 4) * 8;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+      copy_weight(shared_address(&shared.staged[(kTiles - HELD) * kSteps + s][threadIdx.x]), from + s * 32);
+  }
+  if (SLICES > 1) wait_for_cluster();
+  wait_for_previous();
+
+  auto weights = [&](int tile, int step) {
+    if (tile >= kTiles) return Word4{0, 0, 0, 0};
+    return tile < HELD ? held[tile][step] : shared.staged[(tile - HELD) * kSteps + step][threadIdx.x];
+  };
+  for (int done = 0, turn = 0; done < num_tokens; done += TOKENS, turn ^= 1) {
+    const int tokens_here = min(TOKENS, num_tokens - done);
+    if (done > 0) __syncthreads();  // the parts of the tokens before were read
+    Word4 v[kGroups][kSteps];
+    load_tokens(v, x + (long long)done * IN + first_column, tokens_here);
+#if RESIDUAL
+    uint2 old[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = threadIdx.x + i * kThreads, token = item / (kOwned / 4);
+      const int row = first_row + rank * kOwned + item % (kOwned / 4) * 4;
+      if (token < tokens_here)
+        old[i] = load_two_words(residual + (long long)(done + token) * out_features + row);
+    }
+#endif
+    if (done == 0) wait_for_copies();
+
+#if NORM
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      float squares = 0.f;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+        squares += scale(v[g][s], shared.staged[(kTiles - HELD) * kSteps + s][threadIdx.x]);
+      squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+      squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+      if (lane % 4 == 0) shared.squares[warp][g * 8 + lane / 4] = squares;
+    }
+#endif
+#if TOKENS == 8
+    // The rows of the matrix as the 16 rows of a fragment.
+    float acc[(kTiles + 1) / 2][4] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int t = 0; t < kTiles; t += 2) {
+        const Word4 a = weights(t, s), c = weights(t + 1, s), b = v[0][s];
+        multiply_add(acc[t / 2], {a.x, c.x, a.y, c.y}, b.x, b.y);
+        multiply_add(acc[t / 2], {a.z, c.z, a.w, c.w}, b.z, b.w);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      float* part = &shared.parts[warp][lane % 4 * 2][t * 8 + lane / 4];
+      part[0] = acc[t / 2][t % 2 * 2];
+      part[kStride] = acc[t / 2][t % 2 * 2 + 1];
+    }
+#else
+    float acc[kGroups / 2][kTiles][4] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const Word4 b = weights(t, s);
+#pragma unroll
+        for (int g = 0; g < kGroups; g += 2) {
+          const Word4 a = v[g][s], c = v[g + 1][s];
+          multiply_add(acc[g / 2][t], {a.x, c.x, a.y, c.y}, b.x, b.y);
+          multiply_add(acc[g / 2][t], {a.z, c.z, a.w, c.w}, b.z, b.w);
+        }
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const float* from = acc[g / 2][t] + g % 2 * 2;
+        *(float2*)&shared.parts[warp][g * 8 + lane / 4][t * 8 + lane % 4 * 2] = make_float2(from[0], from[1]);
+      }
+    }
+#endif
+    __syncthreads();
+
+    constexpr int kPartStride = TOKENS * kStride, kRankStride = TOKENS * kHalves * kOwned;
+    if (SLICES > 1) {
+      for (int item = threadIdx.x; item < tokens_here * (kRows / 4); item += kThreads) {
+        const int token = item / (kRows / 4), row = item % (kRows / 4) * 4;
+        const int half = row / ROWS, place = row % ROWS;
+        store_four_remote(&shared.from_cluster[turn][rank][token][half * kOwned + place % kOwned],
+                          place / kOwned, sum_four<WARPS, kPartStride>(&shared.parts[0][token][row]));
+      }
+      if (NORM) {
+        for (int item = threadIdx.x; item < TOKENS * SLICES; item += kThreads) {
+          const float sum = sum_one<WARPS>(&shared.squares[0][item / SLICES]);
+          store_remote(&shared.squares_from_cluster[turn][rank][item / SLICES], item % SLICES, sum);
+        }
+      }
+      arrive_at_cluster();
+      wait_for_cluster();
+    }
+
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = threadIdx.x + i * kThreads;
+      const int token = item / (kOwned / 4), own = item % (kOwned / 4) * 4;
+      const int row = first_row + rank * kOwned + own;
+      if (token >= tokens_here) break;
+      float4 y, second = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (SLICES > 1) {
+        y = sum_four<SLICES, kRankStride>(&shared.from_cluster[turn][0][token][own]);
+        if (GATED) second = sum_four<SLICES, kRankStride>(&shared.from_cluster[turn][0][token][kOwned + own]);
+      } else {
+        y = sum_four<WARPS, kPartStride>(&shared.parts[0][token][own]);
+        if (GATED) second = sum_four<WARPS, kPartStride>(&shared.parts[0][token][ROWS + own]);
+      }
+#if NORM
+      const float squares = SLICES > 1 ? sum_one<SLICES>(&shared.squares_from_cluster[turn][0][token])
+                                       : sum_one<WARPS>(&shared.squares[0][token]);
+      const float factor = rsqrtf(squares / IN + eps);
+      y = y * factor;
+      if (GATED) second = second * factor;
+#endif
+#if BIAS
+      y = y + four_of(*(const uint2*)(bias + row));
+      if (GATED) second = second + four_of(*(const uint2*)(bias + out_features + row));
+#endif
+      if (GATED) {
+        y = make_float4(gate(y.x, second.x), gate(y.y, second.y), gate(y.z, second.z), gate(y.w, second.w));
+      }
+#if RESIDUAL
+      y = y + four_of(old[i]);
+#endif
+      store_four(out + (long long)(done + token) * out_features + row, y);
+    }
+  }
+}

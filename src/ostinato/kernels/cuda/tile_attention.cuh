@@ -1,0 +1,139 @@
+// Attention of a warp to its tiles of 16 keys, by tensor cores.
+//
+// Products have keys or dims as rows and the heads of the group as columns:
+//
+//     scores [16 keys, heads] = K [16, D] * Qt [D, heads]      out [D, heads] += Vt [D, 16] * P [16, heads]
+//
+// A thread has the scores of keys lane / 4 and + 8 and dims alike, of heads 2 * (lane % 4) and the next one.
+#pragma once
+#include "decode_layout.cuh"
+
+constexpr int kColumns = (GROUP + 7) / 8;  // blocks of 8 heads
+constexpr int kSteps = HEAD_DIM / 16;
+constexpr int kGroupStride = (GROUP + 1) / 2 * 2;
+
+static_assert(HEAD_DIM % 16 == 0 && GROUP >= 1 && GROUP <= 16, "what the tensor cores are given here");
+static_assert((HEAD_DIM * kGroupStride + 2 * kGroupStride) * 4 <= kRingBytes, "a warp's result fits its ring");
+
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+// Scores are in powers of two.
+struct Attention {
+  uint32 q[kColumns][kSteps][2];
+  float best[kColumns][2], total[kColumns][2], acc[kColumns][kSteps][4];
+  uint32 weights[kColumns][2];  // of the tile whose keys were looked at, as factors of its values
+
+  __device__ __forceinline__ void begin(uint32 queries) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int head = c * 8 + lane / 4;
+      const uint32 from = queries + head * kStride + lane % 4 * 4;
+      best[c][0] = best[c][1] = -infinity();
+      total[c][0] = total[c][1] = 0.f;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        q[c][s][0] = head < GROUP ? load_shared(from + s * 32) : 0;
+        q[c][s][1] = head < GROUP ? load_shared(from + s * 32 + 16) : 0;
+        acc[c][s][0] = acc[c][s][1] = acc[c][s][2] = acc[c][s][3] = 0.f;
+      }
+    }
+  }
+
+  // Scores of 16 keys, not yet scaled.
+  __device__ __forceinline__ void look_at(uint32 keys, float (&scores)[kColumns][4]) {
+    // Two sums: half as many products that wait for each other.
+    float parts[kColumns][2][4];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) parts[c][0][e] = parts[c][1][e] = 0.f;
+    const int lane = threadIdx.x % 32;
+    const uint32 from = keys + (lane % 16) * kStride + lane / 16 * 16;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      uint32 a[4];
+      load_blocks(a, from + s * 32);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) multiply_add(parts[c][s % 2], a, q[c][s][0], q[c][s][1]);
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[c][e] = parts[c][0][e] + parts[c][1][e];
+  }
+
+  // Keys are first to first + 15, of which the token sees those in [seen_from, position], at least one.
+  __device__ __forceinline__ void weigh(float (&scores)[kColumns][4], float scale, int first, int seen_from,
+                                        int position) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float (&v)[4] = scores[c];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) v[e] *= scale;
+      if (first + 16 > position || first < seen_from) {
+        const int key = first + lane / 4;
+        if (key < seen_from || key > position) v[0] = v[1] = -infinity();
+        if (key + 8 < seen_from || key + 8 > position) v[2] = v[3] = -infinity();
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float most = fmaxf(v[h], v[h + 2]);
+#pragma unroll
+        for (int by = 4; by < 32; by *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, by));
+        most = fmaxf(best[c][h], most);
+        const float faded = exp2_of(best[c][h] - most);
+        best[c][h] = most;
+        v[h] = exp2_of(v[h] - most);
+        v[h + 2] = exp2_of(v[h + 2] - most);
+        total[c][h] = total[c][h] * faded + v[h] + v[h + 2];
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          acc[c][s][h] *= faded;
+          acc[c][s][h + 2] *= faded;
+        }
+      }
+      weights[c][0] = transposed(rounded(v[0], v[1]));
+      weights[c][1] = transposed(rounded(v[2], v[3]));
+    }
+  }
+
+  __device__ __forceinline__ void add(uint32 values) {
+    const int lane = threadIdx.x % 32;
+    const uint32 from = values + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      uint32 a[4];
+      load_transposed_blocks(a, from + s * 32);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) multiply_add(acc[c][s], a, weights[c][0], weights[c][1]);
+    }
+  }
+
+  // As floats: acc [dim][kGroupStride], then of each head the best score and the total.
+  __device__ __forceinline__ void store(float* result) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int head = c * 8 + lane % 4 * 2;
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int by = 4; by < 32; by *= 2) total[c][h] += __shfl_xor_sync(kAll, total[c][h], by);
+      if (head < GROUP) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          float* const to = result + (s * 16 + lane / 4) * kGroupStride + head;
+          *(float2*)to = make_float2(acc[c][s][0], acc[c][s][1]);
+          *(float2*)(to + 8 * kGroupStride) = make_float2(acc[c][s][2], acc[c][s][3]);
+        }
+        if (lane < 4) {
+          float* const to = result + HEAD_DIM * kGroupStride + head * 2;
+          *(float2*)to = make_float2(best[c][0], total[c][0]);
+          *(float2*)(to + 2) = make_float2(best[c][1], total[c][1]);
+        }
+      }
+    }
+  }
+};

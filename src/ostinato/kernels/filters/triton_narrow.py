@@ -1,0 +1,134 @@
+# mypy: allow-untyped-defs
+# (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
+"""Passes over wide rows by many programs: the range of the cut, and at last the tokens in it.
+
+A pass begins where the one before it ended: it adds up what that one's programs found, which tells the range
+that is left, and looks from new pivots. Sums are kept block by block, however many blocks a program takes, so
+that a cut does not depend on the number of rows beside it. Each block of a row collects the tokens in the
+range that the last pass finds into a segment of its own: they stay in the order of their ids.
+"""
+
+import triton
+import triton.language as tl
+
+from ..dependent_launch import wait_for_previous
+from .triton_search import LOWEST_KEY, PIVOTS, even_values, key_of, narrowed, weights_from
+from .triton_survey import LOG2_E, facts_of, filters_of, may_be_wide
+
+
+@triton.jit
+def range_before(
+    round, row, num_rows, ranges, range_sums, sums, num_blocks, best, worst, heat, p, mass,
+    by_count, target, width: tl.constexpr, parts_block: tl.constexpr,
+):  # fmt: skip
+    """(low, high, above) before this pass: from the range and the sums that the pass before it left."""
+    low, high = tl.full([], LOWEST_KEY, tl.int64), key_of(best).to(tl.int64) + 1
+    above = tl.full([], 0.0, tl.float32)
+    if round > 0:
+        place = (round - 1) * num_rows + row
+        low, high = tl.load(ranges + 2 * place).to(tl.int64), tl.load(ranges + 2 * place + 1).to(tl.int64)
+        above = tl.load(range_sums + place)
+        parts, i = tl.arange(0, parts_block), tl.arange(0, PIVOTS)
+        found = tl.load(
+            sums + (place * num_blocks + parts[:, None]) * PIVOTS + i[None, :],
+            mask=(parts < num_blocks)[:, None],
+            other=0.0,
+        )
+        pivots = even_values(low, high, best, worst, heat, p, mass, by_count, width, PIVOTS)
+        low, high, above = narrowed(low, high, above, pivots, tl.sum(found, 0), target)
+    return low, high, above
+
+
+@triton.jit(do_not_specialize=("round", "num_rows", "blocks_each"))
+def narrow(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    block_best,
+    block_sum,
+    block_lead,
+    ranges,
+    range_sums,
+    sums,
+    counts,
+    segments,
+    row_stride,
+    num_groups,
+    num_blocks,
+    num_rows,
+    blocks_each,
+    round,
+    is_last: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    segment: tl.constexpr,
+    capacity: tl.constexpr,
+    parts_block: tl.constexpr,
+    greedy_below: tl.constexpr,
+    dependent: tl.constexpr,
+):
+    """One pass over wide rows: sums from pivots on; the last one collects what is left of the range."""
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    wait_for_previous(dependent)
+    heat, k, p, _, by_count, by_mass, _ = filters_of(
+        row, temperature, top_k, top_p, min_p, width, greedy_below
+    )
+    if may_be_wide(k, by_count, by_mass, num_groups):
+        best, worst, mass, target, is_wide = facts_of(
+            row, heat, k, p, by_count, by_mass, block_best, block_sum, block_lead, num_groups, num_blocks,
+            width, capacity, parts_block,
+        )  # fmt: skip
+        if is_wide:
+            low, high, above = range_before(
+                round, row, num_rows, ranges, range_sums, sums, num_blocks, best, worst, heat, p, mass,
+                by_count, target, width, parts_block,
+            )  # fmt: skip
+            place = round * num_rows + row
+            if part == 0:
+                tl.store(ranges + 2 * place, low.to(tl.int32))
+                tl.store(ranges + 2 * place + 1, high.to(tl.int32))
+                tl.store(range_sums + place, above)
+            logits += row * row_stride
+            pivots = even_values(low, high, best, worst, heat, p, mass, by_count, width, PIVOTS)
+            for number in range(part * blocks_each, tl.minimum((part + 1) * blocks_each, num_blocks)):
+                column = number * block + tl.arange(0, block)
+                x = tl.load(logits + column, mask=column < width, other=float("-inf"))
+                keys = key_of(x)
+                if is_last:
+                    chosen = ((column < width) & (keys >= low) & (keys < high)).to(tl.int32)
+                    nth = tl.cumsum(chosen, 0) - chosen
+                    to = segments + (row * num_blocks + number) * segment
+                    tl.store(to + nth, column, (chosen > 0) & (nth < segment))
+                    tl.store(counts + row * num_blocks + number, tl.sum(chosen, 0))
+                else:
+                    weights = tl.where(by_count, 1.0, tl.exp2((x - best) * (LOG2_E / heat)))
+                    weights = tl.where(column < width, weights, 0.0)
+                    to = sums + (place * num_blocks + number) * PIVOTS
+                    tl.store(to + tl.arange(0, PIVOTS), weights_from(keys, weights, pivots))
+
+
+@triton.jit
+def take_segments(
+    row, counts, segments, found, num_blocks,
+    width: tl.constexpr, parts_block: tl.constexpr, segment: tl.constexpr, few: tl.constexpr,
+    capacity: tl.constexpr,
+):  # fmt: skip
+    """Join what the blocks collected; how many, or more than `capacity` if some were left out."""
+    parts = tl.arange(0, parts_block)
+    number = tl.load(counts + row * num_blocks + parts, mask=parts < num_blocks, other=0)
+    total = tl.sum(number, 0)
+    if (tl.max(number, 0) > segment) | (tl.min(number, 0) < 0):
+        total = capacity + 1
+    ends = tl.cumsum(number, 0)
+    for first in range(0, tl.where(total <= capacity, total, 0), few):
+        i = first + tl.arange(0, few)
+        behind = ends[:, None] <= i[None, :]
+        part = tl.sum(behind.to(tl.int32), 0)
+        start = tl.max(tl.where(behind, ends[:, None], 0), 0)
+        column = tl.load(segments + (row * num_blocks + part) * segment + i - start, mask=i < total, other=0)
+        # Legal also where `narrow` did not run, as when kernels are only compiled.
+        tl.store(found + i, tl.minimum(tl.maximum(column, 0), width - 1), i < total)
+    tl.debug_barrier()
+    return total

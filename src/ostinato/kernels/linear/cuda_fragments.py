@@ -1,0 +1,91 @@
+"""Launches `cuda/fragments.cu`: a linear layer with its neighbours, for up to some dozens of tokens."""
+
+import torch
+from torch import Tensor
+
+from ..cuda.compiled import CudaKernel, cuda_kernel
+from .tiles import FragmentsTile, MatrixShape
+
+
+def shared_bytes(tile: FragmentsTile, shape: MatrixShape, tokens: int, *, norm: bool) -> int:
+    """As `sizeof(Shared)` there, for so many tokens at a time."""
+    rows = tile.rows * (2 if shape.gated else 1)
+    steps = shape.in_features // tile.slices // tile.num_warps // 32
+    staged = max(1, (rows // 8 - tile.held + norm) * steps) * tile.num_warps * 32
+    padding = 4 if tokens == 8 else 8 if rows % 16 == 0 else 0
+    parts = tile.num_warps * tokens * (rows + padding + 1)
+    from_cluster = 2 * rows if tile.slices > 1 else 4
+    return staged * 16 + (parts + tokens * from_cluster + 2 * tile.slices * tokens) * 4
+
+
+def fragments_kernel(
+    tile: FragmentsTile,
+    shape: MatrixShape,
+    tokens: int,
+    *,
+    norm: bool,
+    bias: bool = False,
+    residual: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> CudaKernel:
+    """The kernel for so many tokens at a time; results in `dtype`."""
+    assert tile.fits(shape), (shape, tile)
+    return cuda_kernel(
+        "fragments.cu",
+        "project",
+        IN=shape.in_features,
+        ROWS=tile.rows,
+        SLICES=tile.slices,
+        WARPS=tile.num_warps,
+        HELD=tile.held,
+        REGISTERS=tile.registers,
+        TOKENS=tokens,
+        SHARED_BYTES=shared_bytes(tile, shape, tokens, norm=norm),
+        GATED=shape.gated,
+        NORM=norm,
+        BIAS=bias,
+        RESIDUAL=residual,
+        OUT_FLOAT=dtype == torch.float32,
+    )
+
+
+def launch_fragments(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+    tile: FragmentsTile,
+) -> None:
+    """Queue the kernel; all operands dense and bfloat16, `out` that or float32."""
+    num_tokens, in_features = x.shape
+    shape = MatrixShape(out.size(1), in_features, weight.size(0) == 2 * out.size(1))
+    tokens, norm = tile.tokens_at_a_time(num_tokens), norm_weight is not None
+    kernel = fragments_kernel(
+        tile,
+        shape,
+        tokens,
+        norm=norm,
+        bias=bias is not None,
+        residual=residual is not None,
+        dtype=out.dtype,
+    )
+    kernel.launch(
+        grid=(shape.out_features // tile.rows * tile.slices, 1, 1),
+        block=tile.num_warps * 32,
+        args=(
+            weight,
+            x if norm_weight is None else norm_weight,
+            x if bias is None else bias,
+            x,
+            x if residual is None else residual,
+            out,
+            num_tokens,
+            shape.out_features,
+            float(eps),
+        ),
+        shared_bytes=shared_bytes(tile, shape, tokens, norm=norm),
+        cluster=tile.slices,
+    )

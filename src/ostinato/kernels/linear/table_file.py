@@ -1,0 +1,134 @@
+"""Tables of choices as JSON files, a line for each choice:
+
+{"gpu": "NVIDIA H200",
+ "matrices": [
+  {"out_features": 1024, "in_features": 2048, "gated": false, "choices": [
+   {"tokens": [1, 1], "kernel": "gemv", "tile": {"rows": 4, "block": 2048, "num_warps": 8}},
+   {"tokens": [17, 64], "kernel": "library"}]}]}
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .kernel_table import Choice, KernelTable
+from .tiles import KERNELS, MOST_TOKENS, FragmentsTile, MatrixShape, SkinnyTile, Tile
+
+_NAMES = {kind: name for name, kind in KERNELS.items()}
+# As Triton wants the sizes of its tiles.
+_POWERS_OF_TWO = ("rows", "block", "width", "num_warps", "slices", "tokens")
+_MAY_BE_ZERO = ("early", "held")
+
+
+class KernelTableError(ValueError):
+    """A table cannot be used; the text names the file, the entry and what is wrong with it."""
+
+
+def load_table(file: Path) -> KernelTable:
+    """Read a file that `save_table` or a user wrote."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise KernelTableError(f"kernel table {file} cannot be read: {error}") from error
+    try:
+        return _table(content)
+    except KernelTableError as error:
+        raise KernelTableError(f"kernel table {file}: {error}") from None
+
+
+def save_table(table: KernelTable, file: Path, **described: Any) -> None:
+    """Write a table; `described` says where it comes from."""
+    matrices = [
+        json.dumps(shape._asdict())[:-1] + ', "choices": [\n   ' + ",\n   ".join(_lines(choices)) + "]}"
+        for shape, choices in table.choices.items()
+    ]
+    head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in described.items()]
+    parts = [f'"gpu": {json.dumps(table.gpu)}', *head, '"matrices": [\n  ' + ",\n  ".join(matrices) + "]"]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("{" + ",\n ".join(parts) + "}\n")
+
+
+def as_entry(tile: Tile) -> dict[str, Any]:
+    """A kernel and its tile as a table has them."""
+    values = {field.name: getattr(tile, field.name) for field in fields(tile)}
+    given = {field.name: values[field.name] for field in fields(tile) if values[field.name] != field.default}
+    return {"kernel": _NAMES[type(tile)]} | ({"tile": given} if given else {})
+
+
+def _lines(choices: Iterable[Choice]) -> Iterator[str]:
+    for choice in choices:
+        yield json.dumps({"tokens": [choice.first, choice.last]} | as_entry(choice.tile))
+
+
+def _table(content: Any) -> KernelTable:
+    if not isinstance(content, dict) or not isinstance(content.get("gpu"), str):
+        raise KernelTableError('it has no "gpu", the name of the GPU it is for')
+    if not isinstance(content.get("matrices"), list):
+        raise KernelTableError('it has no list "matrices"')
+    choices: dict[MatrixShape, tuple[Choice, ...]] = {}
+    for entry in content["matrices"]:
+        shape = _shape(entry)
+        if shape in choices:
+            raise KernelTableError(f"{shape} is there twice")
+        choices[shape] = tuple(_choice(shape, given) for given in entry["choices"])
+        for one, other in pairwise(choices[shape]):
+            if other.first <= one.last:
+                raise KernelTableError(
+                    f"{shape}: tokens {one.first} to {one.last} and {other.first} to {other.last} "
+                    "must be apart and in ascending order"
+                )
+    return KernelTable(content["gpu"], choices)
+
+
+def _shape(entry: Any) -> MatrixShape:
+    given: list[Any] = [entry.get(name) for name in MatrixShape._fields] if isinstance(entry, dict) else []
+    if [type(value) for value in given] != [int, int, bool] or not isinstance(entry.get("choices"), list):
+        raise KernelTableError(
+            f"a matrix needs out_features, in_features, gated and choices: {_shortened(entry)}"
+        )
+    return MatrixShape(*given)
+
+
+def _choice(shape: MatrixShape, given: Any) -> Choice:
+    where = f"{shape}: {_shortened(given)}"
+    if not isinstance(given, dict) or given.get("kernel") not in KERNELS:
+        raise KernelTableError(f"{where}: its kernel must be one of {', '.join(KERNELS)}")
+    kind, tokens = KERNELS[given["kernel"]], given.get("tokens")
+    if not isinstance(tokens, list) or [type(count) for count in tokens] != [int, int]:
+        raise KernelTableError(f"{where}: its tokens must be [first, last]")
+    first, last = tokens
+    if not 1 <= first <= last <= MOST_TOKENS.get(kind, last):
+        limit = f" <= {MOST_TOKENS[kind]} for this kernel" if kind in MOST_TOKENS else ""
+        raise KernelTableError(f"{where}: tokens must be 1 <= first <= last{limit}")
+    tile = _tile(kind, given.get("tile", {}), where)
+    if isinstance(tile, FragmentsTile) and not tile.fits(shape):
+        raise KernelTableError(f"{where}: the matrix cannot be divided like that")
+    if isinstance(tile, SkinnyTile):
+        if shape.gated and tile.parts > 1:
+            raise KernelTableError(f"{where}: parts of a gated matrix cannot be added")
+        if 0 < tile.early < tile.block or tile.early & (tile.early - 1):
+            raise KernelTableError(f"{where}: early must be 0 or a power of two of at least block")
+    return Choice(first, last, tile)
+
+
+def _tile(kind: type[Tile], given: Any, where: str) -> Tile:
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}
+    needed = {name for name, field in known.items() if field.default is MISSING}
+    if not isinstance(given, Mapping) or not needed <= set(given) <= set(known):
+        expected = ", ".join(name if name in needed else f"{name} (optional)" for name in known) or "nothing"
+        raise KernelTableError(f"{where}: a tile of {_NAMES[kind]} has {expected}")
+    for name, value in given.items():
+        is_number = known[name].type is int
+        if type(value) is not known[name].type or value < (name not in _MAY_BE_ZERO and is_number):
+            raise KernelTableError(f"{where}: {name} must be {'a number' if is_number else 'true or false'}")
+        if kind is not FragmentsTile and name in _POWERS_OF_TWO and (value == 0 or value & (value - 1)):
+            raise KernelTableError(f"{where}: {name} must be a power of two")
+    return kind(**given)
+
+
+def _shortened(given: Any) -> str:
+    text = json.dumps(given)
+    return text if len(text) <= 160 else text[:160] + "..."

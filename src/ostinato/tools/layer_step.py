@@ -1,0 +1,142 @@
+"""A decode step of a model without an engine around it, and its parts, to be timed in captured graphs."""
+
+import functools
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
+from ostinato.models.transformer import FromRows, Layer, StepAttention, Transformer
+
+Part = tuple[Callable[[int], Any], int]
+"""What runs for a layer, and the bytes it cannot do without."""
+
+
+class LayerStep:
+    """The first layers of a model with their caches, and a batch of single tokens."""
+
+    def __init__(self, model: Transformer, batch_size: int, *, num_layers: int, context: int) -> None:
+        """`context` is the length of every request."""
+        config, device = model.config, model.embed_tokens.weight.device
+        self.model = model
+        self.context = context
+        self.layers = list(cast("Iterable[Layer]", model.layers))[:num_layers]
+        pages = -(-context // PAGE_SIZE)
+        shape = (batch_size * pages + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        dtype = model.embed_tokens.weight.dtype
+        self.caches = [
+            (torch.randn(shape, device=device).to(dtype), torch.randn(shape, device=device).to(dtype))
+            for _ in self.layers
+        ]
+        table = torch.zeros(batch_size + 1, pages, dtype=torch.int32, device=device)
+        order = torch.randperm(batch_size * pages, device=device) + 1
+        table[1:] = order.view(batch_size, pages).int()
+        ones = torch.ones(batch_size, dtype=torch.int32, device=device)
+        each = torch.arange(batch_size, dtype=torch.int32, device=device)
+        positions = torch.full((batch_size,), context - 1, device=device)
+        self.batch = AttentionBatch(
+            table, each + 1, positions, each + 1, ones * context, each, ones, 1, context
+        )
+        attend_rows = get_backend("triton", device).attend_rows
+        assert attend_rows is not None
+        self._attend_rows = functools.partial(
+            attend_rows, batch=self.batch, num_heads=config.num_heads, scale=config.attention_scale
+        )
+        self.mix = FromRows(StepAttention(self._refuse, self._attend), model.rotary.table)
+
+        def random(width: int) -> Tensor:
+            return torch.randn(batch_size, width, device=device).to(dtype)
+
+        self.hidden, self.residual = random(config.hidden_size), random(config.hidden_size)
+        self.qkv = random(self.layers[0].self_attn.qkv_proj.weight.size(0))
+        self.attended = random(config.num_heads * config.head_dim)
+        self.inner = random(config.intermediate_size)
+        self.scores = torch.randn(batch_size, config.vocab_size, device=device)
+
+    def _attend(self, layer: int, projected: Tensor, heads: HeadPreparation) -> Tensor:
+        k_cache, v_cache = self.caches[layer]
+        return self._attend_rows(projected, heads, k_cache, v_cache)
+
+    def _refuse(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise AssertionError("the model starts from rows")
+
+    def parts(self) -> dict[str, Part]:
+        """The parts of a layer, in the form that this number of tokens has."""
+        cache_bytes = 2 * self.batch.positions.numel() * self.context * self.caches[0][0][0, 0].nbytes
+        layer = self.layers[0]
+        attention, mlp = layer.self_attn, layer.mlp
+        sizes = {
+            "qkv": attention.qkv_proj.weight.nbytes + self.hidden.nbytes + self.qkv.nbytes,
+            "attention": cache_bytes + self.qkv.nbytes + self.attended.nbytes,
+            "o": attention.o_proj.weight.nbytes + self.attended.nbytes + self.hidden.nbytes,
+            "gate, up": mlp.gate_up_proj.weight.nbytes + self.hidden.nbytes + self.inner.nbytes,
+            "down": mlp.down_proj.weight.nbytes + self.inner.nbytes + self.hidden.nbytes,
+            "add, norm": 4 * self.hidden.nbytes,
+        }
+        parts = self._few_parts() if self.has_few_tokens else self._parts()
+        parts["attention"] = lambda i: self.mix(self.layers[i].self_attn, self.qkv)
+        return {name: (parts[name], size) for name, size in sizes.items() if name in parts}
+
+    def _few_parts(self) -> dict[str, Callable[[int], Any]]:
+        x, layers = self.hidden, self.layers
+        return {
+            "qkv": lambda i: layers[i].self_attn.qkv_proj.fused(x, norm=layers[i].input_layernorm),
+            "o": lambda i: layers[i].self_attn.o_proj.fused(self.attended, residual=x),
+            "gate, up": lambda i: layers[i].mlp.gate_up_proj.fused(
+                x, norm=layers[i].post_attention_layernorm, gated=True
+            ),
+            "down": lambda i: layers[i].mlp.down_proj.fused(self.inner, residual=x),
+        }
+
+    def _parts(self) -> dict[str, Callable[[int], Any]]:
+        x, layers = self.hidden, self.layers
+        return {
+            "qkv": lambda i: layers[i].self_attn.qkv_proj(x),
+            "o": lambda i: layers[i].self_attn.o_proj.in_parts(self.attended),
+            "gate, up": lambda i: layers[i].mlp.gate_up_proj.gated(x),
+            "down": lambda i: layers[i].mlp.down_proj.in_parts(self.inner),
+            "add, norm": lambda i: layers[i].input_layernorm.after_adding(x, self.residual),
+        }
+
+    @property
+    def has_few_tokens(self) -> bool:
+        """Whether norms and sums are parts of the products."""
+        return self.hidden.size(0) <= self.model.most_few_tokens
+
+    def run_layers(self) -> Tensor:
+        """All layers here, from hidden states to hidden states."""
+        x = self.hidden
+        if self.has_few_tokens:
+            for layer in self.layers:
+                x = layer.forward_few(x, self.mix)
+            return x
+        added = self.residual
+        for layer in self.layers:
+            x, added = layer(x, added, self.mix)
+        return self.model.norm.after_adding(added, x)[0]
+
+    def run_head(self) -> Tensor:
+        """From hidden states to logits."""
+        return self.model.logits(self.hidden, out=self.scores)
+
+
+def graph_us(function: Callable[[], Any], *, replays: int = 10, rounds: int = 5) -> float:
+    """Microseconds of one replay of the captured function; median over rounds."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(rounds):
+        begin.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / replays)
+    return statistics.median(times)

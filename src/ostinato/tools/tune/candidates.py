@@ -1,0 +1,124 @@
+"""The tiles that a matrix tries at a number of tokens.
+
+First a few of every kind, then what differs from the best of them in one respect: trying all combinations
+would take an hour of compiling.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ostinato.kernels.linear import cuda_fragments
+from ostinato.kernels.linear.tiles import (
+    MOST_TOKENS,
+    FragmentsTile,
+    GemvTile,
+    Library,
+    MatrixShape,
+    ResidentTile,
+    SkinnyTile,
+    Tile,
+)
+
+# Tokens, rows, columns at a time and warps of a skinny program, by the most tokens of a step.
+_SKINNY = {
+    16: [(16, 64, 128, 4), (16, 64, 64, 4), (16, 32, 256, 4), (16, 32, 128, 4), (16, 128, 64, 8)],
+    32: [(32, 64, 128, 4), (32, 64, 64, 4), (32, 32, 128, 4), (32, 128, 64, 8)],
+    64: [(64, 64, 128, 4), (64, 64, 64, 4), (64, 32, 128, 4), (64, 32, 64, 4), (64, 128, 64, 8)],
+}
+_SKINNY_OF_MANY = [
+    *((64, 64, 128, 4), (64, 64, 64, 4), (64, 32, 128, 4), (64, 128, 64, 8)),
+    *((128, 64, 64, 8), (128, 64, 128, 8), (128, 128, 64, 8), (128, 32, 64, 4)),
+]
+_FEWEST_PROGRAMS, _MOST_PROGRAMS = 96, 640
+_MOST_PREFETCHED_BYTES = 40 << 20
+"""Larger matrices stream at the memory's speed by themselves, and would push each other out of L2."""
+_RESIDENT_BYTES = range(16 << 10, (64 << 10) + 1)
+"""Weights that a program of 128 threads can hold in registers, and that are worth a program."""
+_FRAGMENTS_REGISTERS = {8: 88, 16: 128, 32: 168}
+"""By the tokens of a pass."""
+
+
+def fused_tiles(shape: MatrixShape, num_tokens: int, *, cuda: bool, shared_bytes: int) -> list[Tile]:
+    """Of kernels with norm, gate and residual inside; `cuda`: whether those in CUDA C++ run here."""
+    tiles: list[Tile] = []
+    if num_tokens == 1:
+        tiles += [
+            GemvTile(rows, block, num_warps)
+            for rows, block, num_warps in itertools.product((1, 2, 4, 8), (1024, 2048, 4096), (4, 8))
+            if 4096 <= rows * block <= 16384
+        ]
+    elif num_tokens <= MOST_TOKENS[ResidentTile]:
+        row_bytes = shape.in_features * 2 * (2 if shape.gated else 1)
+        tiles += [
+            ResidentTile(rows, 4, width, 4)
+            for rows, width in itertools.product((8, 16, 32), (64, 256))
+            if rows * row_bytes in _RESIDENT_BYTES and shape.in_features % (4 * width) == 0
+        ]
+    if cuda and num_tokens <= MOST_TOKENS[FragmentsTile]:
+        tiles += _fragments_tiles(shape, num_tokens, shared_bytes)
+    return tiles
+
+
+def _fragments_tiles(shape: MatrixShape, num_tokens: int, shared_bytes: int) -> Iterator[FragmentsTile]:
+    for rows, slices in itertools.product((8, 16, 24, 32, 48, 64), (1, 2, 4)):
+        tile = FragmentsTile(rows, slices, num_warps=8, held=0, registers=0)
+        tokens = tile.tokens_at_a_time(num_tokens)
+        programs = shape.out_features // rows * slices
+        # Two kernels should find room at a time: the next one fetches its weights while this one computes.
+        if (
+            tile.fits(shape)
+            and programs >= _FEWEST_PROGRAMS
+            and cuda_fragments.shared_bytes(tile, shape, tokens, norm=True) <= shared_bytes // 2
+        ):
+            yield replace(tile, registers=_FRAGMENTS_REGISTERS[tokens])
+
+
+def separate_tiles(shape: MatrixShape, num_tokens: int, *, in_parts: bool, shared_bytes: int) -> list[Tile]:
+    """Of kernels that multiply and nothing else; `in_parts`: whether parts of the result are welcome."""
+    return [Library(), *_skinny_tiles(shape, num_tokens, in_parts, shared_bytes)]
+
+
+def refined(tile: Tile, shape: MatrixShape, shared_bytes: int) -> list[Tile]:
+    """What may be better still: other depths, and weights fetched before the wait."""
+    if not isinstance(tile, SkinnyTile):
+        return []
+    columns = shape.in_features // tile.parts
+    shallow = replace(tile, num_stages=max(2, tile.num_stages // 2))
+    earlier = [
+        replace(base, early=early)
+        for base, early in itertools.product((tile, shallow), (tile.block, 2 * tile.block))
+        if 2 * early <= columns
+    ]
+    weight_bytes = shape.out_features * shape.in_features * 2 * (2 if shape.gated else 1)
+    prefetching = [replace(tile, prefetch=True)] if weight_bytes <= _MOST_PREFETCHED_BYTES else []
+    more = [shallow, *prefetching, *earlier]
+    return [other for other in more if other != tile and _shared_bytes(other, shape) <= shared_bytes]
+
+
+def _skinny_tiles(
+    shape: MatrixShape, num_tokens: int, in_parts: bool, shared_bytes: int
+) -> Iterator[SkinnyTile]:
+    bases = next((bases for size, bases in _SKINNY.items() if num_tokens <= size), _SKINNY_OF_MANY)
+    for tokens, rows, block, num_warps in bases:
+        blocks = -(-num_tokens // tokens) * -(-shape.out_features // rows)
+        fitting = []
+        for parts in (1, 2, 4, 8) if in_parts and not shape.gated else (1,):
+            is_even = shape.in_features % (parts * block) == 0 and shape.in_features >= 3 * parts * block
+            if _FEWEST_PROGRAMS <= blocks * parts <= _MOST_PROGRAMS and (is_even or parts == 1):
+                fitting.append(parts)
+        if not fitting and blocks > _MOST_PROGRAMS:
+            fitting = [1]
+        # One program a processor, or two.
+        for parts in fitting[:2]:
+            room = shared_bytes // (1 if blocks * parts <= 132 else 2) - (2 << 10)
+            tile = SkinnyTile(tokens, rows, block, num_warps, 1, parts)
+            stages = min(room // _shared_bytes(tile, shape), 6, shape.in_features // parts // block)
+            if stages >= 2:
+                yield replace(tile, num_stages=stages)
+
+
+def _shared_bytes(tile: SkinnyTile, shape: MatrixShape) -> int:
+    rows = tile.rows * (2 if shape.gated else 1)
+    staged = tile.num_stages * tile.block * (rows + tile.tokens) * 2
+    return staged + tile.early * (rows + tile.tokens) * 2

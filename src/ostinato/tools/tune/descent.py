@@ -1,0 +1,173 @@
+"""The kernels of a model's matrices at one number of tokens, each tried while the others stay as they are.
+
+A kernel is timed where it will run: between its neighbours, in a captured graph of whole layers, because what
+one leaves free decides how early the next can start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ostinato.kernels.compile_ahead import compiling_only
+from ostinato.kernels.cuda.compiled import is_supported
+from ostinato.kernels.linear.choice import choose, using
+from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.tiles import FUSED, Library, MatrixShape, Tile
+from ostinato.models.transformer import Transformer
+
+from ..layer_step import LayerStep, graph_us
+from .candidates import fused_tiles, refined, separate_tiles
+
+LAYERS = 8
+CONTEXT = 192
+KEPT = 0.995
+"""A tile must bring the time below this share of it: each tile more is compiled at every start."""
+
+Tiles = dict[MatrixShape, Tile]
+Tried = dict[MatrixShape, dict[Tile, float]]
+"""Microseconds by candidate."""
+
+
+@dataclass
+class Descent:
+    """Matrices that run together, and what was found for them."""
+
+    run: Callable[[], Any]
+    tiles: Tiles
+    """At first where to start from, in the end the best."""
+    us: float = 0.0
+    """The time of one run with these."""
+    tried: Tried = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured at one number of tokens, in microseconds for a layer and for the head."""
+
+    num_tokens: int
+    tiles: Tiles
+    library_us: float
+    """With cuBLAS and our kernels between its products."""
+    before_us: float
+    """With what was the choice before."""
+    layer_us: float
+    head_before_us: float
+    head_us: float
+    tried: Tried
+
+
+class Tuner:
+    """Finds the kernels of a model on the GPU that it is on."""
+
+    def __init__(self, model: Transformer, shared_bytes: int) -> None:
+        """`shared_bytes`: the most shared memory of a program."""
+        self.model = model
+        self.device = model.embed_tokens.weight.device
+        self.shared_bytes = shared_bytes
+        self.has_cuda_kernels = is_supported(self.device)
+        self.shapes = list(model.matrix_shapes)
+        *_, (self.head, _) = model.products_of(1, 1)
+
+    def find(self, num_tokens: int, start: Tiles) -> Found:
+        """The best kernels for steps of `num_tokens`; `start` are those found for fewer tokens."""
+        step = LayerStep(self.model, num_tokens, num_layers=LAYERS, context=CONTEXT)
+        dtype = self.model.embed_tokens.weight.dtype
+        present = {
+            shape: choose(shape, num_tokens, dtype, self.device) for shape in [*self.shapes, self.head]
+        }
+        start = present | start
+
+        def layers_us(tiles: Tiles) -> float:
+            return self._us(step.run_layers, tiles, num_tokens)
+
+        before_us = layers_us(present)
+        library_us = layers_us({shape: Library() for shape in self.shapes})
+        descents = [
+            self._descent(num_tokens, step.run_layers, start, candidates)
+            for candidates in self._candidates(num_tokens)
+            if all(candidates.values())
+        ]
+        best = min(descents, key=lambda descent: descent.us)
+        head_before_us = self._us(step.run_head, present, num_tokens)
+        head = self._descent(num_tokens, step.run_head, start, {self.head: self._head_candidates(num_tokens)})
+        return Found(
+            num_tokens=num_tokens,
+            tiles=best.tiles | head.tiles,
+            library_us=library_us / LAYERS,
+            before_us=before_us / LAYERS,
+            layer_us=best.us / LAYERS,
+            head_before_us=head_before_us,
+            head_us=head.us,
+            tried={shape: times for descent in (*descents, head) for shape, times in descent.tried.items()},
+        )
+
+    def _candidates(self, num_tokens: int) -> Iterator[dict[MatrixShape, list[Tile]]]:
+        """For each form of a step."""
+        yield {shape: self._fused(shape, num_tokens) for shape in self.shapes}
+        if num_tokens > 1:
+            yield {shape: self._separate(shape, num_tokens) for shape in self.shapes}
+
+    def _head_candidates(self, num_tokens: int) -> list[Tile]:
+        return self._fused(self.head, 1) if num_tokens == 1 else self._separate(self.head, num_tokens)
+
+    def _fused(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
+        return fused_tiles(shape, num_tokens, cuda=self.has_cuda_kernels, shared_bytes=self.shared_bytes)
+
+    def _separate(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
+        # What the second and the last matrix of a layer give is added to something.
+        in_parts = shape in (self.shapes[1], self.shapes[3])
+        return separate_tiles(shape, num_tokens, in_parts=in_parts, shared_bytes=self.shared_bytes)
+
+    def _descent(
+        self,
+        num_tokens: int,
+        run: Callable[[], Any],
+        start: Tiles,
+        candidates: Mapping[MatrixShape, list[Tile]],
+    ) -> Descent:
+        is_fused = all(isinstance(tile, FUSED) for tiles in candidates.values() for tile in tiles)
+        descent = Descent(run, {})
+        for shape, tiles in candidates.items():
+            fits = isinstance(start[shape], FUSED) == is_fused
+            descent.tiles[shape] = start[shape] if fits else tiles[0]
+        self._try(descent, num_tokens, candidates)
+        finer = {}
+        for shape, times in descent.tried.items():
+            ranked = sorted(times, key=lambda tile: times[tile])
+            leaders = [more for tile in ranked if (more := refined(tile, shape, self.shared_bytes))][:2]
+            finer[shape] = [tile for more in leaders for tile in more]
+        self._try(descent, num_tokens, finer)
+        return descent
+
+    def _try(self, descent: Descent, num_tokens: int, candidates: Mapping[MatrixShape, list[Tile]]) -> None:
+        with compiling_only(self.device):
+            for shape, tiles in candidates.items():
+                for tile in tiles:
+                    with self._running({**descent.tiles, shape: tile}, num_tokens):
+                        descent.run()
+        descent.us = self._us(descent.run, descent.tiles, num_tokens)
+        for shape, tiles in candidates.items():
+            times = descent.tried.setdefault(shape, {})
+            times[descent.tiles[shape]] = descent.us
+            for tile in tiles:
+                if tile not in times:
+                    times[tile] = self._us(descent.run, {**descent.tiles, shape: tile}, num_tokens)
+            best = min(times, key=lambda tile: times[tile])
+            if times[best] < descent.us * KEPT:
+                descent.tiles[shape], descent.us = best, times[best]
+
+    def _us(self, run: Callable[[], Any], tiles: Tiles, num_tokens: int) -> float:
+        with self._running(tiles, num_tokens):
+            return graph_us(run, replays=5, rounds=3)
+
+    @contextmanager
+    def _running(self, tiles: Tiles, num_tokens: int) -> Iterator[None]:
+        """The model with these tiles, in the form that they allow."""
+        is_fused = all(isinstance(tiles.get(shape), FUSED) for shape in self.shapes)
+        self.model.most_few_tokens = num_tokens if is_fused else 0
+        choices = {shape: (Choice(num_tokens, num_tokens, tile),) for shape, tile in tiles.items()}
+        with using(KernelTable("", choices)):
+            yield

@@ -1,0 +1,107 @@
+"""Top-k, top-p and min-p on the GPU: cuts without a sort, in graphs, and what is drawn behind them."""
+
+import pytest
+import torch
+
+from engine.conftest import TinyModel, prompts_of
+from kernels.filter_checks import KINDS, Filtering, check_cuts, logits_of
+from kernels.test_sampling import assert_follows
+from ostinato import LLM, SamplingParams
+from ostinato.graphs import CaptureOptions, graphed
+from ostinato.kernels import filters, sampling
+from ostinato.kernels.sampling import SamplingSettings
+
+VOCAB = 151_936
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuts_of_a_real_vocabulary(device, kind):
+    check_cuts(Filtering.random(logits_of(kind, 24, VOCAB), seed=1).to(device))
+
+
+@pytest.mark.parametrize("vocab", [1, 100, 5001, 32_000])
+def test_cuts_of_any_vocabulary(device, vocab):
+    for kind in ("spread", "ties"):
+        check_cuts(Filtering.random(logits_of(kind, 40, vocab), seed=vocab).to(device))
+
+
+def test_the_same_cuts_on_every_device_where_rounding_decides_nothing(device):
+    case = Filtering.random(logits_of("ties", 64, 5001), seed=4)
+    by_count = (case.temperature, case.top_k, torch.ones_like(case.top_p), torch.zeros_like(case.min_p))
+    wanted = filters.find_cuts(case.logits, *by_count, sampling.GREEDY_BELOW)
+    on_gpu = (tensor.to(device) for tensor in by_count)
+    found = filters.find_cuts(case.logits.to(device), *on_gpu, sampling.GREEDY_BELOW)
+    assert torch.equal(
+        filters.is_kept(case.logits, *wanted), filters.is_kept(case.logits, *(cut.cpu() for cut in found))
+    )
+
+
+def test_a_cut_does_not_depend_on_the_rows_beside_it(device):
+    together = Filtering.random(logits_of("flat", 200, 20_000), seed=6).to(device)
+    value, last = together.cuts()
+    for row in range(0, 200, 17):
+        alone = Filtering(*(tensor[row : row + 1].clone() for tensor in vars(together).values()))
+        assert alone.cuts() == (value[row], last[row])
+
+
+def repeated(case: Filtering, seeds: torch.Tensor) -> SamplingSettings:
+    """The settings of the case's only row for as many rows as there are seeds."""
+    asked = (case.temperature, case.top_k, case.top_p, case.min_p)
+    return SamplingSettings(*(tensor.expand(seeds.size(0)).contiguous() for tensor in asked), seeds)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(7, 1.0, 0.0), (0, 0.8, 0.0), (20, 0.9, 0.02), (0, 1.0, 0.1), (300, 0.95, 0.0)],
+)
+def test_draws_follow_the_filtered_distribution(device, top_k, top_p, min_p):
+    n, vocab = 20_000, 1000
+    row = logits_of("spread", 1, vocab, seed=5).to(device)
+    case = Filtering(
+        row,
+        torch.tensor([1.3], device=device),
+        torch.tensor([top_k], dtype=torch.int32, device=device),
+        torch.tensor([top_p], device=device),
+        torch.tensor([min_p], device=device),
+    )
+    tokens = sampling.sample(
+        row.expand(n, -1), repeated(case, torch.full((n,), 77, device=device)), torch.arange(n, device=device)
+    )
+    left = filters.is_kept(row, *case.cuts())
+    wanted = (row.double() / 1.3).masked_fill(~left, float("-inf")).softmax(-1)[0]
+    assert_follows(torch.bincount(tokens, minlength=vocab).cpu(), wanted.cpu())
+
+
+def test_one_graph_serves_any_filters(device):
+    """Captured without filters, replayed with all kinds of them; bit for bit as outside."""
+    n = 16
+    positions = torch.arange(n, device=device)
+    seeds = torch.arange(n, device=device) * 1001
+
+    def drawn(logits, temperature, top_k, top_p, min_p, positions):
+        return sampling.sample(logits, SamplingSettings(temperature, top_k, top_p, min_p, seeds), positions)
+
+    function = graphed(drawn, ladder=[n], options=CaptureOptions(strict=True))
+    ones = torch.ones(n, device=device)
+    function.capture(torch.zeros(n, VOCAB, device=device), ones, ones.int() * 0, ones, ones * 0, positions)
+    for seed, kind in enumerate(KINDS):
+        case = Filtering.random(logits_of(kind, n, VOCAB, seed), seed).to(device)
+        inputs = (case.logits, case.temperature, case.top_k, case.top_p, case.min_p, positions)
+        assert torch.equal(function(*inputs), drawn(*inputs))
+    assert not function.report().eager_steps
+
+
+def test_top_k_of_one_is_greedy_and_filters_leave_logprobs_alone(device, tmp_path):
+    pytest.importorskip("transformers")
+    model = TinyModel(tmp_path, "Llama")
+    prompts = prompts_of((5, 30, 17))
+    asked = {"max_tokens": 12, "logprobs": 5}
+    with LLM(
+        model.directory, device="cuda", dtype="float32", max_running_requests=4, max_model_len=64
+    ) as llm:
+        greedy = llm.generate(prompts, SamplingParams(temperature=0, **asked))
+        for filters_on in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+            params = SamplingParams(temperature=5.0, seed=3, **filters_on, **asked)
+            for ours, wanted in zip(llm.generate(prompts, params), greedy, strict=True):
+                assert ours.outputs[0].token_ids == wanted.outputs[0].token_ids
+                assert ours.outputs[0].logprobs == wanted.outputs[0].logprobs

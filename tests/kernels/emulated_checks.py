@@ -1,0 +1,110 @@
+"""Checks of the CUDA kernels in the emulator, from their Python launch on, against float64."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from kernels import fused_checks
+from kernels.cuda_emulator.emulated import Emulator
+from ostinato.kernels.attention import cuda_decode
+from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
+from ostinato.kernels.linear import cuda_fragments, few_tokens
+from ostinato.kernels.linear.tiles import FragmentsTile, MatrixShape
+
+CPU = torch.device("cpu")
+H200_MULTIPROCESSORS = 132
+
+
+def random_bf16(*shape: int, scale: float = 1.0) -> Tensor:
+    """Of torch's present seed."""
+    return (torch.randn(shape) * scale).bfloat16()
+
+
+@contextmanager
+def _new_tensors_full_of_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What `fragments.cu` does beside the product, and the type of the results."""
+
+    norm: bool = False
+    bias: bool = False
+    residual: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+def emulated_fragments(emulator: Emulator) -> AbstractContextManager[object]:
+    """Inside, `launch_fragments` runs in the emulator."""
+    return patch.object(cuda_fragments, "cuda_kernel", emulator.kernel)
+
+
+def check_fragments(
+    emulator: Emulator, shape: MatrixShape, tile: FragmentsTile, form: Form, num_tokens: int
+) -> None:
+    """A layer, and that nothing is written behind its last token."""
+    assert tile.fits(shape)
+    torch.manual_seed(num_tokens)
+    width = shape.in_features
+    x = random_bf16(num_tokens, width, scale=3.0)
+    weight = random_bf16(shape.out_features * (2 if shape.gated else 1), width, scale=width**-0.5)
+    bias = random_bf16(weight.size(0)) if form.bias else None
+    norm_weight = random_bf16(width) if form.norm else None
+    residual = random_bf16(num_tokens, shape.out_features) if form.residual else None
+    out = torch.full((num_tokens + 1, shape.out_features), 7.0, dtype=form.dtype)
+    out[:num_tokens] = float("nan")
+    with emulated_fragments(emulator):
+        cuda_fragments.launch_fragments(x, weight, bias, norm_weight, 1e-5, residual, out[:num_tokens], tile)
+    x, weight, bias, norm_weight, residual = (
+        None if tensor is None else tensor.double() for tensor in (x, weight, bias, norm_weight, residual)
+    )
+    wanted = few_tokens.reference(
+        x, weight, bias, norm_weight=norm_weight, eps=1e-5, gated=shape.gated, residual=residual
+    )
+    assert (out[:num_tokens].double() - wanted).norm() < 6e-3 * wanted.norm()
+    assert (out[num_tokens] == 7.0).all(), "wrote behind the last token"
+
+
+@contextmanager
+def emulated_attention(emulator: Emulator, tile: CudaDecodeTile, multiprocessors: int) -> Iterator[None]:
+    """Inside, single tokens are attended to in the emulator: with this tile, on a GPU of this size."""
+    with (
+        patch.multiple(
+            cuda_decode,
+            cuda_kernel=emulator.kernel,
+            is_supported=lambda device: True,
+            cuda_decode_tile=lambda *batch: tile,
+            _num_sms=lambda device: multiprocessors,
+            _counters=cache(cuda_decode._counters.__wrapped__),
+        ),
+        _new_tensors_full_of_nan(),
+    ):
+        yield
+
+
+def check_attention(
+    emulator: Emulator,
+    tile: CudaDecodeTile,
+    heads: fused_checks.Heads,
+    lengths: list[int],
+    *,
+    multiprocessors: int = H200_MULTIPROCESSORS,
+    norm: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """From QKV rows to attention and caches, with padded tokens and NaN wherever nothing may be read."""
+    requests = [(length, 1) for length in lengths]
+    with emulated_attention(emulator, tile, multiprocessors):
+        fused_checks.check_attend_rows(CPU, dtype, requests, heads, norm=norm, max_query_len=1, window=window)
+        assert not cuda_decode._counters(CPU, heads[1]).any()

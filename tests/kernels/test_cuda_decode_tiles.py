@@ -1,0 +1,92 @@
+"""What the CUDA attention kernel is launched with fits a GPU, for any batch, and follows from its class."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ostinato.kernels.attention.cuda_decode import decode_kernel
+from ostinato.kernels.attention.decode_tiles import (
+    CUDA_MAX_TOKENS,
+    cuda_decode_tile,
+    decode_class,
+)
+from ostinato.kernels.cuda import compiled
+
+HOPPER = (9, 0)
+MOST_SHARED_BYTES = 227 << 10
+REGISTERS = 64 << 10
+"""Of a multiprocessor."""
+GROUPS = (1, 2, 7, 8, 9, 16)
+HEAD_DIMS = (64, 80, 128)
+
+
+def kernel_of(num_tokens: int, num_kv_heads: int, group: int, head_dim: int = 128):
+    """The kernel, its tile and its shared memory."""
+    tile = cuda_decode_tile(num_tokens, num_kv_heads, group)
+    kernel, shared_bytes = decode_kernel(
+        tile,
+        num_tokens,
+        head_dim=head_dim,
+        group=group,
+        num_kv_heads=num_kv_heads,
+        has_norm=True,
+        dtype=torch.bfloat16,
+    )
+    return kernel, tile, shared_bytes
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
+def test_programs_fit_a_multiprocessor(num_kv_heads):
+    for num_tokens in (1, 2, 4, 8, 16, 17, 32, 33, 64, 128, 256, 257, 1024):
+        for group in GROUPS:
+            for head_dim in HEAD_DIMS:
+                _, tile, shared_bytes = kernel_of(num_tokens, num_kv_heads, group, head_dim)
+                assert shared_bytes <= MOST_SHARED_BYTES
+                assert tile.max_chunks >= 1
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
+@pytest.mark.parametrize("group", GROUPS)
+def test_batches_of_a_class_run_the_same_kernel(num_kv_heads, group):
+    kernels: dict[object, set[object]] = {}
+    for num_tokens in range(1, CUDA_MAX_TOKENS[-1] + 1):
+        same = kernels.setdefault(decode_class(num_tokens, num_kv_heads, torch.bfloat16), set())
+        same.add(kernel_of(num_tokens, num_kv_heads, group)[0])
+    assert all(len(same) == 1 for same in kernels.values())
+    assert len(kernels) <= 8
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    """Present without a GPU too."""
+    module = pytest.importorskip("cuda.bindings.nvrtc")
+    try:
+        module.nvrtcVersion()
+    except RuntimeError as missing:
+        pytest.skip(f"NVRTC is not installed: {missing}")
+
+
+def report(constants: dict[str, int]) -> str:
+    """What the compiler says about the kernel."""
+    source = (compiled._FOLDER / "decode_attention.cu").read_text()
+    options = [*compiled._options(HOPPER, constants), "--ptxas-options=-v"]
+    return compiled._compile(source, "decode_attention.cu", options)[1]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 32, 256])
+@pytest.mark.parametrize("group", [2, 8, 16])
+def test_it_compiles_without_spilling(nvrtc, num_tokens, group):
+    kernel, tile, _ = kernel_of(num_tokens, 8, group)
+    said = report(kernel._constants)
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) == 0
+    assert int(re.search(r"Used (\d+) registers", said)[1]) * tile.warps * 32 * tile.programs <= REGISTERS
+
+
+def test_the_launch_knows_how_much_shared_memory_the_source_takes(nvrtc):
+    """Somewhat less than Python computes is refused by the source's own count."""
+    kernel, _, shared_bytes = kernel_of(1, 8, 2)
+    with pytest.raises(compiled.CudaError, match="the launch knows of less"):
+        report({**kernel._constants, "SHARED_BYTES": shared_bytes - 16})

@@ -1,0 +1,79 @@
+"""Cuts without a sort: right in Triton's interpreter, and accepted by the compiler for Hopper."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels.filter_checks import KINDS, Filtering, counts_kept, logits_of
+from ostinato.kernels import filters
+from ostinato.kernels.sampling import GREEDY_BELOW
+
+triton = pytest.importorskip("triton")
+
+from kernels.test_triton_kernels import KNOWN_INTERPRETER_FAULT, compiles, pointers  # noqa: E402
+
+EXAMPLES = 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sorted_reference_keeps_what_the_definition_says(kind):
+    case = Filtering.random(logits_of(kind, 40, 300), seed=2)
+    settings = (case.temperature, case.top_k, case.top_p, case.min_p)
+    kept = filters.is_kept(case.logits, *filters.reference(case.logits, *settings, GREEDY_BELOW)).sum(-1)
+    assert (kept >= counts_kept(case, -1)).all()
+    assert (kept <= counts_kept(case, 1)).all()
+
+
+def test_the_kernels_are_right_in_the_interpreter():
+    """In a process of its own: the interpreter is chosen when a kernel is defined."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "kernels.filter_interpreter_checks", str(EXAMPLES)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    if KNOWN_INTERPRETER_FAULT in result.stderr:
+        pytest.skip(f"Triton {triton.__version__}'s interpreter does not work with this NumPy")
+    assert "all checks passed" in result.stdout, result.stdout + result.stderr[-4000:]
+
+
+def test_the_kernels_compile_for_hopper():
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
+    from ostinato.kernels.filters.triton_narrow import narrow
+    from ostinato.kernels.filters.triton_settle import settle
+    from ostinato.kernels.filters.triton_survey import survey
+
+    floats = (
+        "logits",
+        "temperature",
+        "top_p",
+        "min_p",
+        "group_best",
+        "block_best",
+        "block_sum",
+        "block_lead",
+    )
+    types = pointers(torch.float32, *floats, "range_sums", "sums", "cut")
+    types |= dict.fromkeys(("top_k", "ranges", "counts", "segments", "hits", "found", "cut_at"), "*i32")
+    constants = {"width": 151_936, "block": 4096, "group": 128, "greedy_below": 1e-5, "parts_block": 64}
+    constants |= {"segment": 256, "capacity": 2048, "few": 256, "group_block": 2048, "last_pass": 3}
+    constants["pivot_block"] = 2048
+    for kernel, more in (
+        (survey, {}),
+        (narrow, {"is_last": False}),
+        (narrow, {"is_last": True}),
+        (settle, {}),
+    ):
+        typed = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        fixed = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        assert compiles(kernel, typed, fixed | more, num_warps=8)

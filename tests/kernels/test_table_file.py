@@ -1,0 +1,109 @@
+"""Tables of kernels as files: what is written is read, and what is wrong is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.table_file import KernelTableError, load_table, save_table
+from ostinato.kernels.linear.tiles import (
+    FragmentsTile,
+    GemvTile,
+    Library,
+    MatrixShape,
+    ResidentTile,
+    SkinnyTile,
+)
+
+SHAPE = {"out_features": 8, "in_features": 16, "gated": False}
+GEMV = {"rows": 4, "block": 1024, "num_warps": 4}
+SKINNY = {"tokens": 16, "rows": 64, "block": 128, "num_warps": 4, "num_stages": 3}
+
+
+def test_every_kind_of_choice_survives_a_file(tmp_path: Path) -> None:
+    choices = (
+        Choice(1, 1, GemvTile(4, 1024, 4)),
+        Choice(2, 16, ResidentTile(8, 4, 64, 4)),
+        Choice(17, 60, FragmentsTile(8, 1, 4, 1, 128)),
+        Choice(64, 64, SkinnyTile(64, 32, 128, 4, 3, parts=2, early=128, prefetch=True)),
+        Choice(65, 4096, Library()),
+    )
+    table = KernelTable("a GPU", {MatrixShape(8, 128): choices, MatrixShape(8, 128, True): choices[:1]})
+    file = tmp_path / "new" / "table.json"
+    save_table(table, file, machine={"date": "today"})
+    assert load_table(file) == table
+    lines = file.read_text().splitlines()
+    assert len(lines) == 3 + 2 + 6, "a line for each choice"
+    assert json.loads(file.read_text())["machine"] == {"date": "today"}
+
+
+def written(tmp_path: Path, *choices: object, **changes: object) -> Path:
+    file = tmp_path / "table.json"
+    content = {"gpu": "a GPU", "matrices": [SHAPE | {"choices": choices}]} | changes
+    file.write_text(json.dumps(content))
+    return file
+
+
+def choice(kernel: str, first: int, last: int, **tile: object) -> dict[str, object]:
+    return {"tokens": [first, last], "kernel": kernel, "tile": tile}
+
+
+@pytest.mark.parametrize(
+    ("choices", "told"),
+    [
+        ([choice("fragments", 2, 8, rows=16, slices=2, num_warps=4, held=1, registers=128)], "divided"),
+        ([choice("cutlass", 1, 1)], "kernel must be one of gemv, resident, fragments, skinny, library"),
+        ([choice("gemv", 1, 2, **GEMV)], "<= 1 for this kernel"),
+        ([choice("resident", 3, 2)], "1 <= first <= last <= 16"),
+        ([choice("library", 0, 2)], "1 <= first <= last"),
+        ([{"kernel": "library", "tokens": 3}], "tokens must be [first, last]"),
+        ([choice("gemv", 1, 1, rows=4)], "a tile of gemv has rows, block, num_warps"),
+        ([choice("skinny", 2, 9, **SKINNY, speed=3)], "parts (optional)"),
+        ([choice("library", 2, 9, rows=3)], "a tile of library has nothing"),
+        ([choice("gemv", 1, 1, **GEMV | {"rows": 3})], "rows must be a power of two"),
+        ([choice("gemv", 1, 1, **GEMV | {"rows": "4"})], "rows must be a number"),
+        ([choice("skinny", 2, 9, **SKINNY, prefetch=1)], "prefetch must be true or false"),
+        ([choice("skinny", 2, 9, **SKINNY, parts=0)], "parts must be a number"),
+        ([choice("skinny", 2, 9, **SKINNY, early=64)], "early must be"),
+        ([choice("skinny", 2, 9, **SKINNY, early=384)], "early must be"),
+        ([choice("library", 2, 9), choice("library", 9, 12)], "apart and in ascending order"),
+        ([17], "kernel must be one of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_choice_is_named_with_its_file(tmp_path: Path, choices: list[object], told: str) -> None:
+    file = written(tmp_path, *choices)
+    with pytest.raises(KernelTableError) as refused:
+        load_table(file)
+    assert str(file) in str(refused.value)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"gpu": None}, 'no "gpu"'),
+        ({"matrices": {}}, 'no list "matrices"'),
+        ({"matrices": [SHAPE]}, "a matrix needs"),
+        ({"matrices": [SHAPE | {"gated": 0, "choices": []}]}, "a matrix needs"),
+        ({"matrices": [SHAPE | {"choices": []}] * 2}, "there twice"),
+        (
+            {"matrices": [SHAPE | {"gated": True, "choices": [choice("skinny", 2, 9, **SKINNY, parts=2)]}]},
+            "parts of a gated matrix",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_table_is_refused(tmp_path: Path, changes: dict[str, object], told: str) -> None:
+    with pytest.raises(KernelTableError, match=r"table\.json") as refused:
+        load_table(written(tmp_path, **changes))
+    assert told in str(refused.value)
+
+
+def test_what_is_no_table_at_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KernelTableError, match="cannot be read"):
+        load_table(tmp_path / "absent.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(KernelTableError, match="cannot be read"):
+        load_table(tmp_path / "broken.json")

@@ -1,0 +1,188 @@
+"""`ostinato tune`: what it tries, what it keeps, what it says without a GPU. Times are made up here."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ostinato.cli.main import main
+from ostinato.kernels.linear.choice import choose
+from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.tiles import (
+    FUSED,
+    FragmentsTile,
+    GemvTile,
+    Library,
+    MatrixShape,
+    ResidentTile,
+    SkinnyTile,
+    Tile,
+)
+from ostinato.models.config import ModelConfig
+from ostinato.models.transformer import Transformer
+from ostinato.tools.tune import candidates, descent, tuning
+from ostinato.tools.tune.descent import Tuner
+
+SHARED_BYTES = 232_448
+QWEN3 = [
+    MatrixShape(4096, 1024),
+    MatrixShape(1024, 2048),
+    MatrixShape(3072, 1024, True),
+    MatrixShape(1024, 3072),
+]
+
+
+class MadeUpStep:
+    """Stands for all layers of a step; nothing runs."""
+
+    def __init__(self, model: Transformer, batch_size: int, *, num_layers: int, context: int) -> None:
+        self.num_tokens = batch_size
+
+    def run_layers(self) -> None: ...
+
+    def run_head(self) -> None: ...
+
+
+class MadeUpTimes:
+    """A time by the tiles that are the choice at the moment, `cost` for each matrix."""
+
+    def __init__(self, cost, model: Transformer) -> None:
+        self.cost, self.model = cost, model
+        self.forms: set[bool] = set()
+
+    def __call__(self, run, **_: int) -> float:
+        num_tokens = run.__self__.num_tokens
+        *layer, head = (shape for shape, _ in self.model.products_of(1, 1))
+        shapes = [head] if run.__name__ == "run_head" else layer
+        tiles = [choose(shape, num_tokens, torch.bfloat16, torch.device("cpu")) for shape in shapes]
+        if len(shapes) > 1:
+            is_fused = self.model.most_few_tokens >= num_tokens
+            assert is_fused == all(isinstance(tile, FUSED) for tile in tiles), "the form follows the tiles"
+            self.forms.add(is_fused)
+        return sum(map(self.cost, shapes, tiles))
+
+
+def tuner_with(monkeypatch: pytest.MonkeyPatch, tiny_config: Path, cost) -> tuple[Tuner, MadeUpTimes]:
+    model = Transformer(ModelConfig.load(tiny_config), dtype=torch.bfloat16)
+    model.matrix_shapes = tuple(QWEN3)
+    times = MadeUpTimes(cost, model)
+    monkeypatch.setattr(descent, "LayerStep", MadeUpStep)
+    monkeypatch.setattr(descent, "compiling_only", lambda _: nullcontext())
+    monkeypatch.setattr(descent, "graph_us", times)
+    return Tuner(model, SHARED_BYTES), times
+
+
+def test_the_best_of_each_matrix_is_found(monkeypatch, tiny_config):
+    """Also one that is only reached from another by a change of one value."""
+    wanted = SkinnyTile(64, 64, 128, 4, 4, parts=4, early=128)
+
+    def cost(shape: MatrixShape, tile: Tile) -> float:
+        if shape == QWEN3[1]:
+            near = isinstance(tile, SkinnyTile) and (tile.rows, tile.block, tile.parts) == (64, 128, 4)
+            return 5.0 if tile == wanted else 8.0 if near else 10.0
+        return 3.0 if isinstance(tile, Library) else 4.0
+
+    tuner, _ = tuner_with(monkeypatch, tiny_config, cost)
+    found = tuner.find(128, {})
+    assert found.tiles[QWEN3[1]] == wanted
+    assert all(found.tiles[shape] == Library() for shape in (QWEN3[0], QWEN3[2], QWEN3[3], tuner.head))
+    assert found.layer_us == pytest.approx(14 / descent.LAYERS)
+    assert found.library_us == pytest.approx(19 / descent.LAYERS)
+    assert found.head_us == 3.0
+
+
+@pytest.mark.parametrize(("resident_us", "wins"), [(1.0, True), (9.0, False)])
+def test_both_forms_of_a_step_are_tried(monkeypatch, tiny_config, resident_us, wins):
+    tuner, times = tuner_with(
+        monkeypatch,
+        tiny_config,
+        lambda shape, tile: resident_us if isinstance(tile, ResidentTile) else 2.0,
+    )
+    found = tuner.find(8, {})
+    assert times.forms == {True, False}
+    assert all(isinstance(found.tiles[shape], ResidentTile) == wins for shape in QWEN3)
+    assert not isinstance(found.tiles[tuner.head], ResidentTile)
+
+
+def test_one_token_runs_fused_kernels(monkeypatch, tiny_config):
+    tuner, _ = tuner_with(monkeypatch, tiny_config, lambda shape, tile: getattr(tile, "rows", 9.0))
+    found = tuner.find(1, {})
+    assert all(isinstance(tile, GemvTile) and tile.rows == 1 for tile in found.tiles.values())
+
+
+def test_a_tile_that_gains_next_to_nothing_is_not_worth_compiling(monkeypatch, tiny_config):
+    start = SkinnyTile(128, 64, 64, 8, 4)
+
+    def cost(shape: MatrixShape, tile: Tile) -> float:
+        return 100.0 if tile == start else 99.9
+
+    tuner, _ = tuner_with(monkeypatch, tiny_config, cost)
+    found = tuner.find(256, {QWEN3[0]: start})
+    assert found.tiles[QWEN3[0]] == start
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 16, 64])
+def test_fused_candidates_divide_the_matrix(num_tokens):
+    for shape in QWEN3:
+        tiles = candidates.fused_tiles(shape, num_tokens, cuda=True, shared_bytes=SHARED_BYTES)
+        kinds = {type(tile) for tile in tiles}
+        assert kinds == {FragmentsTile} | {1: {GemvTile}, 8: {ResidentTile}, 16: {ResidentTile}}.get(
+            num_tokens, set()
+        )
+        plain = candidates.fused_tiles(shape, num_tokens, cuda=False, shared_bytes=SHARED_BYTES)
+        assert {type(tile) for tile in plain} == kinds - {FragmentsTile}
+        for tile in tiles:
+            if isinstance(tile, FragmentsTile):
+                assert tile.fits(shape)
+            elif isinstance(tile, ResidentTile):
+                assert shape.out_features % tile.rows == 0
+                assert shape.in_features % (tile.slices * tile.width) == 0
+
+
+@pytest.mark.parametrize("shape", [*QWEN3, MatrixShape(128_256, 4096), MatrixShape(77, 100)], ids=str)
+@pytest.mark.parametrize("num_tokens", [2, 16, 33, 100, 512])
+def test_candidates_fit_the_gpu_and_the_kernel(shape, num_tokens):
+    tiles = candidates.separate_tiles(shape, num_tokens, in_parts=True, shared_bytes=100_000)
+    assert tiles[0] == Library()
+    for tile in [
+        *tiles[1:],
+        *(finer for base in tiles for finer in candidates.refined(base, shape, 100_000)),
+    ]:
+        assert isinstance(tile, SkinnyTile)
+        rows = tile.rows * (2 if shape.gated else 1)
+        assert tile.num_stages * tile.block * (rows + tile.tokens) * 2 <= 100_000
+        assert tile.parts == 1 or not shape.gated
+        assert tile.early % tile.block == 0
+
+
+def test_the_table_has_ranges_from_one_measured_size_to_the_next(monkeypatch, tiny_config, tmp_path):
+    tuner, _ = tuner_with(
+        monkeypatch,
+        tiny_config,
+        lambda shape, tile: 1.0 if isinstance(tile, GemvTile | Library) else 2.0,
+    )
+    table = tuning.filled(KernelTable("a GPU", {}), [tuner.find(tokens, {}) for tokens in (1, 8, 32)])
+    [one, more] = table.choices[QWEN3[0]]
+    assert (one.first, one.last, type(one.tile)) == (1, 1, GemvTile)
+    assert more == Choice(2, 32, Library()), "equal neighbours are one range"
+    assert tuning.filled(KernelTable("a GPU", {}), [tuner.find(8, {})]).find(QWEN3[0], 1) is None
+
+
+def test_without_a_gpu_it_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["ostinato", "tune"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "ostinato: tune times kernels on an NVIDIA GPU, and torch finds none on this machine"
+
+
+def test_a_bad_list_of_tokens_is_refused():
+    from ostinato.cli.main import app
+
+    ran = CliRunner().invoke(app, ["tune", "--tokens", "8,x"])
+    assert ran.exit_code == 2
+    assert "--tokens" in ran.output
