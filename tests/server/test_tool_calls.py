@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.server.openai.tool_calls.formats import kind_of_model
 from ostinato.server.openai.tool_calls.llama import LlamaToolCalls
-from ostinato.server.openai.tool_calls.parser import ToolCallParser, kind_of_model
+from ostinato.server.openai.tool_calls.parser import ToolCallParser
 from ostinato.server.openai.tool_calls.qwen import QwenToolCalls
 
 Calls = list[tuple[str, str]]

@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.text.detokenizer import Detokenizer
-
 from .small_tokenizers import KINDS, small_tokenizer
 
 TEXT = st.text(
@@ -27,7 +25,7 @@ def chunks(ids: list[int], sizes: list[int]) -> list[list[int]]:
 def test_pieces_add_up_to_the_text(kind: str, text: str, sizes: list[int]) -> None:
     tokenizer = small_tokenizer(kind)
     ids = tokenizer.encode(text)
-    stream = Detokenizer(tokenizer)
+    stream = tokenizer.detokenizer()
     pieces = [stream.push(part) for part in chunks(ids, [*sizes, len(ids)])] + [stream.finish()]
     assert "".join(pieces) == tokenizer.backend.decode(ids) == tokenizer.decode(ids)
     if "\ufffd" not in text:
@@ -39,7 +37,7 @@ def test_pieces_add_up_to_the_text(kind: str, text: str, sizes: list[int]) -> No
 def test_any_byte_level_ids_at_all_decode_as_the_library_does(data: st.DataObject, skip: bool) -> None:
     tokenizer = small_tokenizer("byte-level")
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
-    stream = Detokenizer(tokenizer, skip_special_tokens=skip)
+    stream = tokenizer.detokenizer(skip_special_tokens=skip)
     pieces = [stream.push([index]) for index in ids] + [stream.finish()]
     assert "".join(pieces) == tokenizer.backend.decode(ids, skip_special_tokens=skip)
 
@@ -49,7 +47,7 @@ def test_a_character_of_four_tokens_comes_with_the_last(kind: str) -> None:
     tokenizer = small_tokenizer(kind)
     emoji = "\U0001f9ff"
     ids = tokenizer.encode("a" + emoji, add_special_tokens=False)
-    stream = Detokenizer(tokenizer)
+    stream = tokenizer.detokenizer()
     pieces = [stream.push([index]) for index in ids]
     assert [piece for piece in pieces if piece] == ["a", emoji]
     assert pieces[-1] == emoji
@@ -60,7 +58,7 @@ def test_a_character_of_four_tokens_comes_with_the_last(kind: str) -> None:
 def test_a_text_cut_inside_a_character_ends_in_one_replacement(kind: str) -> None:
     tokenizer = small_tokenizer(kind)
     ids = tokenizer.encode("a\U0001f9ff", add_special_tokens=False)[:-1]
-    stream = Detokenizer(tokenizer)
+    stream = tokenizer.detokenizer()
     assert stream.push(ids) == "a"
     assert stream.finish() == "\ufffd"
 

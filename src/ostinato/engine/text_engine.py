@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.errors import GrammarError, TokenizerError
 from ostinato.text.grammar import Grammar, GrammarCompiler
 
@@ -151,7 +150,7 @@ class TextEngine:
             if params.stop:
                 raise RequestError("stop strings are searched in the text, and this model has no tokenizer")
             return None
-        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
         return CompletionText(detokenizer, params.stop or (), include_stop=params.include_stop_str_in_output)
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:

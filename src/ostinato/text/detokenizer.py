@@ -1,11 +1,9 @@
 """Token ids to text as they arrive."""
 
 import codecs
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
 
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+from .token_bytes import TokenBytes
 
 
 class Detokenizer:
@@ -14,10 +12,10 @@ class Detokenizer:
     The pieces of `push` and the last one of `finish` add up to `Tokenizer.decode` of all the ids.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True) -> None:
-        self._bytes = tokenizer.bytes_per_token
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._strip_first_space = tokenizer.bytes_per_token.strip_first_space
+    def __init__(self, bytes_per_token: TokenBytes, skipped: Collection[int]) -> None:
+        """`skipped` ids have no text. `Tokenizer.detokenizer` makes one."""
+        self._bytes, self._skipped = bytes_per_token, skipped
+        self._strip_first_space = bytes_per_token.strip_first_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:

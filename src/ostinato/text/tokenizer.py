@@ -86,8 +86,12 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`, as `Detokenizer` would stream it."""
-        stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        stream = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return stream.push(token_ids) + stream.finish()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """For token ids that arrive one after the other."""
+        return Detokenizer(self.bytes_per_token, self.special_ids if skip_special_tokens else ())
 
     @property
     def has_chat_template(self) -> bool:

@@ -19,7 +19,7 @@ from ..openai.generation import Generation
 from ..openai.requests import Sampling
 from ..openai.served_model import ServedModel
 from ..openai.stream_pace import StreamPace
-from ..openai.tool_calls.parser import kind_of_model
+from ..openai.tool_calls.formats import kind_of_model
 from ..wire.messages import Ready
 
 

@@ -30,8 +30,9 @@ from .served_model import ServedModel
 from .structured import forced_call
 from .tool_calls.call_reader import CallPiece
 from .tool_calls.forced import ForcedToolCall
+from .tool_calls.formats import parser_for
 from .tool_calls.llama import LlamaToolCalls
-from .tool_calls.parser import Parsed, ToolCallParser, parser_for
+from .tool_calls.parser import Parsed, ToolCallParser
 
 
 async def answers_of(

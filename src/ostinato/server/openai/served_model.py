@@ -58,7 +58,7 @@ class ServedModel:
         """For one completion; None where the model has no tokenizer."""
         if self.tokenizer is None:
             return None
-        return Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
+        return self.tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
 
     async def encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
