@@ -61,6 +61,24 @@ def test_what_is_asked_for_beats_the_environment_which_beats_the_tuned_one(monke
     assert stages_chosen() is None, "an engine without a table does not inherit that of the one before"
 
 
+def test_a_tuned_table_that_cannot_be_read_is_ignored_with_a_warning(caplog, tmp_path):
+    """Nobody asked for it: it may be left from another version."""
+    tuned_table(GPU).parent.mkdir(parents=True)
+    tuned_table(GPU).write_text('{"gpu": "NVIDIA Made-Up 1", "matrices": [')
+    with caplog.at_level(logging.WARNING):
+        use_table_of_user(None, GPU)
+    assert stages_chosen() is None
+    assert "ostinato tune" in caplog.text
+    with pytest.raises(ConfigError, match="cannot be read"):
+        use_table_of_user(str(tuned_table(GPU)), GPU)
+
+
+def test_an_engine_on_a_cpu_leaves_the_table_of_one_on_a_gpu_alone(tmp_path):
+    use_table_of_user(table_with(4, tmp_path / "asked.json"), GPU)
+    use_table_of_user(None, torch.device("cpu"))
+    assert stages_chosen() == 4
+
+
 def test_graphs_share_warm_ups_as_far_as_the_table_says(tiny):
     """A range that ends between two sizes, of layers or of the head, makes their kernels differ."""
     model = Transformer(ModelConfig.load(Path(tiny.directory)))

@@ -1,6 +1,8 @@
 """The CUDA sources compile, on any machine with NVRTC, and stay within what they may take of a GPU."""
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +55,55 @@ def test_the_launch_knows_how_much_shared_memory_the_source_takes():
     less = {**kernel._constants, "SHARED_BYTES": kernel._constants["SHARED_BYTES"] - 16}
     with pytest.raises(compiled.CudaError, match="the launch knows of less"):
         compiled._compile(source, kernel._file, compiled._options(HOPPER, less))
+
+
+def test_a_folder_that_cannot_be_written_to_costs_only_time(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setattr(compiled, "_cache_folder", lambda: tmp_path / "file")
+    shape, tile, tokens = next(iter(measured_tiles()))
+    assert fragments_kernel(tile, shape, tokens, norm=True).compile(HOPPER)
+
+
+@pytest.mark.parametrize(("capability", "supported"), [((8, 9), 0), ((9, 0), 1), ((10, 0), 1), ((12, 0), 0)])
+def test_gpus_with_less_shared_memory_do_not_support_them(monkeypatch, capability, supported):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    compiled.is_supported.cache_clear()
+    assert compiled.is_supported(torch.device("cuda", 0)) == bool(supported)
+    compiled.is_supported.cache_clear()
+
+
+class RecordingDriver:
+    """Says yes to everything and remembers what shared memory was asked for."""
+
+    class CUfunction_attribute:
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = "most"
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = "carveout"
+
+    def __init__(self):
+        self.asked = []
+
+    def cuModuleLoadData(self, code):
+        return 0, "module"
+
+    def cuModuleGetFunction(self, module, name):
+        return 0, "function"
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.asked.append((attribute, value))
+        return (0,)
+
+
+def test_every_device_is_told_of_the_shared_memory(monkeypatch):
+    driver = RecordingDriver()
+    monkeypatch.setattr(compiled, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    monkeypatch.setattr(compiled.CudaKernel, "compile", lambda self, capability: b"")
+    kernel = compiled.CudaKernel("fragments.cu", "project", {})
+    kernel.load(0, 100_000)
+    kernel.load(1, 100_000)
+    assert driver.asked.count(("most", 100_000)) == 2
 
 
 def test_a_cpu_does_not_support_them():

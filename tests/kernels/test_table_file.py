@@ -53,6 +53,7 @@ def choice(kernel: str, first: int, last: int, **tile: object) -> dict[str, obje
     ("choices", "told"),
     [
         ([choice("fragments", 2, 8, rows=16, slices=2, num_warps=4, held=1, registers=128)], "divided"),
+        ([choice("fragments", 2, 8, rows=8, slices=1, num_warps=4, held=1, registers=999)], "divided"),
         ([choice("cutlass", 1, 1)], "kernel must be one of gemv, resident, fragments, skinny, library"),
         ([choice("gemv", 1, 2, **GEMV)], "<= 1 for this kernel"),
         ([choice("resident", 3, 2)], "1 <= first <= last <= 16"),

@@ -95,6 +95,20 @@ def test_a_connection_is_used_again() -> None:
     assert server.connections == 1
 
 
+def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used() -> None:
+    server = Server(CHUNKED, chunk(event("a")), b"0\r\n\r\n", closes=True)
+
+    async def with_a_pause(client: StreamingClient) -> list[StreamedRequest]:
+        first = await stream(client, "/v1/completions", b"{}", 0.0)
+        await asyncio.sleep(0.1)
+        return [first, await stream(client, "/v1/completions", b"{}", 0.0)]
+
+    found = against(server, with_a_pause)
+    assert isinstance(found, list)
+    assert [each.error for each in found] == [None, None]
+    assert server.connections == 2
+
+
 def test_a_refusal_is_told_with_its_status() -> None:
     found = completion(Server(b"HTTP/1.1 429 Busy\r\nContent-Length: 9\r\n\r\nqueue too"))
     assert found.error == "HTTP 429: queue too"

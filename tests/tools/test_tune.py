@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 from ostinato.cli.main import main
 from ostinato.kernels.linear.choice import choose
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.table_file import load_table, save_table
 from ostinato.kernels.linear.tiles import (
     FUSED,
+    MOST_TOKENS,
     FragmentsTile,
     GemvTile,
     Library,
@@ -91,6 +93,25 @@ def test_the_best_of_each_matrix_is_found(monkeypatch, tiny_config):
     assert found.layer_us == pytest.approx(14 / descent.LAYERS)
     assert found.library_us == pytest.approx(19 / descent.LAYERS)
     assert found.head_us == 3.0
+
+
+def test_what_is_found_from_one_size_to_the_next_can_be_loaded(monkeypatch, tiny_config, tmp_path):
+    """A gemv looks fast at every size if it is tried there, for it takes one token only."""
+    cheap = {GemvTile: 1.0, ResidentTile: 2.0}
+    tuner, _ = tuner_with(monkeypatch, tiny_config, lambda _, tile: cheap.get(type(tile), 3.0))
+    found = []
+    for num_tokens in (1, 8, 16, 32):
+        found.append(tuner.find(num_tokens, found[-1].tiles if found else {}))
+        for tile in found[-1].tiles.values():
+            assert num_tokens <= MOST_TOKENS.get(type(tile), num_tokens)
+    save_table(tuning.filled(KernelTable("a GPU", {}), found), tmp_path / "table.json")
+    load_table(tmp_path / "table.json")
+
+
+def test_times_of_both_forms_are_kept(monkeypatch, tiny_config):
+    tuner, _ = tuner_with(monkeypatch, tiny_config, lambda *_: 1.0)
+    tried = tuner.find(8, {}).tried[QWEN3[0]]
+    assert {ResidentTile, Library} <= {type(tile) for tile in tried}
 
 
 @pytest.mark.parametrize(("resident_us", "wins"), [(1.0, True), (9.0, False)])

@@ -23,13 +23,20 @@ def tuned_table(device: torch.device) -> Path:
 
 def use_table_of_user(asked: str | None, device: torch.device) -> None:
     """Use the table that was asked for, that of the environment, or what `ostinato tune` made; or none."""
-    if device.type != "cuda" and asked:
-        raise ConfigError(f"kernel_table is for kernels of a GPU, and the engine runs on {device}")
-    file = _table_of_user(asked, device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        if asked:
+            raise ConfigError(f"kernel_table is for kernels of a GPU, and the engine runs on {device}")
+        return
+    named = asked or os.environ.get(TABLE_VARIABLE)
+    file = Path(named).expanduser() if named else tuned_table(device)
     try:
-        table = None if file is None else load_table(file)
+        table = load_table(file) if named or file.is_file() else None
     except KernelTableError as error:
-        raise ConfigError(str(error)) from error
+        if named:
+            raise ConfigError(str(error)) from error
+        # Nobody asked for this one; it may be of another version.
+        logger.warning("%s; make it again with `ostinato tune`, or delete it", error)
+        table = None
     use_table(table)
     if table is None:
         return
@@ -37,11 +44,3 @@ def use_table_of_user(asked: str | None, device: torch.device) -> None:
     name = torch.cuda.get_device_name(device)
     if table.gpu != name:
         logger.warning("the kernel table %s was made on %s, not on %s", file, table.gpu, name)
-
-
-def _table_of_user(asked: str | None, device: torch.device) -> Path | None:
-    named = asked or os.environ.get(TABLE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    file = tuned_table(device)
-    return file if file.is_file() else None

@@ -69,7 +69,7 @@ class _Collector(Executor):
 @contextmanager
 def compiling_only(device: torch.device) -> Iterator[None]:
     """New kernels inside are compiled and not run; leaving waits until they are loaded."""
-    with cuda_kernels_compiled_only(), _triton_kernels_compiled_only(device):
+    with cuda_kernels_compiled_only(device), _triton_kernels_compiled_only(device):
         yield
 
 

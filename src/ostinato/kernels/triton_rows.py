@@ -114,7 +114,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         num_rows,
         width=width,
         block=block,
-        parts=x.numel() // residual.numel(),
+        parts=x.size(0) if x.dim() > residual.dim() else 1,
         has_residual=True,
         num_warps=8 if block >= 4096 else 4,
         **dependent_launch.options(x.device),

@@ -56,7 +56,7 @@ class StreamingClient:
             connection.close()
 
     async def _ask(self, request: bytes, on_body: Callable[[bytes], None]) -> int:
-        connection = self._idle.pop() if self._idle else await self._connected()
+        connection = self._kept() or await self._connected()
         try:
             status = await connection.ask(request, on_body)
         except BaseException:
@@ -65,6 +65,14 @@ class StreamingClient:
         if connection.is_open:
             self._idle.append(connection)
         return status
+
+    def _kept(self) -> _Connection | None:
+        """A connection that the server has not closed meanwhile."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
 
     async def _connected(self) -> _Connection:
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..cuda.compiled import CudaKernel, cuda_kernel, is_supported
+from ..cuda.compiled import CudaError, CudaKernel, cuda_kernel, is_supported
 from .batch import PAGE_SIZE
 from .decode_tiles import CUDA_MAX_TOKENS, CudaDecodeTile, cuda_decode_tile
 from .heads import HeadPreparation
@@ -87,7 +87,7 @@ def attend_tokens(
             out,
             partial,
             partial_sums,
-            _counters(rows.device, num_kv_heads),
+            _counters(rows.device, num_kv_heads, _stream_of(rows.device)),
             page_table,
             token_rows,
             positions,
@@ -139,12 +139,21 @@ def decode_kernel(
     return kernel, shared_bytes
 
 
+def _stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 @cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
-def _counters(device: torch.device, num_kv_heads: int) -> Tensor:
-    """Zeros before and after every launch; kept for good, because graphs point to them."""
+def _counters(device: torch.device, num_kv_heads: int, stream: int) -> Tensor:
+    """Zeros before and after every launch; kept for good, because graphs point to them.
+
+    Of a stream, on which one launch ends before the next one counts.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CudaError("the counters of attention are made outside of a capture: run the step once before")
     return torch.zeros(1 + CUDA_MAX_TOKENS[-1] * num_kv_heads, dtype=torch.int32, device=device)

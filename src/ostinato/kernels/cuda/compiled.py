@@ -15,10 +15,10 @@ import hashlib
 import os
 import struct
 import sys
-import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ class CudaError(RuntimeError):
 
 @cache
 def is_supported(device: torch.device) -> bool:
-    """On Hopper and later, where there is a compiler."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    """On Hopper and on data centres' Blackwell, where there is a compiler; others have less shared memory."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return False
     return has_nvrtc()
 
@@ -70,7 +70,6 @@ class CudaKernel:
         self._file, self._entry, self._constants = file, entry, constants
         self._functions: dict[int, Any] = {}
         self._configs: dict[Any, Any] = {}
-        self._shared_bytes = _MAX_STATIC_SHARED
 
     def launch(
         self,
@@ -90,16 +89,17 @@ class CudaKernel:
         device = torch.cuda.current_device()
         function = self._functions.get(device)
         if function is None:
-            if _postponed is not None:
-                _postponed[self] = shared_bytes
+            if (postponed := _postponed()) is not None:
+                postponed[self] = shared_bytes
                 return
+            if torch.cuda.is_current_stream_capturing():
+                raise CudaError(f"{self._entry} is launched for the first time while a graph is captured")
             function = self.load(device, shared_bytes)
-        assert shared_bytes <= self._shared_bytes, shared_bytes
-        key = grid, block, shared_bytes, cluster, dependent
+        # By stream, which another thread may not change between here and the launch.
+        key = grid, block, shared_bytes, cluster, dependent, torch.cuda.current_stream().cuda_stream
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = _launch_config(*key)
-        config.hStream = torch.cuda.current_stream().cuda_stream
         values = (ctypes.c_uint64 * len(args))(*map(_as_word, args))
         first = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
@@ -117,9 +117,8 @@ class CudaKernel:
                 attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
             )
-            if shared_bytes > self._shared_bytes:
+            if shared_bytes > _MAX_STATIC_SHARED:
                 _check(driver.cuFuncSetAttribute(function, most, shared_bytes))
-                self._shared_bytes = shared_bytes
             # All of it: the next kernel can start beside this one only where its shared memory fits too.
             _check(driver.cuFuncSetAttribute(function, carveout, 100))
         self._functions[device] = function
@@ -131,34 +130,39 @@ class CudaKernel:
         options = _options(capability, self._constants)
         what = "\n".join([_nvrtc_version(), *options, *_headers().values(), source])
         kept = _cache_folder() / f"{Path(self._file).stem}-{hashlib.sha256(what.encode()).hexdigest()}.cubin"
-        if kept.exists():
+        with suppress(OSError):
             return kept.read_bytes()
         code, _ = _compile(source, self._file, options)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may compile at once: a file appears with all its bytes or not at all.
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, kept)
+        with suppress(OSError):  # a folder that cannot be written to only costs time at the next start
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            # Several processes may compile at once: a file appears with all its bytes or not at all.
+            new = kept.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            new.write_bytes(code)
+            os.replace(new, kept)
         return code
 
 
-_postponed: dict[CudaKernel, int] | None = None
+_of_thread = threading.local()
+
+
+def _postponed() -> dict[CudaKernel, int] | None:
+    """Kernels that this thread asked for inside `compiling_only`, with their shared memory."""
+    return getattr(_of_thread, "postponed", None)
 
 
 @contextmanager
-def compiling_only() -> Iterator[None]:
-    """New kernels inside are not launched; leaving compiles them all at once and loads them."""
-    global _postponed
-    _postponed = {}
+def compiling_only(device: torch.device) -> Iterator[None]:
+    """New kernels that this thread launches inside are not; leaving compiles all at once and loads them."""
+    _of_thread.postponed = {}
     try:
         yield
     finally:
-        kernels, _postponed = _postponed, None
+        kernels, _of_thread.postponed = _of_thread.postponed, None
     if not kernels:
         return
-    device = torch.cuda.current_device()
+    index = torch.cuda.current_device() if device.index is None else device.index
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        list(threads.map(lambda item: item[0].load(device, item[1]), kernels.items()))
+        list(threads.map(lambda item: item[0].load(index, item[1]), kernels.items()))
 
 
 def _as_word(argument: Argument) -> int:
@@ -170,13 +174,13 @@ def _as_word(argument: Argument) -> int:
 
 
 def _launch_config(
-    grid: tuple[int, int, int], block: int, shared_bytes: int, cluster: int, dependent: bool
+    grid: tuple[int, int, int], block: int, shared_bytes: int, cluster: int, dependent: bool, stream: int
 ) -> Any:
     driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-    config.sharedMemBytes = shared_bytes
+    config.sharedMemBytes, config.hStream = shared_bytes, stream
     attributes = []
     if cluster > 1:
         attribute = driver.CUlaunchAttribute()

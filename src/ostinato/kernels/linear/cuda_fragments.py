@@ -60,6 +60,7 @@ def launch_fragments(
     tile: FragmentsTile,
 ) -> None:
     """Queue the kernel; all operands dense and bfloat16, `out` that or float32."""
+    assert not (x.data_ptr() | weight.data_ptr()) % 16, "16 bytes are loaded at a time"
     num_tokens, in_features = x.shape
     shape = MatrixShape(out.size(1), in_features, weight.size(0) == 2 * out.size(1))
     tokens, norm = tile.tokens_at_a_time(num_tokens), norm_weight is not None

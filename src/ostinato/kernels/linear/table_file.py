@@ -8,6 +8,7 @@
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from itertools import pairwise
@@ -48,7 +49,9 @@ def save_table(table: KernelTable, file: Path, **described: Any) -> None:
     head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in described.items()]
     parts = [f'"gpu": {json.dumps(table.gpu)}', *head, '"matrices": [\n  ' + ",\n  ".join(matrices) + "]"]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("{" + ",\n ".join(parts) + "}\n")
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_text("{" + ",\n ".join(parts) + "}\n")
+    os.replace(new, file)  # a file that is cut off would be refused at every start
 
 
 def as_entry(tile: Tile) -> dict[str, Any]:

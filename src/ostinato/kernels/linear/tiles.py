@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_MOST_PROGRAMS_OF_A_CLUSTER, _MOST_REGISTERS, _REGISTERS_OF_A_MULTIPROCESSOR = 8, 255, 65536
+
 
 class MatrixShape(NamedTuple):
     """A weight, or the two halves of a gated one."""
@@ -70,6 +72,9 @@ class FragmentsTile:
             and self.rows % (4 * self.slices) == 0
             and rows % 8 == 0
             and self.held <= rows // 8
+            and self.slices <= _MOST_PROGRAMS_OF_A_CLUSTER
+            and self.registers <= _MOST_REGISTERS
+            and self.num_warps * 32 * self.registers <= _REGISTERS_OF_A_MULTIPROCESSOR
         )
 
 

@@ -6,7 +6,7 @@ one leaves free decides how early the next can start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from ostinato.kernels.compile_ahead import compiling_only
 from ostinato.kernels.cuda.compiled import is_supported
 from ostinato.kernels.linear.choice import choose, using
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
-from ostinato.kernels.linear.tiles import FUSED, Library, MatrixShape, Tile
+from ostinato.kernels.linear.tiles import FUSED, MOST_TOKENS, Library, MatrixShape, Tile
 from ostinato.models.transformer import Transformer
 
 from ..layer_step import LayerStep, graph_us
@@ -101,7 +101,7 @@ class Tuner:
             layer_us=best.us / LAYERS,
             head_before_us=head_before_us,
             head_us=head.us,
-            tried={shape: times for descent in (*descents, head) for shape, times in descent.tried.items()},
+            tried=_together(descent.tried for descent in (*descents, head)),
         )
 
     def _candidates(self, num_tokens: int) -> Iterator[dict[MatrixShape, list[Tile]]]:
@@ -131,8 +131,10 @@ class Tuner:
         is_fused = all(isinstance(tile, FUSED) for tiles in candidates.values() for tile in tiles)
         descent = Descent(run, {})
         for shape, tiles in candidates.items():
-            fits = isinstance(start[shape], FUSED) == is_fused
-            descent.tiles[shape] = start[shape] if fits else tiles[0]
+            found = start[shape]
+            takes_all = num_tokens <= MOST_TOKENS.get(type(found), num_tokens)
+            fits = takes_all and isinstance(found, FUSED) == is_fused
+            descent.tiles[shape] = found if fits else tiles[0]
         self._try(descent, num_tokens, candidates)
         finer = {}
         for shape, times in descent.tried.items():
@@ -171,3 +173,12 @@ class Tuner:
         choices = {shape: (Choice(num_tokens, num_tokens, tile),) for shape, tile in tiles.items()}
         with using(KernelTable("", choices)):
             yield
+
+
+def _together(parts: Iterable[Tried]) -> Tried:
+    """What was tried in each form of a step."""
+    all_tried: Tried = {}
+    for tried in parts:
+        for shape, times in tried.items():
+            all_tried.setdefault(shape, {}).update(times)
+    return all_tried
