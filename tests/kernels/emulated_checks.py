@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -85,7 +84,7 @@ def emulated_attention(emulator: Emulator, tile: CudaDecodeTile, multiprocessors
             is_supported=lambda device: True,
             cuda_decode_tile=lambda *batch: tile,
             _num_sms=lambda device: multiprocessors,
-            _counters=cache(cuda_decode._counters.__wrapped__),
+            _counters_of_caches={},
         ),
         _new_tensors_full_of_nan(),
     ):
@@ -107,4 +106,5 @@ def check_attention(
     requests = [(length, 1) for length in lengths]
     with emulated_attention(emulator, tile, multiprocessors):
         fused_checks.check_attend_rows(CPU, dtype, requests, heads, norm=norm, max_query_len=1, window=window)
-        assert not cuda_decode._counters(CPU, heads[1]).any()
+        assert cuda_decode._counters_of_caches
+        assert not any(counters.any() for counters in cuda_decode._counters_of_caches.values())

@@ -87,7 +87,7 @@ def attend_tokens(
             out,
             partial,
             partial_sums,
-            _counters(rows.device, num_kv_heads, _stream_of(rows.device)),
+            _counters(k_cache),
             page_table,
             token_rows,
             positions,
@@ -139,21 +139,25 @@ def decode_kernel(
     return kernel, shared_bytes
 
 
-def _stream_of(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
 @cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
-def _counters(device: torch.device, num_kv_heads: int, stream: int) -> Tensor:
-    """Zeros before and after every launch; kept for good, because graphs point to them.
+_counters_of_caches: dict[tuple[torch.device, int, int], Tensor] = {}
 
-    Of a stream, on which one launch ends before the next one counts.
+
+def _counters(k_cache: Tensor) -> Tensor:
+    """Zeros before and after every launch on these keys, none of which begins before the last one ended.
+
+    Kept for good, because graphs point to them.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise CudaError("the counters of attention are made outside of a capture: run the step once before")
-    return torch.zeros(1 + CUDA_MAX_TOKENS[-1] * num_kv_heads, dtype=torch.int32, device=device)
+    device, num_kv_heads = k_cache.device, k_cache.size(2)
+    place = device, num_kv_heads, k_cache.data_ptr()
+    counters = _counters_of_caches.get(place)
+    if counters is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CudaError("attention is captured before it has run on this cache: run the step once before")
+        counters = torch.zeros(1 + CUDA_MAX_TOKENS[-1] * num_kv_heads, dtype=torch.int32, device=device)
+        _counters_of_caches[place] = counters
+    return counters
