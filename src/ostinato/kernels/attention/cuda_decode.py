@@ -49,12 +49,11 @@ def attend_tokens(
     num_heads: int,
     scale: float,
     sliding_window: int,
-    tile: CudaDecodeTile | None = None,
 ) -> Tensor:
-    """Attention [T, Hq, D] of tokens whose QKV rows are `rows`; `tile` replaces that of the table."""
+    """Attention [T, Hq, D] of tokens whose QKV rows are `rows`."""
     num_tokens, num_kv_heads, head_dim = rows.size(0), k_cache.size(2), k_cache.size(3)
     group = num_heads // num_kv_heads
-    tile = tile or cuda_decode_tile(num_tokens, num_kv_heads, group)
+    tile = cuda_decode_tile(num_tokens, num_kv_heads, group)
     out = rows.new_empty(num_tokens, num_heads, head_dim)
     chunks = min(tile.max_chunks, -(-page_table.size(1) // tile.chunk_tiles))
     partial = partial_sums = out
