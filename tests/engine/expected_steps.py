@@ -1,8 +1,9 @@
 """What an engine must do for a set of greedy requests: its steps, and the graphs that serve them.
 
 Written from the rules in the documents, not from the scheduler: first come first served; a step holds one
-token of every request that decodes, then prompts in order up to the budget; a step without any prompt is a
-decode step; every step takes the smallest graph of its mode that holds it.
+token of every request that decodes, then prompts in order up to the budget; those that decode sit out a few
+steps in a row that have many prompt tokens; a step without any prompt is a decode step; every step takes the
+smallest graph of its mode that holds it.
 """
 
 from collections import Counter
@@ -55,16 +56,18 @@ def expected_steps(
     cached: Sequence[int] | None = None,
     ahead: int = 0,
     pages: int | None = None,
+    burst: int = 0,
 ) -> list[Step]:
     """The steps that serve prompts of these lengths, each for so many output tokens (0: an embedding).
 
     `cached`: prompt tokens found in the prefix cache. `ahead`: steps launched before the tokens of the last
-    are read: a request then leaves that much later. `pages`: how many there are; without, enough.
+    are read: a request then leaves that much later. `pages`: how many there are; without, enough. `burst`:
+    prompt steps in a row that decodes may sit out.
     """
     counts = [outputs] * len(prompts) if isinstance(outputs, int) else list(outputs)
     hits = list(cached or [0] * len(prompts))
     waiting = [_Job(n, n + m, m == 0, hit) for n, m, hit in zip(prompts, counts, hits, strict=True)]
-    world = _World(waiting, running, budget, chunked, pages)
+    world = _World(waiting, running, budget, chunked, pages, burst)
     steps: list[Step] = []
     leaving: list[list[_Job]] = []
     while world.waiting or world.running or leaving:
@@ -78,16 +81,29 @@ def expected_steps(
 
 
 class _World:
-    def __init__(self, waiting: list[_Job], most: int, budget: int, chunked: bool, pages: int | None) -> None:
+    def __init__(
+        self, waiting: list[_Job], most: int, budget: int, chunked: bool, pages: int | None, burst: int
+    ) -> None:
         self.waiting, self.running = waiting, list[_Job]()
         self.most, self.budget, self.chunked = most, budget, chunked
         self.free = 10**9 if pages is None else pages - 1
+        self.burst, self.sat_out = burst, 0
 
     def advance(self) -> tuple[Step | None, list[_Job]]:
         """The next step, and who ends with it."""
         self._give_pages_to_decodes()
         decodes = [(job, 1) for job in self._decodes()]
-        prompts = self._prompts(self.budget - len(decodes))
+        enough = max(self.budget / 4, len(decodes))
+        plenty = self.budget / PAGE + 2 * self.most
+        may_sit_out = (
+            self.sat_out < self.burst and self.budget - len(decodes) >= enough and self.free >= plenty
+        )
+        prompts = self._prompts(self.budget - (0 if may_sit_out else len(decodes)))
+        if decodes and may_sit_out and sum(count for _, count in prompts) >= enough:
+            self.sat_out += 1
+            decodes = []
+        else:
+            self.sat_out = 0
         chunks = decodes + prompts
         if not chunks:
             return None, []
@@ -161,7 +177,7 @@ class _World:
             for other in self.running
             if other.computed < other.prefill
         )
-        decoding = sum(other.computed >= other.prefill for other in self.running)
+        decoding = sum(other.computed >= other.prefill and not other.is_embedding for other in self.running)
         return -(-job.length // PAGE) + promised + decoding <= self.free
 
 
@@ -234,6 +250,7 @@ class Setup:
     length: int = 64
     """The longest request."""
     caching: bool = True
+    burst: int = 4
 
     @property
     def options(self) -> dict[str, Any]:
@@ -249,6 +266,7 @@ class Setup:
             "num_pages": self.pages,
             "max_model_len": self.length,
             "enable_prefix_caching": self.caching,
+            "prompt_burst": self.burst,
             # Freezing the collector collects first, which takes longer than capturing a tiny model.
             "enable_cudagraph_gc": True,
         }
@@ -266,6 +284,7 @@ class Setup:
             cached=cached,
             ahead=self.ahead,
             pages=self.pages,
+            burst=self.burst,
         )
 
     def service(self, steps: Sequence[Step]) -> Service:

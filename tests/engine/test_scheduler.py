@@ -8,7 +8,7 @@ wrongly, not recomputed or overwritten changes every token that follows.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.scheduler_config import SchedulerConfig
 from ostinato.graphs.errors import ConfigError
 
+GRAMMAR: Any = object()
+"""All that the scheduler wants to know of a grammar is whether a request has one."""
 VOCAB = 12
 EOS = frozenset({0})
 POISON = 666
@@ -135,6 +137,9 @@ class Engine:
         self.pages.device = self.device
         self.launched: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.requests: list[Request] = []
+        self.sat_out: Counter[Request] = Counter()
+        """Steps in a row that a request could have decoded in, and did not."""
+        self._decoding: set[Request] = set()
 
     def add(self, prompt: list[int], params: SamplingParams | None = None, **kwargs: Any) -> Request:
         params = params or SamplingParams(max_tokens=8, ignore_eos=True)
@@ -152,20 +157,46 @@ class Engine:
     def launch(self) -> ScheduledStep | None:
         oldest = next(iter([*self.scheduler.running, *self.scheduler.waiting]), None)
         waits_for_result = oldest is not None and self.waits_for_result(oldest)
+        ready = {request: request.num_preemptions for request in self.ready_decodes()}
         step = self.scheduler.schedule()
+        left = [request for request, before in ready.items() if request.num_preemptions == before]
         if step is None:
-            assert oldest is None or waits_for_result or self.scheduler.is_paused
+            assert self.scheduler.is_paused or oldest is None or waits_for_result
+            assert self.scheduler.is_paused or not left
             return None
+        self.check_who_sits_out(step, left)
         assert step.total_tokens <= self.config.max_batched_tokens
         assert step.num_requests <= self.config.max_running
-        assert oldest in step.requests or waits_for_result, "the oldest request did not advance"
+        contexts = step.starts[: step.num_requests - len(step.prompt_tokens)].tolist()
+        if not self.scheduler.rows.num_waiting:  # who waits for a grammar falls behind the others
+            assert contexts == sorted(contexts, reverse=True), "the longest contexts come first"
+        has_advanced = oldest in step.requests or waits_for_result
+        assert has_advanced or self.sat_out[oldest], "the oldest request did not advance"
         self.launched.append((step, self.device.run(step)))
         self.scheduler.check_integrity()
         return step
 
+    def ready_decodes(self) -> list[Request]:
+        running = self.scheduler.running
+        return [it for it in running if it in self._decoding and not self.waits_for_result(it)]
+
+    def check_who_sits_out(self, step: ScheduledStep, ready: list[Request]) -> None:
+        """Those that are ready decode in the step all together, or a burst of prompts is in their way."""
+        absent = [request for request in ready if request not in step.requests]
+        assert absent in ([], ready), "some decode and others sit out"
+        if absent:
+            assert len(step.prompt_tokens) == step.num_requests, "a decode in a prompt-only step"
+            assert step.total_tokens >= max(self.config.max_batched_tokens / 4, len(absent)), "in vain"
+        self.sat_out = Counter({request: self.sat_out[request] + 1 for request in absent})
+        assert max(self.sat_out.values(), default=0) <= self.config.prompt_burst, "too long a burst"
+        self._decoding.difference_update(step.joined)
+        self._decoding.update(request for at, request in enumerate(step.requests) if step.samples[at])
+
     def waits_for_result(self, request: Request) -> bool:
         if request.params is None:
             return request.num_unscheduled == 0
+        if request.grammar is not None and request.num_pending:
+            return True
         end = min(self.scheduler.max_len, request.num_prompt_tokens + (request.params.max_tokens or 10**9))
         return request.num_tokens + request.num_pending >= end
 
@@ -701,6 +732,7 @@ def test_bad_requests_are_refused() -> None:
         ({"max_batched_tokens": 0}, "max_batched_tokens must be at least 1"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
         ({"lookahead": -1}, "lookahead must be at least 0"),
+        ({"prompt_burst": -1}, "prompt_burst must be at least 0"),
         ({"max_running": 20}, "is below max_running"),
         ({"chunked_prefill": False}, "without chunked prefill"),
     ],
@@ -719,7 +751,9 @@ def test_an_idle_scheduler_has_nothing_to_run() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_soak_of_everything_at_once(seed: int) -> None:
     random = np.random.default_rng(seed)
-    engine = Engine(num_pages=24, max_running=6, max_batched_tokens=12, max_model_len=48)
+    engine = Engine(
+        num_pages=24, max_running=6, max_batched_tokens=12, max_model_len=48, prompt_burst=(seed + 1) % 3
+    )
     dropped = 0
     for _ in range(1500):
         kind = random.integers(20)
@@ -746,19 +780,23 @@ def test_a_soak_of_everything_at_once(seed: int) -> None:
     assert {request.finish_reason for request in engine.requests} == {"abort", "stop", "length"}
 
 
+Arrival = tuple[list[int], SamplingParams | None, Any]
+
+
 def an_arrival(
     shared: int, own: list[int], max_tokens: int, min_tokens: int, ignore_eos: bool, kind: int
-) -> tuple[list[int], SamplingParams | None]:
+) -> Arrival:
     prompt = [*range(1, 1 + shared), *own]
     if kind == 0:
-        return prompt, None
-    return prompt, SamplingParams(
+        return prompt, None, None
+    params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(min_tokens, max_tokens),
         ignore_eos=ignore_eos,
         stop_token_ids=[7] if max_tokens % 2 else [],
         prompt_logprobs=0 if kind == 1 else None,
     )
+    return prompt, params, GRAMMAR if kind == 2 else None
 
 
 ARRIVAL = st.builds(
@@ -784,7 +822,7 @@ class Serving(RuleBasedStateMachine):
         chunked = data.draw(st.booleans(), label="chunked_prefill")
         tokens = data.draw(st.integers(running, 12) if chunked else st.integers(max_len, 60), label="tokens")
         self.engine = Engine(
-            num_pages=data.draw(st.integers(4, 16), label="num_pages"),
+            num_pages=data.draw(st.integers(4, 16) | st.integers(17, 40), label="num_pages"),
             page_size=data.draw(st.sampled_from([4, 2, 1]), label="page_size"),
             max_running=running,
             max_batched_tokens=tokens,
@@ -792,16 +830,17 @@ class Serving(RuleBasedStateMachine):
             chunked_prefill=chunked,
             prefix_caching=data.draw(st.integers(0, 3), label="prefix_caching") > 0,
             lookahead=data.draw(st.integers(0, 2), label="lookahead"),
+            prompt_burst=data.draw(st.integers(0, 5), label="prompt_burst"),
         )
         self.exempt: set[Request] = set()
 
     @rule(arrivals=st.lists(ARRIVAL, min_size=1, max_size=4), turns=st.integers(0, 3))
-    def arrive(self, arrivals: list[tuple[list[int], SamplingParams | None]], turns: int) -> None:
-        for prompt, params in arrivals:
+    def arrive(self, arrivals: list[Arrival], turns: int) -> None:
+        for prompt, params, grammar in arrivals:
             if params is None:
                 self.engine.embed(prompt[: self.engine.scheduler.max_len])
             else:
-                self.engine.add(prompt[: self.engine.scheduler.max_len - 1], params)
+                self.engine.add(prompt[: self.engine.scheduler.max_len - 1], params, grammar=grammar)
         self.turn(turns)
 
     @precondition(lambda self: len(self.engine.launched) <= self.engine.config.lookahead)
@@ -832,7 +871,7 @@ class Serving(RuleBasedStateMachine):
             self.exempt.add(request)
 
     @rule(turns=st.integers(1, 3), arrival=ARRIVAL)
-    def pause_and_continue(self, turns: int, arrival: tuple[list[int], SamplingParams | None]) -> None:
+    def pause_and_continue(self, turns: int, arrival: Arrival) -> None:
         self.engine.scheduler.pause()
         self.turn(turns)
         self.arrive([arrival], turns)

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
+from gpu.linear_layer_checks import check_chain_in_a_graph, check_layer, random
 from ostinato.kernels.cuda import compiled
-from ostinato.kernels.linear import few_tokens
 from ostinato.kernels.linear.cuda_fragments import launch_fragments
 from ostinato.kernels.linear.tiles import FragmentsTile, MatrixShape
 
@@ -29,40 +28,14 @@ CASES = [
 ]
 
 
-def random(*shape: int, scale: float = 1.0) -> Tensor:
-    """Bfloat16 on the GPU."""
-    return (torch.randn(shape, device="cuda") * scale).bfloat16()
-
-
-def error(y: Tensor, reference: Tensor) -> float:
-    """Relative, over all of it; NaN is larger than everything."""
-    distance = ((y.double() - reference).norm() / reference.norm()).item()
-    return distance if distance == distance else float("inf")
-
-
 @pytest.mark.parametrize(("shape", "tile"), CASES)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_form_matches_float64(shape, tile, norm, bias, residual, dtype):
-    torch.manual_seed(0)
-    assert tile.fits(shape)
-    width = shape.in_features
-    weight = random(shape.out_features * (2 if shape.gated else 1), width, scale=width**-0.5)
-    shift = random(weight.size(0)) if bias else None
-    norm_weight = random(width) if norm else None
-    for num_tokens in TOKENS:
-        x = random(num_tokens, width, scale=3.0)
-        old = random(num_tokens, shape.out_features) if residual else None
-        out = torch.full((num_tokens + 1, shape.out_features), 7.0, device="cuda", dtype=dtype)
-        launch_fragments(x, weight, shift, norm_weight, 1e-5, old, out[:num_tokens], tile)
-        wide = [None if t is None else t.double() for t in (x, weight, shift, norm_weight, old)]
-        reference = few_tokens.reference(
-            wide[0], wide[1], wide[2], norm_weight=wide[3], eps=1e-5, gated=shape.gated, residual=wide[4]
-        )
-        assert error(out[:num_tokens], reference) < 6e-3, num_tokens
-        assert (out[num_tokens] == 7.0).all(), "wrote behind the last token"
+    form = {"norm": norm, "bias": bias, "residual": residual, "dtype": dtype}
+    check_layer(launch_fragments, shape, tile, TOKENS, **form, most_error=6e-3)
 
 
 def test_equal_tokens_give_equal_bits_wherever_they_are():
@@ -76,36 +49,7 @@ def test_equal_tokens_give_equal_bits_wherever_they_are():
 
 
 def test_a_chain_in_a_graph_sees_each_kernels_result():
-    """Dependent launch: every kernel reads what the one before it wrote, in every replay."""
-    torch.manual_seed(0)
-    shape, tile = MatrixShape(512, 512), FragmentsTile(32, 2, 8, 2, 128)
-    weights = [random(512, 512, scale=512**-0.5) for _ in range(24)]
-    norm_weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
-    x = random(5, 512)
-
-    def run() -> Tensor:
-        y = x
-        for weight in weights:
-            out = torch.empty_like(y)
-            launch_fragments(y, weight, None, norm_weight, 1e-5, y, out, tile)
-            y = out
-        return y
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = run()
-    for _ in range(20):
-        x.copy_(random(5, 512))
-        graph.replay()
-        reference = x.double()
-        for weight in weights:
-            reference = few_tokens.reference(
-                reference, weight.double(), norm_weight=norm_weight.double(), eps=1e-5, residual=reference
-            )
-        assert error(y, reference) < 3e-2
-    assert tile.fits(shape)
+    check_chain_in_a_graph(launch_fragments, FragmentsTile(32, 2, 8, 2, 128), num_tokens=5)
 
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words(tmp_path, monkeypatch):

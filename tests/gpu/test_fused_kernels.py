@@ -6,8 +6,16 @@ import torch
 from kernels import fused_checks
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import rows
+from ostinato.kernels.cuda import compiled
 from ostinato.kernels.linear import choice, products
-from ostinato.kernels.linear.tiles import MatrixShape, ResidentTile, SkinnyTile, Tile, default_gemv_tile
+from ostinato.kernels.linear.tiles import (
+    IN_CUDA,
+    CudaGemvTile,
+    MatrixShape,
+    SkinnyTile,
+    Tile,
+    default_gemv_tile,
+)
 
 # (query heads, KV heads, head size), as in Qwen3-0.6B, Llama-3.2-1B, Qwen2-0.5B, Phi-2, Phi-3-mini.
 QWEN3, LLAMA, QWEN2, PHI2, PHI3 = (16, 8, 128), (32, 8, 64), (14, 2, 64), (32, 32, 80), (32, 32, 96)
@@ -16,14 +24,14 @@ H200 = choice.package_table("nvidia-h200.json")
 MIXED = [(1500, 1), (700, 200), (64, 64), (33, 1), (90, 0), (513, 2)]
 
 
-def _of_kind(kind: type[Tile]) -> list[tuple[MatrixShape, Tile]]:
+def _of_kind(*kinds: type[Tile]) -> list[tuple[MatrixShape, Tile]]:
     """Every tile of the committed table, with the smallest matrix that has it."""
     assert H200 is not None
     smallest_first = sorted(H200.choices, key=lambda shape: shape.out_features * shape.in_features)
     found: dict[Tile, MatrixShape] = {}
     for shape in smallest_first:
         for entry in H200.choices[shape]:
-            if isinstance(entry.tile, kind):
+            if isinstance(entry.tile, kinds):
                 found.setdefault(entry.tile, shape)
     return [(shape, tile) for tile, shape in found.items()]
 
@@ -71,12 +79,14 @@ def test_projections(device, dtype, flags, size):
     fused_checks.check_projection(device, dtype, (1, *size), tile, **flags)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 16])
-@pytest.mark.parametrize(("shape", "tile"), _of_kind(ResidentTile), ids=str)
-def test_projections_of_a_few_tokens(device, shape, tile, num_tokens):
-    sizes = (num_tokens, shape.out_features, shape.in_features)
+@pytest.mark.parametrize(("shape", "tile"), _of_kind(*IN_CUDA), ids=str)
+def test_projections_by_cuda_kernels(device, shape, tile):
+    if not compiled.is_supported(device):
+        pytest.skip("needs Hopper and NVRTC")
     flags = {"norm": True, "gated": shape.gated} if shape.in_features == 1024 else {"residual": True}
-    fused_checks.check_projection(device, torch.bfloat16, sizes, tile, **flags)
+    for num_tokens in (1,) if isinstance(tile, CudaGemvTile) else (2, 16):
+        sizes = (num_tokens, shape.out_features, shape.in_features)
+        fused_checks.check_projection(device, torch.bfloat16, sizes, tile, **flags)
 
 
 @pytest.mark.parametrize(("shape", "tile"), _of_kind(SkinnyTile), ids=str)

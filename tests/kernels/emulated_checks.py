@@ -1,6 +1,6 @@
 """Checks of the CUDA kernels in the emulator, from their Python launch on, against float64."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -12,8 +12,8 @@ from kernels import fused_checks
 from kernels.cuda_emulator.emulated import Emulator
 from ostinato.kernels.attention import cuda_decode
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
-from ostinato.kernels.linear import cuda_fragments, few_tokens
-from ostinato.kernels.linear.tiles import FragmentsTile, MatrixShape
+from ostinato.kernels.linear import cuda_fragments, cuda_gemv, few_tokens
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape
 
 CPU = torch.device("cpu")
 H200_MULTIPROCESSORS = 132
@@ -35,7 +35,7 @@ def _new_tensors_full_of_nan() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Form:
-    """What `fragments.cu` does beside the product, and the type of the results."""
+    """What a layer does beside the product, and the type of the results."""
 
     norm: bool = False
     bias: bool = False
@@ -51,8 +51,27 @@ def emulated_fragments(emulator: Emulator) -> AbstractContextManager[object]:
 def check_fragments(
     emulator: Emulator, shape: MatrixShape, tile: FragmentsTile, form: Form, num_tokens: int
 ) -> None:
-    """A layer, and that nothing is written behind its last token."""
+    """A layer by `fragments.cu`."""
     assert tile.fits(shape)
+    with emulated_fragments(emulator):
+        _check_layer(cuda_fragments.launch_fragments, shape, tile, form, num_tokens)
+
+
+def check_gemv(emulator: Emulator, shape: MatrixShape, tile: CudaGemvTile, form: Form) -> None:
+    """A layer by `gemv.cu`."""
+    assert tile.fits(shape)
+    with patch.object(cuda_gemv, "cuda_kernel", emulator.kernel):
+        _check_layer(cuda_gemv.launch_gemv, shape, tile, form, num_tokens=1)
+
+
+def _check_layer(
+    launch: Callable[..., None],
+    shape: MatrixShape,
+    tile: FragmentsTile | CudaGemvTile,
+    form: Form,
+    num_tokens: int,
+) -> None:
+    """A layer, and that nothing is written behind its last token."""
     torch.manual_seed(num_tokens)
     width = shape.in_features
     x = random_bf16(num_tokens, width, scale=3.0)
@@ -62,8 +81,7 @@ def check_fragments(
     residual = random_bf16(num_tokens, shape.out_features) if form.residual else None
     out = torch.full((num_tokens + 1, shape.out_features), 7.0, dtype=form.dtype)
     out[:num_tokens] = float("nan")
-    with emulated_fragments(emulator):
-        cuda_fragments.launch_fragments(x, weight, bias, norm_weight, 1e-5, residual, out[:num_tokens], tile)
+    launch(x, weight, bias, norm_weight, 1e-5, residual, out[:num_tokens], tile)
     x, weight, bias, norm_weight, residual = (
         None if tensor is None else tensor.double() for tensor in (x, weight, bias, norm_weight, residual)
     )
@@ -101,10 +119,13 @@ def check_attention(
     norm: bool = True,
     window: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    parts: int = 1,
 ) -> None:
     """From QKV rows to attention and caches, with padded tokens and NaN wherever nothing may be read."""
     requests = [(length, 1) for length in lengths]
     with emulated_attention(emulator, tile, multiprocessors):
-        fused_checks.check_attend_rows(CPU, dtype, requests, heads, norm=norm, max_query_len=1, window=window)
+        fused_checks.check_attend_rows(
+            CPU, dtype, requests, heads, norm=norm, max_query_len=1, window=window, parts=parts
+        )
         assert cuda_decode._counters_of_caches
         assert not any(counters.any() for counters in cuda_decode._counters_of_caches.values())

@@ -137,6 +137,12 @@ def check_skinny(
     assert torch.equal(rounded, out.to(dtype))
 
 
+def _in_parts(rows: Tensor, count: int) -> Tensor:
+    """Parts of different sizes whose sum the rows are, exactly."""
+    shares = [rows.float() * 2.0**-at for at in range(1, count)]
+    return torch.stack([*shares, rows.float() * 2.0 ** (1 - count)])
+
+
 def check_attend_rows(
     device: torch.device | str,
     dtype: torch.dtype,
@@ -146,8 +152,9 @@ def check_attend_rows(
     norm: bool,
     max_query_len: int,
     window: int | None = None,
+    parts: int = 1,
 ) -> None:
-    """From QKV rows to attention and caches, against the reference's steps and dense attention."""
+    """From QKV rows, perhaps in parts, to attention and caches, against the reference and dense attention."""
     num_heads, num_kv_heads, head_dim = heads
     case = make_case(
         requests,
@@ -173,7 +180,7 @@ def check_attend_rows(
     case = dataclasses.replace(case, q=q, k=k, v=v)
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
     out = triton_paged.attend_rows(
-        rows,
+        rows if parts == 1 else _in_parts(rows, parts),
         preparation,
         k_cache,
         v_cache,

@@ -12,30 +12,38 @@ def check_begin_decode(device: torch.device | str) -> None:
     for rows in ([3, 1, 5, 0, 0], [2], [0] * 140, [5, 4, 3, 2, 1] + [0] * 130):
         picked = torch.tensor(rows, dtype=torch.int32)
         wanted_lengths = lengths.clone()
-        wanted = request_rows.begin_decode(picked, wanted_lengths, last_tokens)
+        began = torch.zeros(1, dtype=torch.int64, device=device)
+        wanted = request_rows.begin_decode(picked, wanted_lengths, last_tokens, began)
         moved = lengths.to(device)
-        found = triton_request_rows.begin_decode(picked.to(device), moved, last_tokens.to(device))
+        found = triton_request_rows.begin_decode(picked.to(device), moved, last_tokens.to(device), began)
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one.cpu(), other)
             assert one.dtype == other.dtype
         assert torch.equal(moved.cpu(), wanted_lengths)
         assert moved[0] == 0
+        assert (began.item() > 0) == moved.is_cuda
 
 
 def check_return_tokens(device: torch.device | str) -> None:
-    """Tokens reach their rows and the lines of the ring in turn, each line with its count."""
+    """Tokens reach their rows and the lines of the ring in turn, each line with its count and its times."""
     last_tokens = torch.zeros(6, dtype=torch.int64, device=device)
     count = torch.zeros(1, dtype=torch.int64, device=device)
-    ring = torch.zeros(3, 1 + 200, dtype=torch.int64, pin_memory=last_tokens.is_cuda)
+    began = torch.full((1,), 77, dtype=torch.int64, device=device)
+    head, before = request_rows.LINE_HEAD, 0
+    ring = torch.zeros(3, head + 200, dtype=torch.int64, pin_memory=last_tokens.is_cuda)
     rows = torch.tensor([2, 5, 0, 1] + [0] * 150, dtype=torch.int32, device=device)
     for step in range(5):
         tokens = torch.arange(154, device=device) + 1000 * step
-        triton_request_rows.return_tokens(rows, last_tokens, tokens, ring, count)
+        triton_request_rows.return_tokens(rows, last_tokens, tokens, ring, count, began)
         if last_tokens.is_cuda:
             torch.cuda.synchronize()
         line = ring[step % 3].tolist()
         assert line[0] == step
-        assert line[1:155] == tokens.tolist()
+        assert line[head : head + 154] == tokens.tolist()
+        if last_tokens.is_cuda:
+            assert line[1] == 77
+            assert line[2] > before
+            before = line[2]
         first = 1000 * step
         assert last_tokens.tolist() == [0, first + 3, first, 0, 0, first + 1]
     assert count.item() == 5

@@ -12,11 +12,12 @@ from ostinato.kernels.linear import choice, few_tokens, products
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.tiles import (
     FUSED,
+    IN_CUDA,
+    CudaGemvTile,
     FragmentsTile,
     GemvTile,
     Library,
     MatrixShape,
-    ResidentTile,
     SkinnyTile,
 )
 from ostinato.kernels.variants import kernel_class
@@ -56,9 +57,10 @@ def test_the_committed_table_divides_its_matrices_evenly():
     assert set(QWEN3) <= set(H200.choices)
     for shape, choices in H200.choices.items():
         for entry in choices:
-            if isinstance(entry.tile, ResidentTile | SkinnyTile):
-                assert shape.out_features % entry.tile.rows == 0
+            if isinstance(entry.tile, IN_CUDA):
+                assert entry.tile.fits(shape)
             if isinstance(entry.tile, SkinnyTile):
+                assert shape.out_features % entry.tile.rows == 0
                 assert shape.in_features % (entry.tile.block * entry.tile.parts) == 0
                 assert entry.tile.early % entry.tile.block == 0
                 assert entry.tile.parts == 1 or not shape.gated
@@ -102,7 +104,7 @@ def test_a_table_given_by_the_user_comes_first_where_it_says_something():
 @pytest.mark.usefixtures("_on_another_gpu")
 def test_a_step_is_fused_as_far_as_all_its_matrices_are():
     fragments, gemv = FragmentsTile(16, 2, 4, 1, 128), GemvTile(4, 1024, 4)
-    long = (Choice(1, 1, gemv), Choice(2, 16, ResidentTile(8, 4, 64, 4)), Choice(17, 64, fragments))
+    long = (Choice(1, 1, CudaGemvTile(1, 4, 128)), Choice(2, 64, fragments))
     short = (Choice(1, 1, gemv), Choice(2, 40, fragments))
     with choice.using(KernelTable("", dict.fromkeys(QWEN3, long))):
         assert few_tokens.most_tokens(QWEN3, torch.bfloat16, GPU) == 64
@@ -115,11 +117,39 @@ def test_a_step_is_fused_as_far_as_all_its_matrices_are():
 
 
 @pytest.mark.usefixtures("_on_another_gpu")
-def test_fragments_are_no_choice_where_cuda_sources_cannot_be_compiled(monkeypatch):
-    table = KernelTable("", {QWEN3[0]: (Choice(2, 64, FragmentsTile(16, 2, 4, 1, 128)),)})
+def test_cuda_kernels_are_no_choice_where_their_sources_cannot_be_compiled(monkeypatch):
+    choices = Choice(1, 1, CudaGemvTile(4, 2, 128)), Choice(2, 64, FragmentsTile(16, 2, 4, 1, 128))
+    table = KernelTable("", {QWEN3[0]: choices})
+    with choice.using(table):
+        assert choice.choose(QWEN3[0], 1, torch.bfloat16, GPU) == choices[0].tile
+        assert choice.choose(QWEN3[0], 8, torch.bfloat16, GPU) == choices[1].tile
     monkeypatch.setattr(compiled, "is_supported", lambda _: False)
     with choice.using(table):
+        assert isinstance(choice.choose(QWEN3[0], 1, torch.bfloat16, GPU), GemvTile)
         assert choice.choose(QWEN3[0], 8, torch.bfloat16, GPU) == Library()
+
+
+@pytest.mark.parametrize(
+    ("tile", "shape", "fits"),
+    [
+        (CudaGemvTile(4, 2, 128), MatrixShape(4096, 1024), True),
+        (CudaGemvTile(3, 4, 160), MatrixShape(3072, 1024, gated=True), True),
+        (CudaGemvTile(4, 2, 88), MatrixShape(4096, 1024), True),
+        (CudaGemvTile(4, 2, 87), MatrixShape(4096, 1024), False),  # no room beside the weights
+        (CudaGemvTile(4, 2, 128), MatrixShape(4096, 1024, gated=True), False),  # nor for a second half
+        (CudaGemvTile(4, 2, 256), MatrixShape(4096, 1024), False),  # more than a thread has
+        (CudaGemvTile(3, 2, 128), MatrixShape(4096, 1024), False),  # rows that are no multiple
+        (CudaGemvTile(4, 3, 128), MatrixShape(4096, 1024), False),
+        (CudaGemvTile(4, 2, 128), MatrixShape(4096, 1152), False),  # columns that are none
+        (CudaGemvTile(32, 1, 255), MatrixShape(4096, 256), True),
+        (CudaGemvTile(33, 1, 255), MatrixShape(33, 256), False),  # a lane for each row
+        (CudaGemvTile(1, 16, 128), MatrixShape(4096, 256), True),
+        (CudaGemvTile(1, 32, 128), MatrixShape(4096, 256), False),  # more than a multiprocessor has
+        (CudaGemvTile(1, 64, 32), MatrixShape(4096, 256), False),  # more than a program may have
+    ],
+)
+def test_what_a_warp_of_cuda_gemv_can_hold(tile, shape, fits):
+    assert tile.fits(shape) == fits
 
 
 @pytest.mark.usefixtures("_on_h200")

@@ -1,12 +1,15 @@
 """Jobs run in processes of their own first, and here in any case."""
 
+import functools
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ostinato.kernels import compile_ahead
+from ostinato.kernels.cuda import compiled
 
 
 def test_every_job_but_the_first_runs_in_a_child_and_then_here(
@@ -90,3 +93,27 @@ def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
     collector.run()
     assert time.monotonic() - started < 20
     assert [future.result() for future in futures] == ["done"] * 3
+
+
+def test_cuda_sources_are_compiled_by_children_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setattr(compiled, "_cache_folder", lambda: tmp_path / "kept")
+    compile_here, here = compiled._compile, os.getpid()
+
+    def noted(*args: Any) -> tuple[bytes, str]:
+        (tmp_path / f"by.{os.getpid()}").touch()
+        return compile_here(*args)
+
+    monkeypatch.setattr(compiled, "_compile", noted)
+    (tmp_path / "sources").mkdir()
+    monkeypatch.setattr(compiled, "_FOLDER", tmp_path / "sources")
+    (tmp_path / "sources" / "one.cu").write_text('extern "C" __global__ void one(int* x) { *x = VALUE; }')
+    kernels = [compiled.CudaKernel("one.cu", "one", {"VALUE": value}) for value in range(3)]
+    collector = compile_ahead._Collector()
+    jobs = [functools.partial(kernel.compile, (9, 0)) for kernel in kernels]
+    collector.submit(int)
+    collector.run(num_on_disk=0, beside=jobs)
+    assert len(list((tmp_path / "kept").iterdir())) == 3
+    found = [job() for job in jobs]
+    assert all(found)
+    assert not (tmp_path / f"by.{here}").exists(), "nothing was left to do here"

@@ -56,7 +56,7 @@ def test_batches_of_a_class_run_the_same_kernel(num_kv_heads, group):
         same = kernels.setdefault(decode_class(num_tokens, num_kv_heads, torch.bfloat16), set())
         same.add(kernel_of(num_tokens, num_kv_heads, group)[0])
     assert all(len(same) == 1 for same in kernels.values())
-    assert len(kernels) <= 8
+    assert len(kernels) <= 9
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from kernels.emulated_checks import (
     Form,
     check_attention,
     check_fragments,
+    check_gemv,
     emulated_attention,
     emulated_fragments,
     random_bf16,
@@ -23,7 +24,7 @@ from kernels.paged_cases import make_case
 from ostinato.kernels.attention import HeadPreparation, triton_paged
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
 from ostinato.kernels.linear.cuda_fragments import launch_fragments
-from ostinato.kernels.linear.tiles import FragmentsTile, MatrixShape
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape
 
 pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
@@ -72,6 +73,24 @@ def test_a_linear_layer_is_right(emulator, name):
         check_fragments(emulator, *matrix, form, num_tokens)
 
 
+SINGLES = {
+    "one row a warp": (MatrixShape(8, 1024), CudaGemvTile(1, 4, 96), Form(residual=True)),
+    "four rows": (MatrixShape(64, 256), CudaGemvTile(4, 8, 64), Form(norm=True)),
+    "three columns": (MatrixShape(12, 768), CudaGemvTile(3, 2, 128), Form(bias=True, dtype=torch.float32)),
+    "gated": (MatrixShape(24, 512, gated=True), CudaGemvTile(3, 4, 128), Form(norm=True)),
+    "gated, with all else": (
+        MatrixShape(10, 256, gated=True),
+        CudaGemvTile(5, 1, 128),
+        Form(norm=True, bias=True, residual=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINGLES)
+def test_a_linear_layer_of_one_token_is_right(emulator, name):
+    check_gemv(emulator, *SINGLES[name])
+
+
 def test_equal_tokens_give_equal_bits_wherever_they_are(emulator):
     torch.manual_seed(0)
     shape, tile = PAIRS
@@ -97,12 +116,26 @@ def test_random_linear_layers(emulator):
         check_fragments(emulator, shape, tile, form, chance.randint(1, 70))
 
 
-# Warps, slots and programs of the tiles that `decode_tiles` has, and smaller ones; the last is longest_first.
-FEW = CudaDecodeTile(8, 4, 1, chunk_tiles=4, max_chunks=8, longest_first=False)
-SOME = CudaDecodeTile(8, 3, 2, chunk_tiles=2, max_chunks=3, longest_first=True)
-MANY = CudaDecodeTile(4, 3, 4, chunk_tiles=2, max_chunks=4, longest_first=True)
-SMALL = CudaDecodeTile(2, 3, 4, chunk_tiles=2, max_chunks=2, longest_first=True)
-WHOLE = CudaDecodeTile(2, 3, 1, chunk_tiles=16, max_chunks=1, longest_first=False)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_random_linear_layers_of_one_token(emulator):
+    chance = random.Random(0)
+    for _ in range(30):
+        rows, num_warps, gated = chance.randint(1, 6), chance.choice([1, 2, 4, 8]), chance.random() < 0.4
+        shape = MatrixShape(rows * num_warps * chance.randint(1, 5), 256 * chance.randint(1, 6), gated)
+        tile = CudaGemvTile(rows, num_warps, registers=255)
+        dtype = chance.choice([torch.bfloat16, torch.float32])
+        form = Form(chance.random() < 0.5, chance.random() < 0.5, chance.random() < 0.5, dtype)
+        if tile.fits(shape):
+            check_gemv(emulator, shape, tile, form)
+
+
+# Warps, slots and programs of the tiles that `decode_tiles` has, and smaller ones.
+FEW = CudaDecodeTile(8, 4, 1, chunk_tiles=4, max_chunks=8)
+SOME = CudaDecodeTile(8, 3, 2, chunk_tiles=2, max_chunks=3)
+MANY = CudaDecodeTile(4, 3, 4, chunk_tiles=2, max_chunks=4)
+SMALL = CudaDecodeTile(2, 3, 4, chunk_tiles=2, max_chunks=2)
+WHOLE = CudaDecodeTile(2, 3, 1, chunk_tiles=16, max_chunks=1)
 
 
 BATCHES = {
@@ -113,6 +146,8 @@ BATCHES = {
     "many tokens": (SMALL, (4, 2, 64), [i * 7 % 50 + 1 for i in range(70)], {"multiprocessors": 5}),
     "a longer list": (SMALL, (2, 1, 32), [i * 11 % 40 + 1 for i in range(260)], {"multiprocessors": 9}),
     "a window": (SOME, (3, 1, 96), [5, 60, 130], {"multiprocessors": 2, "window": 40}),
+    "rows in parts": (SOME, (4, 2, 64), [33, 2, 90], {"multiprocessors": 1, "parts": 3}),
+    "rows in parts, float16": (WHOLE, (3, 1, 96), [7], {"dtype": torch.float16, "parts": 2}),
     "twelve heads": (SOME, (12, 1, 80), [5, 60, 130], {"multiprocessors": 1}),
 }
 

@@ -4,6 +4,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.cuda_emulator.emulated import EMULATOR, MAY_SKIP, SOURCES, Emulator, EmulatorError
-from kernels.emulated_checks import Form, check_attention, check_fragments
+from kernels.emulated_checks import Form, check_attention, check_fragments, check_gemv
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
-from ostinato.kernels.linear.tiles import FragmentsTile, MatrixShape
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape
 
 needs_compiler = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
@@ -26,7 +27,7 @@ def test_instructions_are_in_one_file_and_the_emulator_has_them_all():
         return set(re.findall(r"^\w[^(=#]*?(\w+)\(.*\{", header.read_text(), flags=re.MULTILINE))
 
     instructions = functions(SOURCES / "device.cuh")
-    assert {"multiply_add", "copy_piece", "store_remote"} <= instructions
+    assert {"multiply_add", "copy_piece", "send_four"} <= instructions
     assert instructions <= functions(EMULATOR / "device.cuh")
 
 
@@ -57,45 +58,70 @@ def test_the_emulator_rounds_like_torch(tmp_path, dtype):
         kernel.launch(grid=(1, 1, 1), block=32, args=(x, y, z, 1.0))
 
 
+class Break(NamedTuple):
+    """What is planted, and the tokens that it takes to show."""
+
+    file: str
+    old: str
+    new: str = ""
+    num_tokens: int = 3
+
+
 FRAGMENT, OLDEST = "{a.x, c.x, a.y, c.y}", "wait_for_copy_groups<SLOTS - 1>();"
+MEETING, LOT = "if (SLICES > 1) wait_for_cluster();", "pass / 2 % 2"
 BREAKS = {
-    "wrong registers of a fragment": ("fragments.cu", FRAGMENT, "{a.x, a.y, c.x, c.y}"),
-    "copies not waited for": ("fragments.cu", "if (done == 0) wait_for_copies();", ""),
-    "parts read before all are there": ("fragments.cu", "#endif\n    __syncthreads();", "#endif"),
-    "a cluster that does not meet": ("fragments.cu", "      wait_for_cluster();\n", ""),
-    "a shuffle without all lanes": ("fragments.cu", "squares += __shfl", "if (lane) squares += __shfl"),
-    "a token too many": ("fragments.cu", "token >= tokens_here", "token > tokens_here"),
-    "copies waited for too late": ("kv_stream.cuh", OLDEST, "wait_for_copy_groups<SLOTS>();"),
-    "rows copied that are not seen": ("kv_stream.cuh", "row >= least && row < end", "true"),
-    "a counter left behind": ("decode_attention.cu", "*counter = 0;", ";"),
-    "a page that is none": ("kv_stream.cuh", "(long long)page", "~(long long)page"),
+    "wrong registers of a fragment": Break("fragments.cu", FRAGMENT, "{a.x, a.y, c.x, c.y}"),
+    "copies not waited for": Break("fragments.cu", "if (done == 0) wait_for_copies();"),
+    "parts read before all are there": Break("fragments.cu", "#endif\n    __syncthreads();", "#endif"),
+    "a cluster that does not meet": Break("fragments.cu", MEETING),
+    "a count that is not made": Break("fragments.cu", "make_count(&shared.arrived[1]);", num_tokens=33),
+    "more bytes expected than come": Break("fragments.cu", "(tokens_here * kHalves", "(TOKENS * kHalves"),
+    "fewer bytes expected than come": Break("fragments.cu", " + (NORM ? TOKENS : 0)"),
+    "bytes not waited for": Break("fragments.cu", f"wait_for_bytes(arrived, {LOT});"),
+    "bytes of another pass waited for": Break("fragments.cu", LOT, "pass % 2", num_tokens=33),
+    "bytes of the first pass waited for": Break("fragments.cu", LOT, "0", num_tokens=65),
+    "one place for all passes": Break("fragments.cu", "turn = pass % 2", "turn = 0", num_tokens=33),
+    "a shuffle without all lanes": Break("fragments.cu", "squares += __shfl", "if (lane) squares += __shfl"),
+    "a token too many": Break("fragments.cu", "token >= tokens_here", "token > tokens_here"),
+    "half a warp's sum": Break("gemv.cu", "int by = 16", "int by = 8"),
+    "a warp's rows twice": Break("gemv.cu", "blockIdx.x * WARPS + threadIdx.x / 32", "blockIdx.x * WARPS"),
+    "gate and up the wrong way round": Break("gemv.cu", "r < ROWS ? r", "r >= ROWS ? r - ROWS"),
+    "copies waited for too late": Break("kv_stream.cuh", OLDEST, "wait_for_copy_groups<SLOTS>();"),
+    "rows copied that are not seen": Break("kv_stream.cuh", "row >= least && row < end", "true"),
+    "a counter left behind": Break("decode_attention.cu", "*counter = 0;", ";"),
+    "a page that is none": Break("kv_stream.cuh", "(long long)page", "~(long long)page"),
 }
 
 
-def check_kernel_with(file: str, emulator: Emulator) -> None:
-    """The kernel that the file is part of."""
+def check_kernel_with(file: str, emulator: Emulator, num_tokens: int) -> None:
+    """The kernel that the file is part of; with so many tokens if it takes any number."""
     if file == "fragments.cu":
         tile = FragmentsTile(rows=32, slices=2, num_warps=8, held=2, registers=160)
-        check_fragments(emulator, MatrixShape(64, 512), tile, Form(norm=True, bias=True), 3)
+        check_fragments(emulator, MatrixShape(64, 512), tile, Form(norm=True, bias=True), num_tokens)
+    elif file == "gemv.cu":
+        check_gemv(emulator, MatrixShape(24, 512, gated=True), CudaGemvTile(3, 4, 128), Form(norm=True))
     else:
-        tile = CudaDecodeTile(2, 3, 4, chunk_tiles=2, max_chunks=2, longest_first=True)
+        tile = CudaDecodeTile(2, 3, 4, chunk_tiles=2, max_chunks=2)
         check_attention(emulator, tile, (4, 2, 64), [90, 3, 40, 1], multiprocessors=1)
 
 
 @needs_compiler
-@pytest.mark.parametrize("file", ["fragments.cu", "decode_attention.cu"])
-def test_a_whole_kernel_passes(tmp_path, file):
+@pytest.mark.parametrize(
+    ("file", "num_tokens"),
+    [("fragments.cu", 3), ("fragments.cu", 65), ("gemv.cu", 1), ("decode_attention.cu", 4)],
+)
+def test_a_whole_kernel_passes(tmp_path, file, num_tokens):
     """The check that a broken one fails."""
-    check_kernel_with(file, Emulator(tmp_path))
+    check_kernel_with(file, Emulator(tmp_path), num_tokens)
 
 
 @needs_compiler
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_kernel_is_noticed(tmp_path, what):
-    file, old, new = BREAKS[what]
+    file, old, new, num_tokens = BREAKS[what]
     sources = Path(shutil.copytree(SOURCES, tmp_path / "sources"))
     text = (sources / file).read_text()
     assert old in text
     (sources / file).write_text(text.replace(old, new))
     with pytest.raises((AssertionError, EmulatorError)):
-        check_kernel_with(file, Emulator(tmp_path, sources))
+        check_kernel_with(file, Emulator(tmp_path, sources), num_tokens)

@@ -1,7 +1,10 @@
 """The CUDA sources compile, on any machine with NVRTC, and stay within what they may take of a GPU."""
 
 import re
+import subprocess
+from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +12,13 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.linear.choice import package_table
 from ostinato.kernels.linear.cuda_fragments import fragments_kernel, shared_bytes
-from ostinato.kernels.linear.tiles import FragmentsTile
+from ostinato.kernels.linear.cuda_gemv import gemv_kernel
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape
 
 pytestmark = pytest.mark.skipif(not compiled.has_nvrtc(), reason="needs NVRTC and cuda-bindings")
 
@@ -21,34 +27,84 @@ MOST_SHARED_BYTES = 227 << 10
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
 
 
-def measured_tiles():
+def measured_tiles() -> Iterator[tuple[MatrixShape, CudaGemvTile | FragmentsTile, int]]:
     """The tiles of the committed table, with the numbers of tokens that are compiled for."""
     table = package_table("nvidia-h200.json")
     for shape, choices in table.choices.items():
         for choice in choices:
+            if isinstance(choice.tile, CudaGemvTile):
+                yield shape, choice.tile, 1
             if isinstance(choice.tile, FragmentsTile):
                 passes = {choice.tile.tokens_at_a_time(n) for n in range(choice.first, choice.last + 1)}
                 yield from ((shape, choice.tile, tokens) for tokens in sorted(passes))
 
 
-@pytest.mark.parametrize(("shape", "tile", "tokens"), list(measured_tiles()))
+MEASURED = list(measured_tiles())
+FRAGMENTS = next(entry for entry in MEASURED if isinstance(entry[1], FragmentsTile))
+
+
+def has_norm(shape: MatrixShape) -> bool:
+    """Of the matrices of a layer, those that make rows longer follow a norm."""
+    return shape.in_features <= shape.out_features
+
+
+@cache
+def compiled_for_hopper(
+    shape: MatrixShape, tile: CudaGemvTile | FragmentsTile, tokens: int
+) -> tuple[bytes, str]:
+    """The kernel in the form in which a layer has it: machine code, and what the compiler said."""
+    form = {"norm": has_norm(shape), "residual": not has_norm(shape)}
+    if isinstance(tile, CudaGemvTile):
+        kernel = gemv_kernel(tile, shape, **form)
+    else:
+        kernel = fragments_kernel(tile, shape, tokens, **form)
+    options = [*compiled._options(HOPPER, kernel._constants), "--ptxas-options=-v"]
+    return compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+
+
+@pytest.mark.parametrize(("shape", "tile", "tokens"), MEASURED)
 def test_a_measured_tile_compiles_without_spilling_much(shape, tile, tokens):
     assert tile.fits(shape)
-    norm = shape.in_features <= shape.out_features
-    kernel = fragments_kernel(tile, shape, tokens, norm=norm, residual=not norm)
-    options = [*compiled._options(HOPPER, kernel._constants), "--ptxas-options=-v"]
-    _, said = compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+    _, said = compiled_for_hopper(shape, tile, tokens)
     assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 64
     assert (
         int(re.search(r"Used (\d+) registers", said)[1]) * tile.num_warps * 32
         <= REGISTERS_OF_A_MULTIPROCESSOR
     )
-    assert shared_bytes(tile, shape, tokens, norm=norm) <= MOST_SHARED_BYTES
+    if isinstance(tile, FragmentsTile):
+        assert shared_bytes(tile, shape, tokens, norm=has_norm(shape)) <= MOST_SHARED_BYTES
+
+
+@pytest.mark.parametrize(("shape", "tile", "tokens"), MEASURED)
+def test_all_weights_are_asked_for_before_the_wait(shape, tile, tokens, tmp_path):
+    """The compiler may move loads of constants behind it, which nothing but the time would show."""
+    code, _ = compiled_for_hopper(shape, tile, tokens)
+    (tmp_path / "kernel.cubin").write_bytes(code)
+    listing = subprocess.check_output(
+        [triton.knobs.nvidia.nvdisasm.path, tmp_path / "kernel.cubin"], text=True
+    )
+    before, wait, after = listing.partition("ACQBULK")
+    assert wait, "it does not wait for the previous kernel"
+    columns = shape.in_features
+    if isinstance(tile, FragmentsTile):
+        columns //= tile.slices * tile.num_warps
+        rows = tile.rows * (2 if shape.gated else 1) // 8  # a row for each four lanes
+        wanted = (rows + has_norm(shape)) * columns // 32
+    else:
+        wanted = (tile.rows * (2 if shape.gated else 1) + has_norm(shape)) * columns // 256
+    assert len(weight_loads(before)) == wanted
+    assert weight_loads(after) == []
+
+
+def weight_loads(listing: str) -> list[str]:
+    """Loads of 16 bytes; those of what other kernels write are marked as coherent (`STRONG`)."""
+    loads = re.findall(r"\bLDG\S*\.128\S*", listing)
+    return [load for load in loads if "STRONG" not in load]
 
 
 def test_the_launch_knows_how_much_shared_memory_the_source_takes():
     """One byte less than Python computes is refused by the source's own count."""
-    shape, tile, tokens = next(iter(measured_tiles()))
+    shape, tile, tokens = FRAGMENTS
     kernel = fragments_kernel(tile, shape, tokens, norm=True)
     source = (compiled._FOLDER / kernel._file).read_text()
     compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
@@ -60,7 +116,7 @@ def test_the_launch_knows_how_much_shared_memory_the_source_takes():
 def test_a_folder_that_cannot_be_written_to_costs_only_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setattr(compiled, "_cache_folder", lambda: tmp_path / "file")
-    shape, tile, tokens = next(iter(measured_tiles()))
+    shape, tile, tokens = FRAGMENTS
     assert fragments_kernel(tile, shape, tokens, norm=True).compile(HOPPER)
 
 
@@ -77,7 +133,6 @@ class RecordingDriver:
 
     class CUfunction_attribute:
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = "most"
-        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = "carveout"
 
     def __init__(self):
         self.asked = []
@@ -96,14 +151,15 @@ class RecordingDriver:
 def test_every_device_is_told_of_the_shared_memory(monkeypatch):
     driver = RecordingDriver()
     monkeypatch.setattr(compiled, "_driver", lambda: driver)
+    monkeypatch.setattr(compiled, "prefer", lambda function, percent: driver.asked.append(("share", percent)))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
     monkeypatch.setattr(compiled.CudaKernel, "compile", lambda self, capability: b"")
     kernel = compiled.CudaKernel("fragments.cu", "project", {})
-    kernel.load(0, 100_000)
-    kernel.load(1, 100_000)
-    assert driver.asked.count(("most", 100_000)) == 2
+    kernel.load(0, 100_000, 100)
+    kernel.load(1, 100_000, 100)
+    assert driver.asked == [("most", 100_000), ("share", 100)] * 2
 
 
 def test_a_cpu_does_not_support_them():

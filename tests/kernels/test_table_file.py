@@ -8,11 +8,11 @@ import pytest
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.table_file import KernelTableError, load_table, save_table
 from ostinato.kernels.linear.tiles import (
+    CudaGemvTile,
     FragmentsTile,
     GemvTile,
     Library,
     MatrixShape,
-    ResidentTile,
     SkinnyTile,
 )
 
@@ -24,17 +24,23 @@ SKINNY = {"tokens": 16, "rows": 64, "block": 128, "num_warps": 4, "num_stages": 
 def test_every_kind_of_choice_survives_a_file(tmp_path: Path) -> None:
     choices = (
         Choice(1, 1, GemvTile(4, 1024, 4)),
-        Choice(2, 16, ResidentTile(8, 4, 64, 4)),
-        Choice(17, 60, FragmentsTile(8, 1, 4, 1, 128)),
+        Choice(2, 60, FragmentsTile(8, 1, 4, 1, 128)),
         Choice(64, 64, SkinnyTile(64, 32, 128, 4, 3, parts=2, early=128, prefetch=True)),
         Choice(65, 4096, Library()),
     )
-    table = KernelTable("a GPU", {MatrixShape(8, 128): choices, MatrixShape(8, 128, True): choices[:1]})
+    table = KernelTable(
+        "a GPU",
+        {
+            MatrixShape(8, 128): choices,
+            MatrixShape(8, 128, True): choices[:1],
+            MatrixShape(24, 256, True): (Choice(1, 1, CudaGemvTile(3, 8, 96)),),
+        },
+    )
     file = tmp_path / "new" / "table.json"
     save_table(table, file, machine={"date": "today"})
     assert load_table(file) == table
     lines = file.read_text().splitlines()
-    assert len(lines) == 3 + 2 + 6, "a line for each choice"
+    assert len(lines) == 3 + 3 + 6, "a line for each choice"
     assert json.loads(file.read_text())["machine"] == {"date": "today"}
 
 
@@ -54,9 +60,13 @@ def choice(kernel: str, first: int, last: int, **tile: object) -> dict[str, obje
     [
         ([choice("fragments", 2, 8, rows=16, slices=2, num_warps=4, held=1, registers=128)], "divided"),
         ([choice("fragments", 2, 8, rows=8, slices=1, num_warps=4, held=1, registers=999)], "divided"),
-        ([choice("cutlass", 1, 1)], "kernel must be one of gemv, resident, fragments, skinny, library"),
+        ([choice("cutlass", 1, 1)], "kernel must be one of gemv, cuda_gemv, fragments, skinny, library"),
+        ([choice("resident", 2, 16, rows=8, slices=4, width=64, num_warps=4)], "kernel must be one of gemv,"),
         ([choice("gemv", 1, 2, **GEMV)], "<= 1 for this kernel"),
-        ([choice("resident", 3, 2)], "1 <= first <= last <= 16"),
+        ([choice("cuda_gemv", 1, 2, rows=1, num_warps=2, registers=96)], "<= 1 for this kernel"),
+        ([choice("cuda_gemv", 1, 1, rows=1, num_warps=2, registers=96)], "divided"),
+        ([choice("cuda_gemv", 1, 1, rows=1, num_warps=2)], "cuda_gemv has rows, num_warps, registers"),
+        ([choice("fragments", 3, 2)], "1 <= first <= last <= 64"),
         ([choice("library", 0, 2)], "1 <= first <= last"),
         ([{"kernel": "library", "tokens": 3}], "tokens must be [first, last]"),
         ([choice("gemv", 1, 1, rows=4)], "a tile of gemv has rows, block, num_warps"),

@@ -124,9 +124,8 @@ def test_prompt_attention_compiles_for_hopper():
 
 
 def test_linear_layers_compile_for_hopper():
-    from ostinato.kernels.linear.tiles import RESIDENT_TOKENS, GemvTile, ResidentTile, SkinnyTile
+    from ostinato.kernels.linear.tiles import GemvTile, SkinnyTile
     from ostinato.kernels.linear.triton_gemv import _gemv
-    from ostinato.kernels.linear.triton_resident import _resident
     from ostinato.kernels.linear.triton_skinny import _skinny
 
     sizes = {"out_features": 3072, "in_features": 1024, "gated": True, "has_bias": False}
@@ -134,8 +133,6 @@ def test_linear_layers_compile_for_hopper():
     operands = pointers(torch.bfloat16, "x", "weight", "bias", "out")
     norms = {**pointers(torch.bfloat16, "norm_weight", "residual"), "eps": "fp32"}
     assert compiles(_gemv, operands | norms, {**sizes, **flags}, GemvTile(4, 1024, 4))
-    resident = {**sizes, **flags, "tokens": RESIDENT_TOKENS}
-    assert compiles(_resident, operands | norms, resident, ResidentTile(16, 4, 256, 4))
     for tile in (SkinnyTile(64, 16, 128, 4, 4, prefetch=True), SkinnyTile(16, 64, 64, 4, 3, early=128)):
         assert compiles(_skinny, operands, dict(sizes), tile)
     in_parts = {**operands, "out": "*fp32"}

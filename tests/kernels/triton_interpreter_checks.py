@@ -1,4 +1,4 @@
-"""Runs in a process with TRITON_INTERPRET=1 (see `test_triton_interpreter`); one printed line a check."""
+"""Runs in a process with TRITON_INTERPRET=1 (see `test_triton_kernels`); one printed line a check."""
 
 import itertools
 from unittest.mock import patch
@@ -10,7 +10,7 @@ from kernels.paged_cases import dense_attention, make_case, written_caches
 from ostinato.kernels import triton_rows
 from ostinato.kernels.attention import decode_tiles, get_backend, triton_paged
 from ostinato.kernels.linear import products, triton_linear
-from ostinato.kernels.linear.tiles import GemvTile, MatrixShape, ResidentTile, SkinnyTile, default_gemv_tile
+from ostinato.kernels.linear.tiles import GemvTile, MatrixShape, SkinnyTile, default_gemv_tile
 
 TRITON = get_backend("triton", "cpu")
 
@@ -86,10 +86,6 @@ def check_fused_attention() -> None:
 def check_products() -> None:
     """Odd shapes: no multiples of a tile, parts without work; more rows than tokens and the other way."""
     for size in ((13, 40), (16, 128)):
-        for flags in PROJECTIONS:
-            fused_checks.check_projection(
-                "cpu", torch.float32, (5, *size), ResidentTile(8, 2, 32, 4), **flags
-            )
         for tile, flags in itertools.product(SKINNY, ({"gated": True, "bias": True}, {"bias": True}, {})):
             if tile.parts == 1 or not flags.get("gated"):
                 fused_checks.check_skinny("cpu", torch.float32, (19, *size), tile, **flags)
@@ -97,19 +93,20 @@ def check_products() -> None:
 
 def check_layers_by_choice() -> None:
     """A product in parts, added by whoever reads it; a fused kernel where nothing is to be fused."""
-    x, weight, residual = torch.randn(5, 64), torch.randn(24, 64) / 8, torch.randn(5, 24)
-    bias, norm = torch.randn(24), torch.randn(24)
-    for tile in (
-        SkinnyTile(16, 16, 16, 4, 2, parts=2),
-        SkinnyTile(16, 16, 32, 4, 2),
-        ResidentTile(8, 2, 32, 4),
+    weight, bias, norm = torch.randn(24, 64) / 8, torch.randn(24), torch.randn(24)
+    for tile, num_tokens in (
+        (SkinnyTile(16, 16, 16, 4, 2, parts=2), 5),
+        (SkinnyTile(16, 16, 32, 4, 2), 5),
+        (GemvTile(8, 32, 4), 1),
     ):
+        x, residual = torch.randn(num_tokens, 64), torch.randn(num_tokens, 24)
         with (
             patch.object(products, "_choice", lambda *_, tile=tile, **__: tile),
             patch.object(triton_linear, "choose", lambda *_, tile=tile: tile),
         ):
             product = products.linear_in_parts(x, weight, bias)
-            assert product.shape == ((2, 5, 24) if getattr(tile, "parts", 1) > 1 else (5, 24))
+            rows = (num_tokens, 24)
+            assert product.shape == ((2, *rows) if getattr(tile, "parts", 1) > 1 else rows)
             added, total = triton_rows.add_rms_norm(product, residual, norm, 1e-5)
             wanted = torch.nn.functional.linear(x, weight, bias)
             torch.testing.assert_close(products.linear(x, weight, bias), wanted, atol=1e-5, rtol=1e-5)

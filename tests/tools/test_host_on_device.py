@@ -53,9 +53,9 @@ def test_shares_and_launches_are_those_of_a_steady_step(monkeypatch: pytest.Monk
     row = host._on_device(engine, Workload.uniform(4, 8, 128, 50))
     # 50 steps without the gap behind the last one.
     window = 50 * STEP_US - 1
-    assert row["idle_share"] == pytest.approx((50 + 49) / window)
-    assert row["idle_share_between_launches"] == pytest.approx(49 / window)
-    assert row["idle_share_waiting"] == pytest.approx(49 / 4 / window)
+    assert row["profiled_idle_share"] == pytest.approx((50 + 49) / window)
+    assert row["profiled_idle_share_between_launches"] == pytest.approx(49 / window)
+    assert row["profiled_idle_share_waiting"] == pytest.approx(49 / 4 / window)
     assert row["profiled_device_us"] == pytest.approx(9)
     assert row["launches_per_step"] == {"copy": 2, "graph": 1, "kernel": 0}
     assert row["device_events_per_step"] == 2

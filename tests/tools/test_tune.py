@@ -8,17 +8,19 @@ import torch
 from typer.testing import CliRunner
 
 from ostinato.cli.main import main
-from ostinato.kernels.linear.choice import choose
+from ostinato.kernels.cuda import compiled
+from ostinato.kernels.linear.choice import choose, package_table
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.table_file import load_table, save_table
 from ostinato.kernels.linear.tiles import (
     FUSED,
+    IN_CUDA,
     MOST_TOKENS,
+    CudaGemvTile,
     FragmentsTile,
     GemvTile,
     Library,
     MatrixShape,
-    ResidentTile,
     SkinnyTile,
     Tile,
 )
@@ -73,6 +75,8 @@ def tuner_with(monkeypatch: pytest.MonkeyPatch, tiny_config: Path, cost) -> tupl
     monkeypatch.setattr(descent, "LayerStep", MadeUpStep)
     monkeypatch.setattr(descent, "compiling_only", lambda _: nullcontext())
     monkeypatch.setattr(descent, "graph_us", times)
+    for module in (descent, compiled):
+        monkeypatch.setattr(module, "is_supported", lambda _: True)
     return Tuner(model, SHARED_BYTES), times
 
 
@@ -95,15 +99,17 @@ def test_the_best_of_each_matrix_is_found(monkeypatch, tiny_config):
     assert found.head_us == 3.0
 
 
-def test_what_is_found_from_one_size_to_the_next_can_be_loaded(monkeypatch, tiny_config, tmp_path):
+@pytest.mark.parametrize("gemv", [GemvTile, CudaGemvTile])
+def test_what_is_found_from_one_size_to_the_next_can_be_loaded(monkeypatch, tiny_config, tmp_path, gemv):
     """A gemv looks fast at every size if it is tried there, for it takes one token only."""
-    cheap = {GemvTile: 1.0, ResidentTile: 2.0}
+    cheap = {gemv: 1.0, FragmentsTile: 2.0}
     tuner, _ = tuner_with(monkeypatch, tiny_config, lambda _, tile: cheap.get(type(tile), 3.0))
     found = []
-    for num_tokens in (1, 8, 16, 32):
+    for num_tokens, kind in ((1, gemv), (8, FragmentsTile), (64, FragmentsTile), (65, Library)):
         found.append(tuner.find(num_tokens, found[-1].tiles if found else {}))
         for tile in found[-1].tiles.values():
             assert num_tokens <= MOST_TOKENS.get(type(tile), num_tokens)
+        assert all(isinstance(found[-1].tiles[shape], kind) for shape in QWEN3)
     save_table(tuning.filled(KernelTable("a GPU", {}), found), tmp_path / "table.json")
     load_table(tmp_path / "table.json")
 
@@ -111,26 +117,26 @@ def test_what_is_found_from_one_size_to_the_next_can_be_loaded(monkeypatch, tiny
 def test_times_of_both_forms_are_kept(monkeypatch, tiny_config):
     tuner, _ = tuner_with(monkeypatch, tiny_config, lambda *_: 1.0)
     tried = tuner.find(8, {}).tried[QWEN3[0]]
-    assert {ResidentTile, Library} <= {type(tile) for tile in tried}
+    assert {FragmentsTile, Library} <= {type(tile) for tile in tried}
 
 
-@pytest.mark.parametrize(("resident_us", "wins"), [(1.0, True), (9.0, False)])
-def test_both_forms_of_a_step_are_tried(monkeypatch, tiny_config, resident_us, wins):
+@pytest.mark.parametrize(("fragments_us", "wins"), [(1.0, True), (9.0, False)])
+def test_both_forms_of_a_step_are_tried(monkeypatch, tiny_config, fragments_us, wins):
     tuner, times = tuner_with(
         monkeypatch,
         tiny_config,
-        lambda shape, tile: resident_us if isinstance(tile, ResidentTile) else 2.0,
+        lambda shape, tile: fragments_us if isinstance(tile, FragmentsTile) else 2.0,
     )
     found = tuner.find(8, {})
     assert times.forms == {True, False}
-    assert all(isinstance(found.tiles[shape], ResidentTile) == wins for shape in QWEN3)
-    assert not isinstance(found.tiles[tuner.head], ResidentTile)
+    assert all(isinstance(found.tiles[shape], FragmentsTile) == wins for shape in QWEN3)
+    assert not isinstance(found.tiles[tuner.head], FragmentsTile)
 
 
 def test_one_token_runs_fused_kernels(monkeypatch, tiny_config):
     tuner, _ = tuner_with(monkeypatch, tiny_config, lambda shape, tile: getattr(tile, "rows", 9.0))
     found = tuner.find(1, {})
-    assert all(isinstance(tile, GemvTile) and tile.rows == 1 for tile in found.tiles.values())
+    assert all(isinstance(tile, FUSED) and tile.rows == 1 for tile in found.tiles.values())
 
 
 def test_a_tile_that_gains_next_to_nothing_is_not_worth_compiling(monkeypatch, tiny_config):
@@ -148,18 +154,29 @@ def test_a_tile_that_gains_next_to_nothing_is_not_worth_compiling(monkeypatch, t
 def test_fused_candidates_divide_the_matrix(num_tokens):
     for shape in QWEN3:
         tiles = candidates.fused_tiles(shape, num_tokens, cuda=True, shared_bytes=SHARED_BYTES)
-        kinds = {type(tile) for tile in tiles}
-        assert kinds == {FragmentsTile} | {1: {GemvTile}, 8: {ResidentTile}, 16: {ResidentTile}}.get(
-            num_tokens, set()
-        )
+        singles = {GemvTile, CudaGemvTile} if num_tokens == 1 else set()
+        assert {type(tile) for tile in tiles} == {FragmentsTile} | singles
+        assert all(tile.fits(shape) for tile in tiles if isinstance(tile, IN_CUDA))
         plain = candidates.fused_tiles(shape, num_tokens, cuda=False, shared_bytes=SHARED_BYTES)
-        assert {type(tile) for tile in plain} == kinds - {FragmentsTile}
-        for tile in tiles:
-            if isinstance(tile, FragmentsTile):
-                assert tile.fits(shape)
-            elif isinstance(tile, ResidentTile):
-                assert shape.out_features % tile.rows == 0
-                assert shape.in_features % (tile.slices * tile.width) == 0
+        assert plain == [tile for tile in tiles if not isinstance(tile, IN_CUDA)]
+
+
+def cuda_gemv_tiles(shape: MatrixShape) -> list[CudaGemvTile]:
+    tiles = candidates.fused_tiles(shape, 1, cuda=True, shared_bytes=SHARED_BYTES)
+    return [tile for tile in tiles if isinstance(tile, CudaGemvTile)]
+
+
+def test_candidates_of_cuda_gemv_are_few_and_enough():
+    table = package_table("nvidia-h200.json")
+    for shape, choices in table.choices.items():
+        tiles = cuda_gemv_tiles(shape)
+        assert 3 <= len(tiles) <= 15
+        assert all(shape.out_features // (tile.rows * tile.num_warps) >= 96 for tile in tiles)
+        measured = [choice.tile for choice in choices if isinstance(choice.tile, CudaGemvTile)]
+        for tile in measured:
+            assert (tile.rows, tile.num_warps) in [(other.rows, other.num_warps) for other in tiles]
+    assert cuda_gemv_tiles(MatrixShape(4096, 1000)) == []
+    assert cuda_gemv_tiles(MatrixShape(128, 1024)) == []
 
 
 @pytest.mark.parametrize("shape", [*QWEN3, MatrixShape(128_256, 4096), MatrixShape(77, 100)], ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +16,9 @@ from .outputs import RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .text_engine import Prompt, TextEngine
 
+_News = RequestOutput | BaseException
+_Inbox = asyncio.Queue[_News]
+
 
 class AsyncLLM:
     """A model that serves many coroutines at once. Use it from one or more event loops."""
@@ -25,7 +27,8 @@ class AsyncLLM:
         """As `LLM`."""
         self._llm = LLM(model, **options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[str, Callable[[RequestOutput | BaseException], None]] = {}
+        self._listeners: dict[str, tuple[asyncio.AbstractEventLoop, _Inbox]] = {}
+        """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
         self._closed = False
         self._gate = threading.Lock()
         """Whoever holds it may ask; nothing is asked any more once `_closed` is set under it."""
@@ -41,14 +44,10 @@ class AsyncLLM:
         fails.
         """
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-
-        def listener(news: RequestOutput | BaseException) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, news)
-
+        arrived: _Inbox = asyncio.Queue()
         params = sampling_params or SamplingParams()
         name: asyncio.Future[str] = loop.create_future()
-        self._do(lambda engine: self._add(engine, prompt, params, request_id, listener, loop, name))
+        self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
         served = await name
         try:
             while True:
@@ -70,7 +69,7 @@ class AsyncLLM:
         def abort(engine: TextEngine) -> None:
             output = engine.abort(request_id)
             if output is not None:
-                self._tell(output)
+                self._tell([output])
 
         self._do(abort)
 
@@ -105,8 +104,8 @@ class AsyncLLM:
         engine = self._llm.engine
         try:
             while self._obey(wait=not engine.has_work):
-                for output in engine.step() if engine.has_work else ():
-                    self._tell(output)
+                if engine.has_work:
+                    self._tell(engine.step())
             error: BaseException = RequestError("the engine was closed")
         except BaseException as problem:
             error = problem
@@ -117,8 +116,8 @@ class AsyncLLM:
             command = self._commands.get()
             if command is not None:
                 command()
-        for listener in list(self._listeners.values()):
-            listener(error)
+        for loop, arrived in self._listeners.values():
+            loop.call_soon_threadsafe(arrived.put_nowait, error)
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out what was asked since the last step; False when it is time to stop."""
@@ -136,8 +135,8 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams,
         request_id: str | None,
-        listener: Callable[[RequestOutput | BaseException], None],
         loop: asyncio.AbstractEventLoop,
+        arrived: _Inbox,
         name: asyncio.Future[str],
     ) -> None:
         try:
@@ -145,18 +144,29 @@ class AsyncLLM:
         except RequestError as error:
             loop.call_soon_threadsafe(_settle, name, error)
             return
-        self._listeners[served] = listener
+        self._listeners[served] = loop, arrived
         loop.call_soon_threadsafe(_settle, name, served)
 
     def _abort(self, engine: TextEngine, name: str) -> None:
         self._listeners.pop(name, None)
         engine.abort(name)
 
-    def _tell(self, output: RequestOutput) -> None:
-        listener = self._listeners.get(output.request_id)
-        if listener is not None:
-            # The engine goes on writing to its own; a reader gets one that stays as it is.
-            listener(_snapshot(output))
+    def _tell(self, outputs: list[RequestOutput]) -> None:
+        # Waking a loop costs more than all the rest, so it is done once for all that it gets.
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, RequestOutput]]] = {}
+        for output in outputs:
+            found = self._listeners.get(output.request_id)
+            if found is not None:
+                loop, arrived = found
+                # The engine goes on writing to its own; a reader gets one that stays as it is.
+                by_loop.setdefault(loop, []).append((arrived, output.snapshot()))
+        for loop, letters in by_loop.items():
+            loop.call_soon_threadsafe(_put, letters)
+
+
+def _put(letters: list[tuple[_Inbox, RequestOutput]]) -> None:
+    for arrived, output in letters:
+        arrived.put_nowait(output)
 
 
 def _settle(future: asyncio.Future[str], result: str | Exception) -> None:
@@ -166,14 +176,3 @@ def _settle(future: asyncio.Future[str], result: str | Exception) -> None:
         future.set_result(result)
     else:
         future.set_exception(result)
-
-
-def _snapshot(output: RequestOutput) -> RequestOutput:
-    taken = copy.copy(output)
-    taken.outputs = []
-    for completion in output.outputs:
-        kept = copy.copy(completion)
-        kept.token_ids = list(completion.token_ids)
-        kept.logprobs = None if completion.logprobs is None else list(completion.logprobs)
-        taken.outputs.append(kept)
-    return taken

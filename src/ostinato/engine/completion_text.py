@@ -10,54 +10,87 @@ from ostinato.text.detokenizer import Detokenizer
 class CompletionText:
     """Turns tokens into text and looks for stop strings.
 
-    `text` grows only by what can no longer become part of a stop string, so it can be shown at any time.
+    Without stop strings nobody has to see the text of each step, so it is made when it is asked for.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], *, include_stop: bool) -> None:
-        self.text = ""
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        token_ids: list[int],
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+    ) -> None:
+        """Of a list of tokens that grows: append to it, or `push`."""
         self._detokenizer = detokenizer
+        self._token_ids = token_ids
         self._stops = tuple(stops)
+        self._firsts = frozenset(stop[0] for stop in stops)
         self._include_stop = include_stop
+        self._num_decoded = 0
+        self._text = ""
         self._held = ""
+
+    @property
+    def text(self) -> str:
+        """What can no longer become part of a stop string, so it can be shown at any time."""
+        if not self._stops and self._num_decoded < len(self._token_ids):
+            self._text += self._decoded(len(self._token_ids))
+        return self._text
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
         """Add a token; the stop string that it completes, if one."""
-        return self._add(self._detokenizer.push([token]), may_stop)
+        self._token_ids.append(token)
+        return self.find_stop(may_stop=may_stop) if self._stops else None
 
-    def finish(self) -> str | None:
-        """Give out what was held back: no token comes any more. The last bytes may complete a stop string."""
-        found = self._add(self._detokenizer.finish(), may_stop=True)
+    def find_stop(self, *, may_stop: bool = True) -> str | None:
+        """The stop string that the tokens since the last call complete, if one. Call it after every token."""
+        return self._add(self._decoded(len(self._token_ids)), may_stop)
+
+    def finish(self, *, without_last: bool = False) -> str | None:
+        """Give out what was held back: no token comes any more. The last bytes may complete a stop string.
+
+        `without_last`: the last token ended it and is no text.
+        """
+        new = self._decoded(len(self._token_ids) - without_last) + self._detokenizer.finish()
+        self._num_decoded = len(self._token_ids)
+        found = self._add(new, may_stop=True)
         if found is None:
-            self.text += self._held
+            self._text += self._held
             self._held = ""
         return found
 
+    def _decoded(self, end: int) -> str:
+        """The text of the tokens before `end` that have not been decoded."""
+        begin, self._num_decoded = self._num_decoded, end
+        if begin + 1 == end:
+            return self._detokenizer.push_one(self._token_ids[begin])
+        return self._detokenizer.push(self._token_ids[begin:end])
+
     def _add(self, new: str, may_stop: bool) -> str | None:
-        if not self._stops:
-            self.text += new
-            return None
         fresh = self._held + new
-        if not may_stop:
-            # What came too early to stop anything is settled; it cannot be the beginning of a stop string.
-            self.text += fresh
-            self._held = ""
+        self._held = ""
+        # What came too early to stop anything is settled; it cannot be the beginning of a stop string.
+        if not may_stop or self._firsts.isdisjoint(fresh):
+            self._text += fresh
             return None
-        found = min(((at, stop) for stop in self._stops if (at := fresh.find(stop)) >= 0), default=None)
-        if found is not None:
-            at, stop = found
-            self.text += fresh[: at + len(stop) if self._include_stop else at]
-            self._held = ""
+        found = [(at, stop) for stop in self._stops if (at := fresh.find(stop)) >= 0]
+        if found:
+            at, stop = min(found)
+            self._text += fresh[: at + len(stop) if self._include_stop else at]
             return stop
-        keep = _longest_beginning(fresh, self._stops)
-        self.text += fresh[: len(fresh) - keep]
-        self._held = fresh[len(fresh) - keep :]
+        settled = _first_beginning(fresh, self._stops)
+        self._text += fresh[:settled]
+        self._held = fresh[settled:]
         return None
 
 
-def _longest_beginning(text: str, stops: Sequence[str]) -> int:
-    """How many last characters of `text` could be the beginning of a stop string."""
-    longest = min(len(text), max(map(len, stops)) - 1)
-    for length in range(longest, 0, -1):
-        if any(stop.startswith(text[-length:]) for stop in stops):
-            return length
-    return 0
+def _first_beginning(text: str, stops: Sequence[str]) -> int:
+    """Where the longest end of `text` begins that could be the beginning of a stop string."""
+    first = len(text)
+    for stop in stops:
+        at = max(len(text) - len(stop), -1)
+        while (at := text.find(stop[0], at + 1, first)) >= 0:
+            if stop.startswith(text[at:]):
+                first = at
+    return first

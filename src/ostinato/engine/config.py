@@ -57,6 +57,8 @@ class EngineConfig:
     """KV pages of 16 tokens, instead of as many as fit."""
     enable_prefix_caching: bool = True
     """Share the KV pages of equal prompt beginnings."""
+    prompt_burst: int = 4
+    """Prompt steps in a row that running requests may sit out; 0: every prompt step takes them along."""
     steps_ahead: int | None = None
     """Steps launched before the tokens of the last one are read, 0 or 1. Default: 1 on a GPU, 0 on a CPU."""
     attention_backend: str = "auto"
@@ -108,8 +110,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        if self.seed < 0:
-            raise ConfigError(f"seed must be at least 0, not {self.seed}")
+        for name in ("seed", "prompt_burst"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
         self._check_ladders()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,18 +31,28 @@ from .times import StartupTimes, StepClock
 logger = logging.getLogger("ostinato.engine")
 
 
-class Progress(NamedTuple):
-    """What one step brought one request."""
+class Extras(NamedTuple):
+    """What a step brought a request beside its token."""
 
-    request: Request
-    token: int | None = None
-    """The token it got; None if it only ended."""
     logprobs: dict[int, Logprob] | None = None
     """Of that token and of the likeliest ones, if asked for."""
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     """By position in the prompt, those that this step brought, if asked for; the first token has none."""
     hidden: torch.Tensor | None = None
     """For an embedding: the hidden states of the tokens computed in this step [t, H]."""
+
+
+class Progress(NamedTuple):
+    """What one step brought."""
+
+    requests: tuple[Request, ...]
+    """Those that got a token; the very same tuple as in the step before while nothing changes."""
+    tokens: list[int]
+    """The token of each."""
+    ended: tuple[Request, ...]
+    """Those that ended with the step, with a token or without."""
+    extras: dict[Request, Extras]
+    """Of those that got more than a token, or something else."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class _Flight:
     prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]]
     hidden: dict[str, torch.Tensor]
     constrained: list[int]
+    follows: bool
+    """Whether another step was under way when it was launched."""
 
 
 class EngineCore:
@@ -87,6 +98,7 @@ class EngineCore:
                 chunked_prefill=config.config.enable_chunked_prefill,
                 prefix_caching=config.config.enable_prefix_caching,
                 lookahead=config.lookahead,
+                prompt_burst=config.config.prompt_burst,
             ),
             PageAllocator(kv.num_pages),
         )
@@ -195,7 +207,7 @@ class EngineCore:
             constrained = self._constrained(step)
             self.sampler.mask([step.requests[at] for at in constrained])
             launched = self.sampler.launch(step)
-        return _Flight(step, launched, prompt_logprobs, hidden, constrained)
+        return _Flight(step, launched, prompt_logprobs, hidden, constrained, bool(self._flights))
 
     def _constrained(self, step: ScheduledStep) -> list[int]:
         """Which requests of a step get their next token from a grammar."""
@@ -230,38 +242,35 @@ class EngineCore:
         step = flight.step
         sampled = flight.launched.read() if flight.launched is not None else None
         self.clock.lap("wait")
+        span = None if sampled is None else sampled.span
+        self.clock.on_device(span, counts=flight.follows and step.is_uniform_decode)
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
         done = self.scheduler.complete(step, tokens)
+        ended = done.finished
         for at in flight.constrained:
             if done.accepted[at]:
-                self._follow_grammar(step.requests[at], int(tokens[at]))
+                ended += self._follow_grammar(step.requests[at], int(tokens[at]))
         self.clock.lap("complete")
-        return list(self._progress(flight, done, sampled))
+        return [self._progress(flight, done, sampled, ended)]
 
-    def _progress(self, flight: _Flight, done: CompletedStep, sampled: Sampled | None) -> Iterator[Progress]:
-        tokens, accepted = done.tokens.tolist(), done.accepted.tolist()
-        if not flight.prompt_logprobs and not flight.hidden and (sampled is None or sampled.logprobs is None):
-            for request, token, is_accepted in zip(flight.step.requests, tokens, accepted, strict=True):
-                if is_accepted:
-                    yield Progress(request, token)
-            return
-        for at, request in enumerate(flight.step.requests):
-            name = request.request_id
-            extra = name in flight.prompt_logprobs or name in flight.hidden
-            if accepted[at] or extra:
-                yield Progress(
-                    request,
-                    tokens[at] if accepted[at] else None,
-                    _logprobs(request, sampled, at) if accepted[at] else None,
-                    flight.prompt_logprobs.get(name),
-                    flight.hidden.get(name),
-                )
+    def _progress(
+        self, flight: _Flight, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
+    ) -> Progress:
+        requests, tokens = flight.step.requests, done.tokens
+        if np.count_nonzero(done.accepted) < len(requests):
+            places = np.flatnonzero(done.accepted)
+            requests, tokens = tuple([requests[at] for at in places.tolist()]), tokens[places]
+        extras: dict[Request, Extras] = {}
+        if flight.prompt_logprobs or flight.hidden or (sampled is not None and sampled.logprobs is not None):
+            extras = _extras(flight, done, sampled, ended)
+        return Progress(requests, tokens.tolist(), ended, extras)
 
-    def _follow_grammar(self, request: Request, token: int) -> None:
+    def _follow_grammar(self, request: Request, token: int) -> tuple[Request, ...]:
+        """The request, if that ends it."""
         assert request.grammar is not None
         follows = request.grammar.accept(token)
         if request.is_finished:
-            return
+            return ()
         if not follows:
             # min_tokens or a bias left no allowed token.
             self.scheduler.finish(
@@ -273,6 +282,7 @@ class EngineCore:
             )
         elif request.grammar.is_terminated:
             self.scheduler.finish(request, FinishReason.STOP)
+        return (request,) if request.is_finished else ()
 
     def _drain(self) -> list[Progress]:
         progress = []
@@ -283,12 +293,27 @@ class EngineCore:
     def _fail(self, step: ScheduledStep, error: BaseException) -> list[Progress]:
         logger.exception("step %d failed", step.index)
         message = f"the step failed on {self.config.device}: {type(error).__name__}: {error}"
-        return [Progress(request) for request in self.scheduler.fail(step, message)]
+        return [Progress((), [], self.scheduler.fail(step, message), {})]
 
     def finish(self, request: Request, stop_reason: str) -> None:
         """End a request because its text contains a stop string."""
         if not request.is_finished:
             self.scheduler.finish(request, FinishReason.STOP, stop_reason=stop_reason)
+
+
+def _extras(
+    flight: _Flight, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
+) -> dict[Request, Extras]:
+    found: dict[Request, Extras] = {}
+    for at, request in enumerate(flight.step.requests):
+        if request.is_finished and request not in ended:
+            continue  # it left while the step was under way
+        name = request.request_id
+        logprobs = _logprobs(request, sampled, at) if done.accepted[at] else None
+        extras = Extras(logprobs, flight.prompt_logprobs.get(name), flight.hidden.get(name))
+        if any(part is not None for part in extras):
+            found[request] = extras
+    return found
 
 
 def _logprobs(request: Request, sampled: Sampled | None, at: int) -> dict[int, Logprob] | None:

@@ -194,7 +194,7 @@ class LLM:
                 bar.update(len(outputs) - len(unfinished), 0)
                 while unfinished and engine.has_work:
                     changed = engine.step()
-                    ended = unfinished.intersection(o.request_id for o in changed if o.finished)
+                    ended = unfinished.intersection(output.request_id for output in engine.ended)
                     unfinished -= ended
                     bar.update(len(ended), len(changed))
         finally:

@@ -59,7 +59,8 @@ class ModelRunner:
 
     What outlives a replay is in static buffers: the logits of each request's last token in `logits`, which
     sampling reads, and the hidden states of a mixed step's tokens in `hidden`, for prompt logprobs and
-    embeddings. The token sampled last in each row is in `last_tokens`, where the next step finds it.
+    embeddings. The token sampled last in each row is in `last_tokens`, where the next step finds it, and the
+    time at which the last decode step began in `began`.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ModelRunner:
         running, tokens = config.max_running_requests, config.max_step_tokens
         self.logits = torch.zeros(running, vocab, dtype=torch.float32, device=device)
         self.hidden = torch.zeros(tokens, shape.hidden_size, dtype=config.dtype, device=device)
+        self.began = torch.zeros(1, dtype=torch.int64, device=device)
         self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
         self._attend = eager_boundary(self._attend_layer)
@@ -133,6 +135,7 @@ class ModelRunner:
         )
         runner.watch(self.model)
         static = {"page_table": self.page_table, "lengths": self.lengths, "last_tokens": self.last_tokens}
+        static["began"] = self.began
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
         return runner
 
@@ -218,7 +221,7 @@ class ModelRunner:
         """What is captured: token ids to logits. A negative id is the token sampled last in its row."""
         if descriptor.is_uniform:
             input_ids, positions, seq_lens, query_lens = request_rows.begin_decode(
-                req_rows, self.lengths, self.last_tokens
+                req_rows, self.lengths, self.last_tokens, self.began
             )
             token_rows, query_starts = req_rows, self._one_token_each[: req_rows.size(0)]
         else:

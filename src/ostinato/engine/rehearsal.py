@@ -44,7 +44,7 @@ def rehearse(loaded: LoadedModel, times: StartupTimes) -> int:
 def _compile(runner: ModelRunner) -> None:
     # The one kernel that others get indices from has to run.
     rows = torch.zeros(1, dtype=torch.int32, device=runner.lengths.device)
-    request_rows.begin_decode(rows, runner.lengths, runner.last_tokens)
+    request_rows.begin_decode(rows, runner.lengths, runner.last_tokens, runner.began)
     done = set()
     with compiling_only(runner.lengths.device):
         for key in runner.graphs.keys:

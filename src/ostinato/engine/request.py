@@ -259,18 +259,20 @@ class RequestRows:
         """Keep the pages of this tenant out of the prefix cache."""
         self.num_committed_pages[row] = _NEVER
 
-    def append(self, rows: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
-        """Add a token to each of these rows; bool [R] twice: which end by length, which by a stop token."""
-        lengths = self.num_tokens[rows]
+    def append(self, rows: IntArray, lengths: IntArray, tokens: IntArray) -> tuple[list[int], list[int]]:
+        """Add a token to each of these rows of these lengths; which of them end, and which of these by a stop
+        token."""
+        self.token_ids[rows, lengths] = tokens
+        grown = lengths + 1
+        self.num_tokens[rows] = grown
+        over = grown >= self.max_tokens[rows]
         stopped = self.stop_ids[0][rows] == tokens
         for line in self.stop_ids[1:]:
             stopped |= line[rows] == tokens
-        if stopped.any():
-            stopped &= lengths >= self.stops_from[rows]
-        self.token_ids[rows, lengths] = tokens
-        lengths += 1
-        self.num_tokens[rows] = lengths
-        return lengths >= self.max_tokens[rows], stopped
+        if not np.count_nonzero(stopped):
+            return (_places(over) if np.count_nonzero(over) else []), []
+        stopped &= lengths >= self.stops_from[rows]
+        return _places(over | stopped), _places(stopped)
 
     def _set_stops(self, row: int, request: Request) -> None:
         params = request.params
@@ -285,3 +287,8 @@ class RequestRows:
             self.stop_ids = np.pad(self.stop_ids, ((0, missing), (0, 0)), constant_values=-1)
         self.stop_ids[: len(ids), row] = list(ids)
         self.stops_from[row] = request.num_prompt_tokens + params.min_tokens
+
+
+def _places(mask: IntArray) -> list[int]:
+    found: list[int] = np.flatnonzero(mask).tolist()
+    return found

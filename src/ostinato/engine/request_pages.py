@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ostinato.cache.pages import RESERVED_PAGE, PageAllocator
 
 from .request import IntArray, Request, RequestRows
@@ -67,8 +69,10 @@ class RequestPages:
         if not self._prefix_caching:
             return False
         full = computed // self._pages.page_size
-        behind = rows[full > self._rows.num_committed_pages[rows]]
-        freed = [self._commit(row) for row in behind.tolist()]
+        behind = full > self._rows.num_committed_pages[rows]
+        if not np.count_nonzero(behind):
+            return False
+        freed = [self._commit(row) for row in rows[behind].tolist()]
         return any(freed)
 
     def leave(self, request: Request) -> None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ostinato.graphs import CurrentStream
 from ostinato.kernels import request_rows
+from ostinato.kernels.request_rows import LINE_HEAD
 
 from .request import IntArray
 
@@ -29,6 +31,9 @@ class Sampled:
     """int64 [R, 1 + n]: whose they are."""
     ranks: IntArray | None = None
     """int64 [R]: of the sampled tokens; 1 is the likeliest."""
+    span: tuple[int, int] | None = None
+    """When the last decode step began and this step ended, in nanoseconds of the device's clock, if it has
+    one."""
 
 
 class Launched:
@@ -46,34 +51,37 @@ class Launched:
         """The tokens on the host; waits for the device."""
         if self._done is not None:
             self._done.synchronize()
-        tokens = self._line[1:]
+        tokens = self._line[LINE_HEAD:]
         assert self._count is None or self._line[0] == self._count, "the tokens of another step"
+        span = None if self._count is None else (int(self._line[1]), int(self._line[2]))
         if not self._extra:
-            return Sampled(tokens)
+            return Sampled(tokens, span=span)
         chosen, ranks, top, top_tokens = self._extra
         logprobs = torch.cat([chosen[:, None], top], 1).numpy()
         logprob_tokens = torch.cat([torch.from_numpy(tokens)[:, None], top_tokens], 1).numpy()
-        return Sampled(tokens, logprobs, logprob_tokens, ranks.numpy())
+        return Sampled(tokens, logprobs, logprob_tokens, ranks.numpy(), span)
 
 
 class TokenReturn:
     """Where sampling graphs leave their tokens for the next step and for the host."""
 
-    def __init__(self, last_tokens: Tensor, max_rows: int, num_lines: int) -> None:
+    def __init__(self, last_tokens: Tensor, began: Tensor, max_rows: int, num_lines: int) -> None:
         """`num_lines`: more than there are steps whose tokens are unread at any time."""
         self._last_tokens = last_tokens
+        self._began = began
         self._on_gpu = last_tokens.is_cuda
-        self._ring = torch.zeros(num_lines, 1 + max_rows, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._ring = torch.zeros(num_lines, LINE_HEAD + max_rows, dtype=torch.int64, pin_memory=self._on_gpu)
         self._lines = self._ring.numpy()
         self.count = torch.zeros(1, dtype=torch.int64, device=last_tokens.device)
         """Steps sampled, on the device; trial runs must not change it."""
         self._sent = 0
         self._events = [torch.cuda.Event() for _ in range(num_lines)] if self._on_gpu else []
+        self._stream = CurrentStream(last_tokens.device)
 
     def keep(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Captured: leave the tokens in their rows and, on a GPU, in the ring."""
         if self._on_gpu:
-            request_rows.return_tokens(rows, self._last_tokens, tokens, self._ring, self.count)
+            request_rows.return_tokens(rows, self._last_tokens, tokens, self._ring, self.count, self._began)
         else:
             request_rows.keep_tokens(rows, self._last_tokens, tokens)
         return tokens
@@ -82,8 +90,8 @@ class TokenReturn:
         """A sampling step was launched: its tokens, and what else its graph returned, are to be read."""
         tokens, *extra = outputs
         if not self._on_gpu:
-            line = self._lines[0, : 1 + len(tokens)]
-            line[1:] = tokens.numpy()
+            line = self._lines[0, : LINE_HEAD + len(tokens)]
+            line[LINE_HEAD:] = tokens.numpy()
             return Launched(line.copy(), None, [output.clone() for output in extra], None)
         count = self._sent
         self._sent += 1
@@ -92,5 +100,6 @@ class TokenReturn:
             torch.empty(output.shape, dtype=output.dtype, pin_memory=True).copy_(output, non_blocking=True)
             for output in extra
         ]
-        self._events[place].record()
-        return Launched(self._lines[place, : 1 + tokens.size(0)], count, copies, self._events[place])
+        self._events[place].record(self._stream.get())
+        line = self._lines[place, : LINE_HEAD + tokens.size(0)]
+        return Launched(line, count, copies, self._events[place])

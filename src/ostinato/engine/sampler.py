@@ -92,7 +92,7 @@ class Sampler:
         self._masked_rows: set[int] = set()
         self._biased_rows: set[int] = set()
         self._buffers = InputBuffers(SAMPLING_FIELDS, max_tokens=running, max_reqs=running, device=device)
-        self._return = TokenReturn(self._rows["last_tokens"], running, config.lookahead + 2)
+        self._return = TokenReturn(self._rows["last_tokens"], runner.began, running, config.lookahead + 2)
         self._graphs = {kind: self._make_graphs(kind) for kind in Kind}
         self._held: tuple[IntArray, Kind, BatchShape] | None = None
         eager_steps: Counter[Reason] = Counter()  # one count for all kinds: they report as one

@@ -20,9 +20,12 @@ on seed and position only.
 Note [Fair order]
 First come, first served, by the order of `add`. Only the first waiting request is ever admitted, and the
 victim of a preemption is the youngest running one and goes to the head of the queue. Hence every running
-request is older than every waiting one, the oldest of all advances in every step, and nobody starves.
-Prompts take what the decodes leave of a step, one after the other, so at most one running request has its
-prompt computed in part, and it is the youngest.
+request is older than every waiting one. Prompts take what the decodes leave of a step, one after the other,
+so at most one running request has its prompt computed in part, and it is the youngest.
+
+The oldest of all advances in every step, if it computes its prompt, for then it runs alone and has all pages;
+and in one of any `prompt_burst` + 1 steps, if it decodes, for it sits out no more (Note [Prompt bursts]) and
+nobody takes its pages. So it ends, another is the oldest, and nobody starves.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ import numpy as np
 
 from ostinato.cache.pages import PageAllocator
 
+from .decode_batch import DecodeBatch
+from .prompt_burst import PromptBurst
 from .request import FinishReason, IntArray, Request, RequestError, RequestRows, RequestStatus
 from .request_pages import RequestPages
 from .scheduled_step import CompletedStep, ScheduledStep
@@ -59,12 +64,13 @@ class Scheduler:
         self._unfinished: dict[str, Request] = {}
         self._prefilling: Request | None = None
         self._decoding: list[Request] = []
-        self._decode_batch: tuple[tuple[Request, ...], IntArray] | None = None
+        self._decode_batch: DecodeBatch | None = None
         # Every steady step is described by these, so nobody may write to them.
         self._ones = np.ones(config.max_running, dtype=np.int32)
         self._all_true = np.ones(config.max_running, dtype=bool)
         self._in_flight: deque[ScheduledStep] = deque()
         self._joined: list[Request] = []
+        self._burst = PromptBurst(config, pages.page_size)
         self._taken = RequestPages(pages, self.rows, prefix_caching=config.prefix_caching)
         self._num_added = 0
         self._num_steps = 0
@@ -145,12 +151,17 @@ class Scheduler:
         assert len(self._in_flight) <= self.config.lookahead, "complete a step before scheduling another"
         if self._is_paused:
             return None
+        if self._decode_batch is not None and self._decode_batch.steady_steps and not self._may_prompt:
+            return self._steady_step(self._decode_batch)
         requests, rows = self._ready_decodes()
         if self._grow(requests, rows):
             requests, rows = self._ready_decodes()
-        budget = self.config.max_batched_tokens - len(rows)
-        chunks = self._continue_prefill(budget)
-        chunks += self._admit(budget - sum(count for _, count in chunks))
+        enough = self._burst.enough(len(rows), self.pages.num_free)
+        chunks = self._prompts(self.config.max_batched_tokens - (len(rows) if enough is None else 0))
+        sits_out = enough is not None and sum(count for _, count in chunks) >= enough
+        self._burst.count(is_sat_out=sits_out)
+        if sits_out:
+            requests, rows = (), rows[:0]
         if not chunks and not requests:
             return None
         step = self._make_step(requests, rows, chunks)
@@ -164,31 +175,29 @@ class Scheduler:
         """
         tokens = np.asarray(sampled_tokens)
         assert tokens.shape == (step.num_requests,), "one token per request of the step"
-        live = self._land(step)
-        state = self.rows
-        rows, counts = (step.rows, step.num_new_tokens)
-        if not live.all():
-            rows, counts = rows[live], counts[live]
-        computed = state.num_computed[rows] + counts
-        state.num_computed[rows] = computed
+        # What numpy indexes with; from anything else it makes one, every time.
+        rows, counts = step.rows.astype(np.intp), step.num_new_tokens
+        accepted = live = self._land(step, rows)
+        new = tokens
+        if np.count_nonzero(live) < len(live):
+            rows, counts, new = rows[live], counts[live], tokens[live]
+        computed = self.rows.num_computed[rows] + counts
+        self.rows.num_computed[rows] = computed
         if self._taken.commit_full(rows, computed):
             self._head_is_blocked = False
 
-        accepted = live & step.samples
-        new = tokens
-        if len(rows) < len(tokens) or not accepted.all():
-            rows, new = step.rows[accepted], tokens[accepted]
-        at_end, stopped = state.append(rows, new)
-        finished = [
-            self._finish_sampled(int(rows[at]), int(new[at]), bool(stopped[at]))
-            for at in np.flatnonzero(at_end | stopped).tolist()
-        ]
+        if not step.is_uniform_decode:
+            samples = step.samples[live]
+            accepted = live & step.samples
+            rows, computed, new = rows[samples], computed[samples], new[samples]
+        over, stopped = self.rows.append(rows, computed, new)
+        finished = [self._finish_sampled(int(rows[at]), int(new[at]), at in stopped) for at in over]
         finished += self._finish_embeddings(step, live)
         return CompletedStep(step, tokens, accepted, tuple(finished))
 
     def fail(self, step: ScheduledStep, error: str) -> tuple[Request, ...]:
         """Instead of `complete`: the step did not run. Ends its requests with `error` and returns them."""
-        failed = tuple(step.requests[at] for at in np.flatnonzero(self._land(step)).tolist())
+        failed = tuple(step.requests[at] for at in np.flatnonzero(self._land(step, step.rows)).tolist())
         for request in failed:
             self.finish(request, FinishReason.ERROR, error=error)
         return failed
@@ -238,9 +247,8 @@ class Scheduler:
         """Requests that decode in the next step: all but those whose last token is pending, and those under a
         grammar whose every token has to be seen before the next."""
         if self._decode_batch is None:
-            rows = np.array([request.row for request in self._decoding], dtype=np.int32)
-            self._decode_batch = tuple(self._decoding), rows
-        requests, rows = self._decode_batch
+            self._decode_batch = DecodeBatch(self._decoding, self.rows)
+        requests, rows = self._decode_batch.requests, self._decode_batch.rows
         state = self.rows
         promised = state.num_promised[rows]
         ready = promised < state.max_tokens[rows]
@@ -263,13 +271,18 @@ class Scheduler:
         if len(growing) <= self.pages.num_free:
             self._taken.grow(growing, len(self.running))
             return False
-        for request in growing:
+        for request in sorted(growing, key=lambda request: request.order):
             # It may have been preempted for an older one, or be the youngest itself.
             while request.row and self.pages.num_free < 1:
                 self._preempt(self.running[-1])
             if request.row:
                 self._taken.take(request, 1)
         return True
+
+    def _prompts(self, budget: int) -> list[tuple[Request, int]]:
+        """Who computes how much of a prompt in the next step, with room for it."""
+        chunks = self._continue_prefill(budget)
+        return chunks + self._admit(budget - sum(count for _, count in chunks))
 
     def _continue_prefill(self, budget: int) -> list[tuple[Request, int]]:
         request = self._prefilling
@@ -371,6 +384,37 @@ class Scheduler:
         self._joined.clear()
         self._in_flight.append(step)
         self._num_steps += 1
+        if self._decode_batch is not None and step.requests is self._decode_batch.requests:
+            self._decode_batch.look_ahead()
+        elif self._decode_batch is not None:
+            self._decode_batch.steady_steps = 0
+
+    @property
+    def _may_prompt(self) -> bool:
+        """Whether the next step may compute a part of a prompt."""
+        if self._prefilling is not None:
+            return True
+        return bool(self.waiting and self.rows.num_free and not self._head_is_blocked)
+
+    def _steady_step(self, batch: DecodeBatch) -> ScheduledStep:
+        """What `schedule` would come to, known beforehand: see Note [Steady steps] in decode_batch."""
+        count = len(batch.rows)
+        step = ScheduledStep(
+            index=self._num_steps,
+            requests=batch.requests,
+            rows=batch.rows,
+            starts=batch.advance(),
+            num_new_tokens=self._ones[:count],
+            samples=self._all_true[:count],
+            prompt_tokens=(),
+            joined=(),
+            page_updates=self._taken.take_updates(),
+            tenancies=batch.tenancies,
+        )
+        self._burst.count(is_sat_out=False)
+        self._in_flight.append(step)
+        self._num_steps += 1
+        return step
 
     def _preempt(self, request: Request) -> None:
         """Take row and pages from the youngest running request; it is computed again later."""
@@ -391,11 +435,14 @@ class Scheduler:
         self.rows.move_out(request)
         self._head_is_blocked = False
 
-    def _land(self, step: ScheduledStep) -> IntArray:
+    def _land(self, step: ScheduledStep, rows: IntArray) -> IntArray:
         """Take the oldest step out of flight; which of its requests have not left since."""
         oldest = self._in_flight.popleft()
         assert oldest is step, "steps complete in the order of scheduling"
-        return np.asarray(self.rows.tenancy[step.rows] == step.tenancies)
+        if self._decode_batch is not None and step.requests is self._decode_batch.requests:
+            return step.samples  # all of them: a batch is made anew when somebody leaves
+        live: IntArray = self.rows.tenancy[rows] == step.tenancies
+        return live
 
     def _finish_sampled(self, row: int, token: int, is_stop: bool) -> Request:
         request = self.rows.requests[row]

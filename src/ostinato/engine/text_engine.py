@@ -5,37 +5,28 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ostinato.text.errors import GrammarError, TokenizerError
 from ostinato.text.grammar import Grammar, GrammarCompiler
 
 from .completion_text import CompletionText
 from .config import EngineConfig
-from .core import EngineCore, Progress
+from .core import EngineCore
+from .delivery import Delivery
 from .loading import load
-from .outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
+from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 from .pooling import check_pooling, pooled
 from .request import Request
 from .sampling_params import RequestError, SamplingParams
+from .served_completion import ServedCompletion
 from .times import StartupTimes
 
 Prompt = str | Mapping[str, Any]
 """A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
-
-
-@dataclass
-class _Tracked:
-    """A prompt being served, and which of its completions each request computes."""
-
-    output: RequestOutput
-    requests: list[Request] = field(default_factory=list)
-    texts: list[CompletionText | None] = field(default_factory=list)
-    hidden: list[torch.Tensor] = field(default_factory=list)
 
 
 class TextEngine:
@@ -48,8 +39,12 @@ class TextEngine:
             loaded = load(config)
         self.core = EngineCore(loaded, progress=progress, startup=startup)
         self.tokenizer = loaded.tokenizer
-        self._tracked: dict[str, _Tracked] = {}
-        self._owner: dict[str, tuple[_Tracked, int]] = {}
+        self._served: dict[str, list[ServedCompletion]] = {}
+        """By the name of the prompt."""
+        self._taken_names: set[str] = set()
+        self._delivery = Delivery(self.tokenizer, self.core.finish)
+        self.ended: list[RequestOutput] = []
+        """Outputs that ended with the last step."""
         self._names = itertools.count()
         self._grammars: GrammarCompiler | None = None
         # Requests without a seed get one from here: a run with the same requests repeats itself.
@@ -58,7 +53,7 @@ class TextEngine:
     @property
     def has_work(self) -> bool:
         """Whether a prompt is being served."""
-        return bool(self._tracked) or self.core.has_work
+        return bool(self._served) or self.core.has_work
 
     def new_id(self) -> str:
         """A request id that was not used before."""
@@ -70,53 +65,65 @@ class TextEngine:
         """Queue a prompt; RequestError if it cannot be served. The output grows in place with each `step`."""
         name = self._name(request_id)
         text, ids = self._encoded(prompt)
-        tracked = _Tracked(RequestOutput(name, text, ids, []))
+        whole = RequestOutput(name, text, ids, [])
         if params.prompt_logprobs is not None:
-            tracked.output.prompt_logprobs = [None] * len(ids)
-        for index in range(params.n):
-            child = f"{name}.{index}" if params.n > 1 else name
-            request = Request(
-                child, tuple(ids), self._seeded(params, index), self._eos, self._grammar(params)
-            )
-            tracked.requests.append(request)
-            tracked.texts.append(self._text_of(params))
-            logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-            tracked.output.outputs.append(CompletionOutput(index, logprobs=logprobs))
-        for request in tracked.requests:
-            if request.request_id in self._owner:
-                raise RequestError(f"request {request.request_id} is being served already: choose another id")
-        # Apart from its name a completion differs in nothing that a refusal depends on: the first or none.
-        for index, request in enumerate(tracked.requests):
-            self.core.add(request)
-            self._owner[request.request_id] = tracked, index
-        self._tracked[name] = tracked
-        return tracked.output
+            whole.prompt_logprobs = [None] * len(ids)
+        self._serve([self._completion(whole, params, index) for index in range(params.n)])
+        return whole
 
     def add_embedding(self, prompt: Prompt, request_id: str | None = None) -> str:
         """Queue a prompt to embed; its id."""
         name = self._name(request_id)
         text, ids = self._encoded(prompt)
-        request = Request(name, tuple(ids), None)
-        self.core.add(request)
-        tracked = _Tracked(RequestOutput(name, text, ids, [CompletionOutput(0)]), [request], [None])
-        self._tracked[name] = tracked
-        self._owner[name] = tracked, 0
+        whole, output = RequestOutput(name, text, ids, []), CompletionOutput(0)
+        whole.outputs.append(output)
+        self._serve([ServedCompletion(Request(name, tuple(ids), None), whole, output, output.token_ids)])
         return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a prompt now; its output as far as it got, or None if it is unknown or finished."""
-        tracked = self._tracked.get(request_id)
-        if tracked is None:
+        completions = self._served.get(request_id)
+        if completions is None:
             return None
-        for index, request in enumerate(tracked.requests):
-            if self.core.abort(request.request_id):
-                self._end(tracked, index, request)
-        self._forget(tracked)
-        return tracked.output
+        for completion in completions:
+            if self.core.abort(completion.request.request_id):
+                completion.end()
+        self._forget(request_id)
+        return completions[0].whole
+
+    def _completion(self, whole: RequestOutput, params: SamplingParams, index: int) -> ServedCompletion:
+        name = f"{whole.request_id}.{index}" if params.n > 1 else whole.request_id
+        own, ids = self._seeded(params, index), tuple(whole.prompt_token_ids)
+        output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+        text = self._text_of(params, output.token_ids)
+        if text is not None:
+            output.text = text
+        whole.outputs.append(output)
+        request = Request(name, ids, own, self._eos, self._grammar(params))
+        return ServedCompletion(
+            request,
+            whole,
+            output,
+            output.token_ids,
+            text,
+            has_stops=bool(params.stop),
+            has_siblings=params.n > 1,
+        )
+
+    def _serve(self, completions: list[ServedCompletion]) -> None:
+        for completion in completions:
+            if (name := completion.request.request_id) in self._taken_names:
+                raise RequestError(f"request {name} is being served already: choose another id")
+        # Apart from its name a completion differs in nothing that a refusal depends on: the first or none.
+        for completion in completions:
+            self.core.add(completion.request)
+            self._delivery.add(completion)
+            self._taken_names.add(completion.request.request_id)
+        self._served[completions[0].whole.request_id] = completions
 
     def _name(self, request_id: str | None) -> str:
         name = request_id or self.new_id()
-        if name in self._tracked:
+        if name in self._served:
             raise RequestError(f"request {name} is being served already: choose another id")
         return name
 
@@ -145,13 +152,14 @@ class TextEngine:
         except GrammarError as error:
             raise RequestError(str(error)) from error
 
-    def _text_of(self, params: SamplingParams) -> CompletionText | None:
+    def _text_of(self, params: SamplingParams, token_ids: list[int]) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:
             if params.stop:
                 raise RequestError("stop strings are searched in the text, and this model has no tokenizer")
             return None
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
-        return CompletionText(detokenizer, params.stop or (), include_stop=params.include_stop_str_in_output)
+        include_stop = params.include_stop_str_in_output
+        return CompletionText(detokenizer, token_ids, params.stop or (), include_stop=include_stop)
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
@@ -176,86 +184,24 @@ class TextEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that grew or ended. Each is the object that `add` returned."""
-        changed: dict[str, RequestOutput] = {}
-        for progress in self.core.step():
-            found = self._owner.get(progress.request.request_id)
-            if found is not None:
-                tracked, index = found
-                self._take_in(tracked, index, progress)
-                changed[tracked.output.request_id] = tracked.output
+        changed, self.ended = self._delivery.take_in(self.core.step())
+        for output in self.ended:
+            self._forget(output.request_id)
         self.core.clock.lap("deliver")
-        return list(changed.values())
+        return changed
 
-    def _take_in(self, tracked: _Tracked, index: int, progress: Progress) -> None:
-        request, output = progress.request, tracked.output.outputs[index]
-        if progress.hidden is not None:
-            tracked.hidden.append(progress.hidden)
-        if progress.prompt_logprobs is not None and index == 0:
-            assert tracked.output.prompt_logprobs is not None
-            # By position: a preempted request computes its prompt again.
-            for position, found in progress.prompt_logprobs.items():
-                tracked.output.prompt_logprobs[position] = self._named(found)
-        if progress.token is not None:
-            output.token_ids.append(progress.token)
-            if progress.logprobs is not None and output.logprobs is not None:
-                output.logprobs.append(self._named(progress.logprobs))
-            self._extend_text(tracked, index, request, progress.token)
-        if request.is_finished:
-            self._end(tracked, index, request)
-            if tracked.output.finished:
-                self._forget(tracked)
-
-    def _extend_text(self, tracked: _Tracked, index: int, request: Request, token: int) -> None:
-        text, output, params = tracked.texts[index], tracked.output.outputs[index], request.params
-        if text is None or params is None:
-            return
-        ended_by_token = request.is_finished and request.finish_reason == "stop"
-        if ended_by_token and not params.include_stop_str_in_output:
-            return
-        found = text.push(token, may_stop=len(output.token_ids) > params.min_tokens)
-        output.text = text.text
-        if found is not None:
-            self._stop_at(tracked, index, request, found)
-
-    def _stop_at(self, tracked: _Tracked, index: int, request: Request, stop: str) -> None:
-        self.core.finish(request, stop)
-        output = tracked.output.outputs[index]
-        # It may have reached max_tokens with the same token; the stop string is what the caller asked for.
-        output.finish_reason, output.stop_reason = "stop", stop
-
-    def _end(self, tracked: _Tracked, index: int, request: Request) -> None:
-        output, text = tracked.output.outputs[index], tracked.texts[index]
-        if text is not None and output.finish_reason is None:
-            stop = text.finish()
-            output.text = text.text
-            if stop is not None and request.finish_reason == "length":
-                output.finish_reason, output.stop_reason = "stop", stop
-        if output.finish_reason is None:
-            assert request.finish_reason is not None
-            output.finish_reason, output.stop_reason = request.finish_reason.value, request.stop_reason
-        tracked.output.num_cached_tokens = max(tracked.output.num_cached_tokens, request.num_cached_tokens)
-        tracked.output.error = tracked.output.error or request.error
-
-    def _forget(self, tracked: _Tracked) -> None:
-        for request in tracked.requests:
-            self._owner.pop(request.request_id, None)
-        self._tracked.pop(tracked.output.request_id, None)
-
-    def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
-        if self.tokenizer is None:
-            return logprobs
-        return {
-            token: replace(entry, decoded_token=self.tokenizer.decode([token], skip_special_tokens=False))
-            for token, entry in logprobs.items()
-        }
+    def _forget(self, name: str) -> None:
+        for completion in self._served.pop(name):
+            self._delivery.remove(completion)
+            self._taken_names.remove(completion.request.request_id)
 
     def embed(self, prompts: Sequence[Prompt], pooling: str) -> list[EmbeddingOutput]:
         """The vectors of prompts, of length 1: from the last token's state, or the mean of all."""
         check_pooling(pooling)
-        kept: list[_Tracked | EmbeddingOutput] = []
+        kept: list[ServedCompletion | EmbeddingOutput] = []
         for prompt in prompts:
             try:
-                kept.append(self._tracked[self.add_embedding(prompt)])
+                kept.extend(self._served[self.add_embedding(prompt)])
             except RequestError as error:
                 kept.append(EmbeddingOutput(self.new_id(), None, [], [], str(error)))
         while self.core.has_work:
@@ -264,7 +210,7 @@ class TextEngine:
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
-        for name in list(self._tracked):
+        for name in list(self._served):
             self.abort(name)
         self.core.close()
 
@@ -287,10 +233,10 @@ def _checked_ids(ids: Any) -> list[int]:
     return checked
 
 
-def _embedding(tracked: _Tracked, pooling: str) -> EmbeddingOutput:
-    output = tracked.output
-    if output.error is not None or not tracked.hidden:
+def _embedding(served: ServedCompletion, pooling: str) -> EmbeddingOutput:
+    output = served.whole
+    if output.error is not None or not served.hidden:
         reason = output.error or "the request was aborted"
         return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, [], reason)
-    vector = pooled(tracked.hidden, len(output.prompt_token_ids), pooling).tolist()
+    vector = pooled(served.hidden, len(output.prompt_token_ids), pooling).tolist()
     return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, vector)

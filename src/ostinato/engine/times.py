@@ -19,6 +19,16 @@ class StepTimes:
     """In all, by part: `schedule` (what the next step computes), `launch` (rows, forward and sampling
     graphs), `wait` (for the tokens of the step before), `complete` (books on them), `deliver` (text, stop
     strings, outputs)."""
+    device_microseconds: float = 0.0
+    """By the device's clock, over decode steps that were launched while the step before was under way: from
+    the end of that one to their own. 0 where there is no GPU."""
+    idle_microseconds: float = 0.0
+    """Of these, until the decode step began: the device had nothing to do."""
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the device's time in which it waited for a decode step."""
+        return self.idle_microseconds / self.device_microseconds if self.device_microseconds else 0.0
 
     def per_step(self, part: str) -> float:
         """Microseconds of one part in an average step."""
@@ -62,6 +72,8 @@ class StepClock:
         self.steps = 0
         self._nanoseconds = dict.fromkeys(self.PARTS, 0)
         self._began = perf_counter_ns()
+        self._device_ns = self._idle_ns = 0
+        self._device_ended: int | None = None
 
     def start(self) -> None:
         """A step begins: what follows belongs to the next lap."""
@@ -75,9 +87,24 @@ class StepClock:
         self._nanoseconds[part] += now - self._began
         self._began = now
 
+    def on_device(self, span: tuple[int, int] | None, *, counts: bool) -> None:
+        """A step was on the device: when it began and ended, in nanoseconds of the device's clock, if known.
+
+        `counts`: whether its beginning is, and it was launched while the one before was under way.
+        """
+        if span is None:
+            self._device_ended = None
+            return
+        began, ended = span
+        if counts and self._device_ended is not None:
+            self._device_ns += ended - self._device_ended
+            self._idle_ns += max(0, began - self._device_ended)
+        self._device_ended = ended
+
     def read(self) -> StepTimes:
         """The totals so far."""
-        return StepTimes(self.steps, {part: total / 1000 for part, total in self._nanoseconds.items()})
+        parts = {part: total / 1000 for part, total in self._nanoseconds.items()}
+        return StepTimes(self.steps, parts, self._device_ns / 1000, self._idle_ns / 1000)
 
 
 @dataclass

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .capturing.segments import SegmentedGraph, eager_boundary
     from .checking.addresses import AddressBook
     from .checking.verify import Verification, verify
+    from .current_stream import CurrentStream
     from .dispatching.descriptor import BatchDescriptor, BatchShape
     from .dispatching.dispatch import Decision, Dispatcher, Reason
     from .dispatching.keys import GraphKey, capture_keys
@@ -48,6 +49,7 @@ __all__ = [
     "CapturedGraph",
     "ConfigError",
     "CudaGraphRunner",
+    "CurrentStream",
     "Decision",
     "Dispatcher",
     "Extent",
@@ -86,6 +88,7 @@ _HOMES = {
     "CapturedGraph": ".capturing.captured",
     "ConfigError": ".errors",
     "CudaGraphRunner": ".runner",
+    "CurrentStream": ".current_stream",
     "Decision": ".dispatching.dispatch",
     "Dispatcher": ".dispatching.dispatch",
     "Extent": ".inputs.fields",

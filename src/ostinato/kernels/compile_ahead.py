@@ -5,26 +5,28 @@ only collects what it would launch, with the very arguments that decide what is 
 step are garbage: only numbers may depend on them, never an index. A kernel that was compiled before is
 launched.
 
-CUDA C++ is compiled by threads, see `cuda.compiled`. Most of a compilation by Triton is Python, so threads
-would take turns: forked processes compile into Triton's cache on disk, and this process then finds everything
-there. A child touches no CUDA and ends without cleaning up. What a child did not get done (it may hang,
-forked while another thread held a lock) is compiled here.
+Most of a compilation by Triton is Python, so threads would take turns: forked processes compile into Triton's
+cache on disk, CUDA C++ as well, and this process then finds everything there. A child touches no CUDA and
+ends without cleaning up. What a child did not get done (it may hang, forked while another thread held a lock)
+is compiled here.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
+from .cuda.compiled import CudaKernel
 from .cuda.compiled import compiling_only as cuda_kernels_compiled_only
 
 _PATIENCE_SECONDS = 60.0
@@ -48,14 +50,16 @@ class _Collector(Executor):
         self._jobs.append((future, lambda: job(*args, **options)))
         return future
 
-    def run(self, num_on_disk: int | None = None) -> None:
+    def run(self, num_on_disk: int | None = None, beside: Sequence[Callable[[], Any]] = ()) -> None:
         """Compile everything; unless it is on disk already, by processes, whose work is then found there.
 
-        `num_on_disk`: how many kernels are; where that is fewer than the jobs, no job is tried first.
+        `num_on_disk`: how many kernels are; where that is fewer than the jobs, no job is tried first, and the
+        processes do what is `beside` the jobs, too.
         """
         is_cold = num_on_disk is not None and num_on_disk < len(self._jobs)
         if is_cold:
-            _in_processes([job for _, job in self._jobs])
+            # A step ends with sampling, whose kernels take longest: the last come first.
+            _in_processes([_with_launcher(job) for _, job in reversed(self._jobs)] + list(beside))
         started = time.perf_counter()
         for number, (future, job) in enumerate(self._jobs):
             try:
@@ -69,12 +73,13 @@ class _Collector(Executor):
 @contextmanager
 def compiling_only(device: torch.device) -> Iterator[None]:
     """New kernels inside are compiled and not run; leaving waits until they are loaded."""
-    with cuda_kernels_compiled_only(device), _triton_kernels_compiled_only(device):
-        yield
+    with cuda_kernels_compiled_only(device) as cuda_kernels:
+        with _triton_kernels_compiled_only(device, cuda_kernels):
+            yield
 
 
 @contextmanager
-def _triton_kernels_compiled_only(device: torch.device) -> Iterator[None]:
+def _triton_kernels_compiled_only(device: torch.device, cuda_kernels: Iterable[CudaKernel]) -> Iterator[None]:
     triton = sys.modules.get("triton")
     if triton is None:
         yield
@@ -98,7 +103,9 @@ def _triton_kernels_compiled_only(device: torch.device) -> Iterator[None]:
             yield
         finally:
             triton.runtime.JITFunction.run = launch
-            collector.run(_num_on_disk(triton))
+            capability = torch.cuda.get_device_capability(device)
+            beside = [functools.partial(kernel.compile, capability) for kernel in cuda_kernels]
+            collector.run(_num_on_disk(triton), beside)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         list(threads.map(lambda kernel: _load(kernel, device), kernels.values()))
 
@@ -118,6 +125,16 @@ def _load(kernel: Any, device: torch.device) -> None:
     torch.cuda.set_device(device)
     compiled = kernel.result() if hasattr(kernel, "result") else kernel
     assert callable(compiled.run)
+
+
+def _with_launcher(job: Callable[[], Any]) -> Callable[[], Any]:
+    """The job, and then the C code that Triton launches the kernel with, which is kept on disk as well."""
+
+    def compile_both() -> None:
+        kernel = job()
+        sys.modules["triton"].runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+    return compile_both
 
 
 def _in_processes(jobs: list[Callable[[], Any]]) -> None:

@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from .custom_op import custom_op
+from .request_rows import LINE_HEAD
 
 _BLOCK = 128
 
@@ -21,9 +23,13 @@ def _begin_decode(
     positions,
     seq_lens,
     query_lens,
+    began,
     num_rows,
     block: tl.constexpr,
+    timed: tl.constexpr,
 ):
+    if timed and tl.program_id(0) == 0:
+        tl.store(began, globaltimer())
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < num_rows
     row = tl.load(rows + at, inside, other=0)
@@ -36,19 +42,23 @@ def _begin_decode(
     tl.store(lengths + row, length + 1, inside & (row != 0))
 
 
-@custom_op("begin_decode", mutates_args=("lengths",))
-def begin_decode(rows: Tensor, lengths: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@custom_op("begin_decode", mutates_args=("lengths", "began"))
+def begin_decode(
+    rows: Tensor, lengths: Tensor, last_tokens: Tensor, began: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Custom op of `request_rows.begin_decode`."""
     outputs = _outputs(rows)
     num_rows = rows.size(0)
     _begin_decode[(triton.cdiv(num_rows, _BLOCK),)](
-        rows, lengths, last_tokens, *outputs, num_rows, block=_BLOCK
+        rows, lengths, last_tokens, *outputs, began, num_rows, block=_BLOCK, timed=rows.is_cuda
     )
     return outputs
 
 
 @begin_decode.register_fake
-def _(rows: Tensor, lengths: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    rows: Tensor, lengths: Tensor, last_tokens: Tensor, began: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _outputs(rows)
 
 
@@ -62,10 +72,13 @@ def _return_tokens(
     tokens,
     ring,
     count,
+    began,
     num_rows,
     line_length,
     num_lines,
+    head: tl.constexpr,
     block: tl.constexpr,
+    timed: tl.constexpr,
 ):
     # One program: the count is read before it is moved on.
     step = tl.load(count)
@@ -76,13 +89,18 @@ def _return_tokens(
         row = tl.load(rows + at, inside, other=0)
         token = tl.load(tokens + at, inside, other=0)
         tl.store(last_tokens + row, token, inside & (row != 0))
-        tl.store(line + 1 + at, token, inside)
+        tl.store(line + head + at, token, inside)
     tl.store(line, step)
+    if timed:
+        tl.store(line + 1, tl.load(began))
+        tl.store(line + 2, globaltimer())
     tl.store(count, step + 1)
 
 
 @custom_op("return_tokens", mutates_args=("last_tokens", "ring", "count"))
-def return_tokens(rows: Tensor, last_tokens: Tensor, tokens: Tensor, ring: Tensor, count: Tensor) -> None:
+def return_tokens(
+    rows: Tensor, last_tokens: Tensor, tokens: Tensor, ring: Tensor, count: Tensor, began: Tensor
+) -> None:
     """Custom op of `request_rows.return_tokens`."""
     _return_tokens[(1,)](
         rows,
@@ -90,15 +108,18 @@ def return_tokens(rows: Tensor, last_tokens: Tensor, tokens: Tensor, ring: Tenso
         tokens,
         ring,
         count,
+        began,
         rows.size(0),
         ring.size(1),
         ring.size(0),
+        head=LINE_HEAD,
         block=_BLOCK,
+        timed=rows.is_cuda,
     )
 
 
 @return_tokens.register_fake
-def _(rows: Tensor, last_tokens: Tensor, tokens: Tensor, ring: Tensor, count: Tensor) -> None:
+def _(rows: Tensor, last_tokens: Tensor, tokens: Tensor, ring: Tensor, count: Tensor, began: Tensor) -> None:
     return None
 
 

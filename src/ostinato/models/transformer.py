@@ -111,7 +111,7 @@ class Mix(Protocol):
     """How a layer's tokens mix: from the rows of its QKV projection to attention [T, Hq, D]."""
 
     def __call__(self, layer: "Attention", rows: Tensor) -> Tensor:
-        """Rows [T, (Hq + 2 Hkv) * D]."""
+        """Rows [T, (Hq + 2 Hkv) * D], or parts of them, as `Linear.in_parts` returns them."""
         ...
 
 
@@ -138,6 +138,7 @@ class FromHeads:
 
     def __call__(self, layer: "Attention", rows: Tensor) -> Tensor:
         """As `Mix`."""
+        rows = products.joined(rows, layer.qkv_proj.weight.dtype)
         qk, v = rows.split([layer.q_width + layer.kv_width, layer.kv_width], dim=-1)
         # q and k stay one tensor through the rotation: half the launches.
         qk = qk.unflatten(-1, (layer.num_heads + layer.num_kv_heads, layer.head_dim))
@@ -208,7 +209,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mix: Mix) -> Tensor:
         """[T, H] to [T, H], perhaps in parts."""
-        return self.o_proj.in_parts(mix(self, self.qkv_proj(x)).flatten(1))
+        return self.o_proj.in_parts(mix(self, self.qkv_proj.in_parts(x)).flatten(1))
 
 
 class FeedForward(nn.Module):

@@ -21,12 +21,18 @@ class Detokenizer:
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these ids complete; ids outside the vocabulary have none."""
         table, skipped = self._bytes, self._skipped
-        new = b"".join([table[i] for i in token_ids if i not in skipped])
-        if self._strip_first_space and new:
-            self._strip_first_space = False
-            new = new.removeprefix(b" ")
-        return self._decoder.decode(new)
+        return self._decoded(b"".join([table[i] for i in token_ids if i not in skipped]))
+
+    def push_one(self, token_id: int) -> str:
+        """As `push` of one id."""
+        return "" if token_id in self._skipped else self._decoded(self._bytes[token_id])
 
     def finish(self) -> str:
         """What is left: a replacement character if the ids ended inside a character."""
         return self._decoder.decode(b"", final=True)
+
+    def _decoded(self, new: bytes) -> str:
+        if self._strip_first_space and new:
+            self._strip_first_space = False
+            new = new.removeprefix(b" ")
+        return self._decoder.decode(new)

@@ -94,7 +94,7 @@ class LayerStep:
     def _parts(self) -> dict[str, Callable[[int], Any]]:
         x, layers = self.hidden, self.layers
         return {
-            "qkv": lambda i: layers[i].self_attn.qkv_proj(x),
+            "qkv": lambda i: layers[i].self_attn.qkv_proj.in_parts(x),
             "o": lambda i: layers[i].self_attn.o_proj.in_parts(self.attended),
             "gate, up": lambda i: layers[i].mlp.gate_up_proj.gated(x),
             "down": lambda i: layers[i].mlp.down_proj.in_parts(self.inner),

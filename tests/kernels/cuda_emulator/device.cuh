@@ -135,6 +135,7 @@ static float exp2_of(float x) { return exp2f(x); }
 // ---- global memory ----
 
 static Word4 load_weight(const void* p) { return emulator::load_global<Word4>(p); }
+static Word4 load_weight_now(const void* p) { return emulator::load_global<Word4>(p); }
 static uint32 load_word(const void* p) { return emulator::load_global<uint32>(p); }
 static uint2 load_two_words(const void* p) { return emulator::load_global<uint2>(p); }
 static Word4 load_four_words(const void* p) { return emulator::load_global<Word4>(p); }
@@ -226,14 +227,51 @@ static void arrive_at_cluster() {
 }
 static void wait_for_cluster() {
   emulator::wait(emulator::cluster_barrier, emulator::current->arrived_at_cluster);
+  emulator::current->cluster_meetings = emulator::current->arrived_at_cluster + 1;
 }
 
 static uint32 remote_address(const void* p, uint32 rank) {
   return shared_address(p) + (rank - cluster_rank()) * (uint32)emulator::program_bytes;
 }
-static void store_remote(const float* p, uint32 rank, float v) {
-  *(float*)emulator::shared_at(remote_address(p, rank), 4) = v;
+
+// ---- counts of bytes: what is sent arrives when all that is expected was sent, and no sooner ----
+
+typedef unsigned long long ByteCount;
+
+static emulator::Count& count_at(uint32 address) {
+  const auto found = emulator::counts.find(address);
+  if (found == emulator::counts.end()) emulator::fail("a count of bytes was not made");
+  return found->second;
 }
-static void store_four_remote(const float* p, uint32 rank, float4 v) {
-  memcpy(emulator::shared_at(remote_address(p, rank), 16), &v, 16);
+static void make_count(ByteCount* count) {
+  emulator::Count& made = emulator::counts[shared_address(count)] = emulator::Count();
+  made.meetings_before = emulator::cluster_barrier.openings;
+}
+
+static void expect_bytes(ByteCount* count, int bytes) {
+  emulator::Count& here = count_at(shared_address(count));
+  if (here.is_expecting) emulator::fail("bytes are expected twice");
+  here.is_expecting = true;
+  here.missing += bytes;
+  emulator::deliver_if_complete(here);
+}
+static void wait_for_bytes(ByteCount* count, bool odd) {
+  emulator::Count& here = count_at(shared_address(count));
+  if (here.barrier.openings % 2 == odd) emulator::wait(here.barrier, here.barrier.openings);
+}
+
+template <class T>
+static void send_any(const float* p, uint32 rank, const T& v, const ByteCount* count) {
+  emulator::Count& there = count_at(remote_address(count, rank));
+  if (rank != cluster_rank() && emulator::current->cluster_meetings <= there.meetings_before)
+    emulator::fail("nothing says that the other program has made its count of bytes");
+  const char* const bytes = (const char*)&v;
+  char* const place = emulator::shared_at(remote_address(p, rank), sizeof(T));
+  there.sent.push_back({place, std::vector<char>(bytes, bytes + sizeof(T))});
+  there.missing -= (int)sizeof(T);
+  emulator::deliver_if_complete(there);
+}
+static void send(const float* p, uint32 rank, float v, const ByteCount* count) { send_any(p, rank, v, count); }
+static void send_four(const float* p, uint32 rank, float4 v, const ByteCount* count) {
+  send_any(p, rank, v, count);
 }

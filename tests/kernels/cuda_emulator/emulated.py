@@ -66,6 +66,7 @@ class EmulatedKernel:
         shared_bytes: int = 0,
         cluster: int = 1,
         dependent: bool = True,
+        shared_share: int = 100,
     ) -> None:
         """Run all of it."""
         assert all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))

@@ -6,6 +6,7 @@
 #include <ucontext.h>
 
 #include <cstring>
+#include <map>
 #include <vector>
 
 struct Dimensions {
@@ -56,8 +57,22 @@ struct Fiber {
   const Barrier* waits_for = nullptr;  // until it has opened more than `openings` times
   int openings = 0;
   int arrived_at_cluster = 0;  // when that barrier had opened so often
+  int cluster_meetings = 0;    // that it knows of
   std::vector<Copy> copies;    // that have not arrived
   int copy_groups = 0;
+};
+
+// What was sent to a program of the cluster and is not there yet.
+struct Sent {
+  char* to;
+  std::vector<char> bytes;
+};
+struct Count {
+  Barrier barrier{1};
+  int meetings_before = 0;  // of the cluster, when it was made
+  bool is_expecting = false;
+  int missing = 0;  // less than 0 where bytes came before they were expected
+  std::vector<Sent> sent;
 };
 
 static Fiber* current;
@@ -67,6 +82,7 @@ static const char* failure;
 static std::vector<Tensor> tensors;
 static Barrier cluster_barrier;
 static std::vector<Program> cluster;
+static std::map<unsigned, Count> counts;  // by their address in the cluster's memory
 static char* cluster_memory;
 static size_t program_bytes;
 
@@ -91,6 +107,14 @@ static void wait(const Barrier& barrier, int openings) {
   current->waits_for = &barrier;
   current->openings = openings;
   go_to_scheduler();
+}
+
+static void deliver_if_complete(Count& count) {
+  if (!count.is_expecting || count.missing != 0) return;
+  for (const Sent& sent : count.sent) memcpy(sent.to, sent.bytes.data(), sent.bytes.size());
+  count.sent.clear();
+  count.is_expecting = false;
+  arrive(count.barrier);
 }
 
 static Warp& warp() { return current->program->warps[threadIdx.x / 32]; }
@@ -152,6 +176,7 @@ static void run_cluster(unsigned first, unsigned programs, unsigned threads, std
   memset(cluster_memory, kPoison, programs * program_bytes);
   cluster_barrier = Barrier{(int)(programs * threads)};
   cluster.resize(programs);
+  counts.clear();
   std::vector<Fiber> fibers(programs * threads);
   for (unsigned n = 0; n < programs; ++n) {
     const unsigned number = first + n;
@@ -170,6 +195,9 @@ static void run_cluster(unsigned first, unsigned programs, unsigned threads, std
     }
   }
   run(fibers);
+  for (const auto& [address, count] : counts)
+    if (!failure && (count.is_expecting || !count.sent.empty()))
+      failure = "bytes are on their way to a program that has ended";
 }
 
 // What went wrong, or null.

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..capturing.cold_kernels import refuse_cold_kernels
 from ..capturing.options import CaptureOptions
+from ..current_stream import CurrentStream
 from ..memory import weak_alias
 from .protocol import Kept, PoolMemory, Recording, Session
 
@@ -217,7 +218,7 @@ class CudaBackend:
         self.device = device
         self.own_stream = torch.cuda.Stream(device)
         self._index = device.index
-        self._last_raw: int | None = None
+        self._current = CurrentStream(device)
         self._last_stream: torch.cuda.Stream | None = None
 
     def new_memory(self) -> CudaMemory:
@@ -244,13 +245,12 @@ class CudaBackend:
         torch.cuda.set_rng_state(state, self.device)
 
     def order_replays(self) -> None:
-        raw = torch._C._cuda_getCurrentRawStream(self._index)  # type: ignore[attr-defined]
-        if raw == self._last_raw:
+        current = self._current.get()
+        if current is self._last_stream:
             return
-        current = torch.cuda.current_stream(self.device)
         if self._last_stream is not None:
             current.wait_stream(self._last_stream)
-        self._last_stream, self._last_raw = current, raw
+        self._last_stream = current
 
     def heal_after_failed_capture(self, memory: CudaMemory) -> None:
         """Undo what an invalidated capture leaves behind in torch.

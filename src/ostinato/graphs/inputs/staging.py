@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..current_stream import CurrentStream
 from ..errors import ConfigError
 from .fields import Field, Scalar
 
@@ -57,7 +58,7 @@ class Staging:
     """A ring of pinned slots (see Note [Staging])."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._device = device
+        self._stream = CurrentStream(device)
         count = max(2, min(64, _STAGING_BYTES // nbytes))
         self._half = count // 2
         self._slots = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2 * self._half)]
@@ -87,7 +88,7 @@ class Staging:
         """The copy out of the slot just used has been queued."""
         number = (self._next - 1) % len(self._slots)
         if (number + 1) % self._half == 0:
-            self._events[number // self._half].record(torch.cuda.current_stream(self._device))
+            self._events[number // self._half].record(self._stream.get())
 
 
 _ARRAY_STAND_INS = {1: torch.uint8, 2: torch.int16}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaError, CudaKernel, cuda_kernel, is_supported
+from ..on_chip_memory import AS_IT_IS
 from .batch import PAGE_SIZE
 from .decode_tiles import CUDA_MAX_TOKENS, CudaDecodeTile, cuda_decode_tile
 from .heads import HeadPreparation
@@ -23,18 +24,22 @@ _RESERVED_SHARED_BYTES = 1 << 10
 
 def serves(rows: Tensor, heads: HeadPreparation, k_cache: Tensor, num_heads: int) -> bool:
     """Whether `attend_tokens` can do this."""
-    if not is_supported(rows.device) or rows.dtype not in (torch.bfloat16, torch.float16):
+    dtype = k_cache.dtype
+    if not is_supported(rows.device) or dtype not in (torch.bfloat16, torch.float16):
         return False
+    is_whole = rows.dim() == 2 and rows.dtype == dtype
+    is_in_parts = rows.dim() == 3 and rows.dtype == torch.float32 and rows.is_contiguous()
     norms = (norm for norm in (heads.q_norm, heads.k_norm) if norm is not None)
     return (
-        all(tensor.dtype == rows.dtype for tensor in (k_cache, *norms))
+        (is_whole or is_in_parts)
+        and all(norm.dtype == dtype for norm in norms)
         and PAGE_SIZE == 16  # a tile of the kernel is a page
         and k_cache.size(3) % 16 == 0
         and k_cache.size(3) <= 128
         and num_heads <= _MAX_GROUP * k_cache.size(2)
-        and 0 < rows.size(0) <= CUDA_MAX_TOKENS[-1]
-        and rows.stride(0) % 2 == 0  # two elements are loaded at a time
-        and rows.data_ptr() % 4 == 0
+        and 0 < rows.size(-2) <= CUDA_MAX_TOKENS[-1]
+        and rows.stride(-2) % 2 == 0  # two elements are loaded at a time
+        and rows.data_ptr() % (2 * rows.element_size()) == 0
     )
 
 
@@ -50,11 +55,11 @@ def attend_tokens(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    """Attention [T, Hq, D] of tokens whose QKV rows are `rows`."""
-    num_tokens, num_kv_heads, head_dim = rows.size(0), k_cache.size(2), k_cache.size(3)
+    """Attention [T, Hq, D] of tokens whose QKV rows are `rows`, or the sum of it: float32 [parts, T, ...]."""
+    num_tokens, num_kv_heads, head_dim = rows.size(-2), k_cache.size(2), k_cache.size(3)
     group = num_heads // num_kv_heads
     tile = cuda_decode_tile(num_tokens, num_kv_heads, group)
-    out = rows.new_empty(num_tokens, num_heads, head_dim)
+    out = k_cache.new_empty(num_tokens, num_heads, head_dim)
     chunks = min(tile.max_chunks, -(-page_table.size(1) // tile.chunk_tiles))
     partial = partial_sums = out
     if chunks > 1:
@@ -68,7 +73,8 @@ def attend_tokens(
         group=group,
         num_kv_heads=num_kv_heads,
         has_norm=heads.q_norm is not None,
-        dtype=rows.dtype,
+        dtype=k_cache.dtype,
+        parts=rows.size(0) if rows.dim() == 3 else 1,
     )
     # More than are resident at a time would have to wait, and find nothing left to do.
     resident = min(tile.programs, _SHARED_BYTES_PER_SM // (shared_bytes + _RESERVED_SHARED_BYTES))
@@ -92,7 +98,7 @@ def attend_tokens(
             positions,
             scale * LOG2_E,
             heads.eps,
-            rows.stride(0),
+            rows.stride(-2),
             page_table.stride(0),
             num_tokens,
             sliding_window,
@@ -100,6 +106,7 @@ def attend_tokens(
             chunks,
         ),
         shared_bytes=shared_bytes,
+        shared_share=AS_IT_IS,
     )
     return out
 
@@ -113,13 +120,14 @@ def decode_kernel(
     num_kv_heads: int,
     has_norm: bool,
     dtype: torch.dtype,
+    parts: int = 1,
 ) -> tuple[CudaKernel, int]:
     """The kernel for a batch, and the shared memory of a program."""
     max_tokens = next(limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit)
     # As the source lays it out: rings and queries in padded rows, new key and value, the list of work.
     row, padded_row = 2 * head_dim, 2 * head_dim + 16
     rows_bytes = (tile.warps * tile.slots * 16 + group) * padded_row + 2 * row
-    shared_bytes = rows_bytes + max_tokens * 8 + max_tokens // 32 * 20
+    shared_bytes = rows_bytes + max_tokens * 6 + max_tokens // 32 * 4
     kernel = cuda_kernel(
         "decode_attention.cu",
         "attend",
@@ -131,9 +139,9 @@ def decode_kernel(
         WARPS=tile.warps,
         SLOTS=tile.slots,
         MIN_PROGRAMS=tile.programs,
-        LONGEST_FIRST=tile.longest_first,
         NORM=has_norm,
         HALF=dtype == torch.float16,
+        PARTS=parts,
     )
     return kernel, shared_bytes
 

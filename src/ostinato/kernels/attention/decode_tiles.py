@@ -59,23 +59,22 @@ class CudaDecodeTile:
     """A context is cut into chunks of about that many tiles, each a unit of work..."""
     max_chunks: int
     """...unless that makes more than so many."""
-    longest_first: bool
-    """The longest units of work come first: of use where a program has several."""
 
 
 def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int) -> CudaDecodeTile:
     """The CUDA kernel's tile for a batch; measured on an H200 (docs/kernels.md)."""
     pairs = num_tokens * num_kv_heads
     if group > 8:  # twice the registers
-        return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, 132 // pairs), longest_first=True)
-    if pairs <= 132:
+        return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, 132 // pairs))
+    if pairs <= 32:
         # 256 keys are on their way before the wait; short contexts are joined in one program.
-        chunk_tiles = 16 if pairs <= 32 else 64
-        return CudaDecodeTile(8, 4, 1, chunk_tiles, max_chunks=132 // pairs, longest_first=False)
+        return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=132 // pairs)
+    if pairs <= 132:
+        return CudaDecodeTile(4, 6, 1, chunk_tiles=64, max_chunks=132 // pairs)
     if pairs <= 264:
-        return CudaDecodeTile(8, 3, 2, chunk_tiles=64, max_chunks=8, longest_first=True)
+        return CudaDecodeTile(4, 4, 2, chunk_tiles=64, max_chunks=8)
     chunk_tiles = 32 if pairs < 1024 else 64
-    return CudaDecodeTile(4, 3, 4, chunk_tiles, max_chunks=8, longest_first=True)
+    return CudaDecodeTile(4, 3, 4, chunk_tiles, max_chunks=8)
 
 
 def num_splits_of(num_tokens: int, num_kv_heads: int) -> int:
@@ -94,4 +93,4 @@ def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype) -> Hash
     # Larger groups have one tile only.
     tile = cuda_decode_tile(num_tokens, num_kv_heads, group=1)
     room = next((limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit), None)
-    return triton, (tile.warps, tile.slots, tile.programs, tile.longest_first, room)
+    return triton, (tile.warps, tile.slots, tile.programs, room)

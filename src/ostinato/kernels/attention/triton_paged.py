@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..custom_op import custom_op
 from ..dependent_launch import INTERPRETED
+from ..linear.products import joined
 from . import cuda_decode, triton_decode
 from .batch import AttentionBatch, HostLengths
 from .heads import HeadPreparation
@@ -83,7 +84,10 @@ def attend_projected_tokens(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    """Norm, rotation, KV write and attention of single tokens, from rows [T, (Hq + 2 Hkv) * D]."""
+    """Norm, rotation, KV write and attention of single tokens, from rows [T, (Hq + 2 Hkv) * D].
+
+    Or from float32 [parts, T, (Hq + 2 Hkv) * D] whose sum they are, where `cuda_decode` serves.
+    """
     heads = HeadPreparation(rotary, q_norm, k_norm, eps)
     tokens = (k_cache, v_cache, page_table, token_rows, positions)
     if cuda_decode.serves(rows, heads, k_cache, num_heads):
@@ -107,7 +111,7 @@ def _(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    return rows.new_empty(rows.size(0), num_heads, k_cache.size(3))
+    return k_cache.new_empty(rows.size(-2), num_heads, k_cache.size(3))
 
 
 @custom_op("attend_queries")
@@ -243,7 +247,12 @@ def attend_rows(
     scale: float,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """From the rows of the QKV projection to attention [T, Hq, D], the step's KV stored on the way."""
+    """From the rows of the QKV projection to attention [T, Hq, D], the step's KV stored on the way.
+
+    The rows may be in parts, as `products.linear_in_parts` returns them.
+    """
+    if batch.max_query_len > 1 or not cuda_decode.serves(rows, heads, k_cache, num_heads):
+        rows = joined(rows, k_cache.dtype)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     prepared = (heads.rotary, heads.q_norm, heads.k_norm, heads.eps)

@@ -16,7 +16,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..on_chip_memory import ALL_SHARED, prefer
 
 _FOLDER = Path(__file__).parent
 _MAX_STATIC_SHARED = 48 << 10
@@ -80,21 +82,23 @@ class CudaKernel:
         shared_bytes: int = 0,
         cluster: int = 1,
         dependent: bool = True,
+        shared_share: int = ALL_SHARED,
     ) -> None:
         """Queue it on torch's current stream of the current device.
 
         `cluster`: that many neighbours in x run at the same time and see each other's shared memory.
         `dependent`: it may start before the previous kernel ends, and waits by itself (`wait_for_previous`).
+        `shared_share`: see `on_chip_memory`; what the first launch on a device says.
         """
         device = torch.cuda.current_device()
         function = self._functions.get(device)
         if function is None:
             if (postponed := _postponed()) is not None:
-                postponed[self] = shared_bytes
+                postponed[self] = shared_bytes, shared_share
                 return
             if torch.cuda.is_current_stream_capturing():
                 raise CudaError(f"{self._entry} is launched for the first time while a graph is captured")
-            function = self.load(device, shared_bytes)
+            function = self.load(device, shared_bytes, shared_share)
         # By stream, which another thread may not change between here and the launch.
         key = grid, block, shared_bytes, cluster, dependent, torch.cuda.current_stream().cuda_stream
         config = self._configs.get(key)
@@ -105,22 +109,17 @@ class CudaKernel:
         places = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
         _check(_driver().cuLaunchKernelEx(config, function, ctypes.addressof(places), 0))
 
-    def load(self, device: int, shared_bytes: int) -> Any:
+    def load(self, device: int, shared_bytes: int, shared_share: int) -> Any:
         """Compile it unless that is on disk, and put it on the device."""
         driver = _driver()
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # makes the context
             module = _check(driver.cuModuleLoadData(self.compile(torch.cuda.get_device_capability(device))))
             function = _check(driver.cuModuleGetFunction(module, self._entry.encode()))
-            attributes = driver.CUfunction_attribute
-            most, carveout = (
-                attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-            )
             if shared_bytes > _MAX_STATIC_SHARED:
+                most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _check(driver.cuFuncSetAttribute(function, most, shared_bytes))
-            # All of it: the next kernel can start beside this one only where its shared memory fits too.
-            _check(driver.cuFuncSetAttribute(function, carveout, 100))
+            prefer(function, shared_share)
         self._functions[device] = function
         return function
 
@@ -145,24 +144,27 @@ class CudaKernel:
 _of_thread = threading.local()
 
 
-def _postponed() -> dict[CudaKernel, int] | None:
-    """Kernels that this thread asked for inside `compiling_only`, with their shared memory."""
+def _postponed() -> dict[CudaKernel, tuple[int, int]] | None:
+    """Kernels that this thread asked for inside `compiling_only`, with the last arguments of `load`."""
     return getattr(_of_thread, "postponed", None)
 
 
 @contextmanager
-def compiling_only(device: torch.device) -> Iterator[None]:
-    """New kernels that this thread launches inside are not; leaving compiles all at once and loads them."""
+def compiling_only(device: torch.device) -> Iterator[Mapping[CudaKernel, Any]]:
+    """New kernels that this thread launches inside are not; leaving compiles all at once and loads them.
+
+    Those that were postponed so far are the keys of what is returned.
+    """
     _of_thread.postponed = {}
     try:
-        yield
+        yield _of_thread.postponed
     finally:
         kernels, _of_thread.postponed = _of_thread.postponed, None
     if not kernels:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        list(threads.map(lambda item: item[0].load(index, item[1]), kernels.items()))
+        list(threads.map(lambda item: item[0].load(index, *item[1]), kernels.items()))
 
 
 def _as_word(argument: Argument) -> int:

@@ -18,3 +18,7 @@ constexpr int kNewAt = kQueriesAt + GROUP * kStride;
 constexpr int kListAt = kNewAt + 2 * kRowBytes;
 
 constexpr uint32 kAll = 0xffffffffu;  // lanes
+
+__device__ __forceinline__ float2 as_floats(uint2 v) {
+  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}

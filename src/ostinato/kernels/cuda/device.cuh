@@ -61,6 +61,16 @@ __device__ __forceinline__ Word4 load_weight(const void* p) {
   return v;
 }
 
+// The same where nothing else keeps it before the wait: the compiler moves loads of constants behind it.
+__device__ __forceinline__ Word4 load_weight_now(const void* p) {
+  Word4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
 // What other programs wrote, of this kernel or an earlier one: from L2, where all of them write to.
 __device__ __forceinline__ uint32 load_word(const void* p) {
   uint32 v;
@@ -178,9 +188,10 @@ __device__ __forceinline__ uint32 cluster_rank() {
   return rank;
 }
 
-// After the wait, all threads of the cluster have arrived, and see what each other stored before.
+// After the wait, all threads of the cluster have arrived. What they stored before need not be visible: a
+// barrier that promised it would wait for everything that is on its way.
 __device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
@@ -192,12 +203,45 @@ __device__ __forceinline__ uint32 remote_address(const void* p, uint32 rank) {
   return remote;
 }
 
-__device__ __forceinline__ void store_remote(const float* p, uint32 rank, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote_address(p, rank)), "f"(v) : "memory");
+// ---- counts of bytes that programs of a cluster send each other ----
+
+typedef unsigned long long ByteCount;
+
+// By one thread, before it arrives at the cluster.
+__device__ __forceinline__ void make_count(ByteCount* count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(count)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void store_four_remote(const float* p, uint32 rank, float4 v) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote_address(p, rank)), "f"(v.x),
-               "f"(v.y), "f"(v.z), "f"(v.w)
+// So many come for the next wait. By one thread; they may have come already.
+__device__ __forceinline__ void expect_bytes(ByteCount* count, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(count)), "r"(bytes)
                : "memory");
+}
+
+// Until all of the n-th lot are there, and can be read. `odd`: whether n, from 0 on, is.
+__device__ __forceinline__ void wait_for_bytes(ByteCount* count, bool odd) {
+  uint32 are_there = 0;
+  while (!are_there)
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(are_there)
+        : "r"(shared_address(count)), "r"((uint32)odd)
+        : "memory");
+}
+
+// To `p` of another program, or of this one, and to its count.
+__device__ __forceinline__ void send(const float* p, uint32 rank, float v, const ByteCount* count) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                   remote_address(p, rank)),
+               "f"(v), "r"(remote_address(count, rank))
+               : "memory");
+}
+
+__device__ __forceinline__ void send_four(const float* p, uint32 rank, float4 v, const ByteCount* count) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          remote_address(p, rank)),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_address(count, rank))
+      : "memory");
 }

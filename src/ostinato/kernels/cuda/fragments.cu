@@ -11,7 +11,8 @@
 //
 // After the wait come the tokens, TOKENS at a time (8, 16 or 32), and every result is the sum over the warps.
 // With SLICES > 1 the programs of a cluster share the columns too: each sends its parts to the one that finishes
-// those rows.
+// those rows, which counts the bytes that come. There are two places for them: nobody sends for the next but one
+// pass before he has all parts of the next, and so before all have read those of this one.
 //
 // NORM: the rows of x are to be normalised. The norm's weight is applied to x; its factor, one number per token,
 // to the results. GATED: silu(first half) * second half. Sums are float32 and rounded once.
@@ -34,12 +35,14 @@ constexpr int kItems = (TOKENS * kOwned / 4 + kThreads - 1) / kThreads;  // four
 constexpr int kStride = kRows + (TOKENS == 8 ? 4 : kRows % 16 == 0 ? 8 : 0);
 constexpr int kStaged = (kTiles - HELD + NORM) * kSteps;
 
+// The staged weights first: copies to places that are not at multiples of 128 bytes are much slower.
 struct Shared {
   Word4 staged[kStaged > 0 ? kStaged : 1][kThreads];  // the norm's weight last
   float parts[WARPS][TOKENS][kStride];
   float squares[WARPS][TOKENS];
   float from_cluster[SLICES > 1 ? 2 : 1][SLICES][TOKENS][SLICES > 1 ? kHalves * kOwned : 4];
   float squares_from_cluster[2][SLICES][TOKENS];
+  ByteCount arrived[2];
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
@@ -120,7 +123,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   const int first_column = rank * (IN / SLICES) + warp * kColumns;
 
   allow_next_kernel();
-  if (SLICES > 1) arrive_at_cluster();
+  if (SLICES > 1) {
+    if (threadIdx.x == 0) {
+      make_count(&shared.arrived[0]);
+      make_count(&shared.arrived[1]);
+    }
+    arrive_at_cluster();
+  }
   Word4 held[HELD > 0 ? HELD : 1][kSteps];
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
@@ -129,7 +138,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     const Element* from = weight + (long long)place * IN + first_column + (lane % 4) * 8;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      if (t < HELD) held[t][s] = load_weight(from + s * 32);
+      // With a cluster to meet in between, loads of constants stay before the wait, too.
+      if (t < HELD) held[t][s] = SLICES > 1 ? load_weight(from + s * 32) : load_weight_now(from + s * 32);
       else copy_weight(shared_address(&shared.staged[(t - HELD) * kSteps + s][threadIdx.x]), from + s * 32);
     }
   }
@@ -146,7 +156,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     if (tile >= kTiles) return Word4{0, 0, 0, 0};
     return tile < HELD ? held[tile][step] : shared.staged[(tile - HELD) * kSteps + step][threadIdx.x];
   };
-  for (int done = 0, turn = 0; done < num_tokens; done += TOKENS, turn ^= 1) {
+  for (int done = 0, pass = 0; done < num_tokens; done += TOKENS, ++pass) {
+    const int turn = pass % 2;
     const int tokens_here = min(TOKENS, num_tokens - done);
     if (done > 0) __syncthreads();  // the parts of the tokens before were read
     Word4 v[kGroups][kSteps];
@@ -221,20 +232,22 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 
     constexpr int kPartStride = TOKENS * kStride, kRankStride = TOKENS * kHalves * kOwned;
     if (SLICES > 1) {
+      ByteCount* const arrived = &shared.arrived[turn];
+      if (threadIdx.x == 0)
+        expect_bytes(arrived, SLICES * 4 * (tokens_here * kHalves * kOwned + (NORM ? TOKENS : 0)));
       for (int item = threadIdx.x; item < tokens_here * (kRows / 4); item += kThreads) {
         const int token = item / (kRows / 4), row = item % (kRows / 4) * 4;
         const int half = row / ROWS, place = row % ROWS;
-        store_four_remote(&shared.from_cluster[turn][rank][token][half * kOwned + place % kOwned],
-                          place / kOwned, sum_four<WARPS, kPartStride>(&shared.parts[0][token][row]));
+        send_four(&shared.from_cluster[turn][rank][token][half * kOwned + place % kOwned], place / kOwned,
+                  sum_four<WARPS, kPartStride>(&shared.parts[0][token][row]), arrived);
       }
       if (NORM) {
         for (int item = threadIdx.x; item < TOKENS * SLICES; item += kThreads) {
           const float sum = sum_one<WARPS>(&shared.squares[0][item / SLICES]);
-          store_remote(&shared.squares_from_cluster[turn][rank][item / SLICES], item % SLICES, sum);
+          send(&shared.squares_from_cluster[turn][rank][item / SLICES], item % SLICES, sum, arrived);
         }
       }
-      arrive_at_cluster();
-      wait_for_cluster();
+      wait_for_bytes(arrived, pass / 2 % 2);
     }
 
 #pragma unroll

@@ -27,10 +27,6 @@ __device__ __forceinline__ Joined join_warps(const char* rings, int head, int di
   return joined;
 }
 
-__device__ __forceinline__ float2 as_floats(uint2 v) {
-  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-}
-
 // Over the chunks of a token, in their order. `part` is the place of chunk 0 for this head in the partial results.
 __device__ __forceinline__ Joined join_chunks(const float* partial, const float* partial_sums, long long part,
                                               int dim, int chunks) {

@@ -8,6 +8,26 @@ constexpr int kWordsEach = (kWords + 31) / 32;
 constexpr int kItems = GROUP + 2;     // heads to prepare: queries, key, value
 constexpr int kRounds = (kItems + WARPS - 1) / WARPS;
 
+#if PARTS > 1
+typedef float Row;
+
+// Two neighbours of a row: its parts added in their order, and rounded like a product that is not in parts.
+__device__ __forceinline__ uint32 load_pair(const Row* row, int pair, int part_stride) {
+  float2 parts[PARTS], sum = make_float2(0.f, 0.f);
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) parts[p] = as_floats(load_two_words(row + (long long)p * part_stride + pair * 2));
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) sum = make_float2(sum.x + parts[p].x, sum.y + parts[p].y);
+  return rounded(sum.x, sum.y);
+}
+#else
+typedef Element Row;
+
+__device__ __forceinline__ uint32 load_pair(const Row* row, int pair, int part_stride) {
+  return load_word(row + pair * 2);
+}
+#endif
+
 // Item 0 to GROUP - 1 are queries, then the key, then the value; a warp has every WARPS-th.
 struct Heads {
   float2 cos[kWordsEach], sin[kWordsEach];
@@ -45,18 +65,17 @@ struct Heads {
     }
   }
 
-  __device__ __forceinline__ void load(const Element* row, const Unit& unit) {
+  __device__ __forceinline__ void load(const Row* row, int part_stride, const Unit& unit) {
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const int item = item_of(r);
       const int head = item < GROUP ? unit.kv_head * GROUP + item
                                     : kNumHeads + (item - GROUP) * KV_HEADS + unit.kv_head;
-      const uint32* source = (const uint32*)(row + head * HEAD_DIM);
       if (has_item(item, unit)) {
 #pragma unroll
         for (int i = 0; i < kWordsEach; ++i) {
-          x[r][i] = load_word(source + word_of(i));
-          y[r][i] = load_word(source + kWords + word_of(i));
+          x[r][i] = load_pair(row + head * HEAD_DIM, word_of(i), part_stride);
+          y[r][i] = load_pair(row + head * HEAD_DIM, kWords + word_of(i), part_stride);
         }
       }
     }

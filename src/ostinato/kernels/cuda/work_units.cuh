@@ -6,7 +6,6 @@
 #include "decode_layout.cuh"
 
 constexpr int kSegments = MAX_TOKENS / 32;
-constexpr int kBuckets = 8;  // of lengths, by which units are ordered
 
 __device__ __forceinline__ int sum_up_to_lane(int v, int lane) {
 #pragma unroll
@@ -40,11 +39,6 @@ struct Cut {
     }
     return c;
   }
-
-  // 0 has the longest units.
-  __device__ __forceinline__ int bucket_of(int position) const {
-    return kBuckets - 1 - min(kBuckets - 1, of(position).each * kBuckets / (chunk_tiles + 1));
-  }
 };
 
 struct Unit {
@@ -55,13 +49,11 @@ struct Unit {
 };
 
 struct Units {
-  // In shared memory. Segments are of 32 tokens in the order of the list.
+  // In shared memory. Segments are of 32 tokens.
   struct Shared {
-    int rows[MAX_TOKENS];                        // of the tokens
-    int sums[kSegments];                         // chunks of the segments
-    unsigned short ends[MAX_TOKENS];             // of the chunks of a place of the list, in its segment
-    unsigned short tokens[MAX_TOKENS];           // at the places of the list
-    unsigned short counts[kBuckets * kSegments]; // while ordering: tokens of a bucket in a segment, then before it
+    int rows[MAX_TOKENS];             // of the tokens
+    int sums[kSegments];              // chunks of the segments
+    unsigned short ends[MAX_TOKENS];  // of a token's chunks, in its segment
   };
 
   Shared* shared;
@@ -76,16 +68,15 @@ struct Units {
   __device__ __forceinline__ void make(const int* token_rows) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int num_segments = (num_tokens + 31) / 32;
-    if (LONGEST_FIRST) order(num_segments);
     for (int segment = warp; segment < num_segments; segment += WARPS) {
-      const int place = segment * 32 + lane;
+      const int token = segment * 32 + lane;
       int chunks = 0;
-      if (place < num_tokens) {
-        shared->rows[place] = __ldg(token_rows + place);
-        chunks = cut.of(position_of(LONGEST_FIRST ? shared->tokens[place] : place)).chunks;
+      if (token < num_tokens) {
+        shared->rows[token] = __ldg(token_rows + token);
+        chunks = cut.of(position_of(token)).chunks;
       }
       const int end = sum_up_to_lane(chunks, lane);
-      if (place < num_tokens) shared->ends[place] = (unsigned short)end;
+      if (token < num_tokens) shared->ends[token] = (unsigned short)end;
       if (lane == 31) shared->sums[segment] = end;
     }
     __syncthreads();
@@ -94,51 +85,17 @@ struct Units {
     count = __shfl_sync(kAll, segment_end, 31) * KV_HEADS;
   }
 
-  // Sort the tokens by buckets, those of a bucket as they come.
-  __device__ __forceinline__ void order(int num_segments) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int segment = warp; segment < num_segments; segment += WARPS) {
-      const int token = segment * 32 + lane;
-      const int bucket = token < num_tokens ? cut.bucket_of(position_of(token)) : kBuckets;
-#pragma unroll
-      for (int b = 0; b < kBuckets; ++b) {
-        const uint32 mine = __ballot_sync(kAll, bucket == b);
-        if (lane == 0) shared->counts[b * num_segments + segment] = (unsigned short)__popc(mine);
-        // Kept until the place is known: the bucket, and how many of it are before this token in the segment.
-        if (bucket == b) shared->ends[token] = (unsigned short)(b * 32 + __popc(mine & ((1u << lane) - 1)));
-      }
-    }
-    __syncthreads();
-    if (warp == 0) {
-      int before = 0;
-      for (int first = 0; first < kBuckets * num_segments; first += 32) {
-        const bool is_one = first + lane < kBuckets * num_segments;
-        const int number = is_one ? shared->counts[first + lane] : 0;
-        const int end = before + sum_up_to_lane(number, lane);
-        if (is_one) shared->counts[first + lane] = (unsigned short)(end - number);
-        before = __shfl_sync(kAll, end, 31);
-      }
-    }
-    __syncthreads();
-    for (int token = threadIdx.x; token < num_tokens; token += kThreads) {
-      const int bucket = shared->ends[token] / 32, in_segment = shared->ends[token] % 32;
-      shared->tokens[shared->counts[bucket * num_segments + token / 32] + in_segment] = (unsigned short)token;
-    }
-    __syncthreads();
-  }
-
   __device__ __forceinline__ Unit at(int unit) const {
     const int lane = threadIdx.x % 32;
     const int chunk = unit / KV_HEADS;  // in the whole list
     const int segment = __popc(__ballot_sync(kAll, segment_end <= chunk));
     const int before = __shfl_sync(kAll, segment_end - segment_sum, segment);
-    const int some_place = segment * 32 + lane;
-    const int some_end = before + (some_place < num_tokens ? shared->ends[some_place] : 0xffff);
+    const int some_token = segment * 32 + lane;
+    const int some_end = before + (some_token < num_tokens ? shared->ends[some_token] : 0xffff);
     const int in_segment = __popc(__ballot_sync(kAll, some_end <= chunk));
     const int previous_end = __shfl_sync(kAll, some_end, max(in_segment - 1, 0));
-    const int place = segment * 32 + in_segment;
     Unit u;
-    u.token = LONGEST_FIRST ? shared->tokens[place] : place;
+    u.token = segment * 32 + in_segment;
     u.row = shared->rows[u.token];
     u.position = position_of(u.token);
     u.kv_head = unit % KV_HEADS;

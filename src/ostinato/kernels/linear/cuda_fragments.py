@@ -15,7 +15,8 @@ def shared_bytes(tile: FragmentsTile, shape: MatrixShape, tokens: int, *, norm: 
     padding = 4 if tokens == 8 else 8 if rows % 16 == 0 else 0
     parts = tile.num_warps * tokens * (rows + padding + 1)
     from_cluster = 2 * rows if tile.slices > 1 else 4
-    return staged * 16 + (parts + tokens * from_cluster + 2 * tile.slices * tokens) * 4
+    counts = 2 * 8
+    return counts + staged * 16 + (parts + tokens * from_cluster + 2 * tile.slices * tokens) * 4
 
 
 def fragments_kernel(

@@ -12,12 +12,17 @@ from .tiles import Library, MatrixShape, SkinnyTile, Tile
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` of rows x [T, in]."""
-    product = linear_in_parts(x, weight, bias)
-    return product if product.dim() == x.dim() else product.sum(0).to(x.dtype)
+    return joined(linear_in_parts(x, weight, bias), x.dtype)
+
+
+def joined(product: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `linear_in_parts` returned, as one: rows [T, out] of `dtype`."""
+    return product if product.dim() == 2 else product.sum(0).to(dtype)
 
 
 def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same, or float32 [parts, T, out] whose sum it is, for a reader that can add (`rows.add_rms_norm`).
+    """The same, or float32 [parts, T, out] whose sum it is, for a reader that can add (`rows.add_rms_norm`,
+    attention of single tokens).
 
     Several programs may share the columns of a matrix that has too few rows for all of them.
     """

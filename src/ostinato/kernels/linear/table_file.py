@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from .kernel_table import Choice, KernelTable
-from .tiles import KERNELS, MOST_TOKENS, FragmentsTile, MatrixShape, SkinnyTile, Tile
+from .tiles import IN_CUDA, KERNELS, MOST_TOKENS, MatrixShape, SkinnyTile, Tile
 
 _NAMES = {kind: name for name, kind in KERNELS.items()}
 # As Triton wants the sizes of its tiles.
-_POWERS_OF_TWO = ("rows", "block", "width", "num_warps", "slices", "tokens")
+_POWERS_OF_TWO = ("rows", "block", "num_warps", "tokens")
 _MAY_BE_ZERO = ("early", "held")
 
 
@@ -107,7 +107,7 @@ def _choice(shape: MatrixShape, given: Any) -> Choice:
         limit = f" <= {MOST_TOKENS[kind]} for this kernel" if kind in MOST_TOKENS else ""
         raise KernelTableError(f"{where}: tokens must be 1 <= first <= last{limit}")
     tile = _tile(kind, given.get("tile", {}), where)
-    if isinstance(tile, FragmentsTile) and not tile.fits(shape):
+    if isinstance(tile, IN_CUDA) and not tile.fits(shape):
         raise KernelTableError(f"{where}: the matrix cannot be divided like that")
     if isinstance(tile, SkinnyTile):
         if shape.gated and tile.parts > 1:
@@ -127,7 +127,7 @@ def _tile(kind: type[Tile], given: Any, where: str) -> Tile:
         is_number = known[name].type is int
         if type(value) is not known[name].type or value < (name not in _MAY_BE_ZERO and is_number):
             raise KernelTableError(f"{where}: {name} must be {'a number' if is_number else 'true or false'}")
-        if kind is not FragmentsTile and name in _POWERS_OF_TWO and (value == 0 or value & (value - 1)):
+        if kind not in IN_CUDA and name in _POWERS_OF_TWO and (value == 0 or value & (value - 1)):
             raise KernelTableError(f"{where}: {name} must be a power of two")
     return kind(**given)
 

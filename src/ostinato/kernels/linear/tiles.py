@@ -7,7 +7,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_MOST_PROGRAMS_OF_A_CLUSTER, _MOST_REGISTERS, _REGISTERS_OF_A_MULTIPROCESSOR = 8, 255, 65536
+MOST_REGISTERS = 255
+"""Of a thread."""
+_MOST_PROGRAMS_OF_A_CLUSTER, _MOST_WARPS, _REGISTERS_OF_A_MULTIPROCESSOR = 8, 32, 65536
+_OTHER_REGISTERS = 24
+"""Of a thread of `cuda_gemv` beside its weights, at least."""
 
 
 class MatrixShape(NamedTuple):
@@ -30,16 +34,30 @@ class GemvTile:
 
 
 @dataclass(frozen=True)
-class ResidentTile:
-    """The work of a program of `triton_resident`."""
+class CudaGemvTile:
+    """The work of `cuda_gemv`, which takes one token."""
 
     rows: int
-    """Rows of the matrix."""
-    slices: int
-    """Parts of the sum that warps take in parallel."""
-    width: int
-    """Columns of a slice at a time."""
+    """Rows of the matrix that a warp takes, of each half if it is gated."""
     num_warps: int
+    """Of a program."""
+    registers: int
+    """Of a thread, at most."""
+
+    def held(self, shape: MatrixShape) -> int:
+        """Registers of a thread that hold weights."""
+        return self.rows * (2 if shape.gated else 1) * shape.in_features // 64
+
+    def fits(self, shape: MatrixShape) -> bool:
+        """Whether the matrix can be divided like that, and a thread hold its part."""
+        return (
+            shape.in_features % 256 == 0
+            and shape.out_features % (self.rows * self.num_warps) == 0
+            and self.rows <= 32
+            and self.held(shape) + _OTHER_REGISTERS <= self.registers <= MOST_REGISTERS
+            and self.num_warps <= _MOST_WARPS
+            and self.num_warps * 32 * self.registers <= _REGISTERS_OF_A_MULTIPROCESSOR
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +91,8 @@ class FragmentsTile:
             and rows % 8 == 0
             and self.held <= rows // 8
             and self.slices <= _MOST_PROGRAMS_OF_A_CLUSTER
-            and self.registers <= _MOST_REGISTERS
+            and self.registers <= MOST_REGISTERS
+            and self.num_warps <= _MOST_WARPS
             and self.num_warps * 32 * self.registers <= _REGISTERS_OF_A_MULTIPROCESSOR
         )
 
@@ -102,23 +121,22 @@ class Library:
     """cuBLAS, which divides the work by itself."""
 
 
-Tile = GemvTile | ResidentTile | FragmentsTile | SkinnyTile | Library
-FUSED = (GemvTile, ResidentTile, FragmentsTile)
+Tile = GemvTile | CudaGemvTile | FragmentsTile | SkinnyTile | Library
+FUSED = (GemvTile, CudaGemvTile, FragmentsTile)
 """Kernels that do norm, gate and residual on the way."""
+IN_CUDA = (CudaGemvTile, FragmentsTile)
+"""Kernels in CUDA C++, which not every GPU can run; a matrix must fit."""
 
 KERNELS: dict[str, type[Tile]] = {
     "gemv": GemvTile,
-    "resident": ResidentTile,
+    "cuda_gemv": CudaGemvTile,
     "fragments": FragmentsTile,
     "skinny": SkinnyTile,
     "library": Library,
 }
 """By the names that tables use."""
 
-RESIDENT_TOKENS = 16
-"""Tokens that one pass of `triton_resident` takes."""
-
-MOST_TOKENS: dict[type[Tile], int] = {GemvTile: 1, ResidentTile: RESIDENT_TOKENS, FragmentsTile: 64}
+MOST_TOKENS: dict[type[Tile], int] = {GemvTile: 1, CudaGemvTile: 1, FragmentsTile: 64}
 """Of the kernels that take only so many."""
 
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from .. import dependent_launch
 from ..custom_op import custom_op
+from ..on_chip_memory import prefer_l1
 from .choice import choose
-from .tiles import RESIDENT_TOKENS, FragmentsTile, GemvTile, MatrixShape, ResidentTile, SkinnyTile, Tile
+from .tiles import CudaGemvTile, FragmentsTile, GemvTile, MatrixShape, SkinnyTile, Tile
 from .triton_gemv import _gemv
-from .triton_resident import _resident
 from .triton_skinny import _skinny
 
 
@@ -107,43 +107,33 @@ def _launch_few_tokens(
     residual: Tensor | None,
     out: Tensor,
 ) -> None:
-    num_tokens, in_features = x.shape
-    out_features = out.size(1)
     tile = _choice(x, weight, gated=gated)
-    operands = (
-        x,
-        x if norm_weight is None else norm_weight,
-        weight,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        out,
-    )
-    constants = {
-        "out_features": out_features,
-        "in_features": in_features,
-        "norm": norm_weight is not None,
-        "gated": gated,
-        "has_bias": bias is not None,
-        "has_residual": residual is not None,
-        **dependent_launch.options(x.device),
-    }
     match tile:
         case GemvTile(rows, block, num_warps):
-            _gemv[(triton.cdiv(out_features, rows),)](
-                *operands, eps, rows=rows, block=block, num_warps=num_warps, **constants
-            )
-        case ResidentTile(rows, slices, width, num_warps):
-            _resident[(triton.cdiv(out_features, rows),)](
-                *operands,
-                num_tokens,
+            launched = _gemv[(triton.cdiv(out.size(1), rows),)](
+                x,
+                x if norm_weight is None else norm_weight,
+                weight,
+                x if bias is None else bias,
+                x if residual is None else residual,
+                out,
                 eps,
-                tokens=RESIDENT_TOKENS,
+                out_features=out.size(1),
+                in_features=x.size(1),
+                norm=norm_weight is not None,
+                gated=gated,
+                has_bias=bias is not None,
+                has_residual=residual is not None,
                 rows=rows,
-                slices=slices,
-                width=width,
+                block=block,
                 num_warps=num_warps,
-                **constants,
+                **dependent_launch.options(x.device),
             )
+            prefer_l1(launched)
+        case CudaGemvTile():
+            from .cuda_gemv import launch_gemv
+
+            launch_gemv(x, weight, bias, norm_weight, eps, residual, out, tile)
         case FragmentsTile():
             from .cuda_fragments import launch_fragments
 

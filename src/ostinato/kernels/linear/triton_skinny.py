@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 
 from ..dependent_launch import let_next_start, prefetch_to_l2, wait_for_previous
-from .triton_resident import load_tile
+
+
+@triton.jit
+def _load_tile(places, mask, even: tl.constexpr):
+    """What is at `places`; zeros where `mask` is false, which it never is in an even division of work."""
+    if even:
+        return tl.load(places)
+    return tl.load(places, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -75,9 +82,9 @@ def _skinny(
     if early > 0:
         k_early = tl.arange(0, early)[None, :]
         in_matrix = in_rows[:, None] & (k_early < limit)
-        w_early = load_tile(weight + place + k_early, in_matrix, even)
+        w_early = _load_tile(weight + place + k_early, in_matrix, even)
         if gated:
-            w_up_early = load_tile(second + place + k_early, in_matrix, even)
+            w_up_early = _load_tile(second + place + k_early, in_matrix, even)
     wait_for_previous(dependent)
     if early > 0:
         v_early = tl.load(x + source + k_early, mask=real & (k_early < limit), other=0.0)
@@ -90,9 +97,9 @@ def _skinny(
         if not even:
             known = known & (k < limit)
         v = tl.load(x + source + k, mask=known, other=0.0)
-        acc = _multiply(load_tile(weight + place + k, inside, even), v, acc, turned)
+        acc = _multiply(_load_tile(weight + place + k, inside, even), v, acc, turned)
         if gated:
-            acc_up = _multiply(load_tile(second + place + k, inside, even), v, acc_up, turned)
+            acc_up = _multiply(_load_tile(second + place + k, inside, even), v, acc_up, turned)
     if early > 0:
         acc = _multiply(w_early, v_early, acc, turned)
         if gated:

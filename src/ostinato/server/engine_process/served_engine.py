@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ostinato.engine.core import EngineCore, Progress
+from ostinato.engine.core import EngineCore, Extras, Progress
 from ostinato.engine.outputs import Logprob
 from ostinato.engine.pooling import pooled
 from ostinato.engine.request import Request
@@ -32,6 +32,9 @@ class ServedEngine:
         self._compiling: dict[int, Generate] = {}
         self._begun: set[int] = set()
         """Requests whose first news is out, and with it what is told once."""
+        self._batch: tuple[Request, ...] = ()
+        self._batch_ids: list[int] = []
+        """Of the last step; while the same requests go on, nothing about them has to be worked out."""
         # Requests without a seed get one from here: a run with the same requests repeats itself.
         self._seeds = np.random.default_rng(core.config.config.seed)
 
@@ -84,24 +87,33 @@ class ServedEngine:
 
     def step(self) -> StepNews:
         """Run one step; what it brought."""
-        ids: list[int] = []
-        tokens: list[int] = []
-        news: list[News] = []
-        begun = self._begun
+        told = StepNews([], [], [])
         for progress in self.core.step():
-            request, token, logprobs, prompt_logprobs, hidden = progress
-            id = int(request.request_id)
-            has_more = logprobs is not None or prompt_logprobs is not None or hidden is not None
-            if token is not None and request.finish_reason is None and not has_more and id in begun:
-                ids.append(id)
-                tokens.append(token)
-                continue
-            news.append(self._news(progress))
-            if request.finish_reason is None:
-                begun.add(id)
+            requests, tokens, ended, extras = progress
+            if requests is not self._batch or ended or extras:
+                self._sort(progress, told)
             else:
-                begun.discard(id)
-        return StepNews(ids, tokens, news)
+                told.ids.extend(self._batch_ids)
+                told.tokens.extend(tokens)
+        return told
+
+    def _sort(self, progress: Progress, told: StepNews) -> None:
+        """Tell plain tokens of those that have begun in two lists, and everything else as news."""
+        requests, tokens, ended, extras = progress
+        ids = [int(request.request_id) for request in requests]
+        others = {*ended, *extras}
+        for request, id, token in zip(requests, ids, tokens, strict=True):
+            if id in self._begun and request not in others:
+                told.ids.append(id)
+                told.tokens.append(token)
+            else:
+                told.news.append(self._news(request, token, extras.get(request), request in ended))
+        for request in others.difference(requests):
+            told.news.append(self._news(request, None, extras.get(request), request in ended))
+        self._begun.update(ids)
+        self._begun.difference_update(int(request.request_id) for request in ended)
+        # Those who have ended are in no batch to come.
+        self._batch, self._batch_ids = requests, ids
 
     def _generate(self, command: Generate, grammar: Grammar | None) -> News | None:
         params = command.params
@@ -119,38 +131,35 @@ class ServedEngine:
             return News(id, finish_reason="error", error=str(error), refused=True)
         return None
 
-    def _news(self, progress: Progress) -> News:
-        request = progress.request
+    def _news(self, request: Request, token: int | None, extras: Extras | None, has_ended: bool) -> News:
         id = int(request.request_id)
-        embedding = None
-        if progress.hidden is not None or request.is_embedding:
-            embedding = self._pooled(id, progress)
-        prompt_logprobs = None
-        if progress.prompt_logprobs is not None:
-            prompt_logprobs = {at: _listed(found) for at, found in progress.prompt_logprobs.items()}
+        logprobs, prompt_logprobs, hidden = extras or Extras()
+        embedding = self._pooled(id, request, hidden, has_ended) if request.is_embedding else None
         return News(
             id,
-            progress.token,
-            None if request.finish_reason is None else str(request.finish_reason),
-            request.stop_reason,
+            token,
+            str(request.finish_reason) if has_ended else None,
+            request.stop_reason if has_ended else None,
             request.num_cached_tokens,
-            None if progress.logprobs is None else _listed(progress.logprobs),
-            prompt_logprobs,
+            None if logprobs is None else _listed(logprobs),
+            None if prompt_logprobs is None else {at: _listed(each) for at, each in prompt_logprobs.items()},
             embedding,
-            request.error,
+            request.error if has_ended else None,
             request.is_at_fault,
         )
 
-    def _pooled(self, id: int, progress: Progress) -> bytes | None:
+    def _pooled(
+        self, id: int, request: Request, hidden: torch.Tensor | None, has_ended: bool
+    ) -> bytes | None:
         pooling, states = self._embeddings[id]
-        if progress.hidden is not None:
-            states.append(progress.hidden)
-        if not progress.request.is_finished:
+        if hidden is not None:
+            states.append(hidden)
+        if not has_ended:
             return None
         del self._embeddings[id]
-        if progress.request.error is not None:
+        if request.error is not None:
             return None
-        vector = pooled(states, progress.request.num_prompt_tokens, pooling)
+        vector = pooled(states, request.num_prompt_tokens, pooling)
         return vector.numpy().astype("<f4").tobytes()
 
 

@@ -71,7 +71,9 @@ class Completion:
         detokenizer = model.detokenizer(skip_special_tokens=params.skip_special_tokens)
         include_stop = params.include_stop_str_in_output
         self._text = (
-            CompletionText(detokenizer, params.stop or (), include_stop=include_stop) if detokenizer else None
+            CompletionText(detokenizer, [], params.stop or (), include_stop=include_stop)
+            if detokenizer
+            else None
         )
         self._engine: EngineClient | None = None
         self._id = -1

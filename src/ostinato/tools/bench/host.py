@@ -5,13 +5,14 @@ Prompts are short enough to be prefilled in one step, so all but the first steps
 pages every 16 tokens included. Each step is timed by itself, from its beginning to that of the next
 (`StepClock.recording`); a few at both ends are left out. Figures are medians over the steps of all repeats:
 steps, not runs, because the difference of two runs has the noise of two prefills in it. Means are beside
-them. Launches and idle time are from the profiler, in a run of its own, because it slows the host down. What
-counts as idle: Note [Idle time] in kernel_timeline.
+them.
 
-Note [Steps without waiting]
-The next step is launched before the tokens of the last one are waited for. Where the host has to wait for
-them, the device was still computing when its next work was there: it has not been idle. So the share of steps
-in which the host did not wait bounds the share in which the device did, without a profiler.
+Note [The device's clock]
+The first kernel of a decode step and the last one of its sampling read the GPU's own clock, and the times
+come back with the tokens. The device was idle from the end of one step to the beginning of the next. That
+costs nothing, so it is measured while the host runs as it always does. The profiler slows the host down: its
+idle time (Note [Idle time] in kernel_timeline), from a run of its own, stands beside it for the gaps inside a
+step, and is too large where its own work makes the device wait.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def bench_host(
             prompt_len=PROMPT_LEN,
             tokenizer=tokenizer,
             method=(
-                "medians over single steps that only decode; idle: time without a kernel or copy, as a share "
-                "of the time from the first to the last one, under the profiler, over the last "
+                "medians over single steps that only decode; idle_share: from the end of a step to the "
+                "beginning of the next, by the device's clock; profiled: time without a kernel or copy, as a "
+                "share of the time from the first to the last one, under the profiler, over the last "
                 f"{PROFILED_STEPS} steps; between: of it, gaps between different launches; waiting: of that, "
                 "until the host had launched what comes next"
             ),
@@ -96,7 +98,9 @@ def _row(engine: Ours, workload: Workload, repeats: int, on_gpu: bool) -> dict[s
 
 
 def _by_part(engine: Ours, workload: Workload, repeats: int) -> dict[str, Any]:
+    engine.llm.step_times(reset=True)
     steps = [step for _ in range(repeats) for step in _steady(engine, workload)]
+    on_device = engine.llm.step_times()
     microseconds = {part: statistics.median(step.parts[part] for step in steps) for part in PARTS}
     means = {part: statistics.fmean(step.parts[part] for step in steps) for part in PARTS}
     # Of whole steps, so that no step's parts are mixed with another's.
@@ -111,6 +115,7 @@ def _by_part(engine: Ours, workload: Workload, repeats: int) -> dict[str, Any]:
         "schedule_and_launch_us": microseconds["schedule"] + microseconds["launch"],
         "host_busy_share": busy,
         "steps_without_waiting": statistics.fmean(step.parts["wait"] < NO_WAIT_US for step in steps),
+        "idle_share": on_device.idle_share if on_device.device_microseconds else None,
         "output_tokens_per_s": len(workload) / (means["complete"] + means["deliver"]) * 1e6,
     }
 
@@ -150,9 +155,9 @@ def _on_device(engine: Ours, workload: Workload) -> dict[str, Any]:
     shown = min(PROFILED_STEPS, steps)
     idle = idle_time(whole.last_launches(round(launches * shown)), whole.launched_at)
     return {
-        "idle_share": idle.share,
-        "idle_share_between_launches": idle.share_between,
-        "idle_share_waiting": idle.share_waiting,
+        "profiled_idle_share": idle.share,
+        "profiled_idle_share_between_launches": idle.share_between,
+        "profiled_idle_share_waiting": idle.share_waiting,
         "profiled_step_us": idle.window / shown,
         "profiled_device_us": (idle.window - idle.between) / shown,
         "launches_per_step": _launches_per_step(first, whole, steps),
@@ -174,34 +179,36 @@ def _launches_of_ends(engine: Ours, workloads: Sequence[Workload]) -> list[dict[
 def host_tables(result: Mapping[str, Any]) -> RenderableType:
     """The result for people."""
     model = result["settings"]["model"]
-    headings = ["batch", "step", *PARTS, "schedule+launch", "host busy", "no wait", "output tokens/s"]
+    headings = ["batch", "step", *PARTS, "schedule+launch", "host busy", "output tokens/s", "device idle"]
     rows = [
         [
             *(row["batch"], row["step_us"], *(row["us"][part] for part in PARTS)),
             *(row["schedule_and_launch_us"], share(row["host_busy_share"])),
-            *(share(row["steps_without_waiting"]), row["output_tokens_per_s"]),
+            *(row["output_tokens_per_s"], None if row["idle_share"] is None else share(row["idle_share"])),
         ]
         for row in result["rows"]
     ]
     title = f"steady decode of {model['name']} on {model['device']}, CPU microseconds per step"
     tables: list[RenderableType] = [make_table(title, headings, rows)]
-    on_device = [row for row in result["rows"] if "idle_share" in row]
+    on_device = [row for row in result["rows"] if "profiled_idle_share" in row]
     if on_device:
         kinds = ("graph", "kernel", "copy")
         off = {row["batch"]: row["launches_per_step"] for row in result["launches_without_graphs"]}
-        headings = ["batch", "device us", "waiting for the host", "between launches", "idle", *kinds]
+        headings = ["batch", "device us", "idle, waiting", "idle, between launches", "idle, in all", *kinds]
         headings.append("kernels without graphs")
         rows = [
             [
                 *(row["batch"], row["profiled_device_us"]),
-                *(share(row["idle_share_waiting"]), share(row["idle_share_between_launches"])),
-                share(row["idle_share"]),
+                *(
+                    share(row[f"profiled_idle_share{which}"])
+                    for which in ("_waiting", "_between_launches", "")
+                ),
                 *(row["launches_per_step"].get(kind, 0.0) for kind in kinds),
                 off.get(row["batch"], {}).get("kernel"),
             ]
             for row in on_device
         ]
-        tables.append(make_table("device idle share, and launches per step", headings, rows))
+        tables.append(make_table("under the profiler, and launches per step", headings, rows))
     else:
         why = "the profiler saw nothing: it may need more rights" if model["device"] == "cuda" else _ON_CPU
         tables.append(why)

@@ -179,21 +179,21 @@ def _throughput(result: Mapping[str, Any]) -> Figure:
 def _host(result: Mapping[str, Any]) -> Figure:
     rows = result["rows"]
     batches = [row["batch"] for row in rows]
-    figure, axes = _axes(2 if "idle_share" in rows[0] else 1)
+    is_on_gpu = rows[0]["idle_share"] is not None
+    figure, axes = _axes(2 if is_on_gpu else 1)
     # On a CPU waiting and computing are the launch: what is left is what the host does.
-    shown = [part for part in PARTS if part != "wait" and (part != "launch" or "idle_share" in rows[0])]
+    shown = [part for part in PARTS if part != "wait" and (part != "launch" or is_on_gpu)]
     heights = [[row["us"][part] for row in rows] for part in shown]
     axes[0].stackplot(batches, heights, labels=shown, colors=[_PARTS[part] for part in shown])
     _sizes(axes[0], batches, "batch")
     axes[0].set_ylabel("CPU time of a steady decode step, us")
     axes[0].legend(frameon=False, loc="upper left")
-    if len(axes) > 1:
+    if is_on_gpu:
         for key, label, color in (
-            ("idle_share_waiting", "waiting for the host", _OURS),
-            ("idle_share_between_launches", "between launches", _OTHERS[1]),
-            ("idle_share", "also between the nodes of a graph", _OTHERS[2]),
+            ("idle_share", "between steps, by the device's clock", _OURS),
+            ("profiled_idle_share", "and between kernels, under the profiler", _OTHERS[1]),
         ):
-            shares = [100 * row[key] for row in rows]
+            shares = [100 * row.get(key, float("nan")) for row in rows]
             axes[1].plot(batches, shares, marker="o", ms=4, color=color, label=label)
         axes[1].set_ylim(bottom=0)
         _sizes(axes[1], batches, "batch")

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from ostinato.kernels.linear import cuda_fragments
 from ostinato.kernels.linear.tiles import (
+    MOST_REGISTERS,
     MOST_TOKENS,
+    CudaGemvTile,
     FragmentsTile,
     GemvTile,
     Library,
     MatrixShape,
-    ResidentTile,
     SkinnyTile,
     Tile,
 )
@@ -33,8 +34,8 @@ _SKINNY_OF_MANY = [
 _FEWEST_PROGRAMS, _MOST_PROGRAMS = 96, 640
 _MOST_PREFETCHED_BYTES = 40 << 20
 """Larger matrices stream at the memory's speed by themselves, and would push each other out of L2."""
-_RESIDENT_BYTES = range(16 << 10, (64 << 10) + 1)
-"""Weights that a program of 128 threads can hold in registers, and that are worth a program."""
+_GEMV_REGISTERS = 48
+"""Of a thread of `cuda_gemv`, beside those that hold its weights and its columns of the token."""
 _FRAGMENTS_REGISTERS = {8: 88, 16: 128, 32: 168}
 """By the tokens of a pass."""
 
@@ -48,16 +49,20 @@ def fused_tiles(shape: MatrixShape, num_tokens: int, *, cuda: bool, shared_bytes
             for rows, block, num_warps in itertools.product((1, 2, 4, 8), (1024, 2048, 4096), (4, 8))
             if 4096 <= rows * block <= 16384
         ]
-    elif num_tokens <= MOST_TOKENS[ResidentTile]:
-        row_bytes = shape.in_features * 2 * (2 if shape.gated else 1)
-        tiles += [
-            ResidentTile(rows, 4, width, 4)
-            for rows, width in itertools.product((8, 16, 32), (64, 256))
-            if rows * row_bytes in _RESIDENT_BYTES and shape.in_features % (4 * width) == 0
-        ]
+        if cuda:
+            tiles += _cuda_gemv_tiles(shape)
     if cuda and num_tokens <= MOST_TOKENS[FragmentsTile]:
         tiles += _fragments_tiles(shape, num_tokens, shared_bytes)
     return tiles
+
+
+def _cuda_gemv_tiles(shape: MatrixShape) -> Iterator[CudaGemvTile]:
+    for rows, num_warps in itertools.product((1, 2, 3, 4, 6), (2, 4, 8)):
+        tile = CudaGemvTile(rows, num_warps, registers=0)
+        wanted = -(-(tile.held(shape) + shape.in_features // 64 + _GEMV_REGISTERS) // 8) * 8
+        tile = replace(tile, registers=min(wanted, MOST_REGISTERS))
+        if tile.fits(shape) and shape.out_features // (rows * num_warps) >= _FEWEST_PROGRAMS:
+            yield tile
 
 
 def _fragments_tiles(shape: MatrixShape, num_tokens: int, shared_bytes: int) -> Iterator[FragmentsTile]:

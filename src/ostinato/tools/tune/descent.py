@@ -117,8 +117,10 @@ class Tuner:
         return fused_tiles(shape, num_tokens, cuda=self.has_cuda_kernels, shared_bytes=self.shared_bytes)
 
     def _separate(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
-        # What the second and the last matrix of a layer give is added to something.
-        in_parts = shape in (self.shapes[1], self.shapes[3])
+        # What the second and the last matrix of a layer give is added to something; attention in CUDA C++
+        # adds parts of what the first gives.
+        qkv, o, _, down = self.shapes
+        in_parts = shape in (o, down) or (shape == qkv and self.has_cuda_kernels)
         return separate_tiles(shape, num_tokens, in_parts=in_parts, shared_bytes=self.shared_bytes)
 
     def _descent(

@@ -1,0 +1,59 @@
+"""The requests that decode, and how long nothing about them changes.
+
+Note [Longest first]
+Attention takes a batch's contexts in its order, and programs that begin with the longest end at about the
+same time. All of a batch grow by a token in each step, so an order by length stays one. (But for those that
+wait for a grammar: the order is for speed alone.)
+
+Note [Steady steps]
+Between two changes every step is the one before it, one token further. How many such steps there are is
+known: until a request needs a page, or reaches the length at which it ends. So a step inside such a stretch
+costs a few additions, and everything that could change it (an arrival, an end, a page) ends the stretch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .request import IntArray, Request, RequestRows
+
+
+class DecodeBatch:
+    """Requests that decode; for as long as none joins or leaves."""
+
+    def __init__(self, requests: Sequence[Request], rows: RequestRows) -> None:
+        unordered = np.array([request.row for request in requests], dtype=np.intp)
+        order = np.argsort(-rows.num_promised[unordered], kind="stable")
+        self._state = rows
+        self.requests = tuple([requests[at] for at in order.tolist()])
+        """The longest first; see Note [Longest first]."""
+        self._places = unordered[order]
+        self.rows: IntArray = self._places.astype(np.int32)
+        """int32 [R]."""
+        self.tenancies: IntArray = rows.tenancy[self._places]
+        """int64 [R]."""
+        self._starts: IntArray = self.rows
+        self.steady_steps = 0
+        """So many steps are the last one, one token further; see Note [Steady steps]."""
+
+    def look_ahead(self) -> None:
+        """All of them have just been scheduled: how many steady steps follow?"""
+        state, places = self._state, self._places
+        if state.num_waiting or not len(places):
+            self.steady_steps = 0
+            return
+        self._starts = state.num_scheduled[places]
+        to_page = int((state.capacity[places] - self._starts).min())
+        to_end = int((state.max_tokens[places] - state.num_promised[places]).min())
+        self.steady_steps = max(0, min(to_page, to_end))
+
+    def advance(self) -> IntArray:
+        """Account for a steady step; int32 [R]: where its tokens stand."""
+        assert self.steady_steps
+        self.steady_steps -= 1
+        starts, self._starts = self._starts, self._starts + 1
+        self._state.num_scheduled[self._places] = self._starts
+        self._state.num_promised[self._places] += 1
+        return starts

@@ -1,0 +1,131 @@
+"""From what a step brought to the outputs.
+
+Most steps bring the same requests a token each and nothing else, so where these tokens go is worked out when
+the batch changes, and whatever concerns few of them (stop strings, logprobs, the end) is looked at apart.
+Text without stop strings is made when somebody reads it (`CompletionText`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ostinato.text.tokenizer import Tokenizer
+
+from .core import Extras, Progress
+from .outputs import Logprob, RequestOutput
+from .request import Request
+from .served_completion import ServedCompletion
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Where the tokens of these requests go."""
+
+    requests: tuple[Request, ...]
+    token_ids: list[list[int]]
+    """What grows by the token of each."""
+    watched: list[ServedCompletion]
+    """Those with stop strings."""
+    outputs: list[RequestOutput]
+    """What grows in all, each once."""
+
+
+_NOBODY = _Batch((), [], [], [])
+
+
+class Delivery:
+    """The completions being served, by the requests that compute them."""
+
+    def __init__(self, tokenizer: Tokenizer | None, finish: Callable[[Request, str], None]) -> None:
+        """`finish` ends a request whose text contains this stop string."""
+        self._tokenizer = tokenizer
+        self._finish = finish
+        self._completions: dict[Request, ServedCompletion] = {}
+        self._batch = _NOBODY
+
+    def add(self, completion: ServedCompletion) -> None:
+        """From now on what its request gets is for this completion."""
+        self._completions[completion.request] = completion
+
+    def remove(self, completion: ServedCompletion) -> None:
+        """It gets nothing more."""
+        del self._completions[completion.request]
+        self._batch = _NOBODY
+
+    def take_in(self, steps: Sequence[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
+        """The outputs that grew or ended with these steps, and of them those that have ended altogether."""
+        changed: list[RequestOutput] = []
+        over: list[ServedCompletion] = []
+        for step in steps:
+            # More than one only where a launch fails: its requests end and get no token. One that a stop
+            # string has just ended may be among them, and stays as it is.
+            grown, ended = self._take_in(step)
+            changed = _each_once([*changed, *grown]) if changed else grown
+            over += ended
+        if not over:
+            return changed, []
+        return changed, _each_once([completion.whole for completion in over if completion.whole.finished])
+
+    def _take_in(self, step: Progress) -> tuple[list[RequestOutput], Iterable[ServedCompletion]]:
+        requests, tokens, ended, extras = step
+        batch = self._batch
+        if batch.requests is not requests:
+            batch = self._batch = self._batch_of(requests)
+        for token_ids, token in zip(batch.token_ids, tokens, strict=True):
+            token_ids.append(token)
+        stopped = [completion for completion in batch.watched if self._stops(completion, ended)]
+        if not stopped and not ended and not extras:
+            return batch.outputs.copy(), ()
+        others = {request: self._completions[request] for request in (*extras, *ended)}
+        for request, more in extras.items():
+            self._add_extras(others[request], more)
+        over = dict.fromkeys([*stopped, *(others[request] for request in ended)])
+        for completion in over:
+            completion.end()
+        without_token = [others[request].whole for request in others.keys() - set(requests)]
+        return _each_once([*batch.outputs, *without_token]) if without_token else batch.outputs.copy(), over
+
+    def _batch_of(self, requests: tuple[Request, ...]) -> _Batch:
+        completions = [self._completions[request] for request in requests]
+        outputs = [completion.whole for completion in completions]
+        if [completion for completion in completions if completion.has_siblings]:
+            outputs = _each_once(outputs)
+        return _Batch(
+            requests,
+            [completion.token_ids for completion in completions],
+            [completion for completion in completions if completion.has_stops],
+            outputs,
+        )
+
+    def _stops(self, completion: ServedCompletion, ended: tuple[Request, ...]) -> bool:
+        """Whether a stop string is complete, which ends the request."""
+        stop = completion.stop_string(ended)
+        if stop is not None:
+            self._finish(completion.request, stop)
+        return stop is not None
+
+    def _add_extras(self, completion: ServedCompletion, extras: Extras) -> None:
+        output, whole = completion.output, completion.whole
+        if extras.hidden is not None:
+            completion.hidden.append(extras.hidden)
+        if extras.prompt_logprobs is not None and output.index == 0:
+            assert whole.prompt_logprobs is not None
+            # By position: a preempted request computes its prompt again.
+            for position, found in extras.prompt_logprobs.items():
+                whole.prompt_logprobs[position] = self._named(found)
+        if extras.logprobs is not None:
+            assert output.logprobs is not None
+            output.logprobs.append(self._named(extras.logprobs))
+
+    def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self._tokenizer is None:
+            return logprobs
+        return {
+            token: replace(entry, decoded_token=self._tokenizer.decode([token], skip_special_tokens=False))
+            for token, entry in logprobs.items()
+        }
+
+
+def _each_once(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    return list(dict(zip(map(id, outputs), outputs, strict=True)).values())

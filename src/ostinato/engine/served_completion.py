@@ -1,0 +1,66 @@
+"""A completion being served: the request that computes it, and the output that it fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .completion_text import CompletionText
+from .outputs import CompletionOutput, RequestOutput
+from .request import Request
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ServedCompletion:
+    """One of a prompt's completions, or its embedding."""
+
+    request: Request
+    whole: RequestOutput
+    """The output of the prompt; `output` is in it."""
+    output: CompletionOutput
+    token_ids: list[int]
+    """Those of `output`; whoever gets tokens appends them here."""
+    text: CompletionText | None = None
+    """Of `token_ids`; None if no text is wanted."""
+    has_stops: bool = False
+    """Whether `stop_string` has to be asked after every token."""
+    has_siblings: bool = False
+    """Whether there are other completions of the same prompt."""
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    """For an embedding: the hidden states so far."""
+
+    def stop_string(self, ended: tuple[Request, ...]) -> str | None:
+        """The stop string that the last token completed, if one; `ended` are those that it ended."""
+        assert self.text is not None
+        assert self.request.params is not None
+        if self._ended_by_token and self.request in ended:
+            return None
+        stop = self.text.find_stop(may_stop=len(self.token_ids) > self.request.params.min_tokens)
+        if stop is not None:
+            # It may have reached max_tokens with the same token; the stop string is what was asked for.
+            self.output.finish_reason, self.output.stop_reason = "stop", stop
+        return stop
+
+    def end(self) -> None:
+        """No token comes any more: the text is settled, and why it ended is told."""
+        request, output, text = self.request, self.output, self.text
+        if text is not None:
+            if output.finish_reason is None:
+                stop = text.finish(without_last=self._ended_by_token)
+                if stop is not None and request.finish_reason == "length":
+                    output.finish_reason, output.stop_reason = "stop", stop
+            output.text = text.text
+        if output.finish_reason is None:
+            assert request.finish_reason is not None
+            output.finish_reason, output.stop_reason = request.finish_reason.value, request.stop_reason
+            self.whole.error = self.whole.error or request.error
+        self.whole.num_cached_tokens = max(self.whole.num_cached_tokens, request.num_cached_tokens)
+
+    @property
+    def _ended_by_token(self) -> bool:
+        """Whether its last token is a sign to stop and no text."""
+        request = self.request
+        if request.finish_reason != "stop" or request.params is None:
+            return False
+        return not request.params.include_stop_str_in_output

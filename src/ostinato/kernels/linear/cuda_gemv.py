@@ -1,0 +1,73 @@
+"""Launches `cuda/gemv.cu`: a linear layer with its neighbours, for one token."""
+
+import torch
+from torch import Tensor
+
+from ..cuda.compiled import CudaKernel, cuda_kernel
+from ..on_chip_memory import MOSTLY_L1
+from .tiles import CudaGemvTile, MatrixShape
+
+
+def gemv_kernel(
+    tile: CudaGemvTile,
+    shape: MatrixShape,
+    *,
+    norm: bool,
+    bias: bool = False,
+    residual: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> CudaKernel:
+    """The kernel; results in `dtype`."""
+    assert tile.fits(shape), (shape, tile)
+    return cuda_kernel(
+        "gemv.cu",
+        "project",
+        IN=shape.in_features,
+        ROWS=tile.rows,
+        WARPS=tile.num_warps,
+        REGISTERS=tile.registers,
+        GATED=shape.gated,
+        NORM=norm,
+        BIAS=bias,
+        RESIDUAL=residual,
+        OUT_FLOAT=dtype == torch.float32,
+    )
+
+
+def launch_gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+    tile: CudaGemvTile,
+) -> None:
+    """Queue the kernel; all operands dense and bfloat16, `out` that or float32, of one token."""
+    assert not (x.data_ptr() | weight.data_ptr()) % 16, "16 bytes are loaded at a time"
+    assert x.size(0) == 1, "one token"
+    shape = MatrixShape(out.size(1), x.size(1), weight.size(0) == 2 * out.size(1))
+    kernel = gemv_kernel(
+        tile,
+        shape,
+        norm=norm_weight is not None,
+        bias=bias is not None,
+        residual=residual is not None,
+        dtype=out.dtype,
+    )
+    kernel.launch(
+        grid=(shape.out_features // (tile.rows * tile.num_warps), 1, 1),
+        block=tile.num_warps * 32,
+        args=(
+            weight,
+            x if norm_weight is None else norm_weight,
+            x if bias is None else bias,
+            x,
+            x if residual is None else residual,
+            out,
+            shape.out_features,
+            float(eps),
+        ),
+        shared_share=MOSTLY_L1,
+    )

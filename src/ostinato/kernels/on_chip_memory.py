@@ -1,0 +1,45 @@
+"""How much of a multiprocessor's on-chip memory is shared memory while a kernel runs; the rest is L1 cache.
+
+A multiprocessor changes the division only while nothing runs on it, so kernels that overlap should want the
+same. A kernel that wants nothing runs with whatever the last one left behind, if it has room: a product by
+GEMV, whose loads are on their way through L1, took a tenth longer behind kernels with much shared memory.
+"""
+
+from functools import cache
+from typing import Any
+
+AS_IT_IS = -1
+"""Percent: whatever the driver makes of it."""
+MOSTLY_L1 = 3
+ALL_SHARED = 100
+
+_with_much_l1: set[int] = set()
+
+
+def prefer_l1(launched: Any) -> None:
+    """Of a Triton kernel, as its launch returns it: from the next launch on."""
+    # A kernel that is not compiled yet would be, were it asked for an attribute.
+    function = vars(launched).get("function") if hasattr(launched, "__dict__") else None
+    if function is not None and function not in _with_much_l1 and _has_driver():
+        prefer(function, MOSTLY_L1)
+        _with_much_l1.add(function)
+
+
+@cache
+def _has_driver() -> bool:
+    """Whether NVIDIA's Python bindings are there; torch for CUDA brings them."""
+    try:
+        import cuda.bindings.driver  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def prefer(function: Any, percent: int) -> None:
+    """Of a loaded kernel, from the next launch on."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    (status,) = driver.cuFuncSetAttribute(driver.CUfunction(int(function)), attribute, percent)
+    if int(status) != 0:
+        raise RuntimeError(f"cuFuncSetAttribute: {status.name}")
