@@ -179,7 +179,7 @@ def _throughput(result: Mapping[str, Any]) -> Figure:
 def _host(result: Mapping[str, Any]) -> Figure:
     rows = result["rows"]
     batches = [row["batch"] for row in rows]
-    is_on_gpu = rows[0]["idle_share"] is not None
+    is_on_gpu = rows[0].get("idle_share") is not None
     figure, axes = _axes(2 if is_on_gpu else 1)
     # On a CPU waiting and computing are the launch: what is left is what the host does.
     shown = [part for part in PARTS if part != "wait" and (part != "launch" or is_on_gpu)]
