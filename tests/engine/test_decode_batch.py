@@ -7,7 +7,10 @@ import pytest
 
 from engine.test_scheduler import Engine
 from ostinato.engine.decode_batch import DecodeBatch
+from ostinato.engine.request import FinishReason, IntArray
 from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.scheduled_step import ScheduledStep
+from ostinato.engine.scheduler import Scheduler
 
 
 def steps_of(seed: int, *, ahead: int) -> list[tuple[object, ...]]:
@@ -22,11 +25,7 @@ def steps_of(seed: int, *, ahead: int) -> list[tuple[object, ...]]:
     )
     found: list[tuple[object, ...]] = []
     for _ in range(120):
-        if chance.random() < 0.15:
-            prompt = [chance.randrange(1, 5) for _ in range(chance.randint(1, 20))]
-            engine.add(prompt, SamplingParams(max_tokens=chance.randint(1, 40)))
-        if chance.random() < 0.02 and engine.requests:
-            engine.scheduler.abort(chance.choice(engine.requests).request_id)
+        do_something(engine, chance)
         step = engine.launch()
         if step is not None:
             pages = [(update.row, update.first, update.pages) for update in step.page_updates]
@@ -35,7 +34,42 @@ def steps_of(seed: int, *, ahead: int) -> list[tuple[object, ...]]:
             found.append((step.index, names, pages, *(array.tolist() for array in arrays)))
         if engine.launched and (step is None or len(engine.launched) > ahead):
             engine.complete()
+    engine.scheduler.resume()
     engine.drain()
+    found += [(it.request_id, it.output_ids, str(it.finish_reason)) for it in engine.requests]
+    return found
+
+
+def do_something(engine: Engine, chance: random.Random) -> None:
+    """What callers do between steps, or mostly nothing."""
+    scheduler = engine.scheduler
+    prompt = [chance.randrange(1, 5) for _ in range(chance.randint(1, 16))]
+    what = chance.random()
+    if what < 0.10:
+        stops = chance.choice([None, [3], [2, 3]])
+        engine.add(prompt, SamplingParams(max_tokens=chance.choice([1, 5, 40]), stop_token_ids=stops))
+    elif what < 0.13:
+        engine.add(prompt, SamplingParams(max_tokens=chance.randint(1, 20)), grammar=object())
+    elif what < 0.15:
+        engine.embed(prompt)
+    elif what < 0.18 and engine.requests:
+        scheduler.abort(chance.choice(engine.requests).request_id)
+    elif what < 0.21 and scheduler.running:
+        scheduler.finish(chance.choice(scheduler.running), FinishReason.STOP, stop_reason="x")
+    elif what < 0.23:
+        scheduler.flush_prefix_cache()
+    elif what < 0.26:
+        (scheduler.resume if scheduler.is_paused else scheduler.pause)()
+
+
+LAND = Scheduler._land
+
+
+def checked_land(self: Scheduler, step: ScheduledStep, rows: IntArray) -> IntArray:
+    """What is known without looking is what tenancies say."""
+    wanted = self.rows.tenancy[rows] == step.tenancies
+    found = LAND(self, step, rows)
+    assert found.tolist() == wanted.tolist()
     return found
 
 
@@ -49,7 +83,7 @@ def test_a_steady_step_is_the_one_that_would_be_scheduled(ahead: int) -> None:
         return advance(batch)
 
     for seed in range(25):
-        with patch.object(DecodeBatch, "advance", counted):
+        with patch.object(DecodeBatch, "advance", counted), patch.object(Scheduler, "_land", checked_land):
             found = steps_of(seed, ahead=ahead)
         with patch.object(DecodeBatch, "look_ahead", lambda batch: None):
             assert found == steps_of(seed, ahead=ahead)

@@ -29,6 +29,8 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, tuple[asyncio.AbstractEventLoop, _Inbox]] = {}
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
+        self._names: dict[_Inbox, str] = {}
+        """The request of each inbox; a name may belong to another by the time an inbox is given up."""
         self._closed = False
         self._gate = threading.Lock()
         """Whoever holds it may ask; nothing is asked any more once `_closed` is set under it."""
@@ -48,8 +50,8 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         name: asyncio.Future[str] = loop.create_future()
         self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
-        served = await name
         try:
+            await name
             while True:
                 news = await arrived.get()
                 if isinstance(news, BaseException):
@@ -61,7 +63,7 @@ class AsyncLLM:
                     return
         finally:
             with contextlib.suppress(RequestError):  # closed meanwhile: nothing is left to abort
-                self._do(lambda engine: self._abort(engine, served))
+                self._do(lambda engine: self._give_up(engine, arrived))
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its coroutine gets the output as far as it got."""
@@ -69,7 +71,7 @@ class AsyncLLM:
         def abort(engine: TextEngine) -> None:
             output = engine.abort(request_id)
             if output is not None:
-                self._tell([output])
+                self._tell(engine, [output])
 
         self._do(abort)
 
@@ -105,7 +107,7 @@ class AsyncLLM:
         try:
             while self._obey(wait=not engine.has_work):
                 if engine.has_work:
-                    self._tell(engine.step())
+                    self._tell(engine, engine.step())
             error: BaseException = RequestError("the engine was closed")
         except BaseException as problem:
             error = problem
@@ -117,7 +119,7 @@ class AsyncLLM:
             if command is not None:
                 command()
         for loop, arrived in self._listeners.values():
-            loop.call_soon_threadsafe(arrived.put_nowait, error)
+            _call(loop, arrived.put_nowait, error)
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out what was asked since the last step; False when it is time to stop."""
@@ -142,16 +144,24 @@ class AsyncLLM:
         try:
             served = engine.add(prompt, params, request_id).request_id
         except RequestError as error:
-            loop.call_soon_threadsafe(_settle, name, error)
+            _call(loop, _settle, name, error)
             return
         self._listeners[served] = loop, arrived
-        loop.call_soon_threadsafe(_settle, name, served)
+        self._names[arrived] = served
+        if not _call(loop, _settle, name, served):
+            self._give_up(engine, arrived)
 
-    def _abort(self, engine: TextEngine, name: str) -> None:
-        self._listeners.pop(name, None)
-        engine.abort(name)
+    def _give_up(self, engine: TextEngine, arrived: _Inbox) -> None:
+        """Nobody reads from this inbox any more: its request ends, if it has not."""
+        name = self._names.pop(arrived, None)
+        if name is None:
+            return  # it was refused
+        _, listening = self._listeners.get(name, (None, None))
+        if listening is arrived:
+            del self._listeners[name]
+            engine.abort(name)
 
-    def _tell(self, outputs: list[RequestOutput]) -> None:
+    def _tell(self, engine: TextEngine, outputs: list[RequestOutput]) -> None:
         # Waking a loop costs more than all the rest, so it is done once for all that it gets.
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, RequestOutput]]] = {}
         for output in outputs:
@@ -161,7 +171,21 @@ class AsyncLLM:
                 # The engine goes on writing to its own; a reader gets one that stays as it is.
                 by_loop.setdefault(loop, []).append((arrived, output.snapshot()))
         for loop, letters in by_loop.items():
-            loop.call_soon_threadsafe(_put, letters)
+            if not _call(loop, _put, letters):
+                gone = [arrived for other, arrived in self._listeners.values() if other is loop]
+                for arrived in gone:
+                    self._give_up(engine, arrived)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:
+    """Have a loop call this; False if it is closed, as `asyncio.run` leaves it: nobody waits in it."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        return False
+    return True
 
 
 def _put(letters: list[tuple[_Inbox, RequestOutput]]) -> None:

@@ -64,8 +64,8 @@ class _Flight:
     prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]]
     hidden: dict[str, torch.Tensor]
     constrained: list[int]
-    follows: bool
-    """Whether another step was under way when it was launched."""
+    is_timed: bool
+    """Whether the device notes its beginning, and another step was under way when it was launched."""
 
 
 class EngineCore:
@@ -207,7 +207,8 @@ class EngineCore:
             constrained = self._constrained(step)
             self.sampler.mask([step.requests[at] for at in constrained])
             launched = self.sampler.launch(step)
-        return _Flight(step, launched, prompt_logprobs, hidden, constrained, bool(self._flights))
+        is_timed = bool(self._flights) and self.runner.notes_beginning
+        return _Flight(step, launched, prompt_logprobs, hidden, constrained, is_timed)
 
     def _constrained(self, step: ScheduledStep) -> list[int]:
         """Which requests of a step get their next token from a grammar."""
@@ -243,7 +244,7 @@ class EngineCore:
         sampled = flight.launched.read() if flight.launched is not None else None
         self.clock.lap("wait")
         span = None if sampled is None else sampled.span
-        self.clock.on_device(span, counts=flight.follows and step.is_uniform_decode)
+        self.clock.on_device(span, counts=flight.is_timed)
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
         done = self.scheduler.complete(step, tokens)
         ended = done.finished

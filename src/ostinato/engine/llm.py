@@ -132,7 +132,10 @@ class LLM:
         return None if sampler is None else sampler.report()
 
     def step_times(self, *, reset: bool = False) -> StepTimes:
-        """CPU time of the steps so far, by part; `reset` begins to count anew."""
+        """CPU time of the steps so far, by part, and on a GPU how long the device waited for a decode step.
+
+        `reset` begins to count anew.
+        """
         clock = self.engine.core.clock
         times = clock.read()
         if reset:

@@ -90,6 +90,8 @@ class ModelRunner:
         self.logits = torch.zeros(running, vocab, dtype=torch.float32, device=device)
         self.hidden = torch.zeros(tokens, shape.hidden_size, dtype=config.dtype, device=device)
         self.began = torch.zeros(1, dtype=torch.int64, device=device)
+        self.notes_beginning = False
+        """Whether the last step ran from a decode graph, which notes the time in `began`."""
         self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
         self._attend = eager_boundary(self._attend_layer)
@@ -180,6 +182,7 @@ class ModelRunner:
         if is_same and self.graphs.can_rerun(shape):
             return self.graphs.rerun(shape)
         decision = self.graphs.decide(shape)
+        self.notes_beginning = decision.descriptor is not None and decision.descriptor.is_uniform
         # Only a full graph has attention inside; between segments and eagerly it needs the real lengths.
         self._host = None if decision.mode is GraphMode.FULL else host_lengths(step)
         self._held = _NOTHING
@@ -193,7 +196,7 @@ class ModelRunner:
             "query_lens": step.num_new_tokens,
         }
         logits = self.graphs.run(inputs, shape)
-        if decision.descriptor is not None and decision.descriptor.is_uniform:
+        if self.notes_beginning:
             self._held = step.rows, shape
         return logits
 

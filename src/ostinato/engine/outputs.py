@@ -83,7 +83,7 @@ class RequestOutput:
             self.prompt,
             self.prompt_token_ids,
             [output.snapshot() for output in self.outputs],
-            self.prompt_logprobs,
+            None if self.prompt_logprobs is None else self.prompt_logprobs.copy(),
             self.num_cached_tokens,
             self.error,
         )

@@ -23,7 +23,7 @@ class StepTimes:
     """By the device's clock, over decode steps that were launched while the step before was under way: from
     the end of that one to their own. 0 where there is no GPU."""
     idle_microseconds: float = 0.0
-    """Of these, until the decode step began: the device had nothing to do."""
+    """Of these, until the decode step began: the device had nothing to do, or rows to put in place."""
 
     @property
     def idle_share(self) -> float:

@@ -9,8 +9,7 @@ class CurrentStream:
     """Torch's current stream on a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._index = device.index if device.index is not None or device.type != "cuda" else None
+        self._index = device.index
         self._raw: int | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -20,5 +19,5 @@ class CurrentStream:
             self._index = torch.cuda.current_device()
         raw = torch._C._cuda_getCurrentRawStream(self._index)  # type: ignore[attr-defined]
         if self._stream is None or raw != self._raw:
-            self._stream, self._raw = torch.cuda.current_stream(self._device), raw
+            self._stream, self._raw = torch.cuda.current_stream(self._index), raw
         return self._stream

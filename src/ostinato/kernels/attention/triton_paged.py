@@ -86,13 +86,14 @@ def attend_projected_tokens(
 ) -> Tensor:
     """Norm, rotation, KV write and attention of single tokens, from rows [T, (Hq + 2 Hkv) * D].
 
-    Or from float32 [parts, T, (Hq + 2 Hkv) * D] whose sum they are, where `cuda_decode` serves.
+    Or from float32 [parts, T, (Hq + 2 Hkv) * D] whose sum they are.
     """
     heads = HeadPreparation(rotary, q_norm, k_norm, eps)
     tokens = (k_cache, v_cache, page_table, token_rows, positions)
     if cuda_decode.serves(rows, heads, k_cache, num_heads):
         return cuda_decode.attend_tokens(rows, heads, *tokens, num_heads, scale, sliding_window)
-    return triton_decode.attend_tokens(rows, heads, *tokens, num_heads, scale, sliding_window)
+    whole = joined(rows, k_cache.dtype)
+    return triton_decode.attend_tokens(whole, heads, *tokens, num_heads, scale, sliding_window)
 
 
 @attend_projected_tokens.register_fake
@@ -251,7 +252,7 @@ def attend_rows(
 
     The rows may be in parts, as `products.linear_in_parts` returns them.
     """
-    if batch.max_query_len > 1 or not cuda_decode.serves(rows, heads, k_cache, num_heads):
+    if batch.max_query_len > 1:
         rows = joined(rows, k_cache.dtype)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, cuda_kernel
+from .cuda_layer import layer_constants, layer_shape, layer_tensors
 from .tiles import FragmentsTile, MatrixShape
 
 
@@ -34,7 +35,6 @@ def fragments_kernel(
     return cuda_kernel(
         "fragments.cu",
         "project",
-        IN=shape.in_features,
         ROWS=tile.rows,
         SLICES=tile.slices,
         WARPS=tile.num_warps,
@@ -42,11 +42,7 @@ def fragments_kernel(
         REGISTERS=tile.registers,
         TOKENS=tokens,
         SHARED_BYTES=shared_bytes(tile, shape, tokens, norm=norm),
-        GATED=shape.gated,
-        NORM=norm,
-        BIAS=bias,
-        RESIDUAL=residual,
-        OUT_FLOAT=dtype == torch.float32,
+        **layer_constants(shape, norm=norm, bias=bias, residual=residual, dtype=dtype),
     )
 
 
@@ -61,9 +57,7 @@ def launch_fragments(
     tile: FragmentsTile,
 ) -> None:
     """Queue the kernel; all operands dense and bfloat16, `out` that or float32."""
-    assert not (x.data_ptr() | weight.data_ptr()) % 16, "16 bytes are loaded at a time"
-    num_tokens, in_features = x.shape
-    shape = MatrixShape(out.size(1), in_features, weight.size(0) == 2 * out.size(1))
+    num_tokens, shape = x.size(0), layer_shape(x, weight, out)
     tokens, norm = tile.tokens_at_a_time(num_tokens), norm_weight is not None
     kernel = fragments_kernel(
         tile,
@@ -78,12 +72,7 @@ def launch_fragments(
         grid=(shape.out_features // tile.rows * tile.slices, 1, 1),
         block=tile.num_warps * 32,
         args=(
-            weight,
-            x if norm_weight is None else norm_weight,
-            x if bias is None else bias,
-            x,
-            x if residual is None else residual,
-            out,
+            *layer_tensors(x, weight, bias, norm_weight, residual, out),
             num_tokens,
             shape.out_features,
             float(eps),

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, cuda_kernel
 from ..on_chip_memory import MOSTLY_L1
+from .cuda_layer import layer_constants, layer_shape, layer_tensors
 from .tiles import CudaGemvTile, MatrixShape
 
 
@@ -22,15 +23,10 @@ def gemv_kernel(
     return cuda_kernel(
         "gemv.cu",
         "project",
-        IN=shape.in_features,
         ROWS=tile.rows,
         WARPS=tile.num_warps,
         REGISTERS=tile.registers,
-        GATED=shape.gated,
-        NORM=norm,
-        BIAS=bias,
-        RESIDUAL=residual,
-        OUT_FLOAT=dtype == torch.float32,
+        **layer_constants(shape, norm=norm, bias=bias, residual=residual, dtype=dtype),
     )
 
 
@@ -45,9 +41,8 @@ def launch_gemv(
     tile: CudaGemvTile,
 ) -> None:
     """Queue the kernel; all operands dense and bfloat16, `out` that or float32, of one token."""
-    assert not (x.data_ptr() | weight.data_ptr()) % 16, "16 bytes are loaded at a time"
     assert x.size(0) == 1, "one token"
-    shape = MatrixShape(out.size(1), x.size(1), weight.size(0) == 2 * out.size(1))
+    shape = layer_shape(x, weight, out)
     kernel = gemv_kernel(
         tile,
         shape,
@@ -60,12 +55,7 @@ def launch_gemv(
         grid=(shape.out_features // (tile.rows * tile.num_warps), 1, 1),
         block=tile.num_warps * 32,
         args=(
-            weight,
-            x if norm_weight is None else norm_weight,
-            x if bias is None else bias,
-            x,
-            x if residual is None else residual,
-            out,
+            *layer_tensors(x, weight, bias, norm_weight, residual, out),
             shape.out_features,
             float(eps),
         ),
