@@ -43,6 +43,7 @@ from .request import FinishReason, IntArray, Request, RequestError, RequestRows,
 from .request_pages import RequestPages
 from .scheduled_step import CompletedStep, ScheduledStep
 from .scheduler_config import SchedulerConfig
+from .step_maker import StepMaker
 
 
 class Scheduler:
@@ -65,15 +66,12 @@ class Scheduler:
         self._prefilling: Request | None = None
         self._decoding: list[Request] = []
         self._decode_batch: DecodeBatch | None = None
-        # Every steady step is described by these, so nobody may write to them.
-        self._ones = np.ones(config.max_running, dtype=np.int32)
-        self._all_true = np.ones(config.max_running, dtype=bool)
+        self._steps = StepMaker(self.rows, config.max_running)
         self._in_flight: deque[ScheduledStep] = deque()
         self._joined: list[Request] = []
         self._burst = PromptBurst(config, pages.page_size)
         self._taken = RequestPages(pages, self.rows, prefix_caching=config.prefix_caching)
         self._num_added = 0
-        self._num_steps = 0
         self._is_paused = False
         # Pages come free only when somebody leaves: until then the first in the queue is not tried again.
         self._head_is_blocked = False
@@ -164,7 +162,8 @@ class Scheduler:
             requests, rows = (), rows[:0]
         if not chunks and not requests:
             return None
-        step = self._make_step(requests, rows, chunks)
+        joined, page_updates = tuple(self._joined), self._taken.take_updates()
+        step = self._steps.step(requests, rows, chunks, joined, page_updates)
         self._advance(step, chunks)
         return step
 
@@ -337,41 +336,6 @@ class Scheduler:
         self.running.append(request)
         self._joined.append(request)
 
-    def _make_step(
-        self, requests: tuple[Request, ...], rows: IntArray, chunks: list[tuple[Request, int]]
-    ) -> ScheduledStep:
-        state = self.rows
-        num_decodes = len(rows)
-        if chunks:
-            requests += tuple(request for request, _ in chunks)
-            rows = np.concatenate([rows, np.array([request.row for request, _ in chunks], dtype=np.int32)])
-        counts, samples = self._ones[: len(rows)], self._all_true[: len(rows)]
-        starts = state.num_scheduled[rows]
-        prompt_tokens: tuple[IntArray, ...] = ()
-        if chunks:
-            counts, samples = counts.copy(), samples.copy()
-            counts[num_decodes:] = [count for _, count in chunks]
-            samples[num_decodes:] = [
-                not request.is_embedding and request.num_unscheduled == count for request, count in chunks
-            ]
-            ends = starts + counts
-            prompt_tokens = tuple(
-                state.token_ids[rows[at], starts[at] : ends[at]].copy()
-                for at in range(num_decodes, len(rows))
-            )
-        return ScheduledStep(
-            index=self._num_steps,
-            requests=requests,
-            rows=rows,
-            starts=starts,
-            num_new_tokens=counts,
-            samples=samples,
-            prompt_tokens=prompt_tokens,
-            joined=tuple(self._joined),
-            page_updates=self._taken.take_updates(),
-            tenancies=state.tenancy[rows],
-        )
-
     def _advance(self, step: ScheduledStep, chunks: list[tuple[Request, int]]) -> None:
         """Account for a step that is about to be launched."""
         for request, count in chunks:
@@ -383,7 +347,6 @@ class Scheduler:
         self.rows.num_promised[step.rows] += step.samples
         self._joined.clear()
         self._in_flight.append(step)
-        self._num_steps += 1
         if self._decode_batch is not None and step.requests is self._decode_batch.requests:
             self._decode_batch.look_ahead()
         elif self._decode_batch is not None:
@@ -398,22 +361,9 @@ class Scheduler:
 
     def _steady_step(self, batch: DecodeBatch) -> ScheduledStep:
         """What `schedule` would come to, known beforehand: see Note [Steady steps] in decode_batch."""
-        count = len(batch.rows)
-        step = ScheduledStep(
-            index=self._num_steps,
-            requests=batch.requests,
-            rows=batch.rows,
-            starts=batch.advance(),
-            num_new_tokens=self._ones[:count],
-            samples=self._all_true[:count],
-            prompt_tokens=(),
-            joined=(),
-            page_updates=self._taken.take_updates(),
-            tenancies=batch.tenancies,
-        )
+        step = self._steps.steady(batch, self._taken.take_updates())
         self._burst.count(is_sat_out=False)
         self._in_flight.append(step)
-        self._num_steps += 1
         return step
 
     def _preempt(self, request: Request) -> None:

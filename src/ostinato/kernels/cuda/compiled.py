@@ -100,7 +100,8 @@ class CudaKernel:
                 raise CudaError(f"{self._entry} is launched for the first time while a graph is captured")
             function = self.load(device, shared_bytes, shared_share)
         # By stream, which another thread may not change between here and the launch.
-        key = grid, block, shared_bytes, cluster, dependent, torch.cuda.current_stream().cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined]
+        key = grid, block, shared_bytes, cluster, dependent, stream
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = _launch_config(*key)

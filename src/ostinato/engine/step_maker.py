@@ -1,0 +1,83 @@
+"""Describes the steps that the scheduler has decided on, and counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .decode_batch import DecodeBatch
+from .request import IntArray, Request, RequestRows
+from .scheduled_step import PageUpdate, ScheduledStep
+
+
+class StepMaker:
+    """Makes `ScheduledStep`s from the numbers of the running requests."""
+
+    def __init__(self, rows: RequestRows, max_running: int) -> None:
+        self._state = rows
+        self._num_steps = 0
+        # Every steady step is described by these, so nobody may write to them.
+        self._ones = np.ones(max_running, dtype=np.int32)
+        self._all_true = np.ones(max_running, dtype=bool)
+
+    def step(
+        self,
+        requests: tuple[Request, ...],
+        rows: IntArray,
+        chunks: Sequence[tuple[Request, int]],
+        joined: tuple[Request, ...],
+        page_updates: tuple[PageUpdate, ...],
+    ) -> ScheduledStep:
+        """The requests in these rows decode; behind them so many tokens of each prompt."""
+        state = self._state
+        num_decodes = len(rows)
+        if chunks:
+            requests += tuple(request for request, _ in chunks)
+            rows = np.concatenate([rows, np.array([request.row for request, _ in chunks], dtype=np.int32)])
+        counts, samples = self._ones[: len(rows)], self._all_true[: len(rows)]
+        starts = state.num_scheduled[rows]
+        prompt_tokens: tuple[IntArray, ...] = ()
+        if chunks:
+            counts, samples = counts.copy(), samples.copy()
+            counts[num_decodes:] = [count for _, count in chunks]
+            samples[num_decodes:] = [
+                not request.is_embedding and request.num_unscheduled == count for request, count in chunks
+            ]
+            ends = starts + counts
+            prompt_tokens = tuple(
+                state.token_ids[rows[at], starts[at] : ends[at]].copy()
+                for at in range(num_decodes, len(rows))
+            )
+        return ScheduledStep(
+            index=self._next_index(),
+            requests=requests,
+            rows=rows,
+            starts=starts,
+            num_new_tokens=counts,
+            samples=samples,
+            prompt_tokens=prompt_tokens,
+            joined=joined,
+            page_updates=page_updates,
+            tenancies=state.tenancy[rows],
+        )
+
+    def steady(self, batch: DecodeBatch, page_updates: tuple[PageUpdate, ...]) -> ScheduledStep:
+        """All of the batch, one token further."""
+        count = len(batch.rows)
+        return ScheduledStep(
+            index=self._next_index(),
+            requests=batch.requests,
+            rows=batch.rows,
+            starts=batch.advance(),
+            num_new_tokens=self._ones[:count],
+            samples=self._all_true[:count],
+            prompt_tokens=(),
+            joined=(),
+            page_updates=page_updates,
+            tenancies=batch.tenancies,
+        )
+
+    def _next_index(self) -> int:
+        self._num_steps += 1
+        return self._num_steps - 1
