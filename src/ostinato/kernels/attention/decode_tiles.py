@@ -74,7 +74,8 @@ def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int) -> CudaDeco
     if pairs <= 264:
         return CudaDecodeTile(4, 4, 2, chunk_tiles=64, max_chunks=8)
     chunk_tiles = 32 if pairs < 1024 else 64
-    return CudaDecodeTile(4, 3, 4, chunk_tiles, max_chunks=8)
+    # Four programs leave a thread 128 registers: not enough for 8 queries, says NVRTC 13.4.
+    return CudaDecodeTile(4, 3, 4 if group < 8 else 3, chunk_tiles, max_chunks=8)
 
 
 def num_splits_of(num_tokens: int, num_kv_heads: int) -> int:
