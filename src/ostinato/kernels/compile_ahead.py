@@ -59,7 +59,7 @@ class _Collector(Executor):
         is_cold = num_on_disk is not None and num_on_disk < len(self._jobs)
         if is_cold:
             # A step ends with sampling, whose kernels take longest: the last come first.
-            _in_processes([_with_launcher(job) for _, job in reversed(self._jobs)] + list(beside))
+            _in_processes([job for _, job in reversed(self._jobs)] + list(beside))
         started = time.perf_counter()
         for number, (future, job) in enumerate(self._jobs):
             try:
@@ -125,16 +125,6 @@ def _load(kernel: Any, device: torch.device) -> None:
     torch.cuda.set_device(device)
     compiled = kernel.result() if hasattr(kernel, "result") else kernel
     assert callable(compiled.run)
-
-
-def _with_launcher(job: Callable[[], Any]) -> Callable[[], Any]:
-    """The job, and then the C code that Triton launches the kernel with, which is kept on disk as well."""
-
-    def compile_both() -> None:
-        kernel = job()
-        sys.modules["triton"].runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-
-    return compile_both
 
 
 def _in_processes(jobs: list[Callable[[], Any]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 AS_IT_IS = -1
 """Percent: whatever the driver makes of it."""
 MOSTLY_L1 = 3
+"""Room for the few sums that warps of a GEMV exchange; with 0 fewer programs fit."""
 ALL_SHARED = 100
 
 _with_much_l1: set[int] = set()

@@ -46,8 +46,6 @@ PARTS = ("schedule", "launch", "wait", "complete", "deliver")
 
 ENDS = 4
 """Steps left out at either end of a run: there rows join and leave."""
-NO_WAIT_US = 10.0
-"""A shorter wait is none: the tokens were there, and reading them takes some microseconds."""
 
 
 _ON_CPU = "on a CPU the launch is the computation; idle time and launches need a GPU"
@@ -115,7 +113,6 @@ def _by_part(engine: Ours, workload: Workload, repeats: int) -> dict[str, Any]:
         "mean_us": means,
         "schedule_and_launch_us": microseconds["schedule"] + microseconds["launch"],
         "host_busy_share": busy,
-        "steps_without_waiting": statistics.fmean(step.parts["wait"] < NO_WAIT_US for step in steps),
         "idle_share": on_device.idle_share if on_device.device_microseconds else None,
         "output_tokens_per_s": len(workload) / (means["complete"] + means["deliver"]) * 1e6,
     }
