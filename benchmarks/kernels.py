@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from ostinato.kernels import rows
 from ostinato.models.transformer import Transformer
 from ostinato.models.weights import load_model
-from ostinato.tools.layer_step import LayerStep, graph_us
+from ostinato.tools.layer_step import LayerStep, PlainStep, graph_us
 from ostinato.tools.machine import machine
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +53,8 @@ def measured(model: Transformer, batch_size: int) -> dict[str, dict[str, float]]
     weight = (model.lm_head or model.embed_tokens).weight
     head_bytes = weight.nbytes + step.scores.nbytes
     note("head", graph_us(step.run_head), head_bytes)
-    note("argmax", graph_us(lambda: [rows.argmax(step.scores) for _ in range(4)]) / 4, step.scores.nbytes)
+    greedy = PlainStep(batch_size, 0.0)
+    note("greedy", graph_us(lambda: [greedy(step.scores) for _ in range(4)]) / 4, step.scores.nbytes)
     return results
 
 

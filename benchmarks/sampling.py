@@ -1,5 +1,7 @@
 """Time of choosing a token: greedy, random, and behind top-k, top-p and min-p, beside a sort.
 
+Greedy and random tokens are returned to the host too, as at the end of a decode step.
+
 python benchmarks/sampling.py benchmarks/results/sampling-h200.json
 
 Logits are random: `peaked` has thirty leaders a row above a broad rest, `spread` a deviation of 4, `flat` of
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from ostinato.kernels import filters, sampling
 from ostinato.kernels.sampling import GREEDY_BELOW, SamplingSettings
-from ostinato.tools.layer_step import graph_us
+from ostinato.tools.layer_step import PlainStep, graph_us
 from ostinato.tools.machine import machine
 
 BATCHES = (1, 32, 256)
@@ -40,17 +42,15 @@ def settings_of(batch_size: int, top_k: int, top_p: float, min_p: float) -> Samp
     return SamplingSettings(ones, (ones * top_k).int(), ones * top_p, ones * min_p, seeds)
 
 
-def by_sorting(logits: Tensor, chosen: SamplingSettings, positions: Tensor) -> list[Tensor]:
+def by_sorting(logits: Tensor, chosen: SamplingSettings, draw: PlainStep) -> None:
     """The same draws with the reference's filters, some rows at a time."""
-    tokens = []
     for begin in range(0, logits.size(0), SORTED_AT_ONCE):
         here = slice(begin, begin + SORTED_AT_ONCE)
         some = SamplingSettings(*(value[here] for value in vars(chosen).values()))
         asked = (some.temperature, some.top_k, some.top_p, some.min_p)
         cuts = filters.reference(logits[here], *asked, GREEDY_BELOW)
         left = logits[here].masked_fill(~filters.is_kept(logits[here], *cuts), float("-inf"))
-        tokens.append(sampling.sample(left, some, positions[here], filtered=False))
-    return tokens
+        draw(left)
 
 
 def measured(batch_size: int) -> dict[str, dict[str, float]]:
@@ -64,23 +64,21 @@ def measured(batch_size: int) -> dict[str, dict[str, float]]:
         "spread": 4 * normal,
         "flat": 0.64 * normal,
     }
-    positions = torch.arange(batch_size, device="cuda")
-    off = settings_of(batch_size, *ASKED["off"])
+    rows = torch.arange(batch_size, dtype=torch.int32, device="cuda")
+    greedy, random = PlainStep(batch_size, 0.0), PlainStep(batch_size, 1.0)
     top_k = settings_of(batch_size, *ASKED["top-k 50"])
     results = {
         "any": {
-            "greedy": graph_us(lambda: sampling.greedy(normal)),
-            "random": graph_us(lambda: sampling.sample(normal, off, positions, filtered=False)),
-            "top-k 50 by sorting": graph_us(
-                lambda: by_sorting(normal, top_k, positions), replays=1, rounds=3
-            ),
+            "greedy": graph_us(lambda: greedy(normal)),
+            "random": graph_us(lambda: random(normal)),
+            "top-k 50 by sorting": graph_us(lambda: by_sorting(normal, top_k, random), replays=1, rounds=3),
         }
     }
     for kind, logits in kinds.items():
         results[kind] = {}
         for name, asked in ASKED.items():
             chosen = settings_of(batch_size, *asked)
-            results[kind][name] = graph_us(lambda x=logits, s=chosen: sampling.sample(x, s, positions))
+            results[kind][name] = graph_us(lambda x=logits, s=chosen: sampling.sample(x, rows, s, rows))
     for kind, times in results.items():
         print(
             f"{batch_size:4d} {kind:7s}",

@@ -97,3 +97,19 @@ def test_garbage_is_collected_before_the_capture(device):
     assert Node.alive == 1
     with frozen_gc():
         assert Node.alive == 0
+
+
+def test_inside_of_itself_it_neither_collects_again_nor_ends(device, monkeypatch):
+    collected = []
+    collect = gc.collect
+    monkeypatch.setattr(gc, "collect", lambda *generation: collected.append(1) or collect(*generation))
+    with frozen_gc():
+        make_runner(device, lambda x: x * 2, [2], options=CaptureOptions())
+        assert state() == (False, True)
+        with pytest.raises(ValueError, match="no"), frozen_gc():
+            raise ValueError("no")
+        assert state() == (False, True)
+    assert len(collected) == 1
+    assert state() == (True, False)
+    with frozen_gc():
+        assert len(collected) == 2

@@ -291,10 +291,20 @@ class Setup:
         """How these steps must be served."""
         return expected_service(steps, self.mode, self.decode_rungs, self.token_rungs)
 
-    def sampling(self, steps: Sequence[Step]) -> Service:
-        """The same for sampling, whose graphs are all of one kind here: see `sampling_of`."""
-        count = sum(step.samples for step in steps)
-        return Service({}, {"disabled": count}) if self.mode == "none" else Service({_SAMPLING: count}, {})
+    def sampling(self, steps: Sequence[Step], *, is_plain: bool = True) -> Service:
+        """The same for sampling behind steps; which graph serves it is not told apart: see `sampling_of`.
+
+        `is_plain`: whether no request asks for more than a temperature and a seed. Decode steps, but not
+        those from a graph for mixed ones, then have it inside.
+        """
+        count = sum(step.samples and not (is_plain and self._has_sampling(step)) for step in steps)
+        if self.mode == "none":
+            return Service({}, {"disabled": count} if count else {})
+        return Service({_SAMPLING: count} if count else {}, {})
+
+    def _has_sampling(self, step: Step) -> bool:
+        graph = _graph_for(step, self.mode, self.decode_rungs, self.token_rungs)
+        return step.is_decode and (isinstance(graph, str) or graph[1] == "decode")
 
 
 _SAMPLING = ("full", "sampling", 0)

@@ -69,7 +69,8 @@ def serve(
     lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
     steps = setup.steps(lengths, TOKENS)
     assert service_of(llm).since(before) == setup.service(steps)
-    assert sampling_of(llm).since(before_sampling) == setup.sampling(steps)
+    is_plain = params.logprobs is None
+    assert sampling_of(llm).since(before_sampling) == setup.sampling(steps, is_plain=is_plain)
     assert_all_back(llm)
     return outputs
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.linear import few_tokens
-from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile
 
-CudaTile = CudaGemvTile | FragmentsTile
+CudaTile = CudaGemvTile | FragmentsTile | StreamedTile
 Launch = Callable[..., None]
 
 

@@ -159,8 +159,7 @@ def test_rows(device, num_tokens, width):
     exact = norm(wide + residual.double(), wide_weight)
     assert_accurate(normed, norm(x + residual, weight), exact, (*about, "after adding"))
     both = torch.cat([x, residual], dim=1)
-    assert_accurate(rows.silu_mul(both), gate(both), gate(both.double()), (*about, "gate"))
-    assert torch.equal(rows.argmax(both.float()), both.float().argmax(-1))
+    assert_accurate(rows.silu_mul(both.clone()), gate(both), gate(both.double()), (*about, "gate"))
 
 
 # -- attention -------------------------------------------------------------------------------------

@@ -258,6 +258,13 @@ def test_compiled_rungs_are_right_and_have_fewer_nodes(device):
     assert runner.verify().passed
 
 
+def test_compiled_rungs_are_warmed_up_each_though_others_have_the_same_kernels(device):
+    options = {"options": CaptureOptions(strict=True), "kernels_of": lambda key: None}
+    runner = make_runner(device, long_chain, [1, 2, 4], compile_up_to=2, **options)
+    assert len(runner.graphs) == 3
+    assert runner.verify().passed
+
+
 def test_a_compiled_module_follows_weights_updated_in_place(device):
     model = mlp(device)
     f = graphed(model, ladder=[1, 2, 4], compile_up_to=4)

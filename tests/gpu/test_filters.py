@@ -64,9 +64,9 @@ def test_draws_follow_the_filtered_distribution(device, top_k, top_p, min_p):
         torch.tensor([top_p], device=device),
         torch.tensor([min_p], device=device),
     )
-    tokens = sampling.sample(
-        row.expand(n, -1), repeated(case, torch.full((n,), 77, device=device)), torch.arange(n, device=device)
-    )
+    positions = torch.arange(n, device=device)
+    settings = repeated(case, torch.full((n,), 77, device=device))
+    tokens = sampling.sample(row.expand(n, -1), positions.int(), settings, positions)
     left = filters.is_kept(row, *case.cuts())
     wanted = (row.double() / 1.3).masked_fill(~left, float("-inf")).softmax(-1)[0]
     assert_follows(torch.bincount(tokens, minlength=vocab).cpu(), wanted.cpu())
@@ -76,10 +76,11 @@ def test_one_graph_serves_any_filters(device):
     """Captured without filters, replayed with all kinds of them; bit for bit as outside."""
     n = 16
     positions = torch.arange(n, device=device)
-    seeds = torch.arange(n, device=device) * 1001
+    rows, seeds = positions.int(), positions * 1001
 
     def drawn(logits, temperature, top_k, top_p, min_p, positions):
-        return sampling.sample(logits, SamplingSettings(temperature, top_k, top_p, min_p, seeds), positions)
+        settings = SamplingSettings(temperature, top_k, top_p, min_p, seeds)
+        return sampling.sample(logits, rows, settings, positions)
 
     function = graphed(drawn, ladder=[n], options=CaptureOptions(strict=True))
     ones = torch.ones(n, device=device)

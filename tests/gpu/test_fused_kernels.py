@@ -83,7 +83,8 @@ def test_projections(device, dtype, flags, size):
 def test_projections_by_cuda_kernels(device, shape, tile):
     if not compiled.is_supported(device):
         pytest.skip("needs Hopper and NVRTC")
-    flags = {"norm": True, "gated": shape.gated} if shape.in_features == 1024 else {"residual": True}
+    is_wider = shape.in_features <= shape.out_features  # than its input: such a matrix follows a norm
+    flags = {"norm": True, "gated": shape.gated} if is_wider else {"residual": True}
     for num_tokens in (1,) if isinstance(tile, CudaGemvTile) else (2, 16):
         sizes = (num_tokens, shape.out_features, shape.in_features)
         fused_checks.check_projection(device, torch.bfloat16, sizes, tile, **flags)
@@ -132,12 +133,6 @@ def test_rows(device, dtype, num_tokens, width):
     fused_checks.check_rows(device, dtype, num_tokens, width)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [500, 49_152, 151_936])
-def test_argmax(device, dtype, width):
-    fused_checks.check_argmax(device, dtype, width)
-
-
 def test_row_kernels_in_a_graph(device):
     """Dependent launches are part of a captured graph and order what they must."""
     width = 1024
@@ -145,7 +140,8 @@ def test_row_kernels_in_a_graph(device):
 
     def chain(x: torch.Tensor) -> torch.Tensor:
         for _ in range(20):
-            x, _ = rows.add_rms_norm(rows.silu_mul(torch.cat([x, x], dim=1)), x, weight, 1e-6)
+            gated = rows.silu_mul(torch.cat([x, x], dim=1)).contiguous()
+            x, _ = rows.add_rms_norm(gated, x, weight, 1e-6)
         return x
 
     x = torch.randn(32, width, device=device, dtype=torch.bfloat16)

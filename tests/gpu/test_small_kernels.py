@@ -14,6 +14,16 @@ def test_return_tokens(device: torch.device) -> None:
     small_kernel_checks.check_return_tokens(device)
 
 
+@pytest.mark.parametrize("width", [500, 49_152, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sample_rows(device: torch.device, dtype: torch.dtype) -> None:
-    small_kernel_checks.check_sample_rows(device, dtype)
+def test_greedy(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    small_kernel_checks.check_greedy(device, dtype, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_plain_sampling(device: torch.device, dtype: torch.dtype) -> None:
+    small_kernel_checks.check_return_plain(device, dtype)
+
+
+def test_sample_rows(device: torch.device) -> None:
+    small_kernel_checks.check_sample_rows(device)

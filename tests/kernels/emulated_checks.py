@@ -12,8 +12,8 @@ from kernels import fused_checks
 from kernels.cuda_emulator.emulated import Emulator
 from ostinato.kernels.attention import cuda_decode
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
-from ostinato.kernels.linear import cuda_fragments, cuda_gemv, few_tokens
-from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape
+from ostinato.kernels.linear import cuda_fragments, cuda_gemv, cuda_streamed, few_tokens
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile
 
 CPU = torch.device("cpu")
 H200_MULTIPROCESSORS = 132
@@ -64,10 +64,19 @@ def check_gemv(emulator: Emulator, shape: MatrixShape, tile: CudaGemvTile, form:
         _check_layer(cuda_gemv.launch_gemv, shape, tile, form, num_tokens=1)
 
 
+def check_streamed(
+    emulator: Emulator, shape: MatrixShape, tile: StreamedTile, form: Form, num_tokens: int
+) -> None:
+    """A layer by `streamed.cu`."""
+    assert tile.fits(shape)
+    with patch.object(cuda_streamed, "cuda_kernel", emulator.kernel):
+        _check_layer(cuda_streamed.launch_streamed, shape, tile, form, num_tokens)
+
+
 def _check_layer(
     launch: Callable[..., None],
     shape: MatrixShape,
-    tile: FragmentsTile | CudaGemvTile,
+    tile: FragmentsTile | CudaGemvTile | StreamedTile,
     form: Form,
     num_tokens: int,
 ) -> None:

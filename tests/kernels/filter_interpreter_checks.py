@@ -50,11 +50,11 @@ def check_draws() -> None:
     """What is drawn equals the reference's draw, filters on and off in one batch."""
     n, vocab = 12, 700
     case = Filtering.random(logits_of("spread", n, vocab, 1), 5)
-    seeds, positions = torch.arange(n), torch.arange(n) * 7
+    rows, seeds, lengths = torch.arange(n, dtype=torch.int32), torch.arange(n), torch.arange(n).int() * 7
     settings_of_rows = (case.temperature, case.top_k, case.top_p, case.min_p, seeds)
-    wanted = sampling.sample(case.logits, sampling.SamplingSettings(*settings_of_rows), positions)
+    wanted = sampling.sample(case.logits, rows, sampling.SamplingSettings(*settings_of_rows), lengths)
     drawn = triton_sampling.sample_rows(
-        case.logits, case.temperature, seeds, positions, GREEDY_BELOW, *case.cuts()
+        case.logits, rows, case.temperature, seeds, lengths, GREEDY_BELOW, *case.cuts()
     )
     assert torch.equal(drawn, wanted)
 

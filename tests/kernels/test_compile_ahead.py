@@ -2,11 +2,14 @@
 
 import functools
 import os
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato.kernels import compile_ahead
 from ostinato.kernels.cuda import compiled
@@ -42,6 +45,116 @@ def test_where_fewer_kernels_are_on_disk_than_jobs_all_run_in_children(tmp_path:
         pids = {int(file.suffix[1:]) for file in tmp_path.glob(f"{number}.*")}
         assert os.getpid() in pids
         assert len(pids) == 2, "exactly one child did it"
+
+
+def test_the_longest_jobs_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    costs = [3, 1, 9, 4, 1, 5, 8, 2]
+
+    def job(cost: int) -> None:
+        with open(tmp_path / str(os.getpid()), "a") as log:
+            log.write(f"{cost} ")
+        time.sleep(0.05)
+
+    collector = compile_ahead._Collector()
+    for cost in costs[:5]:
+        collector.cost = cost
+        collector.submit(job, cost)
+    beside = [compile_ahead._Job(cost, functools.partial(job, cost)) for cost in costs[5:]]
+    collector.run(num_on_disk=0, beside=beside)
+    logs = [[int(cost) for cost in file.read_text().split()] for file in tmp_path.iterdir()]
+    children = [log for log in logs if log != costs[:5]]
+    assert len(children) == 2
+    assert sorted(cost for log in children for cost in log) == sorted(costs)
+    assert all(log == sorted(log, reverse=True) for log in children)
+    assert {log[0] for log in children} == {9, 8}
+
+
+def test_a_source_is_as_long_as_all_that_is_compiled_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "a.cu": '#include "b.cuh"\n#include "c.cuh"\n',
+        "b.cuh": '#include "c.cuh"\n// b\n',
+        "c.cuh": "// c\n",
+        "unused.cuh": "// long, and in nobody's way\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(compiled, "_FOLDER", tmp_path)
+    kernel = compiled.CudaKernel("a.cu", "a", {})
+    assert kernel.source_length == sum(len(texts[name]) for name in ("a.cu", "b.cuh", "c.cuh"))
+
+
+def test_children_build_the_launchers_of_triton_kernels_too_one_for_each_list_of_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    here = os.getpid()
+
+    def launcher(src: Any, metadata: str) -> None:
+        (tmp_path / f"{'-'.join(src.signature.values())}.{os.getpid()}").touch()
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(launcher_cls=launcher))
+    collector = compile_ahead._Collector()
+    for kind in ("i32", "bf16", "i32", "i32", "bf16"):
+        src = SimpleNamespace(signature={"x": "pointer", "n": kind})
+        collector.submit(SimpleNamespace, src=src, metadata="of the kernel")
+    collector.submit(bytes)
+    collector.run(num_on_disk=0)
+    assert sorted(file.stem for file in tmp_path.iterdir()) == ["pointer-bf16", "pointer-i32"]
+    assert not list(tmp_path.glob(f"*.{here}")), "the first launch does it, where no child did"
+
+
+def test_nothing_is_launched_inside_but_by_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    launched: list[tuple[str, bool]] = []
+    loaded: list[object] = []
+
+    class Kernel:
+        src = "def kernel(): pass"
+
+        def launch(self, name: str) -> None:
+            triton.runtime.JITFunction.run(self, name, grid=(1,), warmup=False)
+
+    def run(self: Kernel, name: str, *, grid: tuple[int], warmup: bool) -> Kernel:
+        launched.append((name, warmup))
+        return self
+
+    monkeypatch.setattr(triton.runtime.JITFunction, "run", run)
+    monkeypatch.setattr(compile_ahead.triton_start, "finish", lambda: None)
+    monkeypatch.setattr(compile_ahead, "_load", lambda kernel, device: loaded.append(kernel))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    kernel = Kernel()
+    with compile_ahead.compiling_only(torch.device("cuda", 0)):
+        kernel.launch("here")
+        kernel.launch("here")
+        other = threading.Thread(target=kernel.launch, args=("another thread",))
+        other.start()
+        other.join()
+        assert compiled.is_compiling_only()
+    kernel.launch("later")
+    assert launched == [("here", True), ("here", True), ("another thread", False), ("later", False)]
+    assert loaded == [kernel]
+    assert not compiled.is_compiling_only()
+
+
+@pytest.mark.parametrize("launches", [0, 2])
+def test_tritons_own_start_is_over_before_a_kernel_is_compiled_and_before_a_fork(
+    launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    happened: list[str] = []
+    monkeypatch.setattr(triton.runtime.JITFunction, "run", lambda *_, **__: happened.append("compile"))
+    monkeypatch.setattr(compile_ahead.triton_start, "finish", lambda: happened.append("ready"))
+    monkeypatch.setattr(compile_ahead._Collector, "run", lambda *_: happened.append("fork"))
+    monkeypatch.setattr(compile_ahead, "_load", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with compile_ahead.compiling_only(torch.device("cuda", 0)):
+        happened.append("work that needs no Triton")
+        for _ in range(launches):
+            triton.runtime.JITFunction.run(SimpleNamespace(src=""), grid=(1,), warmup=False)
+    assert happened == ["work that needs no Triton", "ready", *["compile"] * launches, "fork"]
 
 
 def test_a_job_that_fails_in_a_child_does_not_keep_it_from_the_others(tmp_path: Path) -> None:
@@ -112,7 +225,7 @@ def test_cuda_sources_are_compiled_by_children_too(tmp_path: Path, monkeypatch: 
     collector = compile_ahead._Collector()
     jobs = [functools.partial(kernel.compile, (9, 0)) for kernel in kernels]
     collector.submit(int)
-    collector.run(num_on_disk=0, beside=jobs)
+    collector.run(num_on_disk=0, beside=[compile_ahead._Job(1, job) for job in jobs])
     assert len(list((tmp_path / "kept").iterdir())) == 3
     found = [job() for job in jobs]
     assert all(found)

@@ -19,7 +19,7 @@ HOPPER = (9, 0)
 MOST_SHARED_BYTES = 227 << 10
 REGISTERS = 64 << 10
 """Of a multiprocessor."""
-GROUPS = (1, 2, 7, 8, 9, 16)
+GROUPS = (1, 2, 3, 4, 7, 8, 9, 16)
 HEAD_DIMS = (64, 80, 128)
 
 
@@ -76,8 +76,8 @@ def report(constants: dict[str, int]) -> str:
     return compiled._compile(source, "decode_attention.cu", options)[1]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 32, 256])
-@pytest.mark.parametrize("group", [2, 8, 16])
+@pytest.mark.parametrize("num_tokens", [1, 8, 32, 256])
+@pytest.mark.parametrize("group", [2, 4, 8, 16])
 def test_it_compiles_without_spilling(nvrtc, num_tokens, group):
     kernel, tile, _ = kernel_of(num_tokens, 8, group)
     said = report(kernel._constants)

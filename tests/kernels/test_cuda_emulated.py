@@ -9,13 +9,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.cuda_emulator.emulated import MAY_SKIP, Emulator
+from kernels.cuda_emulator.emulated import MAY_SKIP, MOST_SHARED_BYTES, Emulator
 from kernels.emulated_checks import (
     H200_MULTIPROCESSORS,
     Form,
     check_attention,
     check_fragments,
     check_gemv,
+    check_streamed,
     emulated_attention,
     emulated_fragments,
     random_bf16,
@@ -24,7 +25,8 @@ from kernels.paged_cases import make_case
 from ostinato.kernels.attention import HeadPreparation, triton_paged
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
 from ostinato.kernels.linear.cuda_fragments import launch_fragments
-from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape
+from ostinato.kernels.linear.cuda_streamed import shared_bytes
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile
 
 pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
@@ -89,6 +91,50 @@ SINGLES = {
 @pytest.mark.parametrize("name", SINGLES)
 def test_a_linear_layer_of_one_token_is_right(emulator, name):
     check_gemv(emulator, *SINGLES[name])
+
+
+STREAMED = {
+    "one warp for a row": ((64, 512), (32, 1, 1, 128, 3, 2), Form(bias=True, residual=True), (1, 5, 8)),
+    "warps share": ((64, 512), (16, 1, 2, 64, 2, 2), Form(norm=True, dtype=torch.float32), (9, 16)),
+    "as far ahead as there are columns": ((32, 1024), (16, 1, 4, 128, 3, 8), Form(norm=True), (8,)),
+    "programs share": ((64, 1024), (32, 4, 1, 64, 3, 3), Form(residual=True), (8,)),
+    "programs and warps share": ((64, 1024), (64, 8, 2, 64, 2, 2), Form(norm=True, bias=True), (2, 31)),
+    "gated": ((48, 512, True), (24, 1, 1, 128, 3, 4), Form(norm=True, bias=True), (32,)),
+    "gated, warps share": ((32, 1024, True), (16, 1, 4, 64, 2, 2), Form(norm=True, residual=True), (27,)),
+    "gated, with all else": (
+        (64, 1024, True),
+        (32, 2, 2, 128, 2, 3),
+        Form(norm=True, bias=True, residual=True, dtype=torch.float32),
+        (13,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_linear_layer_that_streams_is_right(emulator, name):
+    shape, tile, form, tokens = STREAMED[name]
+    for num_tokens in tokens:
+        check_streamed(emulator, MatrixShape(*shape), StreamedTile(*tile, registers=64), form, num_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_random_linear_layers_that_stream(emulator):
+    chance, checked = random.Random(0), 0
+    while checked < 60:
+        gated, slices, shares = chance.random() < 0.4, chance.choice([1, 2, 4, 8]), chance.choice([1, 2, 4])
+        rows = (8 if gated else 16) * chance.randint(1, 4)
+        chunk, slots, ahead = chance.choice([64, 128]), chance.randint(2, 4), chance.randint(1, 12)
+        tile = StreamedTile(rows, slices, shares, chunk, slots, ahead, registers=64)
+        columns = slices * shares * chunk * chance.randint(1, 3)
+        shape = MatrixShape(rows * chance.randint(1, 3), columns, gated)
+        dtype = chance.choice([torch.bfloat16, torch.float32])
+        form = Form(chance.random() < 0.5, chance.random() < 0.5, chance.random() < 0.5, dtype)
+        num_tokens = chance.randint(1, 32)
+        needed = shared_bytes(tile, shape, tile.tokens_at_a_time(num_tokens), norm=form.norm)
+        if tile.fits(shape) and needed <= MOST_SHARED_BYTES:
+            check_streamed(emulator, shape, tile, form, num_tokens)
+            checked += 1
 
 
 def test_equal_tokens_give_equal_bits_wherever_they_are(emulator):

@@ -15,10 +15,12 @@ pytest.importorskip("triton")
 import triton
 
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.linear import cuda_fragments, cuda_streamed
 from ostinato.kernels.linear.choice import package_table
-from ostinato.kernels.linear.cuda_fragments import fragments_kernel, shared_bytes
+from ostinato.kernels.linear.cuda_fragments import fragments_kernel
 from ostinato.kernels.linear.cuda_gemv import gemv_kernel
-from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape
+from ostinato.kernels.linear.cuda_streamed import streamed_kernel
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile
 
 pytestmark = pytest.mark.skipif(not compiled.has_nvrtc(), reason="needs NVRTC and cuda-bindings")
 
@@ -27,20 +29,25 @@ MOST_SHARED_BYTES = 227 << 10
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
 
 
-def measured_tiles() -> Iterator[tuple[MatrixShape, CudaGemvTile | FragmentsTile, int]]:
+CudaTile = CudaGemvTile | FragmentsTile | StreamedTile
+
+
+def measured_tiles() -> Iterator[tuple[MatrixShape, CudaTile, int]]:
     """The tiles of the committed table, with the numbers of tokens that are compiled for."""
     table = package_table("nvidia-h200.json")
     for shape, choices in table.choices.items():
         for choice in choices:
             if isinstance(choice.tile, CudaGemvTile):
                 yield shape, choice.tile, 1
-            if isinstance(choice.tile, FragmentsTile):
+            if isinstance(choice.tile, FragmentsTile | StreamedTile):
                 passes = {choice.tile.tokens_at_a_time(n) for n in range(choice.first, choice.last + 1)}
                 yield from ((shape, choice.tile, tokens) for tokens in sorted(passes))
 
 
 MEASURED = list(measured_tiles())
-FRAGMENTS = next(entry for entry in MEASURED if isinstance(entry[1], FragmentsTile))
+FRAGMENTS, STREAMED = (
+    next(entry for entry in MEASURED if isinstance(entry[1], kind)) for kind in (FragmentsTile, StreamedTile)
+)
 
 
 def has_norm(shape: MatrixShape) -> bool:
@@ -48,16 +55,27 @@ def has_norm(shape: MatrixShape) -> bool:
     return shape.in_features <= shape.out_features
 
 
+def shared_bytes(tile: FragmentsTile | StreamedTile, shape: MatrixShape, tokens: int) -> int:
+    """Of a program."""
+    source = cuda_fragments if isinstance(tile, FragmentsTile) else cuda_streamed
+    return source.shared_bytes(tile, shape, tokens, norm=has_norm(shape))
+
+
+def num_warps(tile: CudaTile, shape: MatrixShape) -> int:
+    """Of a program."""
+    return tile.num_warps(shape) if isinstance(tile, StreamedTile) else tile.num_warps
+
+
 @cache
-def compiled_for_hopper(
-    shape: MatrixShape, tile: CudaGemvTile | FragmentsTile, tokens: int
-) -> tuple[bytes, str]:
+def compiled_for_hopper(shape: MatrixShape, tile: CudaTile, tokens: int) -> tuple[bytes, str]:
     """The kernel in the form in which a layer has it: machine code, and what the compiler said."""
     form = {"norm": has_norm(shape), "residual": not has_norm(shape)}
     if isinstance(tile, CudaGemvTile):
         kernel = gemv_kernel(tile, shape, **form)
-    else:
+    elif isinstance(tile, FragmentsTile):
         kernel = fragments_kernel(tile, shape, tokens, **form)
+    else:
+        kernel = streamed_kernel(tile, shape, tokens, **form)
     options = [*compiled._options(HOPPER, kernel._constants), "--ptxas-options=-v"]
     return compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
 
@@ -67,17 +85,18 @@ def test_a_measured_tile_compiles_without_spilling_much(shape, tile, tokens):
     assert tile.fits(shape)
     _, said = compiled_for_hopper(shape, tile, tokens)
     assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 64
-    assert (
-        int(re.search(r"Used (\d+) registers", said)[1]) * tile.num_warps * 32
-        <= REGISTERS_OF_A_MULTIPROCESSOR
-    )
-    if isinstance(tile, FragmentsTile):
-        assert shared_bytes(tile, shape, tokens, norm=has_norm(shape)) <= MOST_SHARED_BYTES
+    registers = int(re.search(r"Used (\d+) registers", said)[1])
+    assert registers * num_warps(tile, shape) * 32 <= REGISTERS_OF_A_MULTIPROCESSOR
+    if not isinstance(tile, CudaGemvTile):
+        assert shared_bytes(tile, shape, tokens) <= MOST_SHARED_BYTES
 
 
 @pytest.mark.parametrize(("shape", "tile", "tokens"), MEASURED)
-def test_all_weights_are_asked_for_before_the_wait(shape, tile, tokens, tmp_path):
-    """The compiler may move loads of constants behind it, which nothing but the time would show."""
+def test_weights_are_asked_for_before_the_wait(shape, tile, tokens, tmp_path):
+    """All of them, or as many as a warp is ahead.
+
+    The compiler may move loads of constants behind it, which nothing but the time would show.
+    """
     code, _ = compiled_for_hopper(shape, tile, tokens)
     (tmp_path / "kernel.cubin").write_bytes(code)
     listing = subprocess.check_output(
@@ -85,6 +104,10 @@ def test_all_weights_are_asked_for_before_the_wait(shape, tile, tokens, tmp_path
     )
     before, wait, after = listing.partition("ACQBULK")
     assert wait, "it does not wait for the previous kernel"
+    if isinstance(tile, StreamedTile):
+        of_norm = len(weight_loads(before)) - 2 * tile.ahead  # copied in a loop
+        assert of_norm > 0 if has_norm(shape) else of_norm == 0
+        return
     columns = shape.in_features
     if isinstance(tile, FragmentsTile):
         columns //= tile.slices * tile.num_warps
@@ -102,10 +125,13 @@ def weight_loads(listing: str) -> list[str]:
     return [load for load in loads if "STRONG" not in load]
 
 
-def test_the_launch_knows_how_much_shared_memory_the_source_takes():
+@pytest.mark.parametrize(
+    ("make", "entry"), [(fragments_kernel, FRAGMENTS), (streamed_kernel, STREAMED)], ids=["held", "streamed"]
+)
+def test_the_launch_knows_how_much_shared_memory_the_source_takes(make, entry):
     """One byte less than Python computes is refused by the source's own count."""
-    shape, tile, tokens = FRAGMENTS
-    kernel = fragments_kernel(tile, shape, tokens, norm=True)
+    shape, tile, tokens = entry
+    kernel = make(tile, shape, tokens, norm=True)
     source = (compiled._FOLDER / kernel._file).read_text()
     compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
     less = {**kernel._constants, "SHARED_BYTES": kernel._constants["SHARED_BYTES"] - 16}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import filters, sampling
+from ostinato.kernels.request_rows import LINE_HEAD, TokenLines
 from ostinato.kernels.sampling import Penalties, SamplingSettings
 
 VOCAB = 40
@@ -22,6 +23,11 @@ def make_settings(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
         min_p=torch.full((n,), min_p),
         seeds=torch.full((n,), seed, dtype=torch.int64),
     )
+
+
+def sample(logits, chosen, positions):
+    """Settings and positions by row of the logits."""
+    return sampling.sample(logits, torch.arange(logits.size(0), dtype=torch.int32), chosen, positions)
 
 
 def random_logits(n, vocab=VOCAB, seed=0, spread=3.0):
@@ -93,7 +99,7 @@ def test_filters_that_are_off_drop_nothing_from_a_large_flat_vocabulary():
 
 def test_top_k_of_one_is_greedy_and_takes_the_first_of_equal_logits():
     logits = random_logits(20).round()
-    tokens = sampling.sample(logits, make_settings(20, temperature=5.0, top_k=1), torch.arange(20))
+    tokens = sample(logits, make_settings(20, temperature=5.0, top_k=1), torch.arange(20))
     assert torch.equal(tokens, logits.argmax(-1))
     assert (logits == logits.amax(-1, keepdim=True)).sum() > 25  # there were ties
 
@@ -120,7 +126,7 @@ def test_draws_follow_the_filtered_distribution(options):
     row = random_logits(1, seed=5)
     left = filters.is_kept(row, *sampling.filter_cuts(row, one))
     wanted = (row / one.temperature).masked_fill(~left, float("-inf")).softmax(-1)[0]
-    tokens = sampling.sample(row.expand(n, -1), chosen, torch.arange(n))
+    tokens = sample(row.expand(n, -1), chosen, torch.arange(n))
     assert_follows(torch.bincount(tokens, minlength=VOCAB), wanted)
 
 
@@ -167,36 +173,52 @@ def test_a_draw_depends_on_its_own_row_only(seed, n):
         seeds=torch.randint(-(1 << 63), (1 << 63) - 1, (n,), generator=generator),
     )
     positions = torch.randint(0, 10_000, (n,), generator=generator)
-    together = sampling.sample(logits, chosen, positions)
+    together = sample(logits, chosen, positions)
 
     def select(rows):
         return SamplingSettings(*(getattr(chosen, name)[rows] for name in chosen.__dataclass_fields__))
 
     order = torch.randperm(n, generator=generator)
-    assert torch.equal(sampling.sample(logits[order], select(order), positions[order]), together[order])
+    assert torch.equal(sample(logits[order], select(order), positions[order]), together[order])
     for row in range(n):
-        alone = sampling.sample(logits[row : row + 1], select(slice(row, row + 1)), positions[row : row + 1])
+        alone = sample(logits[row : row + 1], select(slice(row, row + 1)), positions[row : row + 1])
         assert alone.item() == together[row].item()
 
 
 def test_temperature_zero_is_greedy_and_a_tiny_one_does_not_overflow():
     logits = random_logits(6) * 1000
     for temperature in (0.0, 1e-6, 2e-5):
-        tokens = sampling.sample(logits, make_settings(6, temperature=temperature), torch.arange(6))
+        tokens = sample(logits, make_settings(6, temperature=temperature), torch.arange(6))
         assert torch.equal(tokens, logits.argmax(-1))
 
 
-def test_without_filters_the_draw_is_the_same():
-    logits, chosen, positions = random_logits(9), make_settings(9, seed=3), torch.arange(9)
-    assert torch.equal(
-        sampling.sample(logits, chosen, positions, filtered=False), sampling.sample(logits, chosen, positions)
-    )
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 12))
+def test_plain_requests_get_what_filtered_sampling_draws_and_others_are_passed_over(seed, n):
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = n + 5
+    rows = (torch.randperm(num_rows - 1, generator=generator)[:n] + 1).int()
+    off = make_settings(num_rows)
+    temperature = (torch.rand(num_rows, generator=generator) * 3 - 1.5).clamp(min=0)
+    seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (num_rows,), generator=generator)
+    chosen = SamplingSettings(temperature, off.top_k, off.top_p, off.min_p, seeds)
+    lengths = torch.randint(0, 10_000, (num_rows,), generator=generator, dtype=torch.int32)
+    is_plain = torch.randint(0, 3, (num_rows,), generator=generator, dtype=torch.int32)
+    logits = random_logits(n, seed=seed)
+    filtered = sampling.sample(logits, rows, chosen, lengths)
+    lines = TokenLines.of(torch.full((num_rows,), -1), torch.zeros(1, dtype=torch.int64), n, 2)
+    plain = sampling.PlainSettings(is_plain, temperature, seeds, lengths)
+    sampling.return_plain(logits, rows, plain, lines)
+    wanted = torch.where(is_plain[rows.long()] != 0, filtered, 0)
+    assert lines.ring[0, LINE_HEAD:].tolist() == wanted.tolist()
+    assert lines.last_tokens[rows.long()].tolist() == wanted.tolist()
+    assert lines.last_tokens[0] == -1
 
 
 def test_forbidden_tokens_are_never_drawn():
     logits = torch.full((500, VOCAB), float("-inf"))
     logits[:, 17] = -50.0
-    tokens = sampling.sample(logits, make_settings(500, temperature=1.5, top_p=0.9), torch.arange(500))
+    tokens = sample(logits, make_settings(500, temperature=1.5, top_p=0.9), torch.arange(500))
     assert (tokens == 17).all()
 
 
@@ -264,8 +286,7 @@ def test_logprobs_of_the_chosen_and_the_best():
 # -- capture ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filtered", [True, False])
-def test_the_whole_of_sampling_is_captured(filtered):
+def test_the_whole_of_sampling_is_captured():
     n, max_rows = 4, 9
     counts = torch.zeros(max_rows, VOCAB, dtype=torch.int32)
     in_prompt = torch.zeros(max_rows, VOCAB, dtype=torch.bool)
@@ -279,7 +300,7 @@ def test_the_whole_of_sampling_is_captured(filtered):
         changed = sampling.apply_penalties(
             biased, penalties, counts.index_select(0, rows), in_prompt.index_select(0, rows)
         )
-        tokens = sampling.sample(changed, chosen, positions, filtered=filtered)
+        tokens = sample(changed, chosen, positions)
         sampling.count_tokens(counts, rows, tokens)
         logprobs = sampling.token_logprobs(logits, tokens, 3)
         return tokens, logprobs.chosen, logprobs.rank, logprobs.top_tokens, logprobs.top
@@ -311,4 +332,37 @@ def test_the_whole_of_sampling_is_captured(filtered):
             assert torch.equal(part, wanted)
         assert torch.equal(counts, after)
     assert counts.sum() == 3 * 5
+    assert not function.report().eager_steps
+
+
+def test_plain_sampling_is_captured_and_looks_at_the_temperatures_of_each_replay():
+    n, num_rows = 4, 9
+    temperature, seeds = torch.zeros(num_rows), torch.arange(num_rows)
+    is_plain, lengths = torch.ones(num_rows, dtype=torch.int32), seeds.int()
+    plain = sampling.PlainSettings(is_plain, temperature, seeds, lengths)
+    began = torch.zeros(1, dtype=torch.int64)
+
+    def lines():
+        return TokenLines.of(torch.zeros(num_rows, dtype=torch.int64), began, n, 3)
+
+    captured, eager = lines(), lines()
+
+    def step(logits, rows):
+        sampling.return_plain(logits, rows, plain, captured)
+        return ()
+
+    function = graphed(step, ladder=[n], options=CaptureOptions(strict=True))
+    rows = torch.tensor([3, 8, 1, 0], dtype=torch.int32)
+    function.capture(random_logits(n), rows)
+    assert captured.count.tolist() == [0, 0], "capturing writes no line"
+    for seed in range(7):
+        temperature.copy_(torch.tensor([0.0, 0.9, 1.4])[(torch.arange(num_rows) * seed) % 3])
+        is_plain[8] = seed % 2
+        function(random_logits(n, seed=seed), rows)
+        sampling.return_plain(random_logits(n, seed=seed), rows, plain, eager)
+        assert torch.equal(captured.last_tokens, eager.last_tokens)
+        assert torch.equal(captured.ring, eager.ring)
+        assert captured.ring[seed % 3, 0] == seed
+    assert captured.count.tolist() == [7, 0]
+    assert captured.last_tokens[0] == 0
     assert not function.report().eager_steps

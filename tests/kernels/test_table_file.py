@@ -14,6 +14,7 @@ from ostinato.kernels.linear.tiles import (
     Library,
     MatrixShape,
     SkinnyTile,
+    StreamedTile,
 )
 
 SHAPE = {"out_features": 8, "in_features": 16, "gated": False}
@@ -34,13 +35,14 @@ def test_every_kind_of_choice_survives_a_file(tmp_path: Path) -> None:
             MatrixShape(8, 128): choices,
             MatrixShape(8, 128, True): choices[:1],
             MatrixShape(24, 256, True): (Choice(1, 1, CudaGemvTile(3, 8, 96)),),
+            MatrixShape(64, 512): (Choice(2, 32, StreamedTile(32, 2, 1, 128, 3, 8, 64)),),
         },
     )
     file = tmp_path / "new" / "table.json"
     save_table(table, file, machine={"date": "today"})
     assert load_table(file) == table
     lines = file.read_text().splitlines()
-    assert len(lines) == 3 + 3 + 6, "a line for each choice"
+    assert len(lines) == 3 + 4 + 7, "a line for each choice"
     assert json.loads(file.read_text())["machine"] == {"date": "today"}
 
 
@@ -60,7 +62,7 @@ def choice(kernel: str, first: int, last: int, **tile: object) -> dict[str, obje
     [
         ([choice("fragments", 2, 8, rows=16, slices=2, num_warps=4, held=1, registers=128)], "divided"),
         ([choice("fragments", 2, 8, rows=8, slices=1, num_warps=4, held=1, registers=999)], "divided"),
-        ([choice("cutlass", 1, 1)], "kernel must be one of gemv, cuda_gemv, fragments, skinny, library"),
+        ([choice("cutlass", 1, 1)], "one of gemv, cuda_gemv, fragments, streamed, skinny, library"),
         ([choice("resident", 2, 16, rows=8, slices=4, width=64, num_warps=4)], "kernel must be one of gemv,"),
         ([choice("gemv", 1, 2, **GEMV)], "<= 1 for this kernel"),
         ([choice("cuda_gemv", 1, 2, rows=1, num_warps=2, registers=96)], "<= 1 for this kernel"),

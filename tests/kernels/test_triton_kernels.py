@@ -148,7 +148,22 @@ def test_row_kernels_compile_for_hopper():
     for parts in (1, 4):
         flags = {"has_residual": True, "parts": parts}
         assert compiles(kernels._add_rms_norm, {**operands, "eps": "fp32"}, {**constants, **flags})
-    assert compiles(kernels._silu_mul, pointers(torch.bfloat16, "gate_up", "out"), dict(constants))
+    assert compiles(kernels._silu_mul, pointers(torch.bfloat16, "gate_up"), dict(constants))
+
+
+def test_plain_sampling_compiles_for_hopper():
+    from ostinato.kernels import triton_best, triton_request_rows, triton_sampling
+
+    rows = {"rows": "*i32", "is_taken": "*i32", "temperature": "*fp32", "seeds": "*i64", "lengths": "*i32"}
     found = {"best": "*fp32", "best_at": "*i32"}
-    assert compiles(kernels._best_of_block, {"x": "*fp32", **found}, dict(constants))
-    assert compiles(kernels._best_of_row, {"out": "*i64", **found}, dict(constants))
+    operands = {"logits": "*fp32", "cut": "*fp32", "cut_at": "*i32", **rows, **found}
+    constants = {"width": 151_936, "block": 4096, "greedy_below": 1e-5}
+    for has_cuts in (False, True):
+        kernel = triton_sampling._noisy_best_of_block
+        assert compiles(kernel, operands, {**constants, "has_cuts": has_cuts}, num_warps=8)
+    candidates = {"values": "*fp32", "tokens": "*i32"}
+    assert compiles(triton_best._join_best, {**candidates, "out": "*i64"}, {"block": 64})
+    lines = dict.fromkeys(("last_tokens", "ring", "count", "began"), "*i64")
+    for block, tokens in ((64, candidates), (1, dict.fromkeys(candidates, "*i64"))):
+        kernel, sizes = triton_request_rows._return_tokens, {"head": 3, "rows_block": 16, "block": block}
+        assert compiles(kernel, {"rows": "*i32", **tokens, **lines}, {**sizes, "timed": True})

@@ -130,7 +130,6 @@ def check_projections() -> None:
 def check_rows() -> None:
     fused_checks.check_rows("cpu", torch.float32, 3, 40)
     fused_checks.check_rows("cpu", torch.float16, 2, 1500)
-    fused_checks.check_argmax("cpu", torch.float32, 9000)
 
 
 def check_ops_are_declared_truthfully() -> None:
@@ -171,7 +170,21 @@ def check_ops_are_declared_truthfully() -> None:
     opcheck(ops.rms_norm.default, (x, weight, 1e-5), test_utils=tests)
     opcheck(ops.add_rms_norm.default, (x, x, weight, 1e-5), test_utils=tests)
     opcheck(ops.silu_mul.default, (x,), test_utils=tests)
-    opcheck(ops.argmax_rows.default, (x,), test_utils=tests)
+    check_sampling_ops_are_declared_truthfully(tests)
+
+
+def check_sampling_ops_are_declared_truthfully(tests: tuple[str, ...]) -> None:
+    opcheck, ops = torch.library.opcheck, torch.ops.ostinato
+    plain = small_kernel_checks.PlainCase.random(3, 40, 1, torch.float32)
+    logits, rows, asked = plain.logits, plain.rows, tuple(vars(plain.settings).values())
+    opcheck(ops.best_of_blocks.default, (logits, rows, *asked, 1e-5), test_utils=tests)
+    opcheck(ops.plain_tokens.default, (logits, rows, *asked), test_utils=tests)
+    cuts = torch.full((3,), 0.0), torch.full((3,), 40, dtype=torch.int32)
+    opcheck(ops.sample_rows.default, (logits, rows, *asked[1:], 1e-5, *cuts), test_utils=tests)
+    lines = tuple(vars(small_kernel_checks.lines_of(6, 3, "cpu")).values())
+    values, tokens = torch.rand(3, 2), torch.ones(3, 2, dtype=torch.int32)
+    opcheck(ops.return_best.default, (rows, values, tokens, 40, *lines), test_utils=tests)
+    opcheck(ops.return_tokens.default, (rows, tokens[:, 0].long(), *lines), test_utils=tests)
 
 
 def check_small_kernels() -> None:

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.models.transformer import StepAttention
 from ostinato.models.weights import checkpoint_tensors, load_model
 
-from .small_models import FAMILIES, all_logits, saved_model
+from .small_models import FAMILIES, all_logits, dense_attend, saved_model
 
 IDS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(3))
 
@@ -97,3 +99,50 @@ def test_the_rotary_table_can_be_bounded(tmp_path: Path) -> None:
     model = load_model(tmp_path, max_positions=40)
     assert model.rotary.table.shape[0] == 40
     assert_same_logits(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_layers", "layers"),
+    [("llama", 5, [0, 1]), ("llama", 1, [0]), ("qwen2-window", 5, [0, 1, 3])],
+)
+def test_one_layer_of_each_kind_runs_where_that_is_asked_for(
+    family: str, num_layers: int, layers: list[int], tmp_path: Path
+) -> None:
+    windows = {"max_window_layers": 3} if family == "qwen2-window" else {}
+    saved_model(family, tmp_path, num_hidden_layers=num_layers, **windows)
+    model = load_model(tmp_path, dtype=torch.float32)
+    dense = dense_attend(model)
+
+    def layers_of_a_step() -> list[int]:
+        seen: list[int] = []
+
+        def attend(layer: int, *heads: torch.Tensor) -> torch.Tensor:
+            seen.append(layer)
+            return dense(layer, *heads)
+
+        model(IDS, torch.arange(len(IDS)), attend)
+        return seen
+
+    with model.one_layer_of_each_kind():
+        assert layers_of_a_step() == layers
+    assert layers_of_a_step() == list(range(num_layers))
+
+
+def test_torch_compile_traces_a_whole_step(tmp_path: Path) -> None:
+    """Also where attention starts from rows, as on a GPU."""
+    saved_model("qwen3", tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32)
+
+    def refuse(*_: Any) -> torch.Tensor:
+        raise AssertionError("the model starts from rows")
+
+    def attend_rows(layer: int, rows: torch.Tensor, heads: HeadPreparation) -> torch.Tensor:
+        attention = model.layers[layer].self_attn
+        queries = rows[:, : attention.q_width] * heads.eps
+        return queries.unflatten(-1, (attention.num_heads, attention.head_dim))
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        return model.logits(model(ids, ids, StepAttention(refuse, attend_rows)))
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(IDS), step(IDS))

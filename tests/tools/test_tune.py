@@ -22,6 +22,7 @@ from ostinato.kernels.linear.tiles import (
     Library,
     MatrixShape,
     SkinnyTile,
+    StreamedTile,
     Tile,
 )
 from ostinato.models.config import ModelConfig
@@ -155,7 +156,8 @@ def test_fused_candidates_divide_the_matrix(num_tokens):
     for shape in QWEN3:
         tiles = candidates.fused_tiles(shape, num_tokens, cuda=True, shared_bytes=SHARED_BYTES)
         singles = {GemvTile, CudaGemvTile} if num_tokens == 1 else set()
-        assert {type(tile) for tile in tiles} == {FragmentsTile} | singles
+        assert {type(tile) for tile in tiles} - {StreamedTile} == {FragmentsTile} | singles
+        assert 1 < num_tokens <= 32 or StreamedTile not in map(type, tiles)
         assert all(tile.fits(shape) for tile in tiles if isinstance(tile, IN_CUDA))
         plain = candidates.fused_tiles(shape, num_tokens, cuda=False, shared_bytes=SHARED_BYTES)
         assert plain == [tile for tile in tiles if not isinstance(tile, IN_CUDA)]
@@ -177,6 +179,20 @@ def test_candidates_of_cuda_gemv_are_few_and_enough():
             assert (tile.rows, tile.num_warps) in [(other.rows, other.num_warps) for other in tiles]
     assert cuda_gemv_tiles(MatrixShape(4096, 1000)) == []
     assert cuda_gemv_tiles(MatrixShape(128, 1024)) == []
+
+
+def test_candidates_of_streamed_are_few_and_enough():
+    table = package_table("nvidia-h200.json")
+    for shape, choices in table.choices.items():
+        for choice in choices:
+            if not isinstance(choice.tile, StreamedTile):
+                continue
+            bases = candidates.fused_tiles(shape, choice.last, cuda=True, shared_bytes=SHARED_BYTES)
+            bases = [tile for tile in bases if isinstance(tile, StreamedTile)]
+            assert 3 <= len(bases) <= 40
+            finer = [tile for base in bases for tile in candidates.refined(base, shape, SHARED_BYTES)]
+            assert choice.tile in [*bases, *finer]
+            assert all(tile.fits(shape) for tile in finer)
 
 
 @pytest.mark.parametrize("shape", [*QWEN3, MatrixShape(128_256, 4096), MatrixShape(77, 100)], ids=str)

@@ -319,8 +319,11 @@ class ResolvedConfig:
 
     @property
     def warmups(self) -> int:
-        """Runs before a recording: a GPU compiles and tunes its kernels in them, a CPU has none to tune."""
-        return 2 if self.device.type == "cuda" else 0
+        """Runs before a recording: none on a CPU; on a GPU one, as kernels are compiled before, or two for
+        what torch.compile makes."""
+        if self.device.type != "cuda":
+            return 0
+        return 2 if self.config.enable_torch_compile else 1
 
 
 def _device(name: str) -> torch.device:

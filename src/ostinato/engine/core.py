@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ostinato.cache.pages import PageAllocator
-from ostinato.graphs import OstinatoError, Report
+from ostinato.graphs import OstinatoError, Report, frozen_gc
 
 from .device_memory import DeviceMemory
 from .loading import LoadedModel, allocate_kv
@@ -85,6 +85,12 @@ class EngineCore:
         """CPU time of the steps."""
         self.startup = startup or StartupTimes()
         """Time that the phases of the start took."""
+        # Once for all captures of the start: walking the modules of torch takes a tenth of a second.
+        with frozen_gc(not config.config.enable_cudagraph_gc):
+            self._start(progress)
+
+    def _start(self, progress: bool | None) -> None:
+        loaded, config = self.loaded, self.config
         graph_bytes = rehearse(loaded, self.startup)
         with self.startup.phase("kv"):
             kv = allocate_kv(loaded.model, config, graph_bytes)
@@ -163,7 +169,7 @@ class EngineCore:
         return []
 
     def report(self) -> Report:
-        """The forward graphs and what ran without one; sampling has its own, `sampler.report`."""
+        """The forward graphs and what ran without one; sampling behind them has its own, `sampler.report`."""
         return self.runner.graphs.report()
 
     def memory(self) -> dict[str, int]:
@@ -196,6 +202,7 @@ class EngineCore:
     # -- the verbs of a step -----------------------------------------------------------------------
 
     def _launch(self, step: ScheduledStep) -> _Flight:
+        self.runner.returned.settle()
         self.runner.update_pages(step.page_updates)
         if self.sampler is not None:
             self.sampler.join(step.joined)
@@ -293,6 +300,7 @@ class EngineCore:
 
     def _fail(self, step: ScheduledStep, error: BaseException) -> list[Progress]:
         logger.exception("step %d failed", step.index)
+        self.runner.returned.doubt()
         message = f"the step failed on {self.config.device}: {type(error).__name__}: {error}"
         return [Progress((), [], self.scheduler.fail(step, message), {})]
 

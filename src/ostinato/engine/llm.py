@@ -127,7 +127,7 @@ class LLM:
         return self.engine.core.report()
 
     def sampling_report(self) -> Report | None:
-        """The same for sampling; None for a model that only embeds."""
+        """The same for sampling that is not in decode graphs; None for a model that only embeds."""
         sampler = self.engine.core.sampler
         return None if sampler is None else sampler.report()
 

@@ -12,6 +12,7 @@ import torch
 
 from ostinato.cache.kv import KVCache, KVCacheError, KVShape
 from ostinato.graphs import OstinatoError
+from ostinato.kernels import triton_start
 from ostinato.kernels.attention import AttentionBackend, BackendError, get_backend
 from ostinato.models.config import ModelConfig
 from ostinato.models.errors import DownloadError, ModelError
@@ -53,6 +54,9 @@ def load(asked: EngineConfig) -> LoadedModel:
         directory = locate_model(asked.model)
         shape = ModelConfig.load(directory)
         config = asked.resolved(shape.max_position_embeddings, getattr(torch, shape.dtype))
+        if config.device.type == "cuda":
+            triton_start.begin()
+            torch.empty(1, device=config.device)  # makes the context, while Triton is imported
         attention = get_backend(asked.attention_backend, config.device)
         use_table_of_user(asked.kernel_table, config.device)
         # Reading a tokenizer takes as long as reading a small model's weights.
@@ -81,7 +85,7 @@ def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:
 
 
 def allocate_kv(model: Transformer, config: ResolvedConfig, graph_bytes: int) -> KVCache:
-    """The KV cache: as many pages as asked for, or as fit behind weights and `graph_bytes` of graphs."""
+    """The KV cache: as many pages as asked for, or as fit beside weights and what `rehearse` found."""
     shape = kv_shape(model, config)
     # Pages of all requests at their longest, and page 0: more would never be used but as prefix cache.
     useful = config.max_running_requests * config.page_columns + 1

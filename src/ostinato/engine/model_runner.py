@@ -34,8 +34,10 @@ from ostinato.models.transformer import Attend, StepAttention, Transformer
 
 from .config import ResolvedConfig
 from .device_rows import DeviceRows
+from .plain_sampling import PlainSampling
 from .request import IntArray
 from .row_fields import row_fields
+from .sampled_tokens import TokenReturn
 from .scheduled_step import PageUpdate, ScheduledStep
 from .times import StartupTimes
 
@@ -60,7 +62,7 @@ class ModelRunner:
     What outlives a replay is in static buffers: the logits of each request's last token in `logits`, which
     sampling reads, and the hidden states of a mixed step's tokens in `hidden`, for prompt logprobs and
     embeddings. The token sampled last in each row is in `last_tokens`, where the next step finds it, and the
-    time at which the last decode step began in `began`.
+    time at which the last decode step began in `began`. Decode steps end with plain sampling.
     """
 
     def __init__(
@@ -92,6 +94,11 @@ class ModelRunner:
         self.began = torch.zeros(1, dtype=torch.int64, device=device)
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
+        # Two lines a step: one from its decode graph, one from a sampling graph.
+        self.returned = TokenReturn(self.last_tokens, self.began, running, 2 * (config.lookahead + 2))
+        self.sample_plain = PlainSampling(self.rows, self.logits, self.returned)
+        self.has_sampled = False
+        """Whether the last step has chosen the tokens of its plain requests."""
         self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
         self._attend = eager_boundary(self._attend_layer)
@@ -130,14 +137,15 @@ class ModelRunner:
             dispatcher=dispatcher,
             pool=self.pool,
             options=CaptureOptions(warmups=config.warmups, freeze_gc=not asked.enable_cudagraph_gc),
-            state={},  # padding writes page 0 only, and the logits belong to nobody between steps
+            # Padding writes page 0 only, and the logits belong to nobody between steps.
+            state=self.returned.state,
             dummy=self._dummy,
             compile_up_to=asked.torch_compile_max_bs if asked.enable_torch_compile else 0,
             kernels_of=self.kernels_of,
         )
         runner.watch(self.model)
         static = {"page_table": self.page_table, "lengths": self.lengths, "last_tokens": self.last_tokens}
-        static["began"] = self.began
+        static |= {"began": self.began, **self.returned.state}
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
         return runner
 
@@ -180,9 +188,12 @@ class ModelRunner:
         is_same = step.rows is held_rows
         shape = held_shape if is_same and not self._contexts else self.shape_of(step)
         if is_same and self.graphs.can_rerun(shape):
-            return self.graphs.rerun(shape)
+            logits = self.graphs.rerun(shape)
+            self._count_line()
+            return logits
         decision = self.graphs.decide(shape)
         self.notes_beginning = decision.descriptor is not None and decision.descriptor.is_uniform
+        self.has_sampled = self._samples(decision.descriptor or shape.as_descriptor())
         # Only a full graph has attention inside; between segments and eagerly it needs the real lengths.
         self._host = None if decision.mode is GraphMode.FULL else host_lengths(step)
         self._held = _NOTHING
@@ -196,9 +207,18 @@ class ModelRunner:
             "query_lens": step.num_new_tokens,
         }
         logits = self.graphs.run(inputs, shape)
+        self._count_line()
         if self.notes_beginning:
             self._held = step.rows, shape
         return logits
+
+    def _samples(self, descriptor: BatchDescriptor) -> bool:
+        """Whether a step of this form ends with plain sampling."""
+        return descriptor.is_uniform and self.model.config.has_lm_head
+
+    def _count_line(self) -> None:
+        if self.has_sampled:
+            self.returned.launched()
 
     def shape_of(self, step: ScheduledStep) -> BatchShape:
         """What the dispatcher decides by; contexts of one bucket count as equal, so shapes recur."""
@@ -221,7 +241,10 @@ class ModelRunner:
         query_lens: torch.Tensor,
         descriptor: BatchDescriptor,
     ) -> torch.Tensor:
-        """What is captured: token ids to logits. A negative id is the token sampled last in its row."""
+        """What is captured: token ids to logits. A negative id is the token sampled last in its row.
+
+        In a decode step, on to the tokens of those requests that are plain.
+        """
         if descriptor.is_uniform:
             input_ids, positions, seq_lens, query_lens = request_rows.begin_decode(
                 req_rows, self.lengths, self.last_tokens, self.began
@@ -248,6 +271,8 @@ class ModelRunner:
         logits = self.logits[: req_rows.size(0)]
         if self.model.config.has_lm_head:
             self.model.logits(hidden, logits)
+        if self._samples(descriptor):
+            self.sample_plain(req_rows)
         return logits
 
     def _attention_over(self, batch: AttentionBatch) -> Attend:

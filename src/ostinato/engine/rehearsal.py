@@ -5,11 +5,12 @@ Runs on a GPU only, against a KV cache of two pages. Nothing of it stays but com
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from ostinato.cache.kv import KVCache
 from ostinato.graphs import GraphKey
-from ostinato.kernels import request_rows
 from ostinato.kernels.compile_ahead import compiling_only
 
 from .device_memory import DeviceMemory
@@ -24,36 +25,43 @@ _SAMPLING_BYTES = 512 << 20
 
 
 def rehearse(loaded: LoadedModel, times: StartupTimes) -> int:
-    """Compile the kernels of all graphs; the bytes that graphs will take, 0 where nobody needs to know."""
-    config = loaded.config
-    if config.device.type != "cuda":
+    """Compile the kernels of all graphs; the bytes that graphs and buffers will take, 0 if nobody asks."""
+    if loaded.config.device.type != "cuda":
         return 0
-    with times.phase("compile"):
-        kv = KVCache(kv_shape(loaded.model, config), 2, config.device)
-        runner = ModelRunner(loaded.model, kv, loaded.attention, config)
-        _compile(runner)
-    if config.config.num_pages is not None:
-        return 0
+    taken = _rehearse(loaded, times)
     with times.phase("kv"):
-        taken = _trial_capture(runner)
-        del runner, kv
+        # A runner and its graphs know each other, and what they hold must be gone before anything is sized.
+        gc.collect()
         torch.cuda.empty_cache()
     return taken
 
 
-def _compile(runner: ModelRunner) -> None:
-    # The one kernel that others get indices from has to run.
-    rows = torch.zeros(1, dtype=torch.int32, device=runner.lengths.device)
-    request_rows.begin_decode(rows, runner.lengths, runner.last_tokens, runner.began)
+def _rehearse(loaded: LoadedModel, times: StartupTimes) -> int:
+    config = loaded.config
+    before = DeviceMemory.now(config.device)
+    with times.phase("compile"):
+        kv = KVCache(kv_shape(loaded.model, config), 2, config.device)
+        runner = ModelRunner(loaded.model, kv, loaded.attention, config)
+        sampler = Sampler(runner) if loaded.model.config.has_lm_head else None
+        buffers = DeviceMemory.now(config.device).less(before).allocated
+        _compile(runner, sampler)
+    if config.config.num_pages is not None:
+        return 0
+    with times.phase("kv"):
+        # The engine will make these buffers again, behind its KV cache.
+        return buffers + _trial_capture(runner)
+
+
+def _compile(runner: ModelRunner, sampler: Sampler | None) -> None:
     done = set()
-    with compiling_only(runner.lengths.device):
+    with compiling_only(runner.lengths.device), runner.model.one_layer_of_each_kind():
         for key in runner.graphs.keys:
             kernels = runner.kernels_of(key)
             if kernels not in done:
                 done.add(kernels)
                 runner.graphs.try_out(key)
-        if runner.model.config.has_lm_head:
-            Sampler(runner).try_out()
+        if sampler is not None:
+            sampler.try_out()
 
 
 def _trial_capture(runner: ModelRunner) -> int:

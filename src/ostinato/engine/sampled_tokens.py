@@ -1,7 +1,7 @@
 """Sampled tokens on their way to the host, and there.
 
-On a GPU the last kernel of a sampling graph writes the tokens into pinned memory itself: no copy is queued
-behind the graph, and the host only waits for an event. Log-probabilities, rarely asked for, are copied.
+On a GPU the last kernel of a step writes the tokens into pinned memory itself: no copy is queued behind the
+graph, and the host only waits for an event. Log-probabilities, rarely asked for, are copied.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ostinato.graphs import CurrentStream
 from ostinato.kernels import request_rows
-from ostinato.kernels.request_rows import LINE_HEAD
+from ostinato.kernels.request_rows import LINE_HEAD, TokenLines
 
 from .request import IntArray
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens of a step, on the host; good until as many steps later as the ring has lines."""
+    """The tokens of a step, on the host; good until as many lines later as the ring has."""
 
     tokens: IntArray
     """int64 [R]."""
@@ -37,11 +37,12 @@ class Sampled:
 
 
 class Launched:
-    """A sampling step whose results are on their way."""
+    """A step whose tokens are on their way."""
 
     def __init__(
-        self, line: IntArray, count: int | None, extra: Sequence[Tensor], done: torch.cuda.Event | None
+        self, line: IntArray, count: int, extra: Sequence[Tensor], done: torch.cuda.Event | None
     ) -> None:
+        """`done`: None where everything is done already."""
         self._line = line
         self._count = count
         self._extra = extra
@@ -52,8 +53,8 @@ class Launched:
         if self._done is not None:
             self._done.synchronize()
         tokens = self._line[LINE_HEAD:]
-        assert self._count is None or self._line[0] == self._count, "the tokens of another step"
-        span = None if self._count is None else (int(self._line[1]), int(self._line[2]))
+        assert self._line[0] == self._count, "the tokens of another step"
+        span = None if self._done is None else (int(self._line[1]), int(self._line[2]))
         if not self._extra:
             return Sampled(tokens, span=span)
         chosen, ranks, top, top_tokens = self._extra
@@ -63,43 +64,56 @@ class Launched:
 
 
 class TokenReturn:
-    """Where sampling graphs leave their tokens for the next step and for the host."""
+    """Where steps leave their tokens, and which line of the ring is whose.
 
-    def __init__(self, last_tokens: Tensor, began: Tensor, max_rows: int, num_lines: int) -> None:
-        """`num_lines`: more than there are steps whose tokens are unread at any time."""
-        self._last_tokens = last_tokens
-        self._began = began
-        self._on_gpu = last_tokens.is_cuda
-        self._ring = torch.zeros(num_lines, LINE_HEAD + max_rows, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._lines = self._ring.numpy()
-        self.count = torch.zeros(1, dtype=torch.int64, device=last_tokens.device)
-        """Steps sampled, on the device; trial runs must not change it."""
-        self._sent = 0
-        self._events = [torch.cuda.Event() for _ in range(num_lines)] if self._on_gpu else []
+    Decode graphs and sampling graphs write lines; a step has one of its own from each that it launches, and
+    the last one counts. Device and host count the lines independently of each other: `Launched.read` checks
+    that they agree.
+    """
+
+    def __init__(self, last_tokens: Tensor, began: Tensor, max_requests: int, num_lines: int) -> None:
+        """`num_lines`: more than those of the steps whose tokens are unread at any time."""
+        self.lines = TokenLines.of(last_tokens, began, max_requests, num_lines)
+        self._ring = self.lines.ring.numpy()
+        self._num_launched = 0
+        self._is_in_doubt = False
+        self._events = [torch.cuda.Event() if last_tokens.is_cuda else None for _ in range(num_lines)]
         self._stream = CurrentStream(last_tokens.device)
 
-    def keep(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Captured: leave the tokens in their rows and, on a GPU, in the ring."""
-        if self._on_gpu:
-            request_rows.return_tokens(rows, self._last_tokens, tokens, self._ring, self.count, self._began)
-        else:
-            request_rows.keep_tokens(rows, self._last_tokens, tokens)
-        return tokens
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What steps change and trial runs must not."""
+        return {"count": self.lines.count}
 
-    def sent(self, outputs: Sequence[Tensor]) -> Launched:
-        """A sampling step was launched: its tokens, and what else its graph returned, are to be read."""
-        tokens, *extra = outputs
-        if not self._on_gpu:
-            line = self._lines[0, : LINE_HEAD + len(tokens)]
-            line[LINE_HEAD:] = tokens.numpy()
-            return Launched(line.copy(), None, [output.clone() for output in extra], None)
-        count = self._sent
-        self._sent += 1
-        place = count % len(self._lines)
+    def keep(self, rows: Tensor, tokens: Tensor) -> None:
+        """Captured: leave the tokens in their rows and in the next line."""
+        request_rows.return_tokens(rows, tokens, self.lines)
+
+    def launched(self) -> None:
+        """Something that writes a line was launched."""
+        self._num_launched += 1
+
+    def doubt(self) -> None:
+        """A step failed: who knows whether it has launched what writes a line, or was about to."""
+        self._is_in_doubt = True
+
+    def settle(self) -> None:
+        """After a doubt, before the next step: the device takes over the host's count."""
+        if self._is_in_doubt:
+            self.lines.count.copy_(torch.tensor([self._num_launched, 0]))
+            self._is_in_doubt = False
+
+    def newest(self, num_requests: int, extra: Sequence[Tensor] = ()) -> Launched:
+        """The line of what was launched last, to be read; `extra`: what else its graph returned."""
+        count = self._num_launched - 1
+        place = count % len(self._ring)
+        done = self._events[place]
         copies = [
-            torch.empty(output.shape, dtype=output.dtype, pin_memory=True).copy_(output, non_blocking=True)
+            torch.empty(output.shape, dtype=output.dtype, pin_memory=done is not None).copy_(
+                output, non_blocking=True
+            )
             for output in extra
         ]
-        self._events[place].record(self._stream.get())
-        line = self._lines[place, : LINE_HEAD + tokens.size(0)]
-        return Launched(line, count, copies, self._events[place])
+        if done is not None:
+            done.record(self._stream.get())
+        return Launched(self._ring[place, : LINE_HEAD + num_requests], count, copies, done)

@@ -1,16 +1,17 @@
-"""Chooses the next token of each request on the device, from graphs of its own.
+"""Chooses the next token of each request on the device.
 
 The parameters of a request are written once, into its row, when it gets the row. A step then brings only
-rows, and nothing if they are those of the step before. There are four kinds of graphs, each doing more than
-the one before; a step runs from the cheapest kind that serves all its requests.
+rows, and nothing if they are those of the step before. There are three kinds of sampling, each doing more
+than the one before, and a step takes the cheapest kind that serves all its requests. Each kind has graphs of
+its own; the plain one is also the end of every decode step (`plain_sampling`), which then needs no other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from ostinato.text.grammar import mask_words
 from .model_runner import ModelRunner
 from .request import IntArray, Request
 from .row_fields import MAX_BANNED, MAX_BIASES
-from .sampled_tokens import Launched, TokenReturn
+from .sampled_tokens import Launched
 from .sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
 from .scheduled_step import ScheduledStep
 
@@ -48,11 +49,11 @@ PIECE_BYTES = 24 << 20
 class Kind(IntEnum):
     """What a sampling graph can do; each one all that the smaller ones can."""
 
-    GREEDY = 0
-    RANDOM = 1
-    FILTERED = 2
+    PLAIN = 0
+    """Greedy, or random with a temperature and a seed."""
+    FILTERED = 1
     """Also top-k, top-p and min-p."""
-    COMPLETE = 3
+    COMPLETE = 2
     """Also penalties, biases, bans, grammars and logprobs."""
 
     @classmethod
@@ -62,11 +63,9 @@ class Kind(IntEnum):
             return cls.COMPLETE
         if params.structured_outputs is not None:
             return cls.COMPLETE
-        if params.is_greedy:
-            return cls.GREEDY
-        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        if not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
             return cls.FILTERED
-        return cls.RANDOM
+        return cls.PLAIN
 
 
 SAMPLING_FIELDS = (Field("req_rows", torch.int32, per="request"),)
@@ -92,9 +91,13 @@ class Sampler:
         self._masked_rows: set[int] = set()
         self._biased_rows: set[int] = set()
         self._buffers = InputBuffers(SAMPLING_FIELDS, max_tokens=running, max_reqs=running, device=device)
-        self._return = TokenReturn(self._rows["last_tokens"], runner.began, running, config.lookahead + 2)
+        self._settings = SamplingSettings(
+            **{field.name: self._rows[field.name] for field in fields(SamplingSettings)}
+        )
+        self._returned = runner.returned
         self._graphs = {kind: self._make_graphs(kind) for kind in Kind}
-        self._held: tuple[IntArray, Kind, BatchShape] | None = None
+        self._decided: tuple[IntArray | None, Kind] = (None, Kind.PLAIN)
+        self._held: IntArray | None = None
         eager_steps: Counter[Reason] = Counter()  # one count for all kinds: they report as one
         for graphs in self._graphs.values():
             graphs.eager_steps = eager_steps
@@ -106,7 +109,7 @@ class Sampler:
         mode = GraphMode.NONE if asked is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
         powers = [1 << power for power in range(running.bit_length()) if 1 << power < running]
         keys = capture_keys(mode, Ladder([*powers, running]), None, max_reqs=running)
-        steps = (self._greedy, self._random, self._filtered, self._complete)
+        steps = (self._plain, self._filtered, self._complete)
         return CudaGraphRunner(
             steps[kind],
             self._buffers,
@@ -114,13 +117,13 @@ class Sampler:
             dispatcher=Dispatcher(mode),
             pool=self._runner.graphs.pool,
             options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
-            state={"count": self._return.count},  # padding changes nothing: row 0 stays as it is
+            state=self._returned.state,  # padding changes nothing else: row 0 stays as it is
             kernels_of=lambda key: None,
         )
 
     def try_out(self) -> None:
         """Run what has kernels of its own once, without a trace."""
-        for kind in (Kind.GREEDY, Kind.RANDOM, Kind.FILTERED):
+        for kind in (Kind.PLAIN, Kind.FILTERED):
             for key in self._graphs[kind].keys[:1]:
                 self._graphs[kind].try_out(key)
 
@@ -165,7 +168,8 @@ class Sampler:
 
     def _write(self, request: Request, params: SamplingParams) -> None:
         row, write = request.row, self._rows.write
-        self._kinds[row] = Kind.of(params)
+        kind = self._kinds[row] = Kind.of(params)
+        write("is_plain", row, kind is Kind.PLAIN)
         write("temperature", row, 0.0 if params.is_greedy else params.temperature)
         write("top_k", row, min(max(params.top_k, 0), self._vocab))
         write("top_p", row, params.top_p)
@@ -230,52 +234,66 @@ class Sampler:
         self._masked_rows.update(rows.tolist())
 
     def launch(self, step: ScheduledStep) -> Launched:
-        """Sample from the logits of the step just run, one row per request.
+        """Sample from the logits of the step just run, one row per request, unless that has been done.
 
-        The copy to the host is under way when this returns; `Launched.read` waits for it.
+        The tokens are on their way to the host when this returns; `Launched.read` waits for them.
         """
-        if self._held is not None and self._held[0] is step.rows:
-            _, kind, shape = self._held
-            if self._graphs[kind].can_rerun(shape):
-                return self._sent(kind, self._graphs[kind].rerun(shape))
-        live = step.rows if step.is_uniform_decode else np.where(step.samples, step.rows, 0).astype(np.int32)
-        kind, shape = Kind(int(self._kinds[live].max())), BatchShape.decode(step.num_requests)
-        output = self._graphs[kind].run({"req_rows": live}, shape)
-        self._held = (step.rows, kind, shape) if step.is_uniform_decode else None
-        return self._sent(kind, output)
+        kind = self._kind_of(step)
+        if kind is Kind.PLAIN and self._runner.has_sampled:
+            return self._returned.newest(step.num_requests)
+        extra = self._run(self._graphs[kind], step)
+        self._returned.launched()
+        return self._returned.newest(step.num_requests, extra)
 
-    def _sent(self, kind: Kind, output: Any) -> Launched:
-        return self._return.sent(output if kind is Kind.COMPLETE else (output,))
+    def _kind_of(self, step: ScheduledStep) -> Kind:
+        rows, kind = self._decided
+        if step.rows is not rows:
+            kind = Kind(int(self._kinds[_sampling_rows(step)].max()))
+            self._decided = (step.rows if step.is_uniform_decode else None), kind
+        return kind
 
-    def _greedy(self, req_rows: Tensor) -> Tensor:
-        return self._return.keep(req_rows, sampling.greedy(self._logits(req_rows)))
+    def _run(self, graphs: CudaGraphRunner, step: ScheduledStep) -> tuple[Tensor, ...]:
+        shape = BatchShape.decode(step.num_requests)
+        if step.rows is self._held and graphs.can_rerun(shape):
+            extra: tuple[Tensor, ...] = graphs.rerun(shape)
+            return extra
+        self._held = None
+        extra = graphs.run({"req_rows": _sampling_rows(step)}, shape)
+        if step.is_uniform_decode:
+            self._held = step.rows
+        return extra
 
-    def _random(self, req_rows: Tensor) -> Tensor:
-        logits, settings = self._logits(req_rows), self._settings(req_rows)
-        tokens = sampling.sample(logits, settings, self._positions(req_rows), filtered=False)
-        return self._return.keep(req_rows, tokens)
+    def _plain(self, req_rows: Tensor) -> tuple[Tensor, ...]:
+        self._runner.sample_plain(req_rows)
+        return ()
 
-    def _filtered(self, req_rows: Tensor) -> Tensor:
+    def _filtered(self, req_rows: Tensor) -> tuple[Tensor, ...]:
         def draw(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-            return (sampling.sample(logits, self._settings(rows), self._positions(rows)),)
+            return (self._draw(rows, logits),)
 
         if req_rows.is_cuda:  # nothing is sorted there
-            return self._return.keep(req_rows, *draw(req_rows, self._logits(req_rows)))
-        return self._return.keep(req_rows, *self._in_pieces(draw, req_rows))
+            tokens = self._draw(req_rows, self._logits(req_rows))
+        else:
+            [tokens] = self._in_pieces(draw, req_rows)
+        self._returned.keep(req_rows, tokens)
+        return ()
 
     def _complete(self, req_rows: Tensor) -> tuple[Tensor, ...]:
         tokens, *logprobs = self._in_pieces(self._complete_piece, req_rows)
         sampling.count_tokens(self._generated, req_rows, tokens)
-        return (self._return.keep(req_rows, tokens), *logprobs)
+        self._returned.keep(req_rows, tokens)
+        return tuple(logprobs)
 
     def _complete_piece(self, rows: Tensor, raw: Tensor) -> tuple[Tensor, ...]:
         def of_rows(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, rows)
 
-        state, positions = self._rows, self._positions(rows)
+        state = self._rows
         logits = sampling.add_bias(raw, of_rows(state["bias_ids"]).long(), of_rows(state["bias_values"]))
         banned = of_rows(state["banned"]).long()
-        is_banned = (banned >= 0) & (positions < of_rows(state["banned_before"])).unsqueeze(1)
+        # Lengths say where the new tokens will stand: behind all that the forward pass has just computed.
+        is_early = of_rows(state["lengths"]) < of_rows(state["banned_before"])
+        is_banned = (banned >= 0) & is_early.unsqueeze(1)
         logits = sampling.add_bias(logits, banned.clamp(min=0), torch.where(is_banned, float("-inf"), 0.0))
         penalties = Penalties(
             repetition=of_rows(state["repetition"]),
@@ -286,7 +304,7 @@ class Sampler:
             logits, penalties, of_rows(self._generated), of_rows(self._in_prompt)
         )
         logits = sampling.allow(logits, of_rows(self._masks))
-        tokens = sampling.sample(logits, self._settings(rows), positions)
+        tokens = self._draw(rows, logits)
         found = sampling.token_logprobs(raw, tokens, min(MAX_LOGPROBS, self._vocab))
         return tokens, found.chosen, found.rank, found.top, found.top_tokens
 
@@ -306,10 +324,10 @@ class Sampler:
     def _logits(self, req_rows: Tensor) -> Tensor:
         return self._runner.logits[: req_rows.size(0)]
 
-    def _positions(self, rows: Tensor) -> Tensor:
-        """Where the new tokens will stand: behind all that the forward pass has just computed."""
-        return self._rows["lengths"].index_select(0, rows).long()
+    def _draw(self, rows: Tensor, logits: Tensor) -> Tensor:
+        return sampling.sample(logits, rows, self._settings, self._rows["lengths"])
 
-    def _settings(self, rows: Tensor) -> SamplingSettings:
-        names = ("temperature", "top_k", "top_p", "min_p", "seeds")
-        return SamplingSettings(**{name: self._rows[name].index_select(0, rows) for name in names})
+
+def _sampling_rows(step: ScheduledStep) -> IntArray:
+    """The rows of a step; 0 for requests that sample nothing."""
+    return step.rows if step.is_uniform_decode else np.where(step.samples, step.rows, 0).astype(np.int32)

@@ -1,9 +1,8 @@
-"""Compiles kernels several at a time, by running steps in which they are not launched.
+"""Compiles kernels several at a time, by running steps in which nothing is launched.
 
 A kernel takes about half a second to compile and to load, and a model needs a few dozen. Running a step here
 only collects what it would launch, with the very arguments that decide what is compiled. Results of such a
-step are garbage: only numbers may depend on them, never an index. A kernel that was compiled before is
-launched.
+step are garbage: only numbers may depend on them, never an index.
 
 Most of a compilation by Triton is Python, so threads would take turns: forked processes compile into Triton's
 cache on disk, CUDA C++ as well, and this process then finds everything there. A child touches no CUDA and
@@ -15,18 +14,21 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import os
-import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from .cuda.compiled import CudaKernel
+from . import triton_start
+from .cuda.compiled import CudaKernel, is_compiling_only
 from .cuda.compiled import compiling_only as cuda_kernels_compiled_only
 
 _PATIENCE_SECONDS = 60.0
@@ -38,19 +40,32 @@ takes a quarter of a second, reading it some 20 milliseconds.)"""
 _NUMBER_BYTES = 2
 """Of a job: all numbers together must fit into a pipe, which takes 64 KiB."""
 
+_TRITON_WEIGHT = 20
+"""A character of a Triton kernel takes about as long to compile as this many of CUDA C++."""
+
+
+class _Job(NamedTuple):
+    """A compilation whose result stays on disk."""
+
+    cost: int
+    """How long it takes, compared with others: the length of its source."""
+    compile: Callable[[], Any]
+
 
 class _Collector(Executor):
     """Takes jobs in and does nothing with them before `run`."""
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._jobs: list[tuple[Future[Any], _Job]] = []
+        self.cost = 0
+        """Of what is submitted next."""
 
     def submit(self, job: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._jobs.append((future, lambda: job(*args, **options)))
+        self._jobs.append((future, _Job(self.cost, functools.partial(job, *args, **options))))
         return future
 
-    def run(self, num_on_disk: int | None = None, beside: Sequence[Callable[[], Any]] = ()) -> None:
+    def run(self, num_on_disk: int | None = None, beside: Sequence[_Job] = ()) -> None:
         """Compile everything; unless it is on disk already, by processes, whose work is then found there.
 
         `num_on_disk`: how many kernels are; where that is fewer than the jobs, no job is tried first, and the
@@ -58,12 +73,11 @@ class _Collector(Executor):
         """
         is_cold = num_on_disk is not None and num_on_disk < len(self._jobs)
         if is_cold:
-            # A step ends with sampling, whose kernels take longest: the last come first.
-            _in_processes([job for _, job in reversed(self._jobs)] + list(beside))
+            _in_processes([*(job for _, job in self._jobs), *beside])
         started = time.perf_counter()
         for number, (future, job) in enumerate(self._jobs):
             try:
-                future.set_result(job())
+                future.set_result(job.compile())
             except BaseException as error:
                 future.set_exception(error)
             if number == 0 and not is_cold and time.perf_counter() - started > _SLOWEST_HIT_SECONDS:
@@ -72,7 +86,7 @@ class _Collector(Executor):
 
 @contextmanager
 def compiling_only(device: torch.device) -> Iterator[None]:
-    """New kernels inside are compiled and not run; leaving waits until they are loaded."""
+    """What this thread launches inside does not run; leaving waits until all of it is compiled and loaded."""
     with cuda_kernels_compiled_only(device) as cuda_kernels:
         with _triton_kernels_compiled_only(device, cuda_kernels):
             yield
@@ -80,21 +94,22 @@ def compiling_only(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _triton_kernels_compiled_only(device: torch.device, cuda_kernels: Iterable[CudaKernel]) -> Iterator[None]:
-    triton = sys.modules.get("triton")
-    if triton is None:
-        yield
-        return
+    import triton
+
     launch = triton.runtime.JITFunction.run
     kernels: dict[int, Any] = {}
+    collector = _Collector()
+    triton_is_ready = functools.cache(triton_start.finish)  # not before it is needed
 
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not is_compiling_only():  # another thread
+            return launch(self, *args, grid=grid, warmup=warmup, **options)
+        triton_is_ready()
+        collector.cost = _TRITON_WEIGHT * len(self.src)
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        if not hasattr(kernel, "result") and kernel.module is not None:
-            return launch(self, *args, grid=grid, warmup=False, **options)
         kernels[id(kernel)] = kernel
         return kernel
 
-    collector = _Collector()
     # A Triton that knows no postponed compilation does it one after the other.
     postponed = getattr(triton, "AsyncCompileMode", None)
     with postponed(collector) if postponed else nullcontext():
@@ -103,8 +118,12 @@ def _triton_kernels_compiled_only(device: torch.device, cuda_kernels: Iterable[C
             yield
         finally:
             triton.runtime.JITFunction.run = launch
+            triton_is_ready()
             capability = torch.cuda.get_device_capability(device)
-            beside = [functools.partial(kernel.compile, capability) for kernel in cuda_kernels]
+            beside = [
+                _Job(kernel.source_length, functools.partial(kernel.compile, capability))
+                for kernel in cuda_kernels
+            ]
             collector.run(_num_on_disk(triton), beside)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         list(threads.map(lambda kernel: _load(kernel, device), kernels.values()))
@@ -127,34 +146,50 @@ def _load(kernel: Any, device: torch.device) -> None:
     assert callable(compiled.run)
 
 
-def _in_processes(jobs: list[Callable[[], Any]]) -> None:
+def _in_processes(unsorted_jobs: Iterable[_Job]) -> None:
+    # Some kernels take ten times as long as others: those come first, and who is free takes the next.
+    jobs = sorted(unsorted_jobs, key=lambda job: job.cost, reverse=True)
     count = min(16, os.cpu_count() or 1, len(jobs))
     if count < 2 or not hasattr(os, "fork"):
         return
     children = []
-    # Some kernels take ten times as long as others: who is free takes the next number out of the pipe.
     numbers, given = os.pipe()
     os.write(given, b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in range(len(jobs))))
     os.close(given)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as claims:
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: see above
         for _ in range(count):
             child = os.fork()
             if child == 0:
-                _work_and_exit(jobs, numbers)
+                _work_and_exit(jobs, numbers, Path(claims))
             children.append(child)
-    os.close(numbers)
-    _wait_for(children)
+        os.close(numbers)
+        _wait_for(children)
 
 
-def _work_and_exit(jobs: list[Callable[[], Any]], numbers: int) -> None:
+def _work_and_exit(jobs: list[_Job], numbers: int, claims: Path) -> None:
     try:
         gc.disable()  # collecting here what belongs to CUDA would call it
         while number := os.read(numbers, _NUMBER_BYTES):
             with suppress(Exception):  # the parent comes to it too, and tells
-                jobs[int.from_bytes(number, "little")]()
+                compiled = jobs[int.from_bytes(number, "little")].compile()
+                if hasattr(compiled, "metadata"):
+                    _build_launcher(compiled, claims)
     finally:
         os._exit(0)  # whatever is missing is compiled by the parent, which also tells what is wrong with it
+
+
+def _build_launcher(kernel: Any, claims: Path) -> None:
+    """Triton 3.6 has a C compiler build what launches kernels with such arguments, and keeps that as well.
+
+    Of all children one does it: whoever is first to make a file of that name.
+    """
+    import triton
+
+    types = repr(list(kernel.src.signature.values()))
+    with suppress(FileExistsError):
+        (claims / hashlib.sha256(types.encode()).hexdigest()).touch(exist_ok=False)
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def _wait_for(children: list[int]) -> None:

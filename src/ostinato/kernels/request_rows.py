@@ -7,13 +7,16 @@ stays as it is.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .cuda.compiled import is_compiling_only
+
 LINE_HEAD = 3
-"""What a line of returned tokens begins with: the step's count, when its decode began, when it ended."""
+"""What a line begins with: its count, when the step's decode began, when it ended. See `TokenLines`."""
 
 
 class DecodeInputs(NamedTuple):
@@ -37,7 +40,10 @@ def begin_decode(rows: Tensor, lengths: Tensor, last_tokens: Tensor, began: Tens
     if rows.is_cuda:
         from . import triton_request_rows
 
-        return DecodeInputs(*triton_request_rows.begin_decode(rows, lengths, last_tokens, began))
+        launched = triton_request_rows.begin_decode(rows, lengths, last_tokens, began)
+        if not is_compiling_only():
+            return DecodeInputs(*launched)
+        # The kernel did not run; but its results are places in tables, which must exist.
     positions = lengths.index_select(0, rows)
     query_lens = (rows != 0).to(torch.int32)
     seq_lens = positions + 1
@@ -50,20 +56,44 @@ def set_lengths(rows: Tensor, lengths: Tensor, seq_lens: Tensor) -> None:
     lengths.index_copy_(0, rows.long(), seq_lens * (rows != 0))
 
 
-def keep_tokens(rows: Tensor, last_tokens: Tensor, tokens: Tensor) -> None:
-    """Leave the sampled `tokens` int64 [R] where the next step of these rows finds them."""
-    last_tokens.index_copy_(0, rows.long(), tokens * (rows != 0))
+@dataclass(frozen=True)
+class TokenLines:
+    """Where sampled tokens go: into their rows, and into lines of host memory, which the steps use in turn.
 
-
-def return_tokens(
-    rows: Tensor, last_tokens: Tensor, tokens: Tensor, ring: Tensor, count: Tensor, began: Tensor
-) -> None:
-    """`keep_tokens`, and write the tokens into host memory: no copy has to be queued behind the graph.
-
-    `ring` int64 [slots, LINE_HEAD + max_rows], pinned: the steps use its lines in turn. `count` int64 [1], on
-    the device, counts them; a line begins with the count of the step whose tokens it holds, with `began`, and
-    with the time at which it ends. CUDA only.
+    A line begins with the count of the step whose tokens it holds and, on a GPU, with two times: of `began`,
+    and of its own writing.
     """
-    from . import triton_request_rows
 
-    triton_request_rows.return_tokens(rows, last_tokens, tokens, ring, count, began)
+    last_tokens: Tensor
+    """int64 [max_rows]: the token of each row, where its next step finds it."""
+    ring: Tensor
+    """int64 [lines, LINE_HEAD + max requests] on the host, pinned where there is a GPU."""
+    count: Tensor
+    """int64 [2] on the device: lines written so far, and what their kernel counts with, 0 between steps."""
+    began: Tensor
+    """int64 [1]: when the last decode step began, in nanoseconds of the device's own clock."""
+
+    @classmethod
+    def of(cls, last_tokens: Tensor, began: Tensor, max_requests: int, num_lines: int) -> TokenLines:
+        """Empty ones, for tokens of at most so many requests each."""
+        device = last_tokens.device
+        is_pinned = device.type == "cuda"
+        ring = torch.zeros(num_lines, LINE_HEAD + max_requests, dtype=torch.int64, pin_memory=is_pinned)
+        return cls(last_tokens, ring, torch.zeros(2, dtype=torch.int64, device=device), began)
+
+
+def return_tokens(rows: Tensor, tokens: Tensor, lines: TokenLines) -> None:
+    """Write the sampled `tokens` int64 [R] into their rows and into the next line.
+
+    On a GPU the kernel itself writes to the host: no copy has to be queued behind the graph.
+    """
+    if rows.is_cuda:
+        from . import triton_request_rows
+
+        triton_request_rows.return_tokens(rows, tokens, *vars(lines).values())
+        return
+    lines.last_tokens.index_copy_(0, rows.long(), tokens * (rows != 0))
+    count, ring = lines.count[:1], lines.ring[:, : LINE_HEAD + tokens.size(0)]
+    line = torch.cat([count, count.new_zeros(LINE_HEAD - 1), tokens])
+    ring.index_copy_(0, count % ring.size(0), line.unsqueeze(0))
+    count.add_(1)

@@ -1,6 +1,5 @@
-"""Work on rows one by one: norms, gates, the best entry. On a CPU plain torch, on a GPU one kernel each."""
+"""Work on rows one by one: norms and gates. On a CPU plain torch, on a GPU one kernel each."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,19 +24,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half of rows [T, 2 * width]."""
+    """silu(first half) * second half of dense rows [T, 2 * width]; on a GPU in the memory of the first half.
+
+    For long prompts these rows are the largest tensor of a step, and half as much again would be next.
+    """
     if gate_up.is_cuda:
         from . import triton_rows
 
-        return triton_rows.silu_mul(gate_up)
+        triton_rows.silu_mul(gate_up)
+        return gate_up[:, : gate_up.size(1) // 2]
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
-
-
-def argmax(x: Tensor) -> Tensor:
-    """int64 [n]: the index of the largest entry of each row of x [n, width], the first among equal ones."""
-    if x.is_cuda:
-        from . import triton_rows
-
-        return triton_rows.argmax_rows(x)
-    return torch.argmax(x, dim=-1)

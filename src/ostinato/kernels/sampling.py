@@ -2,7 +2,8 @@
 
 The order is that of the HuggingFace processors: bias and penalties on the raw logits, then temperature, then
 top-k, top-p over what top-k left, min-p (`filters`). Every setting is a tensor with one value a row, so one
-captured graph serves any mix of requests; a row with temperature 0 is greedy.
+captured graph serves any mix of requests; a row with temperature 0 is greedy. Plain requests have a
+temperature and a seed and ask for nothing else: theirs is a path of its own, `return_plain`.
 
 Note [Counter-based randomness]
 A draw depends on (seed, position, token id) and on nothing else: not on the batch, the row, or earlier draws.
@@ -17,7 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import filters, rows
+from . import filters
+from .custom_op import custom_op
+from .request_rows import TokenLines, return_tokens
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy: dividing by them would only overflow."""
@@ -31,7 +34,7 @@ _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How each of n rows is sampled; static buffers of a captured sampler."""
+    """How each of n request rows is sampled; static buffers of a captured sampler."""
 
     temperature: Tensor
     """float32 [n]; 0 is greedy."""
@@ -47,6 +50,24 @@ class SamplingSettings:
 
     seeds: Tensor
     """int64 [n]: any values; equal seeds give equal draws at equal positions."""
+
+    def of(self, rows: Tensor) -> "SamplingSettings":
+        """Those of some rows."""
+        return SamplingSettings(*(value.index_select(0, rows) for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class PlainSettings:
+    """What plain sampling asks of n request rows."""
+
+    is_plain: Tensor
+    """int32 [n]: 0 for rows that ask for more, and for padding: they are passed over."""
+    temperature: Tensor
+    """float32 [n]; 0 is greedy."""
+    seeds: Tensor
+    """int64 [n]: as in SamplingSettings."""
+    lengths: Tensor
+    """int32 [n]: where in its request the new token will stand."""
 
 
 @dataclass(frozen=True)
@@ -80,27 +101,57 @@ class Logprobs:
     """float32 [n, top_n]: theirs."""
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """int64 [n]: the most likely token of each row of logits [n, vocab]."""
-    return rows.argmax(logits)
+def return_plain(logits: Tensor, rows: Tensor, settings: PlainSettings, lines: TokenLines) -> None:
+    """`return_tokens` of a token for each row of float32 logits [R, vocab] whose request is plain.
 
-
-def sample(logits: Tensor, settings: SamplingSettings, positions: Tensor, *, filtered: bool = True) -> Tensor:
-    """int64 [n]: a token for each row of float32 logits [n, vocab].
-
-    `positions` int64 [n]: where in its request the new token will stand. `filtered=False` leaves away top-k,
-    top-p and min-p, for batches in which no row asks for them. Each row needs one finite logit at least.
+    `rows` int32 [R]: the requests' rows. Tokens of other requests are 0. Each row needs one finite logit.
     """
-    cuts = filter_cuts(logits, settings) if filtered else None
+    if logits.is_cuda:
+        from . import triton_request_rows, triton_sampling
+
+        asked = (settings.is_plain, settings.temperature, settings.seeds, settings.lengths)
+        values, tokens = triton_sampling.best_of_blocks(logits, rows, *asked, GREEDY_BELOW)
+        triton_request_rows.return_best(rows, values, tokens, logits.size(1), *vars(lines).values())
+    else:
+        return_tokens(rows, _plain_tokens(logits, rows, *vars(settings).values()), lines)
+
+
+@custom_op("plain_tokens")
+def _plain_tokens(
+    logits: Tensor, rows: Tensor, is_plain: Tensor, temperature: Tensor, seeds: Tensor, lengths: Tensor
+) -> Tensor:
+    # One op to whoever records it, like a kernel: inside it looks at numbers, and most rows need no noise.
+    heat = temperature.index_select(0, rows)
+    is_taken = is_plain.index_select(0, rows) != 0
+    tokens = torch.where(is_taken, logits.argmax(-1), 0)
+    random = (is_taken & (heat >= GREEDY_BELOW)).nonzero().squeeze(1)
+    if random.numel():
+        theirs = rows[random]
+        drawn_by = heat[random], seeds.index_select(0, theirs), lengths.index_select(0, theirs)
+        tokens[random] = sample_unfiltered(logits[random], *drawn_by)
+    return tokens
+
+
+@_plain_tokens.register_fake
+def _(logits: Tensor, *others: object) -> Tensor:
+    return logits.new_empty(logits.size(0), dtype=torch.int64)
+
+
+def sample(logits: Tensor, rows: Tensor, settings: SamplingSettings, lengths: Tensor) -> Tensor:
+    """int64 [R]: a token for each row of float32 logits [R, vocab].
+
+    `rows` int32 [R]: the requests' rows, which `settings` and `lengths` are by; `lengths` [n]: where in its
+    request the new token will stand. Each row needs one finite logit at least.
+    """
+    asked = settings.of(rows)
+    cuts = filter_cuts(logits, asked)
     if logits.is_cuda:
         from . import triton_sampling
 
-        return triton_sampling.sample_rows(
-            logits, settings.temperature, settings.seeds, positions, GREEDY_BELOW, *(cuts or ())
-        )
-    if cuts is not None:
-        logits = logits.masked_fill(~filters.is_kept(logits, *cuts), float("-inf"))
-    return sample_unfiltered(logits, settings.temperature, settings.seeds, positions)
+        drawn_by = (settings.temperature, settings.seeds, lengths)
+        return triton_sampling.sample_rows(logits, rows, *drawn_by, GREEDY_BELOW, *cuts)
+    logits = logits.masked_fill(~filters.is_kept(logits, *cuts), float("-inf"))
+    return sample_unfiltered(logits, asked.temperature, asked.seeds, lengths.index_select(0, rows))
 
 
 def sample_unfiltered(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

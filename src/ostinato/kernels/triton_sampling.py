@@ -13,7 +13,7 @@ from torch import Tensor
 from . import dependent_launch
 from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
-from .triton_rows import join_best
+from .triton_best import join_best
 
 _BLOCK = 4096
 
@@ -37,12 +37,17 @@ def _gumbel(key, column):
     return -tl.log(exponential)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(
+    do_not_specialize=["num_blocks"],
+    do_not_specialize_on_alignment=["rows", "is_taken", "temperature", "seeds", "lengths"],
+)
 def _noisy_best_of_block(
     logits,
+    rows,
+    is_taken,
     temperature,
     seeds,
-    positions,
+    lengths,
     cut,
     cut_at,
     best,
@@ -55,40 +60,46 @@ def _noisy_best_of_block(
     greedy_below: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    at, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * block + tl.arange(0, block)
-    wait_for_previous(dependent)
-    value = tl.load(logits + row * row_stride + column, mask=column < width, other=float("-inf"))
-    value = value.to(tl.float32)
+    # What rows ask for is on the device before the step.
+    row = tl.load(rows + at)
     heat = tl.load(temperature + row)
-    any_left = True
-    if has_cuts:
-        least, last = tl.load(cut + row), tl.load(cut_at + row)
-        is_left = (value > least) | ((value == least) & (column <= last))
-        value = tl.where(is_left, value, float("-inf"))
-        any_left = tl.max(value, 0) > float("-inf")
-    # Most blocks have nothing left of a row that is cut short: no noise for them.
-    if (heat >= greedy_below) & any_left:
-        seed = tl.load(seeds + row).to(tl.uint64)
-        position = tl.load(positions + row).to(tl.uint64)
-        key = _mix64(_mix64(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
-        value += heat * _gumbel(key, column)
-    found, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best + row * num_blocks + part, found)
-    tl.store(best_at + row * num_blocks + part, part * block + at)
+    taken = 1
+    if not has_cuts:
+        taken = tl.load(is_taken + row)
+    wait_for_previous(dependent)
+    found, found_at = float("-inf"), 0
+    if taken != 0:
+        value = tl.load(logits + at * row_stride + column, mask=column < width, other=float("-inf"))
+        value = value.to(tl.float32)
+        any_left = True
+        if has_cuts:
+            least, last = tl.load(cut + at), tl.load(cut_at + at)
+            is_left = (value > least) | ((value == least) & (column <= last))
+            value = tl.where(is_left, value, float("-inf"))
+            any_left = tl.max(value, 0) > float("-inf")
+        # Most blocks have nothing left of a row that is cut short: no noise for them.
+        if (heat >= greedy_below) & any_left:
+            seed = tl.load(seeds + row).to(tl.uint64)
+            position = tl.load(lengths + row).to(tl.uint64)
+            key = _mix64(_mix64(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
+            value += heat * _gumbel(key, column)
+        found, found_at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best + at * num_blocks + part, found)
+    tl.store(best_at + at * num_blocks + part, part * block + found_at)
 
 
-@custom_op("sample_rows")
-def sample_rows(
+def _best_of_blocks(
     logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
+    rows: Tensor,
+    asked: tuple[Tensor, Tensor, Tensor],
     greedy_below: float,
-    cut: Tensor | None = None,
-    cut_at: Tensor | None = None,
-) -> Tensor:
-    """int64 [n]: a token for each row of logits [n, vocab], of those that the cuts of `filters` leave."""
+    *,
+    is_taken: Tensor | None = None,
+    cuts: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Of rows that are taken, or of all rows what the cuts leave."""
     num_rows, width = logits.shape
     block = min(_BLOCK, triton.next_power_of_2(width))
     num_blocks = triton.cdiv(width, block)
@@ -96,23 +107,62 @@ def sample_rows(
     best_at = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     _noisy_best_of_block[(num_blocks, num_rows)](
         logits,
-        temperature,
-        seeds,
-        positions,
-        best if cut is None else cut,
-        best_at if cut_at is None else cut_at,
+        rows,
+        rows if is_taken is None else is_taken,
+        *asked,
+        *(cuts or (best, best_at)),
         best,
         best_at,
         logits.stride(0),
         num_blocks,
         width=width,
         block=block,
-        has_cuts=cut is not None,
+        has_cuts=cuts is not None,
         greedy_below=greedy_below,
         num_warps=8,
         **dependent_launch.options(logits.device),
     )
-    return join_best(best, best_at, width)
+    return best, best_at
+
+
+@custom_op("best_of_blocks")
+def best_of_blocks(
+    logits: Tensor,
+    rows: Tensor,
+    is_taken: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    lengths: Tensor,
+    greedy_below: float,
+) -> tuple[Tensor, Tensor]:
+    """float32 and int32 [n, blocks]: the best value and its token in each block of logits [n, vocab].
+
+    Of requests that are not taken, -inf and any token. Everything but the logits is by request row.
+    """
+    return _best_of_blocks(logits, rows, (temperature, seeds, lengths), greedy_below, is_taken=is_taken)
+
+
+@best_of_blocks.register_fake
+def _(logits: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    shape = logits.size(0), triton.cdiv(logits.size(1), min(_BLOCK, triton.next_power_of_2(logits.size(1))))
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+@custom_op("sample_rows")
+def sample_rows(
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    lengths: Tensor,
+    greedy_below: float,
+    cut: Tensor,
+    cut_at: Tensor,
+) -> Tensor:
+    """int64 [n]: a token for each row of logits [n, vocab], of those that the cuts of `filters` leave."""
+    asked = (temperature, seeds, lengths)
+    best, best_at = _best_of_blocks(logits, rows, asked, greedy_below, cuts=(cut, cut_at))
+    return join_best(best, best_at, logits.size(1))
 
 
 @sample_rows.register_fake

@@ -7,7 +7,8 @@ A step has one of two forms. In general the sum of a layer's output and what cam
 which does both at once. For very few tokens on a GPU, norms and sums are parts of the linear layers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -30,7 +31,7 @@ AttendRows = Callable[[int, Tensor, HeadPreparation], Tensor]
 """`attend(layer, rows [T, (Hq + 2 Hkv) * D], heads) -> [T, Hq, D]`: norm and rotation of heads included."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepAttention:
     """An `Attend` that can also start from the rows of the QKV projection, in fewer kernels."""
 
@@ -58,6 +59,7 @@ class Transformer(nn.Module):
         """`max_positions` bounds the rotary table, by default at the model's own context length."""
         super().__init__()
         self.config = config
+        self._run: Sequence[int] = range(config.num_layers)
         self.matrix_shapes = _matrix_shapes(config)
         self.most_few_tokens = few_tokens.most_tokens(self.matrix_shapes, dtype, torch.device(device))
         with torch.device(device):
@@ -80,7 +82,7 @@ class Transformer(nn.Module):
             mix: Mix = FromRows(attend, self.rotary.table)
         else:
             mix = FromHeads(attend, *self.rotary(positions))
-        layers = cast("Iterable[Layer]", self.layers)
+        layers = [cast(Layer, self.layers[index]) for index in self._run]
         if x.is_cuda and x.size(0) <= self.most_few_tokens:
             for layer in layers:
                 x = layer.forward_few(x, mix)
@@ -91,6 +93,21 @@ class Transformer(nn.Module):
         if added is None:
             return self.norm(x)
         return self.norm.after_adding(added, x)[0]
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Inside, steps launch every kernel that they would, and no layer whose kernels another has launched.
+
+        What they return is of no use. Layers differ by their window, and the first in having nothing to add.
+        """
+        windows = self.config.layer_windows
+        first_of_each = {windows.index(window) for window in windows}
+        all_layers = self._run
+        self._run = sorted(first_of_each | set(range(len(windows))[:2]))
+        try:
+            yield
+        finally:
+            self._run = all_layers
 
     def products_of(self, num_tokens: int, num_outputs: int) -> list[tuple[MatrixShape, int]]:
         """The matrices of a step with the rows that each is multiplied with."""
@@ -115,7 +132,7 @@ class Mix(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FromRows:
     """The caller's attention takes the rows as they are."""
 
@@ -128,7 +145,7 @@ class FromRows:
         return self.attend.rows(layer.index, rows, HeadPreparation(self.rotary, q_norm, k_norm, layer.eps))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FromHeads:
     """Heads are normalised and turned here; `cos` and `signed_sin` are those of the step's positions."""
 

@@ -8,7 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ostinato.kernels import sampling
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
+from ostinato.kernels.request_rows import TokenLines
+from ostinato.kernels.sampling import PlainSettings
 from ostinato.models.transformer import FromRows, Layer, StepAttention, Transformer
 
 Part = tuple[Callable[[int], Any], int]
@@ -121,6 +124,21 @@ class LayerStep:
     def run_head(self) -> Tensor:
         """From hidden states to logits."""
         return self.model.logits(self.hidden, out=self.scores)
+
+
+class PlainStep:
+    """The end of a decode step: plain sampling, here of rows that have the same temperature."""
+
+    def __init__(self, batch_size: int, temperature: float) -> None:
+        ones = torch.ones(batch_size + 1, dtype=torch.int32, device="cuda")
+        self._rows = ones.cumsum(0, dtype=torch.int32)[:-1]  # 0 is padding's
+        self._settings = PlainSettings(ones, ones * temperature, ones.long(), ones)
+        self._lines = TokenLines.of(ones.long(), ones[:1].long(), batch_size, 4)
+
+    def __call__(self, logits: Tensor) -> None:
+        """Choose tokens and return them to the host."""
+        rows = self._rows[: logits.size(0)]
+        sampling.return_plain(logits, rows, self._settings, self._lines)
 
 
 def graph_us(function: Callable[[], Any], *, replays: int = 10, rounds: int = 5) -> float:

@@ -29,7 +29,8 @@ SOURCES = Path(compiled.__file__).parent
 EMULATOR = Path(__file__).parent
 
 _OPTIONS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w")
-_MOST_SHARED_BYTES = 227 << 10
+MOST_SHARED_BYTES = 227 << 10
+"""Of a program."""
 
 
 class EmulatorError(RuntimeError):
@@ -72,7 +73,7 @@ class EmulatedKernel:
         assert all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
         assert grid[0] % cluster == 0, (grid, cluster)
         assert block in range(32, 1025, 32), block
-        assert shared_bytes <= _MOST_SHARED_BYTES, shared_bytes
+        assert shared_bytes <= MOST_SHARED_BYTES, shared_bytes
         kinds = "".join("p" if isinstance(a, Tensor) else "f" if isinstance(a, float) else "i" for a in args)
         assert kinds == self._library.parameter_kinds().decode(), "not the parameters of the source"
         values = (ctypes.c_uint64 * len(args))(*map(compiled._as_word, args))

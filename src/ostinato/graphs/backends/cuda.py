@@ -1,7 +1,6 @@
 """Capture and replay through `torch.cuda.CUDAGraph`."""
 
 import warnings
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ from ..capturing.cold_kernels import refuse_cold_kernels
 from ..capturing.options import CaptureOptions
 from ..current_stream import CurrentStream
 from ..memory import weak_alias
+from .pool_segments import PoolSegments
 from .protocol import Kept, PoolMemory, Recording, Session
 
 
@@ -57,7 +57,7 @@ class CudaMemory:
         self._stream = stream
         self._ids: list[Any] = []
         self._anchors: list[Graph] = []
-        self._ranges: list[tuple[int, int]] = []
+        self._segments = PoolSegments(device)
         self._bytes: int | None = None
         self.renew()
 
@@ -75,33 +75,22 @@ class CudaMemory:
             anchor.capture_end()
         self._ids.append(pool)
         self._anchors.append(anchor)
+        self._segments.add(pool)
         self.recount()
 
     @property
     def bytes(self) -> int:
         if self._bytes is None:
-            self._bytes = sum(segment["total_size"] for segment in self._segments())
+            self._bytes = self._segments.bytes
         return self._bytes
 
     def recount(self) -> None:
-        """A capture may have changed the pool. Nothing else does, and counting takes milliseconds."""
+        """A capture may have changed the pool. Nothing else does, so nothing else needs to be asked."""
         self._bytes = None
 
     def contains(self, address: int) -> bool:
-        """Whether an address lies in this pool. The pool only grows, so a known range stays right."""
-        if not self._in_known_range(address):
-            self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._segments())
-        return self._in_known_range(address)
-
-    def _in_known_range(self, address: int) -> bool:
-        place = bisect_right(self._ranges, (address, 1 << 63)) - 1
-        return place >= 0 and address < self._ranges[place][1]
-
-    def _segments(self) -> list[dict[str, Any]]:
-        # Without an argument: torch 2.11's snapshot of one pool releases the two numbers of the pool's id
-        # once too often, which corrupts Python's heap as soon as they are no longer small.
-        ours = {tuple(pool) for pool in self._ids}
-        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in ours]
+        """Whether an address lies in this pool."""
+        return self._segments.contains(address)
 
 
 class CudaSegment:

@@ -15,6 +15,7 @@ _ALWAYS_FROZEN = 5_000 if sys.version_info >= (3, 12) else 0
 class _ThreadState(threading.local):
     open = False
     recording = False
+    gc_frozen = False
 
 
 _state = _ThreadState()
@@ -64,9 +65,9 @@ def frozen_gc(enabled: bool = True) -> Iterator[None]:
     """Collect once, then keep the garbage collector from running or walking what exists.
 
     A collection in the middle of a capture is slow and may free device memory that a graph still uses.
-    A user's own `gc.freeze()` is left in place: unfreezing would undo it.
+    A user's own `gc.freeze()` is left in place: unfreezing would undo it. Inside of itself it does nothing.
     """
-    if not enabled:
+    if not enabled or _state.gc_frozen:
         yield
         return
     was_enabled = gc.isenabled()
@@ -75,9 +76,11 @@ def frozen_gc(enabled: bool = True) -> Iterator[None]:
     ours = gc.get_freeze_count() <= _ALWAYS_FROZEN
     if ours:
         gc.freeze()
+    _state.gc_frozen = True
     try:
         yield
     finally:
+        _state.gc_frozen = False
         if ours:
             gc.unfreeze()
         if was_enabled:

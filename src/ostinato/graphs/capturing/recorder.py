@@ -68,22 +68,28 @@ class StepRecorder:
         """The graph of one key; `among`: all that will be asked for."""
         started = time.perf_counter()
         self._compiled.reserve(among)
-        kernels = key if self._kernels_of is None else self._kernels_of(key)
+        is_warm = self._is_warm(key)
         try:
-            recorded = self._record(key, 0 if kernels in self._warm else self._options.warmups)
+            recorded = self._record(key, 0 if is_warm else self._options.warmups)
         except ColdKernelError:
-            if kernels not in self._warm:
+            if not is_warm:
                 raise
             recorded = self._record(key, self._options.warmups)
         if self._kernels_of is not None:
-            self._warm.add(kernels)
+            self._warm.add(self._kernels_of(key))
         return CapturedGraph(key, recorded, time.perf_counter() - started)
 
+    def _is_warm(self, key: GraphKey) -> bool:
+        # torch.compile makes other kernels for every rung.
+        if self._kernels_of is None or self._compiled.applies(key):
+            return False
+        return self._kernels_of(key) in self._warm
+
     def try_out(self, key: GraphKey) -> None:
-        """Run the step of a key once, on padding."""
+        """Run the step of a key once, on padding, and not as torch.compile would have it."""
         with self._quiet():
             arguments = self._dummy_arguments(key.descriptor)
-            self.trials().run(lambda: self._compiled.for_key(key)(**arguments))
+            self.trials().run(lambda: self._step(**arguments))
 
     def outputs_at(self, descriptor: BatchDescriptor) -> list[Any]:
         """What the step returns for a size that may have no graph, flattened."""

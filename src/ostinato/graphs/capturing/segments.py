@@ -166,7 +166,8 @@ class BoundaryCapture:
         bridges.begin_graph()
 
     def __enter__(self) -> "BoundaryCapture":
-        _active.capture = self
+        # Unless it breaks anything, marked functions need not know: torch.compile makes what they read a guard.
+        _active.capture = self if self._piecewise else None
         return self
 
     def __exit__(self, *exception: object) -> None:

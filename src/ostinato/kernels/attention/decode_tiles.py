@@ -70,8 +70,8 @@ def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int) -> CudaDeco
         # 256 keys are on their way before the wait; short contexts are joined in one program.
         return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=132 // pairs)
     if pairs <= 132:
-        return CudaDecodeTile(4, 6, 1, chunk_tiles=64, max_chunks=132 // pairs)
-    if pairs <= 264:
+        return CudaDecodeTile(4, 6, 2, chunk_tiles=32, max_chunks=264 // pairs)
+    if pairs <= 264 and group > 2:
         return CudaDecodeTile(4, 4, 2, chunk_tiles=64, max_chunks=8)
     chunk_tiles = 32 if pairs < 1024 else 64
     # Four programs leave a thread 128 registers: not enough for 8 queries, says NVRTC 13.4.
@@ -91,7 +91,7 @@ def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype) -> Hash
     triton = decode_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
     if dtype == torch.float32:
         return triton
-    # Larger groups have one tile only.
-    tile = cuda_decode_tile(num_tokens, num_kv_heads, group=1)
+    # Between them, groups of 1 and of 3 have all the differences there are; above 8 there is one tile only.
+    tiles = (cuda_decode_tile(num_tokens, num_kv_heads, group) for group in (1, 3))
     room = next((limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit), None)
-    return triton, (tile.warps, tile.slots, tile.programs, room)
+    return triton, room, tuple((tile.warps, tile.slots, tile.programs) for tile in tiles)

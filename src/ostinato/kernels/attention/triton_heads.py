@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
+from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
 from .triton_tiles import INDEX_BUFFERS, load_heads, load_norm, load_turn, turned
 
@@ -105,9 +106,9 @@ def launch_prepare_heads(
     """Queue the kernel: rows [T, (Hq + 2 Hkv) * D] into q_out [T, Hq, D] and the caches."""
     num_tokens, num_heads, head_dim = q_out.shape
     num_kv_heads = k_cache.size(2)
-    head_block = min(_HEADS_AT_A_TIME, triton.next_power_of_2(num_heads))
-    blocks = triton.cdiv(num_heads, head_block) + 2 * triton.cdiv(num_kv_heads, head_block)
-    _prepare_heads[(triton.cdiv(num_tokens, _TOKENS_AT_A_TIME), blocks)](
+    head_block = min(_HEADS_AT_A_TIME, next_power_of_2(num_heads))
+    blocks = cdiv(num_heads, head_block) + 2 * cdiv(num_kv_heads, head_block)
+    _prepare_heads[(cdiv(num_tokens, _TOKENS_AT_A_TIME), blocks)](
         rows,
         rows if q_norm is None else q_norm,
         rows if k_norm is None else k_norm,
@@ -129,7 +130,7 @@ def launch_prepare_heads(
         has_norm=q_norm is not None,
         token_block=_TOKENS_AT_A_TIME,
         head_block=head_block,
-        dim_block=max(16, triton.next_power_of_2(head_dim)),
+        dim_block=max(16, next_power_of_2(head_dim)),
         num_warps=4,
         **dependent_launch.options(rows.device),
     )

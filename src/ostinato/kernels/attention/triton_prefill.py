@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
 from .triton_tiles import LOG2_E, keys_and_values
 
@@ -187,9 +188,9 @@ def launch_prefill(
     num_kv_heads, num_requests = k_cache.size(2), req_rows.size(0)
     # float32 products need more registers.
     rows, key_block, num_stages = (32, 32, 2) if q.dtype == torch.float32 else (64, 64, 4)
-    group_block = triton.next_power_of_2(num_heads // num_kv_heads)
+    group_block = next_power_of_2(num_heads // num_kv_heads)
     query_block = max(1, rows // group_block)
-    grid = (num_kv_heads, triton.cdiv(num_tokens, query_block) + num_requests)
+    grid = (num_kv_heads, cdiv(num_tokens, query_block) + num_requests)
     _prefill[grid](
         q,
         k_cache,
@@ -213,8 +214,8 @@ def launch_prefill(
         query_block=query_block,
         group_block=group_block,
         key_block=key_block,
-        dim_block=max(16, triton.next_power_of_2(head_dim)),
-        request_block=max(16, triton.next_power_of_2(num_requests)),
+        dim_block=max(16, next_power_of_2(head_dim)),
+        request_block=max(16, next_power_of_2(num_requests)),
         num_warps=4,
         num_stages=num_stages,
         # Which blocks take a mask depends on where a chunk begins. Fused differently with and without one, a

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import struct
 import sys
 import threading
@@ -73,6 +74,11 @@ class CudaKernel:
         self._functions: dict[int, Any] = {}
         self._configs: dict[Any, Any] = {}
 
+    @property
+    def source_length(self) -> int:
+        """Characters to compile."""
+        return sum(map(len, _with_includes(self._file).values()))
+
     def launch(
         self,
         *,
@@ -92,10 +98,11 @@ class CudaKernel:
         """
         device = torch.cuda.current_device()
         function = self._functions.get(device)
-        if function is None:
-            if (postponed := _postponed()) is not None:
+        if (postponed := _postponed()) is not None:
+            if function is None:
                 postponed[self] = shared_bytes, shared_share
-                return
+            return
+        if function is None:
             if torch.cuda.is_current_stream_capturing():
                 raise CudaError(f"{self._entry} is launched for the first time while a graph is captured")
             function = self.load(device, shared_bytes, shared_share)
@@ -146,15 +153,20 @@ _of_thread = threading.local()
 
 
 def _postponed() -> dict[CudaKernel, tuple[int, int]] | None:
-    """Kernels that this thread asked for inside `compiling_only`, with the last arguments of `load`."""
+    """New kernels that this thread asked for inside `compiling_only`, with the last arguments of `load`."""
     return getattr(_of_thread, "postponed", None)
+
+
+def is_compiling_only() -> bool:
+    """Whether this thread is inside `compiling_only`: what it launches does not run."""
+    return _postponed() is not None
 
 
 @contextmanager
 def compiling_only(device: torch.device) -> Iterator[Mapping[CudaKernel, Any]]:
-    """New kernels that this thread launches inside are not; leaving compiles all at once and loads them.
+    """Nothing that this thread launches inside runs; leaving compiles what is new and loads it, all at once.
 
-    Those that were postponed so far are the keys of what is returned.
+    New kernels that were asked for so far are the keys of what is returned.
     """
     _of_thread.postponed = {}
     try:
@@ -253,6 +265,18 @@ def _nvrtc_version() -> str:
 def _headers() -> dict[str, str]:
     """The text of all files that a source may include."""
     return {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
+
+
+def _with_includes(file: str) -> dict[str, str]:
+    """The text of a source and of all files that it includes, by their names."""
+    texts: dict[str, str] = {}
+    names = [file]
+    while names:
+        name = names.pop()
+        if name not in texts:
+            texts[name] = (_FOLDER / name).read_text()
+            names += re.findall(r'^#include "(.+)"$', texts[name], re.MULTILINE)
+    return texts
 
 
 def _cache_folder() -> Path:

@@ -33,7 +33,7 @@ def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(first half) * second half of `x @ weight.T + bias`."""
+    """silu(first half) * second half of `x @ weight.T + bias`; its rows may lie apart."""
     tile = _choice(x, weight, gated=True)
     if isinstance(tile, Library):
         return silu_mul(functional.linear(x, weight, bias) if x.is_cuda else multiply(x, weight, bias))
@@ -68,6 +68,7 @@ def _choice(x: Tensor, weight: Tensor, *, gated: bool) -> Tile:
 def _by_kernel(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
     from . import triton_linear
 
+    x = x.contiguous()
     if isinstance(tile, SkinnyTile):
         return triton_linear.multiply_skinny(x, weight, bias, gated, x.dtype)
     return triton_linear.project_few_tokens(x, weight, bias, None, 0.0, gated, None, x.dtype)

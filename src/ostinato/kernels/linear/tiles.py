@@ -98,6 +98,51 @@ class FragmentsTile:
 
 
 @dataclass(frozen=True)
+class StreamedTile:
+    """The work of a program of `cuda_streamed`; a warp takes 16 rows of the matrix, 8 of each half."""
+
+    rows: int
+    """Rows of the matrix, of each half if it is gated."""
+    slices: int
+    """Programs, neighbours in a cluster, that share the columns."""
+    shares: int
+    """Warps of a program that share its columns of a row."""
+    chunk: int
+    """Columns of each share for which tokens come at a time."""
+    slots: int
+    """Chunks of tokens that are there or on their way."""
+    ahead: int
+    """Steps of 32 columns that the weights of a warp are ahead."""
+    registers: int
+    """Of a thread, at most."""
+
+    def num_warps(self, shape: MatrixShape) -> int:
+        """Of a program."""
+        return self.rows // (8 if shape.gated else 16) * self.shares
+
+    def tokens_at_a_time(self, num_tokens: int) -> int:
+        """Tokens that it is compiled for; there are never more."""
+        return next((size for size in (8, 16) if num_tokens <= size), 32)
+
+    def fits(self, shape: MatrixShape) -> bool:
+        """Whether the matrix can be divided like that."""
+        warps = self.num_warps(shape)
+        return (
+            self.rows % (8 if shape.gated else 16) == 0
+            and shape.out_features % self.rows == 0
+            and self.rows % (4 * self.slices) == 0
+            and self.slices <= _MOST_PROGRAMS_OF_A_CLUSTER
+            and shape.in_features % (self.slices * self.shares * self.chunk) == 0
+            and self.chunk % 64 == 0
+            and self.ahead <= shape.in_features // (self.slices * self.shares * 32)
+            and self.ahead <= (self.slots - 1) * self.chunk // 32
+            and self.registers <= MOST_REGISTERS
+            and warps <= _MOST_WARPS
+            and warps * 32 * self.registers <= _REGISTERS_OF_A_MULTIPROCESSOR
+        )
+
+
+@dataclass(frozen=True)
 class SkinnyTile:
     """The work of a program of `triton_skinny`."""
 
@@ -121,28 +166,29 @@ class Library:
     """cuBLAS, which divides the work by itself."""
 
 
-Tile = GemvTile | CudaGemvTile | FragmentsTile | SkinnyTile | Library
-FUSED = (GemvTile, CudaGemvTile, FragmentsTile)
+Tile = GemvTile | CudaGemvTile | FragmentsTile | StreamedTile | SkinnyTile | Library
+FUSED = (GemvTile, CudaGemvTile, FragmentsTile, StreamedTile)
 """Kernels that do norm, gate and residual on the way."""
-IN_CUDA = (CudaGemvTile, FragmentsTile)
+IN_CUDA = (CudaGemvTile, FragmentsTile, StreamedTile)
 """Kernels in CUDA C++, which not every GPU can run; a matrix must fit."""
 
 KERNELS: dict[str, type[Tile]] = {
     "gemv": GemvTile,
     "cuda_gemv": CudaGemvTile,
     "fragments": FragmentsTile,
+    "streamed": StreamedTile,
     "skinny": SkinnyTile,
     "library": Library,
 }
 """By the names that tables use."""
 
-MOST_TOKENS: dict[type[Tile], int] = {GemvTile: 1, CudaGemvTile: 1, FragmentsTile: 64}
+MOST_TOKENS: dict[type[Tile], int] = {GemvTile: 1, CudaGemvTile: 1, FragmentsTile: 64, StreamedTile: 32}
 """Of the kernels that take only so many."""
 
 
 def compiled_variant(tile: Tile, num_tokens: int) -> Hashable:
     """Equal where the same kernel is compiled for a matrix."""
-    if isinstance(tile, FragmentsTile):
+    if isinstance(tile, FragmentsTile | StreamedTile):
         return tile, tile.tokens_at_a_time(num_tokens)
     return tile
 

@@ -1,14 +1,14 @@
 """The kernels of linear layers as custom ops; each picks its tile by shape."""
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import dependent_launch
 from ..custom_op import custom_op
+from ..host_sizes import cdiv
 from ..on_chip_memory import prefer_l1
 from .choice import choose
-from .tiles import CudaGemvTile, FragmentsTile, GemvTile, MatrixShape, SkinnyTile, Tile
+from .tiles import CudaGemvTile, FragmentsTile, GemvTile, MatrixShape, SkinnyTile, StreamedTile, Tile
 from .triton_gemv import _gemv
 from .triton_skinny import _skinny
 
@@ -110,7 +110,7 @@ def _launch_few_tokens(
     tile = _choice(x, weight, gated=gated)
     match tile:
         case GemvTile(rows, block, num_warps):
-            launched = _gemv[(triton.cdiv(out.size(1), rows),)](
+            launched = _gemv[(cdiv(out.size(1), rows),)](
                 x,
                 x if norm_weight is None else norm_weight,
                 weight,
@@ -138,6 +138,10 @@ def _launch_few_tokens(
             from .cuda_fragments import launch_fragments
 
             launch_fragments(x, weight, bias, norm_weight, eps, residual, out, tile)
+        case StreamedTile():
+            from .cuda_streamed import launch_streamed
+
+            launch_streamed(x, weight, bias, norm_weight, eps, residual, out, tile)
         case _:
             raise AssertionError(f"{tile} is not fused")
 
@@ -149,7 +153,7 @@ def _launch_skinny(
     out_features = out.size(-1)
     # What is asked for must lie inside the matrix, and begin and end at multiples of 16 bytes.
     can_ask = out_features % tile.rows == 0 and tile.rows % tile.parts == 0 and in_features % 8 == 0
-    grid = (triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.rows), tile.parts)
+    grid = (cdiv(num_tokens, tile.tokens), cdiv(out_features, tile.rows), tile.parts)
     _skinny[grid](
         x,
         weight,

@@ -8,11 +8,11 @@ steps, not runs, because the difference of two runs has the noise of two prefill
 them.
 
 Note [The device's clock]
-The first kernel of a decode step and the last one of its sampling read the GPU's own clock, and the times
-come back with the tokens. The device was idle from the end of one step to the beginning of the next. That
-costs nothing, so it is measured while the host runs as it always does. The profiler slows the host down: its
-idle time (Note [Idle time] in kernel_timeline), from a run of its own, stands beside it for the gaps inside a
-step, and is too large where its own work makes the device wait.
+The first kernel of a decode step and the last one, which returns its tokens, read the GPU's own clock, and
+the times come back with the tokens. The device was idle from the end of one step to the beginning of the
+next. That costs nothing, so it is measured while the host runs as it always does. The profiler slows the host
+down: its idle time (Note [Idle time] in kernel_timeline), from a run of its own, stands beside it for the
+gaps inside a step, and is too large where its own work makes the device wait.
 """
 
 from __future__ import annotations

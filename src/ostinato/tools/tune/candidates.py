@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ostinato.kernels.linear import cuda_fragments
+from ostinato.kernels.linear import cuda_fragments, cuda_streamed
 from ostinato.kernels.linear.tiles import (
     MOST_REGISTERS,
     MOST_TOKENS,
@@ -18,6 +18,7 @@ from ostinato.kernels.linear.tiles import (
     Library,
     MatrixShape,
     SkinnyTile,
+    StreamedTile,
     Tile,
 )
 
@@ -38,6 +39,13 @@ _GEMV_REGISTERS = 48
 """Of a thread of `cuda_gemv`, beside those that hold its weights and its columns of the token."""
 _FRAGMENTS_REGISTERS = {8: 88, 16: 128, 32: 168}
 """By the tokens of a pass."""
+_STREAMED_REGISTERS = {8: 64, 16: 96, 32: 112}
+_STREAMED_WARPS = range(3, 17)
+"""Of a program of `streamed`."""
+_FEWEST_STREAMED_WARPS, _MOST_STREAMED_PROGRAMS = 1024, 1024
+"""Of all programs together: so many must be on their way to keep the memory busy."""
+_STREAMED_DEPTHS = [(128, 3, 8), (256, 2, 8), (128, 3, 6), (128, 2, 4), (128, 4, 12)]
+"""Columns, chunks and steps ahead."""
 
 
 def fused_tiles(shape: MatrixShape, num_tokens: int, *, cuda: bool, shared_bytes: int) -> list[Tile]:
@@ -53,6 +61,8 @@ def fused_tiles(shape: MatrixShape, num_tokens: int, *, cuda: bool, shared_bytes
             tiles += _cuda_gemv_tiles(shape)
     if cuda and num_tokens <= MOST_TOKENS[FragmentsTile]:
         tiles += _fragments_tiles(shape, num_tokens, shared_bytes)
+    if cuda and 1 < num_tokens <= MOST_TOKENS[StreamedTile]:
+        tiles += _streamed_tiles(shape, num_tokens, shared_bytes)
     return tiles
 
 
@@ -79,6 +89,23 @@ def _fragments_tiles(shape: MatrixShape, num_tokens: int, shared_bytes: int) -> 
             yield replace(tile, registers=_FRAGMENTS_REGISTERS[tokens])
 
 
+def _streamed_tiles(shape: MatrixShape, num_tokens: int, shared_bytes: int) -> Iterator[StreamedTile]:
+    chunk, slots, ahead = _STREAMED_DEPTHS[0]
+    for rows, slices, shares in itertools.product((16, 32, 48, 64, 112, 128), (1, 2, 4, 8), (1, 2, 4, 8)):
+        tile = StreamedTile(rows, slices, shares, chunk, slots, ahead, registers=0)
+        tokens, warps = tile.tokens_at_a_time(num_tokens), tile.num_warps(shape)
+        programs = shape.out_features // rows * slices
+        tile = replace(tile, registers=_STREAMED_REGISTERS[tokens])
+        if (
+            tile.fits(shape)
+            and warps in _STREAMED_WARPS
+            and _FEWEST_PROGRAMS <= programs <= _MOST_STREAMED_PROGRAMS
+            and programs * warps >= _FEWEST_STREAMED_WARPS
+            and cuda_streamed.shared_bytes(tile, shape, tokens, norm=True) <= shared_bytes
+        ):
+            yield tile
+
+
 def separate_tiles(shape: MatrixShape, num_tokens: int, *, in_parts: bool, shared_bytes: int) -> list[Tile]:
     """Of kernels that multiply and nothing else; `in_parts`: whether parts of the result are welcome."""
     return [Library(), *_skinny_tiles(shape, num_tokens, in_parts, shared_bytes)]
@@ -86,6 +113,8 @@ def separate_tiles(shape: MatrixShape, num_tokens: int, *, in_parts: bool, share
 
 def refined(tile: Tile, shape: MatrixShape, shared_bytes: int) -> list[Tile]:
     """What may be better still: other depths, and weights fetched before the wait."""
+    if isinstance(tile, StreamedTile):
+        return list(_streamed_otherwise(tile, shape, shared_bytes))
     if not isinstance(tile, SkinnyTile):
         return []
     columns = shape.in_features // tile.parts
@@ -99,6 +128,18 @@ def refined(tile: Tile, shape: MatrixShape, shared_bytes: int) -> list[Tile]:
     prefetching = [replace(tile, prefetch=True)] if weight_bytes <= _MOST_PREFETCHED_BYTES else []
     more = [shallow, *prefetching, *earlier]
     return [other for other in more if other != tile and _shared_bytes(other, shape) <= shared_bytes]
+
+
+def _streamed_otherwise(tile: StreamedTile, shape: MatrixShape, shared_bytes: int) -> Iterator[StreamedTile]:
+    tokens = next(tokens for tokens, count in _STREAMED_REGISTERS.items() if count == tile.registers)
+    for chunk, slots, ahead in _STREAMED_DEPTHS:
+        other = replace(tile, chunk=chunk, slots=slots, ahead=ahead)
+        if (
+            other != tile
+            and other.fits(shape)
+            and cuda_streamed.shared_bytes(other, shape, tokens, norm=True) <= shared_bytes
+        ):
+            yield other
 
 
 def _skinny_tiles(

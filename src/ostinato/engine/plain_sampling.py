@@ -1,0 +1,26 @@
+"""The tokens of requests that ask for a temperature and a seed at most: chosen at the end of a decode graph.
+
+So most steps are one graph. Requests that ask for more are passed over here; a sampling graph behind the
+decode graph serves them, and with them all others of their step once more, to the same tokens.
+"""
+
+from torch import Tensor
+
+from ostinato.kernels import sampling
+from ostinato.kernels.sampling import PlainSettings
+
+from .device_rows import DeviceRows
+from .sampled_tokens import TokenReturn
+
+
+class PlainSampling:
+    """What a graph calls once the logits are there."""
+
+    def __init__(self, rows: DeviceRows, logits: Tensor, returned: TokenReturn) -> None:
+        self._logits = logits
+        self._settings = PlainSettings(rows["is_plain"], rows["temperature"], rows["seeds"], rows["lengths"])
+        self._lines = returned.lines
+
+    def __call__(self, req_rows: Tensor) -> None:
+        """Captured: choose, and leave the tokens in their rows and in the next line."""
+        sampling.return_plain(self._logits[: req_rows.size(0)], req_rows, self._settings, self._lines)

@@ -1,0 +1,236 @@
+"""Plain requests get their tokens from the decode step itself; others from a graph behind it; all are right.
+
+Device and host count the lines of tokens each for themselves; every test ends with both at the same count.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.engine.llm import LLM
+from ostinato.engine.sampled_tokens import Launched, TokenReturn
+from ostinato.engine.sampler import Kind
+from ostinato.engine.sampling_params import SamplingParams, StructuredOutputs
+
+from .conftest import TinyModel, prompts_of
+from .expected_steps import sampling_of
+from .test_engine_greedy import MODES, SMALL, assert_all_back
+
+PLAIN: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 3}, {"seed": 4, "temperature": 0.6}]
+FILTERED: list[dict[str, Any]] = [
+    {"seed": 5, "top_k": 7},
+    {"seed": 6, "top_p": 0.8},
+    {"seed": 7, "min_p": 0.1},
+]
+COMPLETE: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 2},
+    {"seed": 8, "frequency_penalty": 0.7},
+    {"temperature": 0, "logit_bias": {5: 4.0}},
+    {"seed": 9, "min_tokens": 3},
+]
+PROMPTS = prompts_of((5, 4, 3, 4), seed=2)
+"""One step of 16 tokens."""
+
+
+@contextmanager
+def engine(model: TinyModel, **options: Any) -> Iterator[LLM]:
+    """Afterwards everything is back, and the counts agree."""
+    with LLM(model.directory, **{**SMALL, **options}) as llm:
+        assert counts(llm) == (0, 0), "warm-ups and recordings write no line that counts"
+        yield llm
+        assert_all_back(llm)
+        on_device, on_host = counts(llm)
+        assert on_device == on_host > 0
+
+
+def counts(llm: LLM) -> tuple[int, int]:
+    returned = llm.engine.core.runner.returned
+    lines, ended = returned.lines.count.tolist()
+    assert ended == 0
+    return lines, returned._num_launched
+
+
+def params_of(asked: dict[str, Any], max_tokens: int) -> SamplingParams:
+    return SamplingParams(**asked, max_tokens=max_tokens, ignore_eos=True)
+
+
+def tokens_of(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> list[list[int]]:
+    outputs = llm.generate(prompts, params)
+    assert [output.error for output in outputs] == [None] * len(prompts)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("asked", PLAIN + FILTERED + COMPLETE, ids=str)
+def test_the_cheapest_kind(asked: dict[str, Any]) -> None:
+    wanted = Kind.PLAIN if asked in PLAIN else Kind.FILTERED if asked in FILTERED else Kind.COMPLETE
+    assert Kind.of(SamplingParams(**asked)) is wanted
+    # A greedy request has nothing to filter.
+    filters = {name: value for name, value in asked.items() if name in ("top_k", "top_p", "min_p")}
+    assert Kind.of(SamplingParams(temperature=0, **filters)) is Kind.PLAIN
+    under_a_grammar = StructuredOutputs(regex="a*")
+    assert Kind.of(SamplingParams(**asked, structured_outputs=under_a_grammar)) is Kind.COMPLETE
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_only_steps_with_somebody_who_asks_for_more_have_a_sampling_graph(
+    tiny: TinyModel, ahead: int
+) -> None:
+    """Four tokens of one request, in company that goes on for longer."""
+    with engine(tiny, steps_ahead=ahead) as llm:
+        for asked in (PLAIN[1], FILTERED[0], COMPLETE[0]):
+            before, lines = sampling_of(llm), counts(llm)[0]
+            params = [params_of(asked, 4), *(params_of(plain, 12) for plain in PLAIN)]
+            tokens_of(llm, PROMPTS, params)
+            # The prompts' step, then decode steps as long as that request is there.
+            behind = 1 if asked in PLAIN else 4
+            assert sampling_of(llm).since(before).steps == behind
+            assert counts(llm)[0] - lines == 11 + behind
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mix_of_kinds_gives_each_its_own_tokens(tiny: TinyModel, mode: str, ahead: int) -> None:
+    rng = random.Random(7)
+    asked = [rng.choice(PLAIN + FILTERED + COMPLETE) for _ in range(24)]
+    params = [params_of(one, rng.randint(3, 14)) for one in asked]
+    prompts = prompts_of([rng.randint(1, 25) for _ in asked], seed=3)
+    with engine(tiny, cuda_graph_mode=mode, steps_ahead=ahead) as llm:
+        together = tokens_of(llm, prompts, params)
+        alone = [tokens_of(llm, [prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)]
+    assert together == alone
+
+
+def test_a_row_forgets_the_kind_of_its_last_tenant(tiny: TinyModel) -> None:
+    with engine(tiny, max_running_requests=1) as llm:
+        wanted = {}
+        for turn in range(3):
+            for asked in (PLAIN[1], FILTERED[0], PLAIN[0], COMPLETE[0], PLAIN[2], COMPLETE[1]):
+                [found] = tokens_of(llm, PROMPTS[:1], [params_of(asked, 6)])
+                assert found == wanted.setdefault(str(asked), found), turn
+        assert len({tuple(found) for found in wanted.values()}) >= 4
+
+
+def test_batch_invariant_steps_are_not_decode_steps(tiny: TinyModel) -> None:
+    """They sample behind the step."""
+    with engine(tiny, batch_invariant=True, cuda_graph_prefill_tokens=None) as llm:
+        tokens_of(llm, PROMPTS, [params_of(PLAIN[1], 6)] * 4)
+        assert sampling_of(llm).steps == 6
+        assert not llm.engine.core.runner.has_sampled
+
+
+def test_embeddings_beside_generation_write_no_line(tiny: TinyModel) -> None:
+    with engine(tiny) as llm:
+        wanted = tokens_of(llm, PROMPTS[:1], [params_of(PLAIN[1], 6)])
+        lines = counts(llm)
+        llm.embed(PROMPTS)
+        assert counts(llm) == lines
+        assert tokens_of(llm, PROMPTS[:1], [params_of(PLAIN[1], 6)]) == wanted
+
+
+# -- steps that fail -------------------------------------------------------------------------------
+
+
+def fail_at(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException, *, after: bool
+) -> None:
+    """The third call of a method from now on fails, before it has done anything or after."""
+    function, calls = getattr(owner, name), iter(range(10_000))
+
+    def call_or_fail(*args: Any, **kwargs: Any) -> Any:
+        fails = next(calls) == 2
+        if fails and not after:
+            raise error
+        result = function(*args, **kwargs)
+        if fails:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, name, call_or_fail)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the bus left"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("where", ["forward", "count", "mask", "sampling", "model"])
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_whatever_of_a_step_was_done_when_it_failed_the_next_ones_are_right(
+    tiny: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    where: str,
+    after: bool,
+    error: BaseException,
+) -> None:
+    asked = [PLAIN[0], PLAIN[1], COMPLETE[1], FILTERED[0]]
+    params = [params_of(one, 9) for one in asked]
+    with engine(tiny, cuda_graph_mode=mode, steps_ahead=1) as llm:
+        wanted = tokens_of(llm, PROMPTS, params)
+        core = llm.engine.core
+        assert core.sampler is not None
+        owners = {
+            "forward": (core.runner.graphs, "run"),
+            "count": (core.runner.returned, "launched"),
+            "mask": (core.sampler, "mask"),
+            "sampling": (core.sampler, "_run"),
+            "model": (core.runner.model, "logits"),
+        }
+        with monkeypatch.context() as patched:
+            fail_at(patched, *owners[where], error, after=after)
+            try:
+                outputs = llm.generate(PROMPTS, params)
+            except KeyboardInterrupt:
+                assert isinstance(error, KeyboardInterrupt)
+            else:
+                # A replayed model is not called, nor is a method of graphs that run again.
+                assert where in ("forward", "model") or any(output.error for output in outputs)
+        assert tokens_of(llm, PROMPTS, params) == wanted
+        assert tokens_of(llm, PROMPTS[:2], params[:2]) == wanted[:2]
+
+
+# -- the ring --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+def test_lines_are_those_of_their_step_as_long_as_they_are_unread(lookahead: int) -> None:
+    """Steps of one line and of two in any order, read as late as the engine ever does."""
+    rng = random.Random(lookahead)
+    last_tokens, began = torch.zeros(9, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    returned = TokenReturn(last_tokens, began, 8, 2 * (lookahead + 2))
+    unread: list[tuple[list[int], Launched]] = []
+    for _ in range(200):
+        num_requests = rng.randint(1, 8)
+        rows = torch.randperm(8)[:num_requests].int() + 1
+        for _ in range(rng.choice([1, 2])):
+            tokens = torch.randint(0, 1000, (num_requests,))
+            returned.keep(rows, tokens)
+            returned.launched()
+        unread.append((tokens.tolist(), returned.newest(num_requests)))
+        assert last_tokens[rows.long()].tolist() == tokens.tolist()
+        if len(unread) > lookahead + 1:
+            wanted, launched = unread.pop(0)
+            assert launched.read().tokens.tolist() == wanted
+
+
+def test_after_a_doubt_the_device_goes_on_with_the_count_of_the_host() -> None:
+    last_tokens, began = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    returned = TokenReturn(last_tokens, began, 2, 4)
+    rows, tokens = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([5, 6])
+    returned.keep(rows, tokens)
+    returned.launched()
+    returned.keep(rows, tokens)  # launched, and nobody was told
+    returned.settle()
+    assert returned.lines.count.tolist() == [2, 0], "there was no doubt"
+    returned.doubt()
+    returned.settle()
+    for step in range(9):
+        returned.keep(rows, tokens + step)
+        returned.launched()
+        assert returned.newest(2).read().tokens.tolist() == [5 + step, 6 + step]
+    returned.launched()  # counted, and never launched
+    with pytest.raises(AssertionError, match="another step"):
+        returned.newest(2).read()

@@ -1,0 +1,135 @@
+"""A start's rehearsal, on a CPU, where it compiles nothing: what it runs, and what it leaves."""
+
+import dataclasses
+import gc
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.engine import loading, rehearsal
+from ostinato.engine.config import EngineConfig, ResolvedConfig
+from ostinato.engine.llm import LLM
+from ostinato.engine.loading import kv_shape
+from ostinato.engine.model_runner import KVCache, ModelRunner
+from ostinato.engine.times import StartupTimes
+
+from .conftest import TinyModel
+from .test_engine_greedy import SMALL
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Four layers, all alike."""
+    return TinyModel(tmp_path_factory.mktemp("deep"), "Llama", num_hidden_layers=4)
+
+
+@pytest.fixture
+def llm(deep: TinyModel) -> Any:
+    with LLM(deep.directory, progress=False, dtype="float32", **SMALL) as llm:
+        yield llm
+
+
+def new_runner(llm: LLM) -> ModelRunner:
+    loaded = llm.engine.core.loaded
+    kv = KVCache(kv_shape(loaded.model, loaded.config), 2, loaded.config.device)
+    return ModelRunner(loaded.model, kv, loaded.attention, loaded.config)
+
+
+def count_layers(runner: ModelRunner) -> list[int]:
+    """Filled with the layers that run."""
+    seen: list[int] = []
+    for index, layer in enumerate(runner.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: seen.append(index))
+    return seen
+
+
+def test_a_rehearsal_tries_two_layers_and_captures_all_of_them(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "compiling_only", lambda _: nullcontext())
+    monkeypatch.setattr(ResolvedConfig, "warmups", 1)
+    runner = new_runner(llm)
+    kinds = {runner.kernels_of(key) for key in runner.graphs.keys}
+    assert len(runner.graphs.keys) > len(kinds) == 2
+    seen = count_layers(runner)
+    rehearsal._compile(runner, None)
+    assert seen == [0, 1] * len(kinds)
+    seen.clear()
+    bytes_wanted = rehearsal._trial_capture(runner)
+    # A warm-up and a recording each, and once to see which rows of the outputs are padding.
+    assert seen == [0, 1, 2, 3] * (2 * len(kinds) + 1)
+    assert bytes_wanted > 0
+    assert not runner.graphs.graphs
+
+
+def test_room_is_kept_for_buffers_that_come_behind_the_kv_cache(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a runner and of a sampler are on the device while it is measured, and are counted."""
+    loaded = llm.engine.core.loaded
+    made: list[str] = []
+
+    def noted(name: str) -> Any:
+        make = getattr(rehearsal, name)
+        return lambda *arguments: made.append(name) or make(*arguments)
+
+    for name in ("ModelRunner", "Sampler"):
+        monkeypatch.setattr(rehearsal, name, noted(name))
+    monkeypatch.setattr(
+        rehearsal.DeviceMemory, "now", lambda _: rehearsal.DeviceMemory(allocated=100 * len(made))
+    )
+    monkeypatch.setattr(rehearsal, "compiling_only", lambda _: nullcontext())
+    monkeypatch.setattr(rehearsal, "_trial_capture", lambda _: 7)
+    config = dataclasses.replace(loaded.config, config=dataclasses.replace(llm.config, num_pages=None))
+    assert rehearsal._rehearse(dataclasses.replace(loaded, config=config), StartupTimes()) == 207
+    assert made == ["ModelRunner", "Sampler"]
+    assert rehearsal._rehearse(loaded, StartupTimes()) == 0, "the number of pages is given"
+
+
+def test_what_a_rehearsal_made_is_gone_before_memory_is_counted(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[ModelRunner]] = []
+    counted: list[bool] = []
+
+    def rehearse(loaded: Any, times: StartupTimes) -> int:
+        made.append(weakref.ref(new_runner(llm)))
+        return 5
+
+    monkeypatch.setattr(rehearsal, "_rehearse", rehearse)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: counted.append(made[0]() is None))
+    loaded: Any = SimpleNamespace(config=SimpleNamespace(device=torch.device("cuda", 0)))
+    gc.disable()
+    try:
+        assert rehearsal.rehearse(loaded, StartupTimes()) == 5
+    finally:
+        gc.enable()
+    assert counted == [True]
+
+
+def test_a_start_walks_all_objects_once(deep: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    collect, collected = gc.collect, []
+    monkeypatch.setattr(gc, "collect", lambda *generation: collected.append(1) or collect(*generation))
+    with LLM(deep.directory, progress=False, dtype="float32", **{**SMALL, "enable_cudagraph_gc": False}):
+        assert len(collected) == 1
+        assert gc.isenabled()
+
+
+def test_triton_starts_beside_loading_on_a_gpu_only(deep: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Begun(Exception):
+        pass
+
+    def begin() -> None:
+        raise Begun
+
+    monkeypatch.setattr(loading.triton_start, "begin", begin)
+    config = EngineConfig(deep.directory, dtype="float32", device="cpu")
+    assert loading.load(config).model is not None
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(EngineConfig, "resolved", lambda *_: on_gpu)
+    with pytest.raises(Begun):
+        loading.load(config)
