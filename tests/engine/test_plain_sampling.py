@@ -49,7 +49,7 @@ def engine(model: TinyModel, **options: Any) -> Iterator[LLM]:
 
 def counts(llm: LLM) -> tuple[int, int]:
     returned = llm.engine.core.runner.returned
-    lines, ended = returned.lines.count.tolist()
+    lines, ended = returned.lines.counts.tolist()
     assert ended == 0
     return lines, returned._num_launched
 
@@ -224,7 +224,7 @@ def test_after_a_doubt_the_device_goes_on_with_the_count_of_the_host() -> None:
     returned.launched()
     returned.keep(rows, tokens)  # launched, and nobody was told
     returned.settle()
-    assert returned.lines.count.tolist() == [2, 0], "there was no doubt"
+    assert returned.lines.counts.tolist() == [2, 0], "there was no doubt"
     returned.doubt()
     returned.settle()
     for step in range(9):

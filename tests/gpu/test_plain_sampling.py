@@ -38,14 +38,14 @@ def test_a_graph_draws_and_returns_what_it_does_outside(device: torch.device, nu
 
     function = graphed(step, ladder=[num_requests], options=CaptureOptions(strict=True))
     function.capture(case.logits, case.rows)
-    inside.count.zero_()
+    inside.counts.zero_()
     texts = set()
     for count in range(100):
         function(case.logits, case.rows)
         sampling.return_plain(case.logits * 0.5, case.rows, settings, outside)
         settings.lengths.add_(1)
         torch.cuda.synchronize()
-        assert inside.count.tolist() == outside.count.tolist() == [count + 1, 0]
+        assert inside.counts.tolist() == outside.counts.tolist() == [count + 1, 0]
         ours, wanted = inside.ring[count % 3].tolist(), outside.ring[count % 3].tolist()
         assert ours[0] == wanted[0] == count
         assert ours[LINE_HEAD:] == wanted[LINE_HEAD:]

@@ -36,9 +36,9 @@ def lines_of(num_rows: int, max_requests: int, device: torch.device | str) -> To
 
 def line_of(lines: TokenLines, step: int) -> list[int]:
     """What the host finds after so many steps."""
-    if lines.count.is_cuda:
+    if lines.counts.is_cuda:
         torch.cuda.synchronize()
-    assert lines.count.tolist() == [step + 1, 0]
+    assert lines.counts.tolist() == [step + 1, 0]
     return lines.ring[step % lines.ring.size(0)].tolist()
 
 
@@ -52,11 +52,11 @@ def check_return_tokens(device: torch.device | str) -> None:
         rows = torch.tensor(([2, 5, 0, 1] + [0] * 150)[:num_requests], dtype=torch.int32, device=device)
         for step in range(5):
             tokens = torch.arange(num_requests, device=device) + 1000 * step
-            triton_request_rows.return_tokens(rows, tokens, *vars(lines).values())
+            triton_request_rows.return_tokens(rows, tokens, *lines)
             line = line_of(lines, step)
             assert line[0] == step
             assert line[LINE_HEAD : LINE_HEAD + num_requests] == tokens.tolist()
-            if lines.count.is_cuda:
+            if lines.counts.is_cuda:
                 assert line[1] == 77
                 assert line[2] > before
                 before = line[2]
@@ -122,7 +122,7 @@ class PlainCase:
 
     def to(self, device: torch.device | str) -> "PlainCase":
         """The same on another device."""
-        settings = PlainSettings(*(value.to(device) for value in vars(self.settings).values()))
+        settings = PlainSettings(*(value.to(device) for value in self.settings))
         return PlainCase(self.logits.to(device), self.rows.to(device), settings)
 
     def wanted(self) -> list[int]:
@@ -145,10 +145,8 @@ class PlainCase:
         """In the interpreter also on a CPU."""
         device = self.logits.device
         lines = lines_of(self.settings.is_plain.size(0), len(self.rows), device)
-        best = triton_sampling.best_of_blocks(
-            self.logits, self.rows, *vars(self.settings).values(), sampling.GREEDY_BELOW
-        )
-        triton_request_rows.return_best(self.rows, *best, self.logits.size(1), *vars(lines).values())
+        best = triton_sampling.best_of_blocks(self.logits, self.rows, *self.settings, sampling.GREEDY_BELOW)
+        triton_request_rows.return_best(self.rows, *best, self.logits.size(1), *lines)
         return self.returned(lines)
 
     def by_dispatch(self) -> list[int]:

@@ -354,7 +354,7 @@ def test_plain_sampling_is_captured_and_looks_at_the_temperatures_of_each_replay
     function = graphed(step, ladder=[n], options=CaptureOptions(strict=True))
     rows = torch.tensor([3, 8, 1, 0], dtype=torch.int32)
     function.capture(random_logits(n), rows)
-    assert captured.count.tolist() == [0, 0], "capturing writes no line"
+    assert captured.counts.tolist() == [0, 0], "capturing writes no line"
     for seed in range(7):
         temperature.copy_(torch.tensor([0.0, 0.9, 1.4])[(torch.arange(num_rows) * seed) % 3])
         is_plain[8] = seed % 2
@@ -363,6 +363,6 @@ def test_plain_sampling_is_captured_and_looks_at_the_temperatures_of_each_replay
         assert torch.equal(captured.last_tokens, eager.last_tokens)
         assert torch.equal(captured.ring, eager.ring)
         assert captured.ring[seed % 3, 0] == seed
-    assert captured.count.tolist() == [7, 0]
+    assert captured.counts.tolist() == [7, 0]
     assert captured.last_tokens[0] == 0
     assert not function.report().eager_steps

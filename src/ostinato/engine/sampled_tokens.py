@@ -83,7 +83,7 @@ class TokenReturn:
     @property
     def state(self) -> dict[str, Tensor]:
         """What steps change and trial runs must not."""
-        return {"count": self.lines.count}
+        return {"counts of lines": self.lines.counts}
 
     def keep(self, rows: Tensor, tokens: Tensor) -> None:
         """Captured: leave the tokens in their rows and in the next line."""
@@ -100,7 +100,7 @@ class TokenReturn:
     def settle(self) -> None:
         """After a doubt, before the next step: the device takes over the host's count."""
         if self._is_in_doubt:
-            self.lines.count.copy_(torch.tensor([self._num_launched, 0]))
+            self.lines.counts.copy_(torch.tensor([self._num_launched, 0]))
             self._is_in_doubt = False
 
     def newest(self, num_requests: int, extra: Sequence[Tensor] = ()) -> Launched:

@@ -7,7 +7,6 @@ stays as it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -56,19 +55,18 @@ def set_lengths(rows: Tensor, lengths: Tensor, seq_lens: Tensor) -> None:
     lengths.index_copy_(0, rows.long(), seq_lens * (rows != 0))
 
 
-@dataclass(frozen=True)
-class TokenLines:
+class TokenLines(NamedTuple):
     """Where sampled tokens go: into their rows, and into lines of host memory, which the steps use in turn.
 
-    A line begins with the count of the step whose tokens it holds and, on a GPU, with two times: of `began`,
-    and of its own writing.
+    A line begins with how many were written before it and, on a GPU, with two times: that of `began`, and
+    that of its own writing.
     """
 
     last_tokens: Tensor
     """int64 [max_rows]: the token of each row, where its next step finds it."""
     ring: Tensor
     """int64 [lines, LINE_HEAD + max requests] on the host, pinned where there is a GPU."""
-    count: Tensor
+    counts: Tensor
     """int64 [2] on the device: lines written so far, and what their kernel counts with, 0 between steps."""
     began: Tensor
     """int64 [1]: when the last decode step began, in nanoseconds of the device's own clock."""
@@ -90,10 +88,10 @@ def return_tokens(rows: Tensor, tokens: Tensor, lines: TokenLines) -> None:
     if rows.is_cuda:
         from . import triton_request_rows
 
-        triton_request_rows.return_tokens(rows, tokens, *vars(lines).values())
+        triton_request_rows.return_tokens(rows, tokens, *lines)
         return
     lines.last_tokens.index_copy_(0, rows.long(), tokens * (rows != 0))
-    count, ring = lines.count[:1], lines.ring[:, : LINE_HEAD + tokens.size(0)]
+    count, ring = lines.counts[:1], lines.ring[:, : LINE_HEAD + tokens.size(0)]
     line = torch.cat([count, count.new_zeros(LINE_HEAD - 1), tokens])
     ring.index_copy_(0, count % ring.size(0), line.unsqueeze(0))
     count.add_(1)

@@ -14,6 +14,7 @@ with no sum over the vocabulary, no sorted order to agree on and no division: te
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +57,7 @@ class SamplingSettings:
         return SamplingSettings(*(value.index_select(0, rows) for value in vars(self).values()))
 
 
-@dataclass(frozen=True)
-class PlainSettings:
+class PlainSettings(NamedTuple):
     """What plain sampling asks of n request rows."""
 
     is_plain: Tensor
@@ -109,11 +109,10 @@ def return_plain(logits: Tensor, rows: Tensor, settings: PlainSettings, lines: T
     if logits.is_cuda:
         from . import triton_request_rows, triton_sampling
 
-        asked = (settings.is_plain, settings.temperature, settings.seeds, settings.lengths)
-        values, tokens = triton_sampling.best_of_blocks(logits, rows, *asked, GREEDY_BELOW)
-        triton_request_rows.return_best(rows, values, tokens, logits.size(1), *vars(lines).values())
+        values, tokens = triton_sampling.best_of_blocks(logits, rows, *settings, GREEDY_BELOW)
+        triton_request_rows.return_best(rows, values, tokens, logits.size(1), *lines)
     else:
-        return_tokens(rows, _plain_tokens(logits, rows, *vars(settings).values()), lines)
+        return_tokens(rows, _plain_tokens(logits, rows, *settings), lines)
 
 
 @custom_op("plain_tokens")

@@ -71,7 +71,7 @@ def _(
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_blocks", "line_length", "num_lines", "width"],
-    do_not_specialize_on_alignment=["rows", "ring", "last_tokens", "count"],
+    do_not_specialize_on_alignment=["rows", "ring", "last_tokens", "counts"],
 )
 def _return_tokens(
     rows,
@@ -79,7 +79,7 @@ def _return_tokens(
     tokens,
     last_tokens,
     ring,
-    count,
+    counts,
     began,
     num_rows,
     num_blocks,
@@ -96,7 +96,7 @@ def _return_tokens(
     inside = at < num_rows
     row = tl.load(rows + at, inside, other=0)
     wait_for_previous(dependent)
-    step = tl.load(count)
+    step = tl.load(counts)
     if block > 1:  # not `_JOINED`
         token = best_of_rows(values, tokens, at, inside, num_blocks, width, block)
     else:
@@ -108,14 +108,14 @@ def _return_tokens(
     tl.debug_barrier()
     num_ended = tl.program_id(0).to(tl.int64)
     if tl.num_programs(0) > 1:
-        num_ended = tl.atomic_add(count + 1, 1)
+        num_ended = tl.atomic_add(counts + 1, 1)
     if num_ended == tl.num_programs(0) - 1:
         tl.store(line, step)
         if timed:
             tl.store(line + 1, tl.load(began))
             tl.store(line + 2, globaltimer())
-        tl.store(count, step + 1)
-        tl.store(count + 1, 0)
+        tl.store(counts, step + 1)
+        tl.store(counts + 1, 0)
 
 
 def _launch_return(
@@ -140,12 +140,12 @@ def _launch_return(
     )
 
 
-@custom_op("return_tokens", mutates_args=("last_tokens", "ring", "count"))
+@custom_op("return_tokens", mutates_args=("last_tokens", "ring", "counts"))
 def return_tokens(
-    rows: Tensor, tokens: Tensor, last_tokens: Tensor, ring: Tensor, count: Tensor, began: Tensor
+    rows: Tensor, tokens: Tensor, last_tokens: Tensor, ring: Tensor, counts: Tensor, began: Tensor
 ) -> None:
     """Custom op of `request_rows.return_tokens`."""
-    _launch_return(rows, tokens, tokens, 0, (last_tokens, ring, count, began), _JOINED)
+    _launch_return(rows, tokens, tokens, 0, (last_tokens, ring, counts, began), _JOINED)
 
 
 @return_tokens.register_fake
@@ -153,7 +153,7 @@ def _(rows: Tensor, tokens: Tensor, *lines: Tensor) -> None:
     return None
 
 
-@custom_op("return_best", mutates_args=("last_tokens", "ring", "count"))
+@custom_op("return_best", mutates_args=("last_tokens", "ring", "counts"))
 def return_best(
     rows: Tensor,
     values: Tensor,
@@ -161,11 +161,11 @@ def return_best(
     width: int,
     last_tokens: Tensor,
     ring: Tensor,
-    count: Tensor,
+    counts: Tensor,
     began: Tensor,
 ) -> None:
     """`return_tokens` of the token that has the largest value in each row of `tokens` [R, blocks]."""
-    lines = (last_tokens, ring, count, began)
+    lines = (last_tokens, ring, counts, began)
     _launch_return(rows, values, tokens, width, lines, joined_block(values.size(1)))
 
 

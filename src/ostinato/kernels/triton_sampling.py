@@ -15,7 +15,9 @@ from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
 from .triton_best import join_best
 
-_BLOCK = 4096
+_BLOCK = 2048
+_REGISTERS = 64
+"""Of a thread. The noise would take more, and too few programs would be left to read greedy rows fast."""
 
 
 @triton.jit
@@ -119,7 +121,8 @@ def _best_of_blocks(
         block=block,
         has_cuts=cuts is not None,
         greedy_below=greedy_below,
-        num_warps=8,
+        num_warps=4,
+        maxnreg=_REGISTERS,
         **dependent_launch.options(logits.device),
     )
     return best, best_at

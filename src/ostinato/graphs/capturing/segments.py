@@ -166,7 +166,7 @@ class BoundaryCapture:
         bridges.begin_graph()
 
     def __enter__(self) -> "BoundaryCapture":
-        # Unless it breaks anything, marked functions need not know: torch.compile makes what they read a guard.
+        # A full capture breaks nothing and stays unknown: torch.compile guards what marked functions look at.
         _active.capture = self if self._piecewise else None
         return self
 
