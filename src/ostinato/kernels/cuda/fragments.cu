@@ -19,7 +19,7 @@
 //
 // What a program takes of a multiprocessor decides how many kernels are on their way at the same time. Two must
 // fit side by side: an empty kernel then takes 0.6 us, otherwise 1.5 to 3.
-#include "device.cuh"
+#include "linear_layer.cuh"
 
 constexpr int kThreads = WARPS * 32;
 constexpr int kColumns = IN / SLICES / WARPS;  // of a warp
@@ -59,16 +59,12 @@ __device__ __forceinline__ void store_four(Out* p, float4 y) {
 }
 #endif
 
-__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
-  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
 __device__ __forceinline__ float4 operator*(float4 a, float b) {
   return make_float4(a.x * b, a.y * b, a.z * b, a.w * b);
 }
 __device__ __forceinline__ float4 four_of(uint2 v) {
   return make_float4(low(v.x), high(v.x), low(v.y), high(v.y));
 }
-__device__ __forceinline__ float gate(float y, float by) { return y / (1.f + __expf(-y)) * by; }
 
 // A thread's columns of the tokens lane / 4, + 8, ...; zeros where there is no token.
 __device__ __forceinline__ void load_tokens(Word4 (&v)[kGroups][kSteps], const Element* x, int num_tokens) {
@@ -83,17 +79,6 @@ __device__ __forceinline__ void load_tokens(Word4 (&v)[kGroups][kSteps], const E
       if (token < num_tokens) v[g][s] = load_four_words(row + s * 32);
     }
   }
-}
-
-__device__ __forceinline__ float scale_pair(uint32& pair, uint32 by) {
-  const float a = low(pair), b = high(pair);
-  pair = rounded(a * low(by), b * high(by));
-  return a * a + b * b;
-}
-
-// Multiplies by the norm's weight; returns the sum of the squares before.
-__device__ __forceinline__ float scale(Word4& v, const Word4& by) {
-  return scale_pair(v.x, by.x) + scale_pair(v.y, by.y) + scale_pair(v.z, by.z) + scale_pair(v.w, by.w);
 }
 
 template <int parts, int stride>

@@ -8,7 +8,7 @@
 //
 // NORM: x is to be normalised. The norm's weight is applied to x; its factor, one number, to the results. GATED:
 // silu(first half) * second half. Sums are float32 and rounded once.
-#include "device.cuh"
+#include "linear_layer.cuh"
 
 constexpr int kPieces = IN / 256;  // of 8 columns, of a row, of a thread
 constexpr int kRows = ROWS * (GATED + 1);
@@ -103,7 +103,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   if (GATED) {
     second *= factor;
     if (BIAS) second += one(bias + out_features + row);
-    y = y / (1.f + __expf(-y)) * second;
+    y = gate(y, second);
   }
   out[row] = as_out(y + old);
 }

@@ -20,7 +20,7 @@
 // NORM: the rows of x are to be normalised. The norm's weight is applied to a chunk by the threads that copied it;
 // the norm's factor, one number per token, to the results. GATED: silu(first half) * second half. Sums are float32
 // and rounded once.
-#include "device.cuh"
+#include "linear_layer.cuh"
 
 constexpr int kTileRows = GATED ? 8 : 16;  // results of a warp
 constexpr int kTiles = ROWS / kTileRows;
@@ -69,22 +69,6 @@ __device__ __forceinline__ void store_two(Out* p, float y, float z) { *(float2*)
 typedef Element Out;
 __device__ __forceinline__ void store_two(Out* p, float y, float z) { *(uint32*)p = rounded(y, z); }
 #endif
-
-__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
-  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-__device__ __forceinline__ float gate(float y, float by) { return y / (1.f + __expf(-y)) * by; }
-
-__device__ __forceinline__ float scale_pair(uint32& pair, uint32 by) {
-  const float a = low(pair), b = high(pair);
-  pair = rounded(a * low(by), b * high(by));
-  return a * a + b * b;
-}
-
-// Multiplies by the norm's weight; returns the sum of the squares before.
-__device__ __forceinline__ float scale(Word4& v, const Word4& by) {
-  return scale_pair(v.x, by.x) + scale_pair(v.y, by.y) + scale_pair(v.z, by.z) + scale_pair(v.w, by.w);
-}
 
 // Calls `f` with the share and the column within its chunk of every 8 columns that this thread copies.
 template <class F>

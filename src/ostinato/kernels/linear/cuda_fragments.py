@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, cuda_kernel
-from .cuda_layer import layer_constants, layer_shape, layer_tensors
+from .cuda_layer import launch_sliced, layer_constants
 from .tiles import FragmentsTile, MatrixShape
 
 
@@ -56,27 +56,6 @@ def launch_fragments(
     out: Tensor,
     tile: FragmentsTile,
 ) -> None:
-    """Queue the kernel; all operands dense and bfloat16, `out` that or float32."""
-    num_tokens, shape = x.size(0), layer_shape(x, weight, out)
-    tokens, norm = tile.tokens_at_a_time(num_tokens), norm_weight is not None
-    kernel = fragments_kernel(
-        tile,
-        shape,
-        tokens,
-        norm=norm,
-        bias=bias is not None,
-        residual=residual is not None,
-        dtype=out.dtype,
-    )
-    kernel.launch(
-        grid=(shape.out_features // tile.rows * tile.slices, 1, 1),
-        block=tile.num_warps * 32,
-        args=(
-            *layer_tensors(x, weight, bias, norm_weight, residual, out),
-            num_tokens,
-            shape.out_features,
-            float(eps),
-        ),
-        shared_bytes=shared_bytes(tile, shape, tokens, norm=norm),
-        cluster=tile.slices,
-    )
+    """Queue the kernel; see `launch_sliced`."""
+    operands = (x, weight, bias, norm_weight, eps, residual, out)
+    launch_sliced(fragments_kernel, shared_bytes, tile, tile.num_warps, *operands)

@@ -1,9 +1,12 @@
-"""What `cuda/gemv.cu` and `cuda/fragments.cu` have in common: a linear layer with its neighbours."""
+"""What the CUDA kernels for linear layers have in common: a layer with its neighbours."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .tiles import MatrixShape
+from ..cuda.compiled import CudaKernel
+from .tiles import FragmentsTile, MatrixShape, StreamedTile
 
 
 def layer_constants(
@@ -37,3 +40,38 @@ def layer_tensors(
     norm = x if norm_weight is None else norm_weight
     assert not (x.data_ptr() | weight.data_ptr() | norm.data_ptr()) % 16, "16 bytes are loaded at a time"
     return (weight, norm, x if bias is None else bias, x, x if residual is None else residual, out)
+
+
+def launch_sliced(
+    make_kernel: Callable[..., CudaKernel],
+    count_shared_bytes: Callable[..., int],
+    tile: FragmentsTile | StreamedTile,
+    num_warps: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Queue the kernel of a tile; all operands dense and bfloat16, `out` that or float32.
+
+    `make_kernel` and `count_shared_bytes` take tile, shape and the tokens to compile for.
+    """
+    num_tokens, shape = x.size(0), layer_shape(x, weight, out)
+    tokens, norm = tile.tokens_at_a_time(num_tokens), norm_weight is not None
+    form = {"norm": norm, "bias": bias is not None, "residual": residual is not None}
+    shared_bytes = count_shared_bytes(tile, shape, tokens, norm=norm)
+    make_kernel(tile, shape, tokens, **form, dtype=out.dtype).launch(
+        grid=(shape.out_features // tile.rows * tile.slices, 1, 1),
+        block=num_warps * 32,
+        args=(
+            *layer_tensors(x, weight, bias, norm_weight, residual, out),
+            num_tokens,
+            shape.out_features,
+            float(eps),
+        ),
+        shared_bytes=shared_bytes,
+        cluster=tile.slices,
+    )

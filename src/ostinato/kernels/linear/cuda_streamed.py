@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, cuda_kernel
-from .cuda_layer import layer_constants, layer_shape, layer_tensors
-from .tiles import MatrixShape, StreamedTile
+from .cuda_layer import launch_sliced, layer_constants, layer_shape
+from .tiles import MOST_TOKENS, MatrixShape, StreamedTile
 
 
 def shared_bytes(tile: StreamedTile, shape: MatrixShape, tokens: int, *, norm: bool) -> int:
@@ -58,28 +58,8 @@ def launch_streamed(
     out: Tensor,
     tile: StreamedTile,
 ) -> None:
-    """Queue the kernel; all operands dense and bfloat16, `out` that or float32."""
-    num_tokens, shape = x.size(0), layer_shape(x, weight, out)
-    tokens, norm = tile.tokens_at_a_time(num_tokens), norm_weight is not None
-    assert num_tokens <= tokens, (num_tokens, tile)
-    kernel = streamed_kernel(
-        tile,
-        shape,
-        tokens,
-        norm=norm,
-        bias=bias is not None,
-        residual=residual is not None,
-        dtype=out.dtype,
-    )
-    kernel.launch(
-        grid=(shape.out_features // tile.rows * tile.slices, 1, 1),
-        block=tile.num_warps(shape) * 32,
-        args=(
-            *layer_tensors(x, weight, bias, norm_weight, residual, out),
-            num_tokens,
-            shape.out_features,
-            float(eps),
-        ),
-        shared_bytes=shared_bytes(tile, shape, tokens, norm=norm),
-        cluster=tile.slices,
-    )
+    """Queue the kernel; see `launch_sliced`."""
+    assert x.size(0) <= MOST_TOKENS[StreamedTile], "one pass"
+    operands = (x, weight, bias, norm_weight, eps, residual, out)
+    num_warps = tile.num_warps(layer_shape(x, weight, out))
+    launch_sliced(streamed_kernel, shared_bytes, tile, num_warps, *operands)
