@@ -1,6 +1,7 @@
 """Clause 6: the collector is frozen while capturing and found as it was afterwards."""
 
 import gc
+import threading
 
 import pytest
 
@@ -113,3 +114,21 @@ def test_inside_of_itself_it_neither_collects_again_nor_ends(device, monkeypatch
     assert state() == (True, False)
     with frozen_gc():
         assert len(collected) == 2
+
+
+def test_one_thread_does_not_thaw_what_another_still_wants_frozen():
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def other():
+        with frozen_gc():
+            is_inside.set()
+            may_leave.wait()
+
+    thread = threading.Thread(target=other)
+    with frozen_gc():
+        thread.start()
+        is_inside.wait()
+    assert state() == (False, True)
+    may_leave.set()
+    thread.join()
+    assert state() == (True, False)

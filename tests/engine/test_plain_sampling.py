@@ -3,6 +3,7 @@
 Device and host count the lines of tokens each for themselves; every test ends with both at the same count.
 """
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampled_tokens import Launched, TokenReturn
+from ostinato.engine.sampled_tokens import Launched, Sampled, TokenReturn
 from ostinato.engine.sampler import Kind
 from ostinato.engine.sampling_params import SamplingParams, StructuredOutputs
 
@@ -193,6 +194,27 @@ def test_whatever_of_a_step_was_done_when_it_failed_the_next_ones_are_right(
 
 
 # -- the ring --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_an_interrupt_while_tokens_are_waited_for_leaves_an_engine_that_works(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, at: int, ahead: int
+) -> None:
+    with LLM(tiny.directory, **{**SMALL, "steps_ahead": ahead}) as llm:
+        params = [params_of({"temperature": 0}, 8) for _ in PROMPTS]
+        wanted = tokens_of(llm, PROMPTS, params)
+        read, reads = Launched.read, itertools.count(1)
+
+        def interrupted(self: Launched) -> Sampled:
+            if next(reads) == at:
+                raise KeyboardInterrupt
+            return read(self)
+
+        monkeypatch.setattr(Launched, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, params)
+        assert tokens_of(llm, PROMPTS, params) == wanted
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])

@@ -230,3 +230,98 @@ def test_cuda_sources_are_compiled_by_children_too(tmp_path: Path, monkeypatch: 
     found = [job() for job in jobs]
     assert all(found)
     assert not (tmp_path / f"by.{here}").exists(), "nothing was left to do here"
+
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "no room")
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def postponed_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs two jobs as kernels are compiled, with Triton's own way to postpone them; what they returned."""
+    pytest.importorskip("triton")
+    mode = pytest.importorskip("triton.runtime._async_compile")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "nothing here"))
+    monkeypatch.setattr(compile_ahead.triton_start, "finish", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+    def run(body: Any = lambda: None) -> list[int]:
+        found: list[int] = []
+        with compile_ahead._triton_kernels_compiled_only(torch.device("cuda"), {}):
+            for name in ("one", "other"):
+                job = functools.partial(len, name)
+                mode.active_mode.get().submit(name, job, found.append, lambda _: None)
+            body()
+        return sorted(found)
+
+    return run
+
+
+@pytest.mark.parametrize("where", ["os.fork", "tempfile.TemporaryDirectory"])
+def test_without_room_for_processes_everything_is_compiled_here(
+    postponed_jobs: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(f"ostinato.kernels.compile_ahead.{where}", no_room)
+    assert postponed_jobs() == [3, 5]
+
+
+def test_an_interrupt_while_children_compile_is_seen_at_once_and_leaves_none(
+    postponed_jobs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    end = compile_ahead._end
+    monkeypatch.setattr(compile_ahead, "_wait_for", interrupted)
+    monkeypatch.setattr(compile_ahead, "_end", lambda children: (ended.extend(children), end(children)))
+    with pytest.raises(KeyboardInterrupt):
+        postponed_jobs()
+    assert len(ended) == 2
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    monkeypatch.undo()
+
+
+def test_an_error_inside_is_seen_and_compiles_nothing(postponed_jobs: Any) -> None:
+    def fail() -> None:
+        raise ValueError("in the step")
+
+    with pytest.raises(ValueError, match="in the step"):
+        postponed_jobs(fail)
+
+
+def test_a_kernel_that_was_given_up_is_compiled_by_its_next_launch() -> None:
+    FutureKernel = type("FutureKernel", (), {})
+    kernels = {"ready": object(), "given up": FutureKernel()}
+    compile_ahead._forget_unfinished([SimpleNamespace(device_caches={0: (kernels, "target")})])
+    assert list(kernels) == ["ready"]
+
+
+def test_threads_collect_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(compile_ahead.triton_start, "finish", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    launch = triton.runtime.JITFunction.run
+    inside = threading.Event()
+    seen: list[bool] = []
+
+    def first() -> None:
+        with compile_ahead.compiling_only(torch.device("cuda")):
+            inside.set()
+            time.sleep(0.2)
+
+    def second() -> None:
+        inside.wait()
+        with compile_ahead.compiling_only(torch.device("cuda")):
+            time.sleep(0.4)
+            seen.append(triton.runtime.JITFunction.run is launch)
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [False], "what the second one launches must not run when the first one is done"
+    assert triton.runtime.JITFunction.run is launch

@@ -62,6 +62,10 @@ def choice(kernel: str, first: int, last: int, **tile: object) -> dict[str, obje
     [
         ([choice("fragments", 2, 8, rows=16, slices=2, num_warps=4, held=1, registers=128)], "divided"),
         ([choice("fragments", 2, 8, rows=8, slices=1, num_warps=4, held=1, registers=999)], "divided"),
+        (
+            [choice("streamed", 2, 8, rows=8, slices=1, shares=1, chunk=64, slots=2, ahead=1, registers=64)],
+            "divided",
+        ),
         ([choice("cutlass", 1, 1)], "one of gemv, cuda_gemv, fragments, streamed, skinny, library"),
         ([choice("resident", 2, 16, rows=8, slices=4, width=64, num_warps=4)], "kernel must be one of gemv,"),
         ([choice("gemv", 1, 2, **GEMV)], "<= 1 for this kernel"),
@@ -120,3 +124,22 @@ def test_what_is_no_table_at_all_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(KernelTableError, match="cannot be read"):
         load_table(tmp_path / "broken.json")
+
+
+@pytest.mark.parametrize(("last", "fits"), [(8, True), (32, False)])
+def test_a_tile_must_fit_into_shared_memory_for_all_its_tokens(tmp_path: Path, last: int, fits: bool) -> None:
+    tile = choice("streamed", 2, last, rows=64, slices=8, shares=2, chunk=512, slots=3, ahead=8, registers=64)
+    matrix = {"out_features": 2048, "in_features": 8192, "gated": False, "choices": [tile]}
+    file = written(tmp_path, matrices=[matrix])
+    if fits:
+        assert load_table(file).choices
+        return
+    with pytest.raises(KernelTableError, match=r"32 tokens would take .* bytes of shared memory"):
+        load_table(file)
+
+
+@pytest.mark.parametrize(("registers", "fits"), [(1, False), (32, True), (64, True), (256, False)])
+def test_registers_must_be_enough_and_to_be_had(registers: int, fits: bool) -> None:
+    shape = MatrixShape(2048, 8192)
+    assert StreamedTile(64, 8, 2, 128, 3, 8, registers).fits(shape) is fits
+    assert FragmentsTile(8, 1, 4, 1, registers).fits(MatrixShape(8, 128)) is fits

@@ -24,7 +24,9 @@ class Allocator:
         return [dict(segment) for segment in self.segments]
 
     def stats(self, _: Any) -> dict[str, Any]:
-        return {"reserved_bytes": {"all": {"allocated": self.allocated, "freed": self.freed}}}
+        counts = {"allocated": self.allocated, "freed": self.freed}
+        current = sum(segment["total_size"] for segment in self.segments)
+        return {"reserved_bytes": {"all": {**counts, "current": current}}}
 
     def take(self, pool: tuple[int, int], address: int, size: int) -> None:
         self.segments.append({"segment_pool_id": pool, "address": address, "total_size": size})
@@ -79,3 +81,13 @@ def test_one_that_goes_while_another_of_its_size_comes_is_noticed(
     allocator.take(OURS, 5000, 20)
     assert segments.contains(5000)
     assert segments.bytes == 20
+
+
+def test_statistics_that_somebody_resets_are_noticed(allocator: Allocator) -> None:
+    segments = PoolSegments(torch.device("cuda", 0))
+    segments.add((0, 1))
+    allocator.take((0, 1), 1000, 100)
+    assert segments.bytes == 100
+    allocator.allocated = 0
+    allocator.take((0, 1), 2000, 100)
+    assert segments.bytes == 200

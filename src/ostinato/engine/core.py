@@ -150,6 +150,8 @@ class EngineCore:
     def step(self) -> list[Progress]:
         """Launch the next step, then take in the oldest one that is due."""
         self.clock.start()
+        if len(self._flights) > self.config.lookahead:  # an interrupt came while its tokens were waited for
+            return self._complete()
         step = self.scheduler.schedule()
         self.clock.lap("schedule")
         if step is not None:
@@ -157,15 +159,14 @@ class EngineCore:
             try:
                 self._flights.append(self._launch(step))
             except (RuntimeError, OstinatoError) as error:
-                return [*self._drain(), *self._fail(step, error)]
+                return self._fail(step, error)
             except BaseException as error:
                 # An interrupt, or a bug: whoever called is told, and the books are closed on the step.
-                self._drain()
                 self._fail(step, error)
                 raise
             self.clock.lap("launch")
         if self._flights and (step is None or len(self._flights) > self.config.lookahead):
-            return self._complete(self._flights.popleft())
+            return self._complete()
         return []
 
     def report(self) -> Report:
@@ -246,9 +247,12 @@ class EngineCore:
                 logprobs[request.request_id] = dict(enumerate(found, start + 1))
         return logprobs, hidden
 
-    def _complete(self, flight: _Flight) -> list[Progress]:
+    def _complete(self) -> list[Progress]:
+        """Take in the oldest step under way."""
+        flight = self._flights[0]
         step = flight.step
         sampled = flight.launched.read() if flight.launched is not None else None
+        self._flights.popleft()  # not before: an interrupt during the wait must leave it there
         self.clock.lap("wait")
         span = None if sampled is None else sampled.span
         self.clock.on_device(span, counts=flight.is_timed)
@@ -295,14 +299,15 @@ class EngineCore:
     def _drain(self) -> list[Progress]:
         progress = []
         while self._flights:
-            progress += self._complete(self._flights.popleft())
+            progress += self._complete()
         return progress
 
     def _fail(self, step: ScheduledStep, error: BaseException) -> list[Progress]:
         logger.exception("step %d failed", step.index)
         self.runner.returned.doubt()
+        progress = self._drain()
         message = f"the step failed on {self.config.device}: {type(error).__name__}: {error}"
-        return [Progress((), [], self.scheduler.fail(step, message), {})]
+        return [*progress, Progress((), [], self.scheduler.fail(step, message), {})]
 
     def finish(self, request: Request, stop_reason: str) -> None:
         """End a request because its text contains a stop string."""

@@ -15,8 +15,10 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import logging
 import os
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +32,8 @@ import torch
 from . import triton_start
 from .cuda.compiled import CudaKernel, is_compiling_only
 from .cuda.compiled import compiling_only as cuda_kernels_compiled_only
+
+logger = logging.getLogger("ostinato.kernels")
 
 _PATIENCE_SECONDS = 60.0
 _SLOWEST_HIT_SECONDS = 0.1
@@ -78,16 +82,26 @@ class _Collector(Executor):
         for number, (future, job) in enumerate(self._jobs):
             try:
                 future.set_result(job.compile())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
             if number == 0 and not is_cold and time.perf_counter() - started > _SLOWEST_HIT_SECONDS:
                 _in_processes([job for _, job in self._jobs[1:]])
+
+    def give_up(self) -> None:
+        """Whoever waits for a job that was not run is told so."""
+        for future, _ in self._jobs:
+            if not future.done():
+                future.set_exception(RuntimeError("not compiled: an error or an interrupt came first"))
+
+
+_one_at_a_time = threading.RLock()
+"""What is collected is collected by a change to Triton, which is there once."""
 
 
 @contextmanager
 def compiling_only(device: torch.device) -> Iterator[None]:
     """What this thread launches inside does not run; leaving waits until all of it is compiled and loaded."""
-    with cuda_kernels_compiled_only(device) as cuda_kernels:
+    with _one_at_a_time, cuda_kernels_compiled_only(device) as cuda_kernels:
         with _triton_kernels_compiled_only(device, cuda_kernels):
             yield
 
@@ -98,6 +112,7 @@ def _triton_kernels_compiled_only(device: torch.device, cuda_kernels: Iterable[C
 
     launch = triton.runtime.JITFunction.run
     kernels: dict[int, Any] = {}
+    functions: dict[int, Any] = {}
     collector = _Collector()
     triton_is_ready = functools.cache(triton_start.finish)  # not before it is needed
 
@@ -105,6 +120,7 @@ def _triton_kernels_compiled_only(device: torch.device, cuda_kernels: Iterable[C
         if not is_compiling_only():  # another thread
             return launch(self, *args, grid=grid, warmup=warmup, **options)
         triton_is_ready()
+        functions[id(self)] = self
         collector.cost = _TRITON_WEIGHT * len(self.src)
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         kernels[id(kernel)] = kernel
@@ -112,21 +128,39 @@ def _triton_kernels_compiled_only(device: torch.device, cuda_kernels: Iterable[C
 
     # A Triton that knows no postponed compilation does it one after the other.
     postponed = getattr(triton, "AsyncCompileMode", None)
-    with postponed(collector) if postponed else nullcontext():
+    mode = postponed(collector) if postponed else nullcontext()
+    mode.__enter__()
+    try:
         triton.runtime.JITFunction.run = compile_instead
         try:
             yield
         finally:
             triton.runtime.JITFunction.run = launch
             triton_is_ready()
-            capability = torch.cuda.get_device_capability(device)
-            beside = [
-                _Job(kernel.source_length, functools.partial(kernel.compile, capability))
-                for kernel in cuda_kernels
-            ]
-            collector.run(_num_on_disk(triton), beside)
+        capability = torch.cuda.get_device_capability(device)
+        beside = [
+            _Job(kernel.source_length, functools.partial(kernel.compile, capability))
+            for kernel in cuda_kernels
+        ]
+        collector.run(_num_on_disk(triton), beside)
+    except BaseException:
+        # Leaving waits for every job, and a job that nobody runs must not stand for its kernel ever after.
+        collector.give_up()
+        _forget_unfinished(functions.values())
+        with suppress(Exception):
+            mode.__exit__(None, None, None)
+        raise
+    mode.__exit__(None, None, None)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         list(threads.map(lambda kernel: _load(kernel, device), kernels.values()))
+
+
+def _forget_unfinished(functions: Iterable[Any]) -> None:
+    """Let the next launch compile what is still to come, instead of waiting for it."""
+    for function in functions:
+        for kernels, *_ in function.device_caches.values():
+            for key in [key for key, kernel in kernels.items() if type(kernel).__name__ == "FutureKernel"]:
+                del kernels[key]
 
 
 def _num_on_disk(triton: Any) -> int | None:
@@ -135,7 +169,7 @@ def _num_on_disk(triton: Any) -> int | None:
         return None
     try:
         return len(os.listdir(triton.knobs.cache.dir))
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
@@ -152,19 +186,25 @@ def _in_processes(unsorted_jobs: Iterable[_Job]) -> None:
     count = min(16, os.cpu_count() or 1, len(jobs))
     if count < 2 or not hasattr(os, "fork"):
         return
-    children = []
+    children: list[int] = []
     numbers, given = os.pipe()
-    os.write(given, b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in range(len(jobs))))
-    os.close(given)
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as claims:
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: see above
-        for _ in range(count):
-            child = os.fork()
-            if child == 0:
-                _work_and_exit(jobs, numbers, Path(claims))
-            children.append(child)
-        os.close(numbers)
+    try:
+        os.write(given, b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in range(len(jobs))))
+        os.close(given)
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as claims:
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads: see above
+            for _ in range(count):
+                child = os.fork()
+                if child == 0:
+                    _work_and_exit(jobs, numbers, Path(claims))
+                children.append(child)
+            _wait_for(children)
+    except OSError as error:  # no room for a process, or for a file
+        logger.warning("kernels are compiled by fewer processes than there are processors: %s", error)
         _wait_for(children)
+    finally:
+        os.close(numbers)
+        _end(children)
 
 
 def _work_and_exit(jobs: list[_Job], numbers: int, claims: Path) -> None:
@@ -193,11 +233,15 @@ def _build_launcher(kernel: Any, claims: Path) -> None:
 
 
 def _wait_for(children: list[int]) -> None:
+    """Until all have ended, or for so long; those that have leave the list."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while children and time.monotonic() < deadline:
-        children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
+        children[:] = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
         time.sleep(0.005)
+
+
+def _end(children: list[int]) -> None:
     for child in children:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, ChildProcessError):
             os.kill(child, 9)
-        os.waitpid(child, 0)
+            os.waitpid(child, 0)

@@ -11,13 +11,14 @@ class PoolSegments:
 
     Reading them takes a millisecond and is wanted twice for every captured graph. A segment of whatever pool
     comes, grows, shrinks or goes only when the allocator takes bytes from the device or gives them back. It
-    counts both, and counts never go back: while they stand still, what was read is right.
+    counts both, and counts go back only when somebody resets torch's statistics: while they stand still, and
+    with them the bytes that it has, what was read is right.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pools: set[Any] = set()
-        self._counts: tuple[int, int] | None = None
+        self._counts: tuple[int, ...] | None = None
         self._ranges: list[tuple[int, int]] = []
 
     def add(self, pool: Any) -> None:
@@ -43,7 +44,7 @@ class PoolSegments:
 
     def _update(self) -> None:
         reserved = torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]
-        counts = reserved["allocated"], reserved["freed"]
+        counts = reserved["allocated"], reserved["freed"], reserved["current"]
         if counts == self._counts:
             return
         # Without an argument: torch 2.11's snapshot of one pool releases the two numbers of the pool's id

@@ -15,7 +15,6 @@ _ALWAYS_FROZEN = 5_000 if sys.version_info >= (3, 12) else 0
 class _ThreadState(threading.local):
     open = False
     recording = False
-    gc_frozen = False
 
 
 _state = _ThreadState()
@@ -60,28 +59,51 @@ def recording() -> Iterator[None]:
             _state.recording = False
 
 
+class _FrozenGc:
+    """Of the whole process: the first who wants it frozen freezes, the last one thaws."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._was_enabled = self._ours = False
+
+    def freeze(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._was_enabled = gc.isenabled()
+                gc.collect()
+                gc.disable()
+                self._ours = gc.get_freeze_count() <= _ALWAYS_FROZEN
+                if self._ours:
+                    gc.freeze()
+            self._holders += 1
+
+    def thaw(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                if self._ours:
+                    gc.unfreeze()
+                if self._was_enabled:
+                    gc.enable()
+
+
+_frozen_gc = _FrozenGc()
+
+
 @contextmanager
 def frozen_gc(enabled: bool = True) -> Iterator[None]:
     """Collect once, then keep the garbage collector from running or walking what exists.
 
     A collection in the middle of a capture is slow and may free device memory that a graph still uses.
-    A user's own `gc.freeze()` is left in place: unfreezing would undo it. Inside of itself it does nothing.
+    A user's own `gc.freeze()` is left in place: unfreezing would undo it. Inside of itself, or of another
+    thread's, it does nothing.
     """
-    if not enabled or _state.gc_frozen:
+    if not enabled:
         yield
         return
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    ours = gc.get_freeze_count() <= _ALWAYS_FROZEN
-    if ours:
-        gc.freeze()
-    _state.gc_frozen = True
+    _frozen_gc.freeze()
     try:
         yield
     finally:
-        _state.gc_frozen = False
-        if ours:
-            gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+        _frozen_gc.thaw()

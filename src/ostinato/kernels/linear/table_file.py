@@ -15,8 +15,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from . import cuda_fragments, cuda_streamed
 from .kernel_table import Choice, KernelTable
-from .tiles import IN_CUDA, KERNELS, MOST_TOKENS, MatrixShape, SkinnyTile, Tile
+from .tiles import (
+    IN_CUDA,
+    KERNELS,
+    MOST_SHARED_BYTES,
+    MOST_TOKENS,
+    FragmentsTile,
+    MatrixShape,
+    SkinnyTile,
+    StreamedTile,
+    Tile,
+)
 
 _NAMES = {kind: name for name, kind in KERNELS.items()}
 # As Triton wants the sizes of its tiles.
@@ -109,6 +120,11 @@ def _choice(shape: MatrixShape, given: Any) -> Choice:
     tile = _tile(kind, given.get("tile", {}), where)
     if isinstance(tile, IN_CUDA) and not tile.fits(shape):
         raise KernelTableError(f"{where}: the matrix cannot be divided like that")
+    if (needed := _shared_bytes(tile, shape, last)) > MOST_SHARED_BYTES:
+        raise KernelTableError(
+            f"{where}: a program for {last} tokens would take {needed:,} bytes of shared memory, "
+            f"{MOST_SHARED_BYTES:,} are there"
+        )
     if isinstance(tile, SkinnyTile):
         if shape.gated and tile.parts > 1:
             raise KernelTableError(f"{where}: parts of a gated matrix cannot be added")
@@ -130,6 +146,16 @@ def _tile(kind: type[Tile], given: Any, where: str) -> Tile:
         if kind not in IN_CUDA and name in _POWERS_OF_TWO and (value == 0 or value & (value - 1)):
             raise KernelTableError(f"{where}: {name} must be a power of two")
     return kind(**given)
+
+
+def _shared_bytes(tile: Tile, shape: MatrixShape, num_tokens: int) -> int:
+    """Of a program; 0 where a kernel sees to that itself."""
+    norm = shape.in_features <= shape.out_features  # matrices that make rows longer follow one
+    if isinstance(tile, FragmentsTile):
+        return cuda_fragments.shared_bytes(tile, shape, tile.tokens_at_a_time(num_tokens), norm=norm)
+    if isinstance(tile, StreamedTile):
+        return cuda_streamed.shared_bytes(tile, shape, tile.tokens_at_a_time(num_tokens), norm=norm)
+    return 0
 
 
 def _shortened(given: Any) -> str:

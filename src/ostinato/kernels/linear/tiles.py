@@ -9,9 +9,18 @@ from typing import NamedTuple
 
 MOST_REGISTERS = 255
 """Of a thread."""
+MOST_SHARED_BYTES = 227 << 10
+"""Of a program, where kernels in CUDA C++ run."""
 _MOST_PROGRAMS_OF_A_CLUSTER, _MOST_WARPS, _REGISTERS_OF_A_MULTIPROCESSOR = 8, 32, 65536
+_FEWEST_REGISTERS = 32
 _OTHER_REGISTERS = 24
 """Of a thread of `cuda_gemv` beside its weights, at least."""
+
+
+def _fit_registers(registers: int, num_warps: int) -> bool:
+    """Whether so many for each thread of a program are to be had; the GPU gives them out by eights."""
+    of_program = -(-registers // 8) * 8 * num_warps * 32
+    return _FEWEST_REGISTERS <= registers <= MOST_REGISTERS and of_program <= _REGISTERS_OF_A_MULTIPROCESSOR
 
 
 class MatrixShape(NamedTuple):
@@ -54,9 +63,9 @@ class CudaGemvTile:
             shape.in_features % 256 == 0
             and shape.out_features % (self.rows * self.num_warps) == 0
             and self.rows <= 32
-            and self.held(shape) + _OTHER_REGISTERS <= self.registers <= MOST_REGISTERS
+            and self.held(shape) + _OTHER_REGISTERS <= self.registers
             and self.num_warps <= _MOST_WARPS
-            and self.num_warps * 32 * self.registers <= _REGISTERS_OF_A_MULTIPROCESSOR
+            and _fit_registers(self.registers, self.num_warps)
         )
 
 
@@ -91,9 +100,8 @@ class FragmentsTile:
             and rows % 8 == 0
             and self.held <= rows // 8
             and self.slices <= _MOST_PROGRAMS_OF_A_CLUSTER
-            and self.registers <= MOST_REGISTERS
             and self.num_warps <= _MOST_WARPS
-            and self.num_warps * 32 * self.registers <= _REGISTERS_OF_A_MULTIPROCESSOR
+            and _fit_registers(self.registers, self.num_warps)
         )
 
 
@@ -136,9 +144,8 @@ class StreamedTile:
             and self.chunk % 64 == 0
             and self.ahead <= shape.in_features // (self.slices * self.shares * 32)
             and self.ahead <= (self.slots - 1) * self.chunk // 32
-            and self.registers <= MOST_REGISTERS
             and warps <= _MOST_WARPS
-            and warps * 32 * self.registers <= _REGISTERS_OF_A_MULTIPROCESSOR
+            and _fit_registers(self.registers, warps)
         )
 
 

@@ -77,8 +77,9 @@ def _cuda_gemv_tiles(shape: MatrixShape) -> Iterator[CudaGemvTile]:
 
 def _fragments_tiles(shape: MatrixShape, num_tokens: int, shared_bytes: int) -> Iterator[FragmentsTile]:
     for rows, slices in itertools.product((8, 16, 24, 32, 48, 64), (1, 2, 4)):
-        tile = FragmentsTile(rows, slices, num_warps=8, held=0, registers=0)
+        tile = FragmentsTile(rows, slices, num_warps=8, held=0, registers=MOST_REGISTERS)
         tokens = tile.tokens_at_a_time(num_tokens)
+        tile = replace(tile, registers=_FRAGMENTS_REGISTERS[tokens])
         programs = shape.out_features // rows * slices
         # Two kernels should find room at a time: the next one fetches its weights while this one computes.
         if (
@@ -86,13 +87,13 @@ def _fragments_tiles(shape: MatrixShape, num_tokens: int, shared_bytes: int) -> 
             and programs >= _FEWEST_PROGRAMS
             and cuda_fragments.shared_bytes(tile, shape, tokens, norm=True) <= shared_bytes // 2
         ):
-            yield replace(tile, registers=_FRAGMENTS_REGISTERS[tokens])
+            yield tile
 
 
 def _streamed_tiles(shape: MatrixShape, num_tokens: int, shared_bytes: int) -> Iterator[StreamedTile]:
     chunk, slots, ahead = _STREAMED_DEPTHS[0]
     for rows, slices, shares in itertools.product((16, 32, 48, 64, 112, 128), (1, 2, 4, 8), (1, 2, 4, 8)):
-        tile = StreamedTile(rows, slices, shares, chunk, slots, ahead, registers=0)
+        tile = StreamedTile(rows, slices, shares, chunk, slots, ahead, MOST_REGISTERS)
         tokens, warps = tile.tokens_at_a_time(num_tokens), tile.num_warps(shape)
         programs = shape.out_features // rows * slices
         tile = replace(tile, registers=_STREAMED_REGISTERS[tokens])
