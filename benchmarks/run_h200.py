@@ -41,15 +41,15 @@ class Benchmark:
 # A long context is prefilled once and then found in the prefix cache: TPOT is a difference of two runs, and
 # seconds of prefill in both would bury it. 32 requests of 32,768 tokens are 120 GB of KV, which just fits.
 BENCHMARKS = (
-    Benchmark("decode-qwen3-0.6b", 40, f"decode --model {QWEN} --batch-sizes 1,8,32,128,256"),
-    Benchmark("throughput-qwen3-0.6b", 40, f"throughput --model {QWEN} --repeats 2"),
-    Benchmark("startup-qwen3-0.6b", 50, f"startup --model {QWEN} --rungs 6,18,36"),
-    Benchmark("host-qwen3-0.6b", 50, f"host --model {QWEN} --batch-sizes 1,8,32,128,256,512"),
+    Benchmark("decode-qwen3-0.6b", 20, f"decode --model {QWEN} --batch-sizes 1,8,32,128,256"),
+    Benchmark("throughput-qwen3-0.6b", 20, f"throughput --model {QWEN} --repeats 2"),
+    Benchmark("startup-qwen3-0.6b", 25, f"startup --model {QWEN} --rungs 6,18,36"),
+    Benchmark("host-qwen3-0.6b", 25, f"host --model {QWEN} --batch-sizes 1,8,32,128,256,512"),
     Benchmark("on-off-qwen3-0.6b", 45, f"graphs-on-off --model {QWEN} --output-len 64 --repeats 2"),
-    Benchmark("decode-llama-3.2-1b", 35, f"decode --model {LLAMA_1B} --batch-sizes 1,8,32"),
+    Benchmark("decode-llama-3.2-1b", 15, f"decode --model {LLAMA_1B} --batch-sizes 1,8,32"),
     Benchmark(
         "decode-llama-3.1-8b",
-        50,
+        25,
         f"decode --model {LLAMA_8B} --batch-sizes 1,8,32,128 --output-len 64 --repeats 2",
     ),
     Benchmark(

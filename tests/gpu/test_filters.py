@@ -79,8 +79,9 @@ def test_one_graph_serves_any_filters(device):
     rows, seeds = positions.int(), positions * 1001
 
     def drawn(logits, temperature, top_k, top_p, min_p, positions):
+        # It is tried out with other numbers of rows, too, and an index that is too large ends the process.
         settings = SamplingSettings(temperature, top_k, top_p, min_p, seeds)
-        return sampling.sample(logits, rows, settings, positions)
+        return sampling.sample(logits, rows[: logits.size(0)], settings, positions)
 
     function = graphed(drawn, ladder=[n], options=CaptureOptions(strict=True))
     ones = torch.ones(n, device=device)
