@@ -154,7 +154,7 @@ def test_rows(device, num_tokens, width):
     about = (num_tokens, width)
     wide, wide_weight = x.double(), weight.double()
     assert_accurate(rows.rms_norm(x, weight, EPS), norm(x, weight), norm(wide, wide_weight), about)
-    normed, total = rows.add_rms_norm(x, residual, weight, EPS)
+    normed, total = rows.add_rms_norm(x, residual.clone(), weight, EPS)
     assert torch.equal(total, x + residual)
     exact = norm(wide + residual.double(), wide_weight)
     assert_accurate(normed, norm(x + residual, weight), exact, (*about, "after adding"))

@@ -107,7 +107,8 @@ def check_layers_by_choice() -> None:
             product = products.linear_in_parts(x, weight, bias)
             rows = (num_tokens, 24)
             assert product.shape == ((2, *rows) if getattr(tile, "parts", 1) > 1 else rows)
-            added, total = triton_rows.add_rms_norm(product, residual, norm, 1e-5)
+            total = residual.clone()
+            added = triton_rows.add_rms_norm(product, total, norm, 1e-5)
             wanted = torch.nn.functional.linear(x, weight, bias)
             torch.testing.assert_close(products.linear(x, weight, bias), wanted, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(total, wanted + residual, atol=1e-5, rtol=1e-5)
@@ -168,7 +169,7 @@ def check_ops_are_declared_truthfully() -> None:
         ):
             opcheck(ops.multiply_skinny.default, (x, matrix, None, False, torch.float32), test_utils=tests)
     opcheck(ops.rms_norm.default, (x, weight, 1e-5), test_utils=tests)
-    opcheck(ops.add_rms_norm.default, (x, x, weight, 1e-5), test_utils=tests)
+    opcheck(ops.add_rms_norm.default, (x, x.clone(), weight, 1e-5), test_utils=tests)
     opcheck(ops.silu_mul.default, (x,), test_utils=tests)
     check_sampling_ops_are_declared_truthfully(tests)
 

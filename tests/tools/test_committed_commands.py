@@ -45,4 +45,4 @@ def test_what_would_not_end_within_the_budget_is_left_out(
     monkeypatch.setitem(main.__globals__, "_run", run)
     assert main(RUN["BENCHMARKS"], "x", tmp_path, [], budget=42) == 0
     assert started == [each.name for each in RUN["BENCHMARKS"] if each.seconds <= 41 and not each.needs]
-    assert "startup-qwen3-0.6b (no time)" in capsys.readouterr().out
+    assert "decode-context-qwen3-0.6b (no time)" in capsys.readouterr().out

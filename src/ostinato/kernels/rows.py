@@ -14,11 +14,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of `residual + x`, and that sum; x may be in float32 parts [parts, T, width] to be added."""
+    """The norm of `residual + x`, and that sum; x may be in float32 parts [parts, T, width] to be added.
+
+    On a GPU the sum is in the memory of `residual`, which so stays one tensor through all layers of a step:
+    new ones would be cut out of the block that the next gate and up needs whole.
+    """
     if x.is_cuda:
         from . import triton_rows
 
-        return triton_rows.add_rms_norm(x, residual, weight, eps)
+        return triton_rows.add_rms_norm(x, residual, weight, eps), residual
     total = residual + (x if x.dim() == residual.dim() else x.sum(0).to(residual.dtype))
     return functional.rms_norm(total, weight.shape, weight, eps), total
 
@@ -32,6 +36,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from . import triton_rows
 
         triton_rows.silu_mul(gate_up)
-        return gate_up[:, : gate_up.size(1) // 2]
+        return gate_up.narrow(1, 0, gate_up.size(1) // 2)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up

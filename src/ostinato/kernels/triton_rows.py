@@ -21,7 +21,6 @@ def _add_rms_norm(
     residual,
     weight,
     normed,
-    total,
     eps,
     num_rows,
     width: tl.constexpr,
@@ -40,11 +39,12 @@ def _add_rms_norm(
         v += tl.load(x + part * num_rows * width + row + k, mask=inside, other=0.0).to(tl.float32)
     if has_residual:
         v += tl.load(residual + row + k, mask=inside, other=0.0).to(tl.float32)
-        stored = v.to(total.dtype.element_ty)
-        tl.store(total + row + k, stored, inside)
-        v = stored.to(tl.float32)
-    v = v * tl.rsqrt(tl.sum(v * v, 0) / width + eps) * scale
-    tl.store(normed + row + k, v.to(normed.dtype.element_ty), inside)
+        total = v.to(residual.dtype.element_ty)
+        v = total.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(v * v, 0) / width + eps)
+    if has_residual:
+        tl.store(residual + row + k, total, inside)  # behind the sum, for which all threads have read theirs
+    tl.store(normed + row + k, (v * factor * scale).to(normed.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -62,10 +62,13 @@ def _silu_mul(gate_up, width: tl.constexpr, block: tl.constexpr, dependent: tl.c
     tl.store(place, (silu * up.to(tl.float32)).to(gate.dtype), inside)
 
 
-@custom_op("add_rms_norm")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed, x + residual) of rows [T, width]; x may be in parts [parts, T, width] to be added."""
-    normed, total = torch.empty_like(residual), torch.empty_like(residual)
+@custom_op("add_rms_norm", mutates_args=("residual",))
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of x + residual, rows [T, width]; `residual` becomes that sum.
+
+    x may be in parts [parts, T, width] to be added.
+    """
+    normed = torch.empty_like(residual)
     width = x.size(-1)
     num_rows = residual.numel() // width
     block = next_power_of_2(width)
@@ -74,7 +77,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         residual,
         weight,
         normed,
-        total,
         eps,
         num_rows,
         width=width,
@@ -84,12 +86,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         num_warps=8 if block >= 4096 else 4,
         **dependent_launch.options(x.device),
     )
-    return normed, total
+    return normed
 
 
 @add_rms_norm.register_fake
 def _(x, residual, weight, eps):
-    return torch.empty_like(residual), torch.empty_like(residual)
+    return torch.empty_like(residual)
 
 
 @custom_op("rms_norm")
@@ -103,7 +105,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x,
         x,
         weight,
-        normed,
         normed,
         eps,
         num_rows,

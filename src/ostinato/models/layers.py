@@ -103,7 +103,10 @@ class RMSNorm(nn.Module):
         return rows.rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of `residual + x`, and that sum; x may be in parts, as `Linear.in_parts` returns it."""
+        """The norm of `residual + x`, and that sum, perhaps in the memory of `residual`.
+
+        x may be in parts, as `Linear.in_parts` returns it.
+        """
         return rows.add_rms_norm(x, residual, self.weight, self.eps)
 
 

@@ -116,7 +116,7 @@ class LayerStep:
             for layer in self.layers:
                 x = layer.forward_few(x, self.mix)
             return x
-        added = self.residual
+        x, added = x.clone(), self.residual  # layers add to what comes in
         for layer in self.layers:
             x, added = layer(x, added, self.mix)
         return self.model.norm.after_adding(added, x)[0]
