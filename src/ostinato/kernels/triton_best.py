@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import dependent_launch
 from .dependent_launch import wait_for_previous
+from .host_sizes import next_power_of_2
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _join_best(values, tokens, out, num_blocks, width, block: tl.constexpr, depe
 
 def joined_block(num_blocks: int) -> int:
     """The `block` of `best_of_rows`."""
-    return max(16, triton.next_power_of_2(num_blocks))
+    return max(16, next_power_of_2(num_blocks))
 
 
 def join_best(values: Tensor, tokens: Tensor, width: int) -> Tensor:

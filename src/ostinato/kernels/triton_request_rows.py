@@ -11,6 +11,7 @@ from triton.language.extra.cuda import globaltimer
 from . import dependent_launch
 from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
+from .host_sizes import cdiv
 from .request_rows import LINE_HEAD
 from .triton_best import best_of_rows, joined_block
 
@@ -56,7 +57,7 @@ def begin_decode(
     """Custom op of `request_rows.begin_decode`."""
     outputs = _outputs(rows)
     num_rows = rows.size(0)
-    _begin_decode[(triton.cdiv(num_rows, _BLOCK),)](
+    _begin_decode[(cdiv(num_rows, _BLOCK),)](
         rows, lengths, last_tokens, *outputs, began, num_rows, block=_BLOCK, timed=rows.is_cuda
     )
     return outputs
@@ -122,7 +123,7 @@ def _launch_return(
     rows: Tensor, values: Tensor, tokens: Tensor, width: int, lines: tuple[Tensor, ...], block: int
 ) -> None:
     ring = lines[1]
-    _return_tokens[(triton.cdiv(rows.size(0), _ROWS_BLOCK),)](
+    _return_tokens[(cdiv(rows.size(0), _ROWS_BLOCK),)](
         rows,
         values,
         tokens,

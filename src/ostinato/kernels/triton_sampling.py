@@ -13,6 +13,7 @@ from torch import Tensor
 from . import dependent_launch
 from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
+from .host_sizes import cdiv, next_power_of_2
 from .triton_best import join_best
 
 _BLOCK = 2048
@@ -103,8 +104,8 @@ def _best_of_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Of rows that are taken, or of all rows what the cuts leave."""
     num_rows, width = logits.shape
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    num_blocks = triton.cdiv(width, block)
+    block = min(_BLOCK, next_power_of_2(width))
+    num_blocks = cdiv(width, block)
     best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     best_at = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     _noisy_best_of_block[(num_blocks, num_rows)](
@@ -147,7 +148,7 @@ def best_of_blocks(
 
 @best_of_blocks.register_fake
 def _(logits: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    shape = logits.size(0), triton.cdiv(logits.size(1), min(_BLOCK, triton.next_power_of_2(logits.size(1))))
+    shape = logits.size(0), cdiv(logits.size(1), min(_BLOCK, next_power_of_2(logits.size(1))))
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
