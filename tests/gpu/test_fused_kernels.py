@@ -9,11 +9,13 @@ from ostinato.kernels import rows
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.linear import choice, products
 from ostinato.kernels.linear.tiles import (
+    FUSED,
     IN_CUDA,
     CudaGemvTile,
     MatrixShape,
     SkinnyTile,
     Tile,
+    WideTile,
     default_gemv_tile,
 )
 
@@ -79,7 +81,7 @@ def test_projections(device, dtype, flags, size):
     fused_checks.check_projection(device, dtype, (1, *size), tile, **flags)
 
 
-@pytest.mark.parametrize(("shape", "tile"), _of_kind(*IN_CUDA), ids=str)
+@pytest.mark.parametrize(("shape", "tile"), _of_kind(*(kind for kind in IN_CUDA if kind in FUSED)), ids=str)
 def test_projections_by_cuda_kernels(device, shape, tile):
     if not compiled.is_supported(device):
         pytest.skip("needs Hopper and NVRTC")
@@ -90,12 +92,12 @@ def test_projections_by_cuda_kernels(device, shape, tile):
         fused_checks.check_projection(device, torch.bfloat16, sizes, tile, **flags)
 
 
-@pytest.mark.parametrize(("shape", "tile"), _of_kind(SkinnyTile), ids=str)
+@pytest.mark.parametrize(("shape", "tile"), _of_kind(SkinnyTile, WideTile), ids=str)
 def test_products_of_some_tokens(device, shape, tile):
     """Each tile of the table once, with tokens that are no multiple of it."""
     for num_tokens in (3, tile.tokens + 3):
         sizes = (num_tokens, shape.out_features, shape.in_features)
-        fused_checks.check_skinny(device, torch.bfloat16, sizes, tile, gated=shape.gated)
+        fused_checks.check_product(device, torch.bfloat16, sizes, tile, gated=shape.gated)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +111,9 @@ def test_products_of_some_tokens(device, shape, tile):
     ids=str,
 )
 def test_products_that_no_tile_divides(device, size, tile):
-    fused_checks.check_skinny(device, torch.bfloat16, size, tile, bias=True)
+    fused_checks.check_product(device, torch.bfloat16, size, tile, bias=True)
     if tile.parts == 1:
-        fused_checks.check_skinny(device, torch.bfloat16, size, tile, gated=True, bias=True)
+        fused_checks.check_product(device, torch.bfloat16, size, tile, gated=True, bias=True)
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 300])

@@ -12,8 +12,16 @@ from kernels import fused_checks
 from kernels.cuda_emulator.emulated import Emulator
 from ostinato.kernels.attention import cuda_decode
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
-from ostinato.kernels.linear import cuda_fragments, cuda_gemv, cuda_streamed, few_tokens
-from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile
+from ostinato.kernels.linear import (
+    cuda_fragments,
+    cuda_gemv,
+    cuda_streamed,
+    cuda_wide,
+    few_tokens,
+    scaled_rows,
+)
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile, WideTile
+from ostinato.kernels.rows import room_for_scaled
 
 CPU = torch.device("cpu")
 H200_MULTIPROCESSORS = 132
@@ -73,10 +81,56 @@ def check_streamed(
         _check_layer(cuda_streamed.launch_streamed, shape, tile, form, num_tokens)
 
 
+def check_wide(emulator: Emulator, shape: MatrixShape, tile: WideTile, form: Form, num_tokens: int) -> None:
+    """A layer by `wide.cu`."""
+    assert tile.fits(shape)
+    with patch.object(cuda_wide, "cuda_kernel", emulator.kernel):
+        _check_layer(_launch_wide, shape, tile, form, num_tokens)
+
+
+def check_scaled(
+    emulator: Emulator, shape: MatrixShape, tile: WideTile, num_tokens: int, *, bias: bool
+) -> None:
+    """The two layers around a half-done norm by `wide.cu`: behind it, and, if not gated, before it."""
+    assert tile.fits(shape)
+    torch.manual_seed(num_tokens)
+    x = random_bf16(num_tokens, shape.in_features, scale=3.0)
+    weight = random_bf16(shape.out_features * (2 if shape.gated else 1), shape.in_features, scale=0.05)
+    biases = random_bf16(weight.size(0)) if bias else None
+    before, behind = random_bf16(shape.in_features), random_bf16(shape.out_features)
+    exact_bias = None if biases is None else biases.double()
+    begun = scaled_rows.scale(x, before)
+    out = torch.full((num_tokens + 1, shape.out_features), 7.0).bfloat16()
+    with patch.object(cuda_wide, "cuda_kernel", emulator.kernel):
+        launch = cuda_wide.launch_wide
+        launch(begun.scaled, weight, biases, out[:num_tokens], tile, squares=begun.squares, eps=1e-5)
+        operands = (x.double(), weight.double(), exact_bias)
+        wanted = few_tokens.reference(*operands, norm_weight=before.double(), eps=1e-5, gated=shape.gated)
+        assert (out[:num_tokens].double() - wanted).norm() < 6e-3 * wanted.norm()
+        assert (out[num_tokens] == 7.0).all(), "wrote behind the last token"
+        if shape.gated or tile.rows % 64:
+            return
+        rows = random_bf16(num_tokens, shape.out_features)
+        sums = rows.clone()
+        scaled, squares = (torch.full_like(tensor, float("nan")) for tensor in room_for_scaled(rows))
+        launch(x, weight, biases, sums, tile, norm_weight=behind, scaled=scaled, new_squares=squares)
+    wanted = few_tokens.reference(*operands, residual=rows.double())
+    assert (sums.double() - wanted).norm() < 6e-3 * wanted.norm()
+    assert (scaled.double() - sums.double() * behind.double()).norm() < 6e-3 * scaled.double().norm()
+    torch.testing.assert_close(squares, scaled_rows.scale(sums, behind).squares)
+
+
+def _launch_wide(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: None, eps: float, residual: None, *rest: object
+) -> None:
+    assert norm is residual is None
+    cuda_wide.launch_wide(x, weight, bias, *rest)
+
+
 def _check_layer(
     launch: Callable[..., None],
     shape: MatrixShape,
-    tile: FragmentsTile | CudaGemvTile | StreamedTile,
+    tile: FragmentsTile | CudaGemvTile | StreamedTile | WideTile,
     form: Form,
     num_tokens: int,
 ) -> None:

@@ -11,7 +11,7 @@ from kernels.paged_cases import dense_attention, make_case, written_caches
 from ostinato.kernels import triton_rows
 from ostinato.kernels.attention import HeadPreparation, torch_reference, triton_paged
 from ostinato.kernels.linear import few_tokens, triton_linear
-from ostinato.kernels.linear.tiles import SkinnyTile, Tile
+from ostinato.kernels.linear.tiles import SkinnyTile, Tile, WideTile
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Absolute and relative, for values of order one."""
@@ -53,6 +53,17 @@ def check_rows(device: torch.device | str, dtype: torch.dtype, num_tokens: int, 
     assert torch.equal(gate_up[:, width:].double(), up), "the second half stays"
 
 
+def check_scaled_rows(device: torch.device | str, dtype: torch.dtype, num_tokens: int, width: int) -> None:
+    """Rows times a weight, and the squares of 64 columns each."""
+    x = _random(num_tokens, width, dtype=dtype, device=device, seed=1)
+    weight = _random(width, dtype=dtype, device=device, seed=3)
+    scaled, squares = triton_rows.scale_rows(x, weight)
+    _assert_close(scaled, x.double() * weight.double(), TOLERANCE[dtype])
+    assert squares.shape == (width // 64, num_tokens)
+    assert squares.dtype == torch.float32
+    _assert_close(squares, x.double().square().unflatten(1, (-1, 64)).sum(2).t(), 1e-4)
+
+
 def check_projection(
     device: torch.device | str,
     dtype: torch.dtype,
@@ -89,30 +100,31 @@ def check_projection(
     assert torch.equal(rounded, out.to(dtype))
 
 
-def check_skinny(
+def check_product(
     device: torch.device | str,
     dtype: torch.dtype,
     shape: tuple[int, int, int],
-    tile: SkinnyTile,
+    tile: SkinnyTile | WideTile,
     *,
     gated: bool = False,
     bias: bool = False,
 ) -> None:
-    """`multiply_skinny` for shape (tokens, out, in)."""
+    """`multiply` for shape (tokens, out, in)."""
     num_tokens, out_features, in_features = shape
     options = {"dtype": dtype, "device": device}
     x = _random(num_tokens, in_features, **options, seed=1)
     weight = _random(out_features * (2 if gated else 1), in_features, **options, seed=2) * in_features**-0.5
     biases = _random(weight.size(0), **options, seed=4) if bias else None
+    parts = tile.parts if isinstance(tile, SkinnyTile) else 1
     with patch.object(triton_linear, "choose", lambda *_: tile):
-        out = triton_linear.multiply_skinny(x, weight, biases, gated, torch.float32)
-        rounded = triton_linear.multiply_skinny(x, weight, biases, gated, dtype)
-        if not gated and not bias and tile.parts == 1:
+        out = triton_linear.multiply(x, weight, biases, gated, torch.float32)
+        rounded = triton_linear.multiply(x, weight, biases, gated, dtype)
+        if not gated and not bias and parts == 1:
             into = torch.full_like(out, float("nan"))
             triton_linear.multiply_into(x, weight, into)
             assert torch.equal(into, out)
-    if tile.parts > 1:
-        assert out.shape == (tile.parts, num_tokens, out_features)
+    if parts > 1:
+        assert out.shape == (parts, num_tokens, out_features)
         assert torch.equal(rounded, out), "the same bits each time"
         out, rounded = out.sum(0), rounded.sum(0).to(dtype)
     wanted = few_tokens.reference(

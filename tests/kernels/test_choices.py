@@ -8,7 +8,7 @@ import torch
 from ostinato.kernels import rows
 from ostinato.kernels.attention.decode_tiles import MAX_SPLITS, decode_tile, num_splits_of
 from ostinato.kernels.cuda import compiled
-from ostinato.kernels.linear import choice, few_tokens, products
+from ostinato.kernels.linear import choice, few_tokens, products, scaled_rows
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.tiles import (
     FUSED,
@@ -45,6 +45,7 @@ def _on_another_gpu(monkeypatch):
 def _on(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(compiled, "is_supported", lambda _: True)
+    monkeypatch.setattr(compiled, "has_warpgroup_products", lambda _: True)
     choice.use_table(None)
     yield
     choice.use_table(None)
@@ -180,6 +181,27 @@ def test_steps_differ_where_a_pass_of_fragments_does():
             for count in (2, 8, 9, 16, 17, 64)
         }
     assert classes[2] == classes[8] != classes[9] == classes[16] != classes[17] == classes[64]
+
+
+@pytest.mark.usefixtures("_on_h200")
+def test_wide_is_the_choice_only_where_the_gpu_has_its_instructions(monkeypatch):
+    wide = [
+        count for count in (16, 17, 64, 65) if scaled_rows.are_the_choice(QWEN3, count, torch.bfloat16, GPU)
+    ]
+    assert wide == [17, 64]
+    assert not scaled_rows.are_the_choice(QWEN3, 17, torch.float16, GPU)
+    assert not scaled_rows.are_the_choice(QWEN3, 17, torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(compiled, "has_warpgroup_products", lambda _: False)
+    choice.use_table(None)
+    assert not scaled_rows.are_the_choice(QWEN3, 17, torch.bfloat16, GPU)
+    assert choice.choose(QWEN3[0], 17, torch.bfloat16, GPU) == Library()
+
+
+def test_a_later_gpu_runs_other_cuda_kernels_but_not_wide(monkeypatch):
+    for capability, has in (((9, 0), True), ((10, 0), False)):
+        monkeypatch.setattr(compiled, "is_supported", lambda _: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert compiled.has_warpgroup_products(GPU) is has
 
 
 @pytest.mark.usefixtures("_on_h200")

@@ -12,23 +12,27 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.cuda_emulator.emulated import EMULATOR, MAY_SKIP, SOURCES, Emulator, EmulatorError
-from kernels.emulated_checks import Form, check_attention, check_fragments, check_gemv
+from kernels.emulated_checks import Form, check_attention, check_fragments, check_gemv, check_scaled
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
-from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, WideTile
 
 needs_compiler = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
 
-def test_instructions_are_in_one_file_and_the_emulator_has_them_all():
+def test_instructions_are_in_two_files_and_the_emulator_has_them_all():
     for path in SOURCES.glob("*.cu*"):
-        assert path.name == "device.cuh" or "asm" not in path.read_text(), path.name
+        assert path.name in ("device.cuh", "warpgroup.cuh") or "asm" not in path.read_text(), path.name
 
-    def functions(header: Path) -> set[str]:
-        return set(re.findall(r"^\w[^(=#]*?(\w+)\(.*\{", header.read_text(), flags=re.MULTILINE))
+    def functions(name: str, folder: Path) -> set[str]:
+        return set(re.findall(r"^\w[^(=#]*?(\w+)\(.*\{", (folder / name).read_text(), flags=re.MULTILINE))
 
-    instructions = functions(SOURCES / "device.cuh")
-    assert {"multiply_add", "copy_piece", "send_four"} <= instructions
-    assert instructions <= functions(EMULATOR / "device.cuh")
+    for name, some in (
+        ("device.cuh", {"multiply_add", "copy_piece", "send_four"}),
+        ("warpgroup.cuh", {"copy_box", "arrive_at", "wait_for_products", "show_to_copies"}),
+    ):
+        instructions = functions(name, SOURCES) - {"described", "__align__"}
+        assert some <= instructions
+        assert instructions <= functions(name, EMULATOR)
 
 
 CONVERSIONS = """
@@ -68,6 +72,7 @@ class Break(NamedTuple):
 
 
 FRAGMENT, OLDEST = "{a.x, c.x, a.y, c.y}", "wait_for_copy_groups<SLOTS - 1>();"
+THERE = "wait_for_bytes(&shared.{0}_are_there[{2}_slot], step / {1}_SLOTS % 2);"
 MEETING, LOT = "if (SLICES > 1) wait_for_cluster();", "pass / 2 % 2"
 BREAKS = {
     "wrong registers of a fragment": Break("fragments.cu", FRAGMENT, "{a.x, a.y, c.x, c.y}"),
@@ -89,6 +94,17 @@ BREAKS = {
     "copies waited for too late": Break("kv_stream.cuh", OLDEST, "wait_for_copy_groups<SLOTS>();"),
     "rows copied that are not seen": Break("kv_stream.cuh", "row >= least && row < end", "true"),
     "a counter left behind": Break("decode_attention.cu", "*counter = 0;", ";"),
+    "tiles fetched over those that are multiplied": Break("wide.cu", "wait_for_all_but_last();"),
+    "weights not waited for": Break("wide.cu", THERE.format("weights", "WEIGHT", "weight")),
+    "tokens not waited for": Break("wide.cu", THERE.format("tokens", "TOKEN", "token")),
+    "a neighbour that is not asked": Break("wide.cu", "kGroups * PEERS);", "kGroups);"),
+    "a part in the wrong place": Break("wide.cu", "to + work.peer * (kTokenBox / PEERS)", "to"),
+    "sums over tiles": Break("wide.cu", "__syncthreads();  // no tile is needed any more"),
+    "sums that others do not wait for": Break(
+        "wide.cu", "wait_for_bytes(&shared.sums_are_there, false);", ";"
+    ),
+    "some squares twice": Break("wide_results.cuh", "part = share() + i * kShares", "part = i * kShares"),
+    "rows and tokens the wrong way round": Break("wide.cu", "place * kStride + token % kOwned", "place"),
     "a page that is none": Break("kv_stream.cuh", "(long long)page", "~(long long)page"),
 }
 
@@ -98,6 +114,9 @@ def check_kernel_with(file: str, emulator: Emulator, num_tokens: int) -> None:
     if file == "fragments.cu":
         tile = FragmentsTile(rows=32, slices=2, num_warps=8, held=2, registers=160)
         check_fragments(emulator, MatrixShape(64, 512), tile, Form(norm=True, bias=True), num_tokens)
+    elif file.startswith("wide"):
+        tile = WideTile(64, 64, 64, weight_slots=2, token_slots=2, slices=2, peers=2)
+        check_scaled(emulator, MatrixShape(128, 512), tile, 50, bias=True)
     elif file == "gemv.cu":
         check_gemv(emulator, MatrixShape(24, 512, gated=True), CudaGemvTile(3, 4, 128), Form(norm=True))
     else:
@@ -108,7 +127,7 @@ def check_kernel_with(file: str, emulator: Emulator, num_tokens: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("file", "num_tokens"),
-    [("fragments.cu", 3), ("fragments.cu", 65), ("gemv.cu", 1), ("decode_attention.cu", 4)],
+    [("fragments.cu", 3), ("fragments.cu", 65), ("gemv.cu", 1), ("wide.cu", 50), ("decode_attention.cu", 4)],
 )
 def test_a_whole_kernel_passes(tmp_path, file, num_tokens):
     """The check that a broken one fails."""

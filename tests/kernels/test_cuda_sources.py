@@ -15,12 +15,13 @@ pytest.importorskip("triton")
 import triton
 
 from ostinato.kernels.cuda import compiled
-from ostinato.kernels.linear import cuda_fragments, cuda_streamed
+from ostinato.kernels.linear import cuda_fragments, cuda_streamed, cuda_wide
 from ostinato.kernels.linear.choice import package_table
 from ostinato.kernels.linear.cuda_fragments import fragments_kernel
 from ostinato.kernels.linear.cuda_gemv import gemv_kernel
 from ostinato.kernels.linear.cuda_streamed import streamed_kernel
-from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile
+from ostinato.kernels.linear.cuda_wide import wide_kernel
+from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile, WideTile
 
 pytestmark = pytest.mark.skipif(not compiled.has_nvrtc(), reason="needs NVRTC and cuda-bindings")
 
@@ -29,7 +30,7 @@ MOST_SHARED_BYTES = 227 << 10
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
 
 
-CudaTile = CudaGemvTile | FragmentsTile | StreamedTile
+CudaTile = CudaGemvTile | FragmentsTile | StreamedTile | WideTile
 
 
 def measured_tiles() -> Iterator[tuple[MatrixShape, CudaTile, int]]:
@@ -39,14 +40,17 @@ def measured_tiles() -> Iterator[tuple[MatrixShape, CudaTile, int]]:
         for choice in choices:
             if isinstance(choice.tile, CudaGemvTile):
                 yield shape, choice.tile, 1
+            if isinstance(choice.tile, WideTile):
+                yield shape, choice.tile, choice.tile.tokens
             if isinstance(choice.tile, FragmentsTile | StreamedTile):
                 passes = {choice.tile.tokens_at_a_time(n) for n in range(choice.first, choice.last + 1)}
                 yield from ((shape, choice.tile, tokens) for tokens in sorted(passes))
 
 
 MEASURED = list(measured_tiles())
-FRAGMENTS, STREAMED = (
-    next(entry for entry in MEASURED if isinstance(entry[1], kind)) for kind in (FragmentsTile, StreamedTile)
+FRAGMENTS, STREAMED, WIDE = (
+    next(entry for entry in MEASURED if isinstance(entry[1], kind))
+    for kind in (FragmentsTile, StreamedTile, WideTile)
 )
 
 
@@ -55,14 +59,18 @@ def has_norm(shape: MatrixShape) -> bool:
     return shape.in_features <= shape.out_features
 
 
-def shared_bytes(tile: FragmentsTile | StreamedTile, shape: MatrixShape, tokens: int) -> int:
+def shared_bytes(tile: FragmentsTile | StreamedTile | WideTile, shape: MatrixShape, tokens: int) -> int:
     """Of a program."""
+    if isinstance(tile, WideTile):
+        return cuda_wide.shared_bytes(tile, shape, scaled=has_norm(shape))
     source = cuda_fragments if isinstance(tile, FragmentsTile) else cuda_streamed
     return source.shared_bytes(tile, shape, tokens, norm=has_norm(shape))
 
 
 def num_warps(tile: CudaTile, shape: MatrixShape) -> int:
     """Of a program."""
+    if isinstance(tile, WideTile):
+        return tile.num_threads(shape) // 32
     return tile.num_warps(shape) if isinstance(tile, StreamedTile) else tile.num_warps
 
 
@@ -74,6 +82,8 @@ def compiled_for_hopper(shape: MatrixShape, tile: CudaTile, tokens: int) -> tupl
         kernel = gemv_kernel(tile, shape, **form)
     elif isinstance(tile, FragmentsTile):
         kernel = fragments_kernel(tile, shape, tokens, **form)
+    elif isinstance(tile, WideTile):
+        kernel = wide_kernel(tile, shape, scaled=has_norm(shape), added=not has_norm(shape))
     else:
         kernel = streamed_kernel(tile, shape, tokens, **form)
     options = [*compiled._options(HOPPER, kernel._constants), "--ptxas-options=-v"]
@@ -104,6 +114,9 @@ def test_weights_are_asked_for_before_the_wait(shape, tile, tokens, tmp_path):
     )
     before, wait, after = listing.partition("ACQBULK")
     assert wait, "it does not wait for the previous kernel"
+    if isinstance(tile, WideTile):
+        assert len(re.findall(r"\bUTMALDG\b", before)) > 0, "no tile is fetched early"
+        return
     if isinstance(tile, StreamedTile):
         of_norm = len(weight_loads(before)) - 2 * tile.ahead  # copied in a loop
         assert of_norm > 0 if has_norm(shape) else of_norm == 0
@@ -123,6 +136,56 @@ def weight_loads(listing: str) -> list[str]:
     """Loads of 16 bytes; those of what other kernels write are marked as coherent (`STRONG`)."""
     loads = re.findall(r"\bLDG\S*\.128\S*", listing)
     return [load for load in loads if "STRONG" not in load]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "tile"), [WIDE[:2], (MatrixShape(64, 256), WideTile(192, 64, 64, 2, 2))], ids=["table", "odd"]
+)
+def test_the_launch_of_wide_knows_how_much_shared_memory_it_takes(shape, tile, scaled):
+    kernel = wide_kernel(tile, shape, scaled=scaled)
+    source = (compiled._FOLDER / kernel._file).read_text()
+    compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
+    less = {**kernel._constants, "SHARED_BYTES": kernel._constants["SHARED_BYTES"] - 16}
+    with pytest.raises(compiled.CudaError, match="the launch knows of less"):
+        compiled._compile(source, kernel._file, compiled._options(HOPPER, less))
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(256, 128), (128, 256), (64, 448)])
+def test_a_wide_tile_that_fits_finds_its_registers(tokens, rows):
+    shape, tile = MatrixShape(rows, 256), WideTile(tokens, rows, 64, 2, 2)
+    if tile.fits(shape):
+        kernel = wide_kernel(tile, shape)
+        source = (compiled._FOLDER / kernel._file).read_text()
+        compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
+    assert tile.fits(shape) or rows == 448
+
+
+def test_sums_are_shown_before_they_are_copied(tmp_path):
+    """Copies read memory another way than stores write it: without the fence it is right most of the time."""
+    kernel = wide_kernel(WideTile(64, 64, 64, 2, 2, slices=2), MatrixShape(64, 512))
+    source = (compiled._FOLDER / kernel._file).read_text()
+    code, _ = compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
+    (tmp_path / "kernel.cubin").write_bytes(code)
+    listing = subprocess.check_output(
+        [triton.knobs.nvidia.nvdisasm.path, tmp_path / "kernel.cubin"], text=True
+    )
+    before, copy, _ = listing.partition("UBLKCP")
+    assert copy
+    assert "FENCE.VIEW.ASYNC" in before[before.rindex("STS.128") :]
+
+
+@pytest.mark.parametrize(("shape", "tile", "tokens"), [e for e in MEASURED if isinstance(e[1], WideTile)])
+def test_nothing_in_the_loop_of_wide_waits_for_memory_that_is_on_its_way(shape, tile, tokens, tmp_path):
+    """A barrier that promises more than it must makes a fence of every step: 140 us where 63 are enough."""
+    code, _ = compiled_for_hopper(shape, tile, tokens)
+    (tmp_path / "kernel.cubin").write_bytes(code)
+    listing = subprocess.check_output(
+        [triton.knobs.nvidia.nvdisasm.path, tmp_path / "kernel.cubin"], text=True
+    )
+    assert "HGMMA" in listing
+    assert not re.findall(r"MEMBAR\.\S*GPU", listing)
+    assert len(re.findall(r"CCTL\.IVALL", listing)) <= 2, "those of the cluster's barrier"
 
 
 @pytest.mark.parametrize(

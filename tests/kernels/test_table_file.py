@@ -1,6 +1,7 @@
 """Tables of kernels as files: what is written is read, and what is wrong is named."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ostinato.kernels.linear.tiles import (
     MatrixShape,
     SkinnyTile,
     StreamedTile,
+    WideTile,
 )
 
 SHAPE = {"out_features": 8, "in_features": 16, "gated": False}
@@ -66,7 +68,7 @@ def choice(kernel: str, first: int, last: int, **tile: object) -> dict[str, obje
             [choice("streamed", 2, 8, rows=8, slices=1, shares=1, chunk=64, slots=2, ahead=1, registers=64)],
             "divided",
         ),
-        ([choice("cutlass", 1, 1)], "one of gemv, cuda_gemv, fragments, streamed, skinny, library"),
+        ([choice("cutlass", 1, 1)], "one of gemv, cuda_gemv, fragments, streamed, wide, skinny, library"),
         ([choice("resident", 2, 16, rows=8, slices=4, width=64, num_warps=4)], "kernel must be one of gemv,"),
         ([choice("gemv", 1, 2, **GEMV)], "<= 1 for this kernel"),
         ([choice("cuda_gemv", 1, 2, rows=1, num_warps=2, registers=96)], "<= 1 for this kernel"),
@@ -143,3 +145,32 @@ def test_registers_must_be_enough_and_to_be_had(registers: int, fits: bool) -> N
     shape = MatrixShape(2048, 8192)
     assert StreamedTile(64, 8, 2, 128, 3, 8, registers).fits(shape) is fits
     assert FragmentsTile(8, 1, 4, 1, registers).fits(MatrixShape(8, 128)) is fits
+
+
+@pytest.mark.parametrize(
+    ("tile", "fits"),
+    [
+        (WideTile(128, 128, 64, 2, 2), True),
+        (WideTile(192, 128, 64, 2, 2), False),  # 17 warps have no 122 registers each
+        (WideTile(16, 256, 64, 2, 2), False),  # more than 1,024 threads
+        (WideTile(40, 64, 64, 2, 2), False),  # no width of the tensor cores
+        (WideTile(32, 64, 64, 1, 2), False),  # nothing to fetch into while multiplying
+        (WideTile(32, 64, 64, 2, 9), False),  # more places than tiles
+        (WideTile(32, 64, 96, 2, 2), False),  # columns come in 64s
+        (WideTile(32, 64, 64, 2, 2, slices=2, peers=4), True),
+        (WideTile(32, 64, 64, 2, 2, slices=4, peers=4), False),  # too large a cluster
+        (WideTile(64, 64, 64, 2, 2, peers=16), False),
+    ],
+    ids=str,
+)
+def test_wide_divides_a_matrix_or_not(tile: WideTile, fits: bool) -> None:
+    assert tile.fits(MatrixShape(1024, 512, gated=True)) is fits
+
+
+def test_a_wide_tile_that_has_no_room_for_squares_is_refused(tmp_path: Path) -> None:
+    tile = {"tokens": 32, "rows": 128, "columns": 64, "weight_slots": 10, "token_slots": 12, "slices": 4}
+    for out_features, is_refused in ((512, False), (8192, True)):  # rows that become longer follow a norm
+        matrix = {"out_features": out_features, "in_features": 8192, "gated": False}
+        file = written(tmp_path, matrices=[{**matrix, "choices": [choice("wide", 17, 32, **tile)]}])
+        with pytest.raises(KernelTableError, match="shared memory") if is_refused else nullcontext():
+            load_table(file)

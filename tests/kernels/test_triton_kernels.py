@@ -149,6 +149,8 @@ def test_row_kernels_compile_for_hopper():
         flags = {"has_residual": True, "parts": parts}
         assert compiles(kernels._add_rms_norm, {**operands, "eps": "fp32"}, {**constants, **flags})
     assert compiles(kernels._silu_mul, pointers(torch.bfloat16, "gate_up"), dict(constants))
+    scaling = {**pointers(torch.bfloat16, "x", "weight", "scaled"), **pointers(torch.float32, "squares")}
+    assert compiles(kernels._scale_rows, scaling, {"width": 960, "together": 64, "block": 1024})
 
 
 def test_plain_sampling_compiles_for_hopper():

@@ -88,7 +88,7 @@ def check_products() -> None:
     for size in ((13, 40), (16, 128)):
         for tile, flags in itertools.product(SKINNY, ({"gated": True, "bias": True}, {"bias": True}, {})):
             if tile.parts == 1 or not flags.get("gated"):
-                fused_checks.check_skinny("cpu", torch.float32, (19, *size), tile, **flags)
+                fused_checks.check_product("cpu", torch.float32, (19, *size), tile, **flags)
 
 
 def check_layers_by_choice() -> None:
@@ -131,6 +131,8 @@ def check_projections() -> None:
 def check_rows() -> None:
     fused_checks.check_rows("cpu", torch.float32, 3, 40)
     fused_checks.check_rows("cpu", torch.float16, 2, 1500)
+    fused_checks.check_scaled_rows("cpu", torch.float32, 3, 64)
+    fused_checks.check_scaled_rows("cpu", torch.float16, 5, 320)
 
 
 def check_ops_are_declared_truthfully() -> None:
@@ -167,10 +169,11 @@ def check_ops_are_declared_truthfully() -> None:
         with patch.object(
             triton_linear, "choose", lambda *_, parts=parts: SkinnyTile(16, 8, 16, 4, 2, parts)
         ):
-            opcheck(ops.multiply_skinny.default, (x, matrix, None, False, torch.float32), test_utils=tests)
+            opcheck(ops.multiply.default, (x, matrix, None, False, torch.float32), test_utils=tests)
     opcheck(ops.rms_norm.default, (x, weight, 1e-5), test_utils=tests)
     opcheck(ops.add_rms_norm.default, (x, x.clone(), weight, 1e-5), test_utils=tests)
     opcheck(ops.silu_mul.default, (x,), test_utils=tests)
+    opcheck(ops.scale_rows.default, (torch.randn(3, 128), torch.randn(128)), test_utils=tests)
     check_sampling_ops_are_declared_truthfully(tests)
 
 

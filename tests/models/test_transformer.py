@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.linear import scaled_rows
 from ostinato.models.transformer import StepAttention
 from ostinato.models.weights import checkpoint_tensors, load_model
 
@@ -28,6 +29,20 @@ def assert_same_logits(model: Any, reference: Any) -> None:
 def test_logits_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = saved_model(family, tmp_path)
     assert_same_logits(load_model(tmp_path, dtype=torch.float32), reference)
+
+
+@pytest.mark.parametrize("form", ["few", "scaled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_form_of_a_step_gives_these_logits(
+    family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU takes neither by itself."""
+    reference = saved_model(family, tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32)
+    assert model.form(8) == "general"
+    monkeypatch.setattr(model, "form", lambda num_tokens: form)
+    monkeypatch.setattr(scaled_rows, "SQUARES_TOGETHER", 16)  # these models are narrow
+    assert_same_logits(model, reference)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3"])

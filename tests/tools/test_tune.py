@@ -1,6 +1,7 @@
 """`ostinato tune`: what it tries, what it keeps, what it says without a GPU. Times are made up here."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from ostinato.cli.main import main
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.linear import cuda_wide
 from ostinato.kernels.linear.choice import choose, package_table
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.table_file import load_table, save_table
@@ -24,6 +26,7 @@ from ostinato.kernels.linear.tiles import (
     SkinnyTile,
     StreamedTile,
     Tile,
+    WideTile,
 )
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Transformer
@@ -36,6 +39,18 @@ QWEN3 = [
     MatrixShape(1024, 2048),
     MatrixShape(3072, 1024, True),
     MatrixShape(1024, 3072),
+]
+LLAMA_8B = [
+    MatrixShape(6144, 4096),
+    MatrixShape(4096, 4096),
+    MatrixShape(14336, 4096, True),
+    MatrixShape(4096, 14336),
+]
+LLAMA_70B = [
+    MatrixShape(10240, 8192),
+    MatrixShape(8192, 8192),
+    MatrixShape(28672, 8192, True),
+    MatrixShape(8192, 28672),
 ]
 
 
@@ -55,7 +70,7 @@ class MadeUpTimes:
 
     def __init__(self, cost, model: Transformer) -> None:
         self.cost, self.model = cost, model
-        self.forms: set[bool] = set()
+        self.forms: set[str] = set()
 
     def __call__(self, run, **_: int) -> float:
         num_tokens = run.__self__.num_tokens
@@ -65,19 +80,30 @@ class MadeUpTimes:
         if len(shapes) > 1:
             is_fused = self.model.most_few_tokens >= num_tokens
             assert is_fused == all(isinstance(tile, FUSED) for tile in tiles), "the form follows the tiles"
-            self.forms.add(is_fused)
+            assert len({isinstance(tile, WideTile) for tile in tiles}) == 1, "wide for all or for none"
+            is_wide = isinstance(tiles[0], WideTile)
+            self.forms.add("few" if is_fused else "scaled" if is_wide else "general")
         return sum(map(self.cost, shapes, tiles))
 
 
-def tuner_with(monkeypatch: pytest.MonkeyPatch, tiny_config: Path, cost) -> tuple[Tuner, MadeUpTimes]:
-    model = Transformer(ModelConfig.load(tiny_config), dtype=torch.bfloat16)
-    model.matrix_shapes = tuple(QWEN3)
+def tuner_with(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_config: Path,
+    cost,
+    *,
+    shapes=QWEN3,
+    dtype: torch.dtype = torch.bfloat16,
+    hopper: bool = True,
+) -> tuple[Tuner, MadeUpTimes]:
+    model = Transformer(ModelConfig.load(tiny_config), dtype=dtype)
+    model.matrix_shapes = tuple(shapes)
     times = MadeUpTimes(cost, model)
     monkeypatch.setattr(descent, "LayerStep", MadeUpStep)
     monkeypatch.setattr(descent, "compiling_only", lambda _: nullcontext())
     monkeypatch.setattr(descent, "graph_us", times)
     for module in (descent, compiled):
         monkeypatch.setattr(module, "is_supported", lambda _: True)
+        monkeypatch.setattr(module, "has_warpgroup_products", lambda _: hopper)
     return Tuner(model, SHARED_BYTES), times
 
 
@@ -103,8 +129,8 @@ def test_the_best_of_each_matrix_is_found(monkeypatch, tiny_config):
 @pytest.mark.parametrize("gemv", [GemvTile, CudaGemvTile])
 def test_what_is_found_from_one_size_to_the_next_can_be_loaded(monkeypatch, tiny_config, tmp_path, gemv):
     """A gemv looks fast at every size if it is tried there, for it takes one token only."""
-    cheap = {gemv: 1.0, FragmentsTile: 2.0}
-    tuner, _ = tuner_with(monkeypatch, tiny_config, lambda _, tile: cheap.get(type(tile), 3.0))
+    costs = {gemv: 1.0, FragmentsTile: 2.0, WideTile: 4.0}
+    tuner, _ = tuner_with(monkeypatch, tiny_config, lambda _, tile: costs.get(type(tile), 3.0))
     found = []
     for num_tokens, kind in ((1, gemv), (8, FragmentsTile), (64, FragmentsTile), (65, Library)):
         found.append(tuner.find(num_tokens, found[-1].tiles if found else {}))
@@ -115,10 +141,26 @@ def test_what_is_found_from_one_size_to_the_next_can_be_loaded(monkeypatch, tiny
     load_table(tmp_path / "table.json")
 
 
-def test_times_of_both_forms_are_kept(monkeypatch, tiny_config):
+def test_a_wide_tile_from_one_size_to_the_next_can_be_loaded(monkeypatch, tiny_config, tmp_path):
+    """It takes any number of tokens, and stays where nothing is better."""
+    costs = {WideTile: 1.0, FragmentsTile: 2.0}
+    tuner, _ = tuner_with(monkeypatch, tiny_config, lambda _, tile: costs.get(type(tile), 3.0))
+    found = [tuner.find(8, {})]
+    for num_tokens in (16, 48, 600):
+        found.append(tuner.find(num_tokens, found[-1].tiles))
+        assert all(isinstance(found[-1].tiles[shape], WideTile) for shape in QWEN3)
+    save_table(tuning.filled(KernelTable("a GPU", {}), found), tmp_path / "table.json")
+    table = load_table(tmp_path / "table.json")
+    for shape in QWEN3:
+        few, wide = table.choices[shape]
+        assert isinstance(few.tile, FragmentsTile)
+        assert wide == Choice(9, 600, found[1].tiles[shape])
+
+
+def test_times_of_all_forms_are_kept(monkeypatch, tiny_config):
     tuner, _ = tuner_with(monkeypatch, tiny_config, lambda *_: 1.0)
-    tried = tuner.find(8, {}).tried[QWEN3[0]]
-    assert {FragmentsTile, Library} <= {type(tile) for tile in tried}
+    tried = tuner.find(32, {}).tried[QWEN3[0]]
+    assert {FragmentsTile, WideTile, Library} <= {type(tile) for tile in tried}
 
 
 @pytest.mark.parametrize(("fragments_us", "wins"), [(1.0, True), (9.0, False)])
@@ -129,9 +171,54 @@ def test_both_forms_of_a_step_are_tried(monkeypatch, tiny_config, fragments_us, 
         lambda shape, tile: fragments_us if isinstance(tile, FragmentsTile) else 2.0,
     )
     found = tuner.find(8, {})
-    assert times.forms == {True, False}
+    assert times.forms == {"few", "general"}
     assert all(isinstance(found.tiles[shape], FragmentsTile) == wins for shape in QWEN3)
     assert not isinstance(found.tiles[tuner.head], FragmentsTile)
+
+
+@pytest.mark.parametrize("fastest", [FragmentsTile, WideTile, Library])
+@pytest.mark.parametrize("start", [{}, {QWEN3[2]: WideTile(32, 32, 128, 4, 4, 2)}], ids=["", "from wide"])
+def test_each_of_three_forms_of_a_step_can_win(monkeypatch, tiny_config, fastest, start):
+    tuner, times = tuner_with(
+        monkeypatch, tiny_config, lambda _, tile: 1.0 if isinstance(tile, fastest) else 2.0
+    )
+    found = tuner.find(32, start)
+    assert times.forms == {"few", "scaled", "general"}
+    assert all(isinstance(found.tiles[shape], fastest) for shape in QWEN3)
+    assert not isinstance(found.tiles[tuner.head], WideTile)
+    assert WideTile not in map(type, found.tried[tuner.head])
+
+
+def test_the_best_wide_tiles_are_found(monkeypatch, tiny_config):
+    """Also one that is only reached from another by a change of one value."""
+    wanted = WideTile(128, 64, 64, 9, 9, peers=2)
+
+    def cost(shape: MatrixShape, tile: Tile) -> float:
+        if shape == QWEN3[0] and isinstance(tile, WideTile):
+            return 5.0 if tile == wanted else 8.0 if tile == replace(wanted, peers=1) else 9.0
+        return 10.0 if not isinstance(tile, WideTile) else 3.0
+
+    tuner, _ = tuner_with(monkeypatch, tiny_config, cost)
+    found = tuner.find(128, {})
+    assert found.tiles[QWEN3[0]] == wanted
+    assert found.layer_us == pytest.approx(14 / descent.LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "changed"),
+    [
+        (8, {}),
+        (32, {"hopper": False}),
+        (32, {"dtype": torch.float16}),
+        (32, {"shapes": [MatrixShape(4096, 1000), MatrixShape(1000, 2048), *QWEN3[2:]]}),
+    ],
+    ids=["few tokens", "another GPU", "another dtype", "hidden size 1000"],
+)
+def test_where_wide_does_not_run_it_is_not_tried(monkeypatch, tiny_config, num_tokens, changed):
+    tuner, times = tuner_with(monkeypatch, tiny_config, lambda *_: 1.0, **changed)
+    found = tuner.find(num_tokens, {})
+    assert "scaled" not in times.forms
+    assert not any(isinstance(tile, WideTile) for tried in found.tried.values() for tile in tried)
 
 
 def test_one_token_runs_fused_kernels(monkeypatch, tiny_config):
@@ -140,10 +227,11 @@ def test_one_token_runs_fused_kernels(monkeypatch, tiny_config):
     assert all(isinstance(tile, FUSED) and tile.rows == 1 for tile in found.tiles.values())
 
 
-def test_a_tile_that_gains_next_to_nothing_is_not_worth_compiling(monkeypatch, tiny_config):
-    start = SkinnyTile(128, 64, 64, 8, 4)
-
+@pytest.mark.parametrize("start", [SkinnyTile(128, 64, 64, 8, 4), WideTile(64, 64, 64, 4, 4)])
+def test_a_tile_that_gains_next_to_nothing_is_not_worth_compiling(monkeypatch, tiny_config, start):
     def cost(shape: MatrixShape, tile: Tile) -> float:
+        if isinstance(tile, WideTile) != isinstance(start, WideTile):
+            return 101.0
         return 100.0 if tile == start else 99.9
 
     tuner, _ = tuner_with(monkeypatch, tiny_config, cost)
@@ -193,6 +281,44 @@ def test_candidates_of_streamed_are_few_and_enough():
             finer = [tile for base in bases for tile in candidates.refined(base, shape, SHARED_BYTES)]
             assert choice.tile in [*bases, *finer]
             assert all(tile.fits(shape) for tile in finer)
+
+
+def test_candidates_of_wide_are_few_and_enough():
+    table = package_table("nvidia-h200.json")
+    measured = [
+        (shape, choice)
+        for shape, choices in table.choices.items()
+        for choice in choices
+        if isinstance(choice.tile, WideTile)
+    ]
+    assert len({shape for shape, _ in measured}) >= 12, "all matrices of three models"
+    for shape, choice in measured:
+        bases = candidates.wide_tiles(shape, choice.last, shared_bytes=SHARED_BYTES)
+        finer = [tile for base in bases for tile in candidates.refined(base, shape, SHARED_BYTES)]
+        assert choice.tile in [*bases, *finer]
+
+
+@pytest.mark.parametrize("shape", [*QWEN3, *LLAMA_8B, *LLAMA_70B], ids=str)
+@pytest.mark.parametrize("num_tokens", [9, 16, 32, 64, 100, 160, 256, 512])
+def test_wide_candidates_fit_the_gpu_and_the_matrix(shape, num_tokens):
+    bases = candidates.wide_tiles(shape, num_tokens, shared_bytes=SHARED_BYTES)
+    assert 1 <= len(bases) <= 40
+    assert len(set(bases)) == len(bases)
+    assert all(tile.peers == 1 and tile.weight_slots == tile.token_slots for tile in bases)
+    finer = [candidates.refined(base, shape, SHARED_BYTES) for base in bases]
+    assert all(len(tiles) <= 4 for tiles in finer)
+    for tile in [*bases, *(tile for tiles in finer for tile in tiles)]:
+        assert tile.fits(shape)
+        assert cuda_wide.shared_bytes(tile, shape, scaled=True) <= SHARED_BYTES
+        assert num_tokens <= tile.tokens or tile.tokens >= 64
+        assert tile.peers == 1 or tile.tokens >= 64
+
+
+@pytest.mark.parametrize("hidden", [1000, 864, 100])
+def test_hidden_sizes_in_no_tiles_have_no_wide_candidates(hidden):
+    for shape in (MatrixShape(4096, hidden), MatrixShape(hidden, 4096), MatrixShape(8192, hidden, True)):
+        for num_tokens in (9, 64, 256):
+            assert candidates.wide_tiles(shape, num_tokens, shared_bytes=SHARED_BYTES) == []
 
 
 @pytest.mark.parametrize("shape", [*QWEN3, MatrixShape(128_256, 4096), MatrixShape(77, 100)], ids=str)

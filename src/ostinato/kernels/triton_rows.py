@@ -11,6 +11,7 @@ from . import dependent_launch
 from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
 from .host_sizes import cdiv, next_power_of_2
+from .rows import SQUARES_TOGETHER, room_for_scaled
 
 _GATE_BLOCK = 1024
 
@@ -45,6 +46,30 @@ def _add_rms_norm(
     if has_residual:
         tl.store(residual + row + k, total, inside)  # behind the sum, for which all threads have read theirs
     tl.store(normed + row + k, (v * factor * scale).to(normed.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _scale_rows(
+    x,
+    weight,
+    scaled,
+    squares,
+    num_rows,
+    width: tl.constexpr,
+    together: tl.constexpr,
+    block: tl.constexpr,
+    dependent: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, block)
+    inside = k < width
+    scale = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(dependent)
+    v = tl.load(x + row * width + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled + row * width + k, (v * scale).to(scaled.dtype.element_ty), inside)
+    sums = tl.sum((v * v).reshape(block // together, together), 1)
+    part = tl.arange(0, block // together)
+    tl.store(squares + part * num_rows + row, sums, part < width // together)
 
 
 @triton.jit
@@ -121,6 +146,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @rms_norm.register_fake
 def _(x, weight, eps):
     return torch.empty_like(x)
+
+
+@custom_op("scale_rows")
+def scale_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Dense rows [T, width] times `weight`, and float32 [width / 64, T]: the squares of 64 columns each."""
+    scaled, squares = room_for_scaled(x)
+    num_rows, width = x.shape
+    _scale_rows[(num_rows,)](
+        x,
+        weight,
+        scaled,
+        squares,
+        num_rows,
+        width=width,
+        together=SQUARES_TOGETHER,
+        block=next_power_of_2(width),
+        num_warps=4,
+        **dependent_launch.options(x.device),
+    )
+    return scaled, squares
+
+
+@scale_rows.register_fake
+def _(x, weight):
+    return room_for_scaled(x)
 
 
 @custom_op("silu_mul", mutates_args=("gate_up",))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.kernels import rows
-from ostinato.kernels.linear import few_tokens, products
+from ostinato.kernels.linear import few_tokens, products, scaled_rows
+from ostinato.kernels.linear.scaled_rows import ScaledRows
 
 from .config import RopeConfig
 
@@ -76,6 +77,14 @@ class Linear(nn.Module):
             x, self.weight, self.bias, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual
         )
 
+    def of_scaled(self, x: ScaledRows, norm: "RMSNorm", *, gated: bool = False) -> Tensor:
+        """`forward(norm(rows))`, gated if asked; `x` was scaled by the weight of that norm."""
+        return scaled_rows.project(x, self.weight, self.bias, norm.eps, gated=gated)
+
+    def added_to(self, rows: ScaledRows, x: Tensor, norm: "RMSNorm") -> ScaledRows:
+        """`rows + forward(x)`, scaled by the weight of `norm`; `rows` are gone."""
+        return scaled_rows.add_projected(rows, x, self.weight, self.bias, norm.weight)
+
 
 class Embedding(nn.Module):
     """A table of one row per token id."""
@@ -101,6 +110,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
         return rows.rms_norm(x, self.weight, self.eps)
+
+    def begun(self, x: Tensor) -> ScaledRows:
+        """Rows and what the next layer needs to normalise them."""
+        return scaled_rows.scale(x, self.weight)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of `residual + x`, and that sum, perhaps in the memory of `residual`.

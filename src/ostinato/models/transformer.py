@@ -3,26 +3,30 @@
 Tokens of all requests are flattened into one dimension T; which of them see each other is up to the caller's
 `attend` function. Shapes: H hidden size, D head dimension, Hq/Hkv query and KV heads.
 
-A step has one of two forms. In general the sum of a layer's output and what came in waits for the next norm,
-which does both at once. For very few tokens on a GPU, norms and sums are parts of the linear layers.
+A step has one of three forms. In general the sum of a layer's output and what came in waits for the next
+norm, which does both at once. For very few tokens on a GPU, norms and sums are parts of the linear layers.
+For more there may be layers that add to what came in and leave half of the next norm to the one behind it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ostinato.kernels.attention.heads import HeadPreparation
-from ostinato.kernels.linear import few_tokens, products
+from ostinato.kernels.linear import few_tokens, products, scaled_rows
+from ostinato.kernels.linear.scaled_rows import ScaledRows
 from ostinato.kernels.linear.tiles import MatrixShape
 
 from .config import ModelConfig
 from .errors import ModelError
 from .layers import Embedding, Linear, RMSNorm, RotaryTable, rotate
 
+Form = Literal["few", "scaled", "general"]
+"""Of a step: see above."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]`; keeps k and v for later steps.
 k and v may be views with gaps between tokens: use their strides."""
@@ -82,17 +86,41 @@ class Transformer(nn.Module):
             mix: Mix = FromRows(attend, self.rotary.table)
         else:
             mix = FromHeads(attend, *self.rotary(positions))
-        layers = [cast(Layer, self.layers[index]) for index in self._run]
-        if x.is_cuda and x.size(0) <= self.most_few_tokens:
-            for layer in layers:
-                x = layer.forward_few(x, mix)
-            return self.norm(x)
-        added: Tensor | None = None
-        for layer in layers:
-            x, added = layer(x, added, mix)
-        if added is None:
-            return self.norm(x)
-        return self.norm.after_adding(added, x)[0]
+        return self.through([cast(Layer, self.layers[index]) for index in self._run], x, mix)
+
+    def through(self, layers: "Sequence[Layer]", x: Tensor, mix: "Mix") -> Tensor:
+        """[T, H] through some layers to normalised hidden states; in the form that this number of tokens has.
+
+        What is in the memory of x afterwards is of no use.
+        """
+        match self.form(x.size(0)):
+            case "few":
+                for layer in layers:
+                    x = layer.forward_few(x, mix)
+            case "scaled" if layers:
+                norms = [*(layer.input_layernorm for layer in layers), self.norm]
+                rows = norms[0].begun(x)
+                for layer, norm in zip(layers, norms[1:], strict=True):
+                    rows = layer.forward_scaled(rows, mix, norm)
+                x = rows.rows
+            case _:
+                added: Tensor | None = None
+                for layer in layers:
+                    x, added = layer(x, added, mix)
+                if added is not None:
+                    return self.norm.after_adding(added, x)[0]
+        return self.norm(x)
+
+    def form(self, num_tokens: int) -> Form:
+        """How a step of so many tokens runs."""
+        weight = self.embed_tokens.weight
+        if not weight.is_cuda:
+            return "general"
+        if num_tokens <= self.most_few_tokens:
+            return "few"
+        if scaled_rows.are_the_choice(self.matrix_shapes, num_tokens, weight.dtype, weight.device):
+            return "scaled"
+        return "general"
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
@@ -193,6 +221,14 @@ class Layer(nn.Module):
         x = attention.o_proj.fused(mix(attention, qkv).flatten(1), residual=x)
         inner = mlp.gate_up_proj.fused(x, norm=self.post_attention_layernorm, gated=True)
         return mlp.down_proj.fused(inner, residual=x)
+
+    def forward_scaled(self, rows: ScaledRows, mix: Mix, next_norm: RMSNorm) -> ScaledRows:
+        """Rows scaled by the weight of this layer's norm to rows scaled by that of the next."""
+        attention, mlp = self.self_attn, self.mlp
+        mixed = mix(attention, attention.qkv_proj.of_scaled(rows, self.input_layernorm)).flatten(1)
+        rows = attention.o_proj.added_to(rows, mixed, self.post_attention_layernorm)
+        inner = mlp.gate_up_proj.of_scaled(rows, self.post_attention_layernorm, gated=True)
+        return mlp.down_proj.added_to(rows, inner, next_norm)
 
 
 class Attention(nn.Module):

@@ -79,7 +79,8 @@ class LayerStep:
             "down": mlp.down_proj.weight.nbytes + self.inner.nbytes + self.hidden.nbytes,
             "add, norm": 4 * self.hidden.nbytes,
         }
-        parts = self._few_parts() if self.has_few_tokens else self._parts()
+        of_form = {"few": self._few_parts, "scaled": self._scaled_parts, "general": self._parts}
+        parts = of_form[self.model.form(self.hidden.size(0))]()
         parts["attention"] = lambda i: self.mix(self.layers[i].self_attn, self.qkv)
         return {name: (parts[name], size) for name, size in sizes.items() if name in parts}
 
@@ -94,6 +95,17 @@ class LayerStep:
             "down": lambda i: layers[i].mlp.down_proj.fused(self.inner, residual=x),
         }
 
+    def _scaled_parts(self) -> dict[str, Callable[[int], Any]]:
+        layers = self.layers
+        norm = layers[0].input_layernorm
+        rows = norm.begun(self.residual)
+        return {
+            "qkv": lambda i: layers[i].self_attn.qkv_proj.of_scaled(rows, norm),
+            "o": lambda i: layers[i].self_attn.o_proj.added_to(rows, self.attended, norm),
+            "gate, up": lambda i: layers[i].mlp.gate_up_proj.of_scaled(rows, norm, gated=True),
+            "down": lambda i: layers[i].mlp.down_proj.added_to(rows, self.inner, norm),
+        }
+
     def _parts(self) -> dict[str, Callable[[int], Any]]:
         x, layers = self.hidden, self.layers
         return {
@@ -104,22 +116,10 @@ class LayerStep:
             "add, norm": lambda i: layers[i].input_layernorm.after_adding(x, self.residual),
         }
 
-    @property
-    def has_few_tokens(self) -> bool:
-        """Whether norms and sums are parts of the products."""
-        return self.hidden.size(0) <= self.model.most_few_tokens
-
     def run_layers(self) -> Tensor:
         """All layers here, from hidden states to hidden states."""
-        x = self.hidden
-        if self.has_few_tokens:
-            for layer in self.layers:
-                x = layer.forward_few(x, self.mix)
-            return x
-        x, added = x.clone(), self.residual  # layers add to what comes in
-        for layer in self.layers:
-            x, added = layer(x, added, self.mix)
-        return self.model.norm.after_adding(added, x)[0]
+        is_kept = self.model.form(self.hidden.size(0)) == "few"  # others add to what comes in
+        return self.model.through(self.layers, self.hidden if is_kept else self.hidden.clone(), self.mix)
 
     def run_head(self) -> Tensor:
         """From hidden states to logits."""

@@ -12,7 +12,9 @@
 #define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)
 #define __maxnreg__(registers)
+#define __grid_constant__
 #define __expf expf
+#define __fdividef(x, y) ((x) / (y))
 #define rsqrtf(x) (1.f / sqrtf(x))
 #define __shared__ static  // one for all programs: of use where they run one after the other
 
@@ -234,7 +236,7 @@ static uint32 remote_address(const void* p, uint32 rank) {
   return shared_address(p) + (rank - cluster_rank()) * (uint32)emulator::program_bytes;
 }
 
-// ---- counts of bytes: what is sent arrives when all that is expected was sent, and no sooner ----
+// ---- counts of bytes: what is sent arrives when all of it was sent and somebody waits, and no sooner ----
 
 typedef unsigned long long ByteCount;
 
@@ -249,22 +251,28 @@ static void make_count(ByteCount* count) {
 }
 
 static void expect_bytes(ByteCount* count, int bytes) {
-  emulator::Count& here = count_at(shared_address(count));
-  if (here.is_expecting) emulator::fail("bytes are expected twice");
-  here.is_expecting = true;
-  here.missing += bytes;
-  emulator::deliver_if_complete(here);
+  emulator::arrive_at(count_at(shared_address(count)), bytes);
 }
 static void wait_for_bytes(ByteCount* count, bool odd) {
   emulator::Count& here = count_at(shared_address(count));
+  ++here.waiting;
+  emulator::deliver_if_complete(here);
   if (here.barrier.openings % 2 == odd) emulator::wait(here.barrier, here.barrier.openings);
+  --here.waiting;
+}
+
+// That of another program, which must be known to have made it.
+static emulator::Count& count_of(uint32 rank, const ByteCount* count) {
+  emulator::Count& there = count_at(remote_address(count, rank));
+  if (rank != cluster_rank() && emulator::current->cluster_meetings <= there.meetings_before)
+    emulator::fail("nothing says that the other program has made its count of bytes");
+  return there;
 }
 
 template <class T>
 static void send_any(const float* p, uint32 rank, const T& v, const ByteCount* count) {
-  emulator::Count& there = count_at(remote_address(count, rank));
-  if (rank != cluster_rank() && emulator::current->cluster_meetings <= there.meetings_before)
-    emulator::fail("nothing says that the other program has made its count of bytes");
+  emulator::Count& there = count_of(rank, count);
+  emulator::begin_next_if_complete(there);
   const char* const bytes = (const char*)&v;
   char* const place = emulator::shared_at(remote_address(p, rank), sizeof(T));
   there.sent.push_back({place, std::vector<char>(bytes, bytes + sizeof(T))});

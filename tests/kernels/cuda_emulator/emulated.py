@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ostinato.kernels.cuda import compiled
-from ostinato.kernels.cuda.compiled import Argument
+from ostinato.kernels.cuda.compiled import Argument, TileMap
 
 COMPILER = shutil.which("g++")
 MAY_SKIP = COMPILER is None and not os.environ.get("CI")
@@ -28,6 +29,7 @@ MAY_SKIP = COMPILER is None and not os.environ.get("CI")
 SOURCES = Path(compiled.__file__).parent
 EMULATOR = Path(__file__).parent
 
+_KINDS = {Tensor: "p", TileMap: "m", float: "f", int: "i"}
 _OPTIONS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w")
 MOST_SHARED_BYTES = 227 << 10
 """Of a program."""
@@ -70,22 +72,24 @@ class EmulatedKernel:
         shared_share: int = 100,
     ) -> None:
         """Run all of it."""
-        assert all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
+        tensors = [arg.matrix if isinstance(arg, TileMap) else arg for arg in args]
+        extents = [extent for arg in tensors if isinstance(arg, Tensor) for extent in _extent(arg)]
         assert grid[0] % cluster == 0, (grid, cluster)
         assert block in range(32, 1025, 32), block
         assert shared_bytes <= MOST_SHARED_BYTES, shared_bytes
-        kinds = "".join("p" if isinstance(a, Tensor) else "f" if isinstance(a, float) else "i" for a in args)
+        kinds = "".join(next(kind for of, kind in _KINDS.items() if isinstance(arg, of)) for arg in args)
         assert kinds == self._library.parameter_kinds().decode(), "not the parameters of the source"
-        values = (ctypes.c_uint64 * len(args))(*map(compiled._as_word, args))
-        tensors = [extent for arg in args if isinstance(arg, Tensor) for extent in _extent(arg)]
+        maps = {i: _tensor_map(arg) for i, arg in enumerate(args) if isinstance(arg, TileMap)}
+        words = [ctypes.addressof(maps[i]) if i in maps else compiled._as_word(a) for i, a in enumerate(args)]
+        values = (ctypes.c_uint64 * len(args))(*words)
         failure = self._library.launch(
             *grid,
             block,
             ctypes.c_size_t(shared_bytes),
             cluster,
             values,
-            (ctypes.c_uint64 * len(tensors))(*tensors),
-            ctypes.c_size_t(len(tensors) // 2),
+            (ctypes.c_uint64 * len(extents))(*extents),
+            ctypes.c_size_t(len(extents) // 2),
         )
         if failure:
             raise EmulatorError(failure.decode())
@@ -102,7 +106,10 @@ class EmulatedKernel:
         assert COMPILER is not None
         macros = [f"-D{name}={int(value)}" for name, value in self.constants]
         files = {path.name: path.read_text() for path in sorted(self.emulator.sources.glob("*.cu*"))}
-        files |= {name: (EMULATOR / name).read_text() for name in ("device.cuh", "fibers.h", "launch.h")}
+        files |= {
+            name: (EMULATOR / name).read_text()
+            for name in ("device.cuh", "warpgroup.cuh", "fibers.h", "launch.h")
+        }
         files["kernel.cpp"] = f'#include "{self.file}"\n#include "launch.h"\n'
         command = [COMPILER, *_OPTIONS, f"-DENTRY={self.entry}", *macros]
         key = hashlib.sha256("\n".join([*command, *files.values()]).encode()).hexdigest()
@@ -123,7 +130,20 @@ class EmulatedKernel:
         return kept
 
 
+def _tensor_map(given: TileMap) -> ctypes.Array[ctypes.c_int64]:
+    """As `warpgroup.cuh` here has it: what a driver would refuse is refused here, too."""
+    matrix, (rows, columns) = given.matrix, given.box
+    size, stride = matrix.element_size(), matrix.stride(0) * matrix.element_size()
+    assert matrix.dtype == torch.bfloat16
+    assert matrix.stride(1) == 1, "columns must be neighbours"
+    assert matrix.data_ptr() % 16 == stride % 16 == 0, "not aligned"
+    assert columns in range(1, 257), given
+    assert rows in range(1, 257), given
+    return (ctypes.c_int64 * 7)(matrix.data_ptr(), *matrix.shape[::-1], size, stride, columns, rows)
+
+
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of its storage and of that behind the last."""
+    """Addresses of the first byte of its storage, on a CPU, and of that behind the last."""
+    assert tensor.device.type == "cpu"
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -6,6 +6,7 @@
 #include <ucontext.h>
 
 #include <cstring>
+#include <functional>
 #include <map>
 #include <vector>
 
@@ -40,6 +41,7 @@ struct Program {
   char* memory;
   Barrier barrier;
   std::vector<Warp> warps;
+  unsigned running;  // of its threads
 };
 
 // Of 16 bytes, or zeros instead of them.
@@ -60,18 +62,24 @@ struct Fiber {
   int cluster_meetings = 0;    // that it knows of
   std::vector<Copy> copies;    // that have not arrived
   int copy_groups = 0;
+  std::vector<std::function<void()>> products;  // that were asked for and not waited for
+  std::vector<size_t> product_groups;           // how many there were at the end of each group
 };
 
 // What was sent to a program of the cluster and is not there yet.
 struct Sent {
   char* to;
   std::vector<char> bytes;
+  const char* from = nullptr;  // instead: so many bytes of a program's memory, read when they arrive
+  size_t size = 0;
+  const Program* source = nullptr;
 };
 struct Count {
-  Barrier barrier{1};
+  int members = 1, arrived = 0;
+  Barrier barrier{1};       // opens when all have arrived and no byte is missing
   int meetings_before = 0;  // of the cluster, when it was made
-  bool is_expecting = false;
-  int missing = 0;  // less than 0 where bytes came before they were expected
+  int missing = 0;          // less than 0 where bytes came before they were expected
+  int waiting = 0;          // fibers
   std::vector<Sent> sent;
 };
 
@@ -109,12 +117,35 @@ static void wait(const Barrier& barrier, int openings) {
   go_to_scheduler();
 }
 
-static void deliver_if_complete(Count& count) {
-  if (!count.is_expecting || count.missing != 0) return;
-  for (const Sent& sent : count.sent) memcpy(sent.to, sent.bytes.data(), sent.bytes.size());
+static bool is_complete(const Count& count) { return count.arrived == count.members && count.missing == 0; }
+
+static void deliver(Count& count) {
+  for (const Sent& sent : count.sent) {
+    if (sent.from) memcpy(sent.to, sent.from, sent.size);
+    else memcpy(sent.to, sent.bytes.data(), sent.bytes.size());
+  }
   count.sent.clear();
-  count.is_expecting = false;
+  count.arrived = 0;
   arrive(count.barrier);
+}
+
+// As late as can be: when somebody waits for it.
+static void deliver_if_complete(Count& count) {
+  if (count.waiting > 0 && is_complete(count)) deliver(count);
+}
+
+// What comes now is of the next lot.
+static void begin_next_if_complete(Count& count) {
+  if (is_complete(count)) deliver(count);
+}
+
+// One more, which expects so many bytes.
+static void arrive_at(Count& count, int bytes) {
+  begin_next_if_complete(count);
+  if (count.arrived == count.members) fail("more arrive at a count than it waits for");
+  ++count.arrived;
+  count.missing += bytes;
+  deliver_if_complete(count);
 }
 
 static Warp& warp() { return current->program->warps[threadIdx.x / 32]; }
@@ -149,6 +180,10 @@ T load_global(const void* p) {
 static void run_fiber() {
   body();
   current->has_ended = true;
+  if (--current->program->running > 0) return;
+  for (const auto& [address, count] : counts)
+    for (const Sent& sent : count.sent)
+      if (sent.source == current->program) failure = "a program has ended whose memory is being copied";
 }
 
 // All fibers, until they have ended or nothing can go on.
@@ -182,7 +217,7 @@ static void run_cluster(unsigned first, unsigned programs, unsigned threads, std
     const unsigned number = first + n;
     const Dimensions place{number % gridDim.x, number / gridDim.x % gridDim.y, number / gridDim.x / gridDim.y};
     cluster[n] = Program{place, cluster_memory + n * program_bytes, Barrier{(int)threads},
-                         std::vector<Warp>(threads / 32)};
+                         std::vector<Warp>(threads / 32), threads};
     for (unsigned t = 0; t < threads; ++t) {
       Fiber& fiber = fibers[n * threads + t];
       fiber.program = &cluster[n];
@@ -196,7 +231,7 @@ static void run_cluster(unsigned first, unsigned programs, unsigned threads, std
   }
   run(fibers);
   for (const auto& [address, count] : counts)
-    if (!failure && (count.is_expecting || !count.sent.empty()))
+    if (!failure && !is_complete(count) && (count.arrived > 0 || !count.sent.empty()))
       failure = "bytes are on their way to a program that has ended";
 }
 

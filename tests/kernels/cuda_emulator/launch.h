@@ -5,10 +5,17 @@
 
 namespace emulator {
 
+// A class is what its address stands for among the values.
 template <class T>
 constexpr char kind_of() {
-  static_assert(std::is_pointer_v<T> || std::is_same_v<T, int> || std::is_same_v<T, float>);
-  return std::is_pointer_v<T> ? 'p' : std::is_same_v<T, int> ? 'i' : 'f';
+  static_assert(std::is_pointer_v<T> || std::is_class_v<T> || std::is_same_v<T, int> || std::is_same_v<T, float>);
+  return std::is_pointer_v<T> ? 'p' : std::is_class_v<T> ? 'm' : std::is_same_v<T, int> ? 'i' : 'f';
+}
+
+template <class T>
+const T& value_at(const char* place) {
+  if constexpr (std::is_class_v<T>) return **(const T* const*)place;
+  else return *(const T*)place;
 }
 
 template <class... Parameters>
@@ -21,7 +28,7 @@ static const char* values;  // of the parameters, 8 bytes each
 
 template <class... Parameters, size_t... indices>
 void call(void (*kernel)(Parameters...), std::index_sequence<indices...>) {
-  kernel(*(const Parameters*)(values + indices * 8)...);
+  kernel(value_at<Parameters>(values + indices * 8)...);
 }
 
 template <class... Parameters>
@@ -31,7 +38,7 @@ void call(void (*kernel)(Parameters...)) {
 
 }  // namespace emulator
 
-// Of the parameters, a letter each: pointer, int or float.
+// Of the parameters, a letter each: pointer, tensor map, int or float.
 extern "C" const char* parameter_kinds() { return emulator::kinds_of(ENTRY); }
 
 // What went wrong, or null.

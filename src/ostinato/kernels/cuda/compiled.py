@@ -20,7 +20,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,18 @@ from ..on_chip_memory import ALL_SHARED, prefer
 _FOLDER = Path(__file__).parent
 _MAX_STATIC_SHARED = 48 << 10
 
-Argument = Tensor | int | float
-"""Of a launch: the address of a tensor's data, an int32 or a float32."""
+
+@dataclass(frozen=True)
+class TileMap:
+    """A matrix as a kernel copies it, in boxes (`TensorMap` in `warpgroup.cuh`); its rows may lie apart."""
+
+    matrix: Tensor
+    box: tuple[int, int]
+    """Rows and columns."""
+
+
+Argument = Tensor | TileMap | int | float
+"""Of a launch: the address of a tensor's data, a tensor map, an int32 or a float32."""
 
 
 class CudaError(RuntimeError):
@@ -46,6 +57,11 @@ def is_supported(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return False
     return has_nvrtc()
+
+
+def has_warpgroup_products(device: torch.device) -> bool:
+    """Whether kernels that include `warpgroup.cuh` run: on Hopper alone, later GPUs multiply otherwise."""
+    return is_supported(device) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
@@ -115,6 +131,9 @@ class CudaKernel:
         values = (ctypes.c_uint64 * len(args))(*map(_as_word, args))
         first = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
+        maps = {i: _encoded_map(arg) for i, arg in enumerate(args) if isinstance(arg, TileMap)}
+        for i, encoded in maps.items():
+            places[i] = int(encoded.getPtr())
         _check(_driver().cuLaunchKernelEx(config, function, ctypes.addressof(places), 0))
 
     def load(self, device: int, shared_bytes: int, shared_share: int) -> Any:
@@ -183,9 +202,42 @@ def compiling_only(device: torch.device) -> Iterator[Mapping[CudaKernel, Any]]:
 def _as_word(argument: Argument) -> int:
     if isinstance(argument, Tensor):
         return argument.data_ptr()
+    if isinstance(argument, TileMap):
+        return 0  # stands elsewhere
     if isinstance(argument, float):
         return int.from_bytes(struct.pack("<f", argument), "little")
     return argument & 0xFFFFFFFF
+
+
+def _encoded_map(given: TileMap) -> Any:
+    """A driver's tensor map of bfloat16; a launch copies it."""
+    matrix = given.matrix
+    rows, columns = matrix.shape
+    row_bytes = (columns if rows == 1 else matrix.stride(0)) * matrix.element_size()
+    assert matrix.dtype == torch.bfloat16, matrix.dtype
+    assert matrix.stride(1) == 1, "columns must be neighbours"
+    assert matrix.data_ptr() % 16 == row_bytes % 16 == 0, "rows must begin at multiples of 16 bytes"
+    return _encoded(matrix.data_ptr(), rows, columns, row_bytes, *given.box)
+
+
+@lru_cache(1 << 12)
+def _encoded(address: int, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int) -> Any:
+    driver = _driver()
+    return _check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            address,
+            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(row_bytes)],
+            [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(1)] * 2,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
 
 
 def _launch_config(

@@ -219,12 +219,13 @@ __device__ __forceinline__ void expect_bytes(ByteCount* count, int bytes) {
                : "memory");
 }
 
-// Until all of the n-th lot are there, and can be read. `odd`: whether n, from 0 on, is.
+// Until all of the n-th lot are there, and can be read: what was counted, and nothing else that others stored, for
+// which L1 would have to be emptied. `odd`: whether n, from 0 on, is.
 __device__ __forceinline__ void wait_for_bytes(ByteCount* count, bool odd) {
   uint32 are_there = 0;
   while (!are_there)
     asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
         : "=r"(are_there)
         : "r"(shared_address(count)), "r"((uint32)odd)
         : "memory");

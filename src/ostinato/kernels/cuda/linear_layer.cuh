@@ -6,7 +6,7 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-__device__ __forceinline__ float gate(float y, float by) { return y / (1.f + __expf(-y)) * by; }
+__device__ __forceinline__ float gate(float y, float by) { return __fdividef(y, 1.f + __expf(-y)) * by; }
 
 __device__ __forceinline__ float scale_pair(uint32& pair, uint32 by) {
   const float a = low(pair), b = high(pair);

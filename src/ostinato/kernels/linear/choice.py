@@ -16,7 +16,7 @@ import torch
 from ..cuda import compiled
 from .kernel_table import KernelTable
 from .table_file import load_table
-from .tiles import IN_CUDA, Library, MatrixShape, Tile, default_gemv_tile
+from .tiles import IN_CUDA, Library, MatrixShape, Tile, WideTile, default_gemv_tile
 
 _FOLDER = Path(__file__).parent / "tables"
 _LIBRARY = Library()
@@ -41,11 +41,18 @@ def _found(
     if dtype == torch.bfloat16:
         for table in (_given, _table_of_package(device)):
             tile = table.find(shape, num_tokens) if table is not None else None
-            if tile is not None and (not isinstance(tile, IN_CUDA) or compiled.is_supported(device)):
+            if tile is not None and _runs(tile, device):
                 return tile
     if num_tokens == 1 and dtype in (torch.bfloat16, torch.float16):
         return default_gemv_tile(shape)
     return _LIBRARY
+
+
+def _runs(tile: Tile, device: torch.device) -> bool:
+    """Whether a GPU has the instructions."""
+    if isinstance(tile, WideTile):
+        return compiled.has_warpgroup_products(device)
+    return not isinstance(tile, IN_CUDA) or compiled.is_supported(device)
 
 
 # For torch.compile: what `torch.compiler.assume_constant_result` does, without importing all of dynamo.

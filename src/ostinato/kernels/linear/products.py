@@ -7,7 +7,7 @@ from torch.nn import functional
 from ..rows import silu_mul
 from .choice import choose
 from .cpu_product import multiply, multiply_somehow
-from .tiles import Library, MatrixShape, SkinnyTile, Tile
+from .tiles import UNFUSED, Library, MatrixShape, SkinnyTile, Tile
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -53,7 +53,7 @@ def float_linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor
     from . import triton_linear
 
     if isinstance(tile, SkinnyTile) and tile.parts > 1:
-        return torch.sum(triton_linear.multiply_skinny(x, weight, None, False, torch.float32), 0, out=out)
+        return torch.sum(triton_linear.multiply(x, weight, None, False, torch.float32), 0, out=out)
     triton_linear.multiply_into(x, weight, out)
     return out
 
@@ -69,6 +69,6 @@ def _by_kernel(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, *, ga
     from . import triton_linear
 
     x = x.contiguous()
-    if isinstance(tile, SkinnyTile):
-        return triton_linear.multiply_skinny(x, weight, bias, gated, x.dtype)
+    if isinstance(tile, UNFUSED):
+        return triton_linear.multiply(x, weight, bias, gated, x.dtype)
     return triton_linear.project_few_tokens(x, weight, bias, None, 0.0, gated, None, x.dtype)

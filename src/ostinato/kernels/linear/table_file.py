@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from . import cuda_fragments, cuda_streamed
+from . import cuda_fragments, cuda_streamed, cuda_wide
 from .kernel_table import Choice, KernelTable
 from .tiles import (
     IN_CUDA,
@@ -27,6 +27,7 @@ from .tiles import (
     SkinnyTile,
     StreamedTile,
     Tile,
+    WideTile,
 )
 
 _NAMES = {kind: name for name, kind in KERNELS.items()}
@@ -155,6 +156,8 @@ def _shared_bytes(tile: Tile, shape: MatrixShape, num_tokens: int) -> int:
         return cuda_fragments.shared_bytes(tile, shape, tile.tokens_at_a_time(num_tokens), norm=norm)
     if isinstance(tile, StreamedTile):
         return cuda_streamed.shared_bytes(tile, shape, tile.tokens_at_a_time(num_tokens), norm=norm)
+    if isinstance(tile, WideTile):
+        return cuda_wide.shared_bytes(tile, shape, scaled=norm)
     return 0
 
 

@@ -15,11 +15,20 @@ _MOST_PROGRAMS_OF_A_CLUSTER, _MOST_WARPS, _REGISTERS_OF_A_MULTIPROCESSOR = 8, 32
 _FEWEST_REGISTERS = 32
 _OTHER_REGISTERS = 24
 """Of a thread of `cuda_gemv` beside its weights, at least."""
+_OTHER_WIDE_REGISTERS = 26
+"""Of a thread of `cuda_wide` beside its sums, at least."""
+_COLUMNS_OF_A_BOX, _MOST_ROWS_OF_A_BOX = 64, 256
+_CLUSTERS = (1, 2, 4, 8)
+_WIDTHS = (16, 32, 64, 128, 192, 256)
+"""Tokens that the tensor cores of four warps take at once, of those that `warpgroup.cuh` has."""
 
 
 def _fit_registers(registers: int, num_warps: int) -> bool:
-    """Whether so many for each thread of a program are to be had; the GPU gives them out by eights."""
-    of_program = -(-registers // 8) * 8 * num_warps * 32
+    """Whether so many for each thread of a program are to be had.
+
+    The GPU gives them out by eights, and each quarter of a multiprocessor has its own for every fourth warp.
+    """
+    of_program = -(-registers // 8) * 8 * 32 * (-(-num_warps // 4) * 4)
     return _FEWEST_REGISTERS <= registers <= MOST_REGISTERS and of_program <= _REGISTERS_OF_A_MULTIPROCESSOR
 
 
@@ -150,6 +159,49 @@ class StreamedTile:
 
 
 @dataclass(frozen=True)
+class WideTile:
+    """The work of a program of `cuda_wide`."""
+
+    tokens: int
+    rows: int
+    """Rows of the matrix, of each half if it is gated."""
+    columns: int
+    """Of the matrix and of the tokens, at a time."""
+    weight_slots: int
+    """So many such tiles of the matrix are there or on their way."""
+    token_slots: int
+    """The same of the tokens."""
+    slices: int = 1
+    """Programs of a cluster that share the columns."""
+    peers: int = 1
+    """Programs of a cluster that have neighbouring rows and fetch tokens for each other."""
+
+    def num_threads(self, shape: MatrixShape) -> int:
+        """Of a program: those that multiply, and a warp that fetches."""
+        return self.rows * (2 if shape.gated else 1) * 2 + 32
+
+    def fits(self, shape: MatrixShape) -> bool:
+        """Whether the matrix can be divided like that."""
+        steps, rest = divmod(shape.in_features, self.slices * self.columns)
+        rows = self.rows * (2 if shape.gated else 1)
+        return (
+            rest == 0
+            and self.columns % _COLUMNS_OF_A_BOX == 0
+            and self.tokens in _WIDTHS
+            and self.tokens % (self.slices * 4) == 0
+            and self.tokens % (self.peers * 8) == 0
+            and rows % 64 == 0
+            and shape.out_features % (self.rows * self.peers) == 0
+            and self.slices * self.peers in _CLUSTERS
+            and self.num_threads(shape) <= _MOST_WARPS * 32
+            and 2 <= self.weight_slots <= steps  # one is free again when the next is being multiplied
+            and 2 <= self.token_slots <= steps
+            and self.rows <= _MOST_ROWS_OF_A_BOX
+            and _fit_registers(self.tokens // 2 + _OTHER_WIDE_REGISTERS, self.num_threads(shape) // 32)
+        )
+
+
+@dataclass(frozen=True)
 class SkinnyTile:
     """The work of a program of `triton_skinny`."""
 
@@ -173,10 +225,12 @@ class Library:
     """cuBLAS, which divides the work by itself."""
 
 
-Tile = GemvTile | CudaGemvTile | FragmentsTile | StreamedTile | SkinnyTile | Library
+Tile = GemvTile | CudaGemvTile | FragmentsTile | StreamedTile | WideTile | SkinnyTile | Library
 FUSED = (GemvTile, CudaGemvTile, FragmentsTile, StreamedTile)
 """Kernels that do norm, gate and residual on the way."""
-IN_CUDA = (CudaGemvTile, FragmentsTile, StreamedTile)
+UNFUSED = (SkinnyTile, WideTile)
+"""Kernels of ours that leave norm and residual to others."""
+IN_CUDA = (CudaGemvTile, FragmentsTile, StreamedTile, WideTile)
 """Kernels in CUDA C++, which not every GPU can run; a matrix must fit."""
 
 KERNELS: dict[str, type[Tile]] = {
@@ -184,6 +238,7 @@ KERNELS: dict[str, type[Tile]] = {
     "cuda_gemv": CudaGemvTile,
     "fragments": FragmentsTile,
     "streamed": StreamedTile,
+    "wide": WideTile,
     "skinny": SkinnyTile,
     "library": Library,
 }

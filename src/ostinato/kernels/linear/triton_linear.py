@@ -8,7 +8,17 @@ from ..custom_op import custom_op
 from ..host_sizes import cdiv
 from ..on_chip_memory import prefer_l1
 from .choice import choose
-from .tiles import CudaGemvTile, FragmentsTile, GemvTile, MatrixShape, SkinnyTile, StreamedTile, Tile
+from .tiles import (
+    UNFUSED,
+    CudaGemvTile,
+    FragmentsTile,
+    GemvTile,
+    MatrixShape,
+    SkinnyTile,
+    StreamedTile,
+    Tile,
+    WideTile,
+)
 from .triton_gemv import _gemv
 from .triton_skinny import _skinny
 
@@ -44,32 +54,30 @@ def _(
     return x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
 
 
-@custom_op("multiply_skinny")
-def multiply_skinny(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, dtype: torch.dtype
-) -> Tensor:
-    """`x @ weight.T + bias`, gated if asked, of dense rows x [T, in] for which `skinny` is the choice.
+@custom_op("multiply")
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, dtype: torch.dtype) -> Tensor:
+    """`x @ weight.T + bias`, gated if asked, of dense rows x [T, in], by an unfused kernel of ours.
 
-    Where several programs share the columns: float32 [parts, T, out], whose sum it is, whatever `dtype`.
+    Where a tile has parts: float32 [parts, T, out], whose sum it is, whatever `dtype`.
     """
-    tile = _skinny_tile(x, weight, gated)
+    tile = _unfused_tile(x, weight, gated)
     out = _room(x, weight, gated, dtype, tile)
-    _launch_skinny(x, weight, bias, gated, out, tile)
+    _launch_unfused(x, weight, bias, gated, out, tile)
     return out
 
 
-@multiply_skinny.register_fake
+@multiply.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, dtype: torch.dtype) -> Tensor:
-    return _room(x, weight, gated, dtype, _skinny_tile(x, weight, gated))
+    return _room(x, weight, gated, dtype, _unfused_tile(x, weight, gated))
 
 
 @custom_op("multiply_into", mutates_args=("out",))
 def multiply_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """`x @ weight.T` into dense rows `out` [T, out], by a kernel of ours that leaves no parts."""
     tile = _choice(x, weight, gated=False)
-    if isinstance(tile, SkinnyTile):
-        assert tile.parts == 1, tile
-        _launch_skinny(x, weight, None, False, out, tile)
+    if isinstance(tile, UNFUSED):
+        assert isinstance(tile, WideTile) or tile.parts == 1, tile
+        _launch_unfused(x, weight, None, False, out, tile)
     else:
         _launch_few_tokens(x, weight, None, None, 0.0, False, None, out)
 
@@ -84,15 +92,15 @@ def _choice(x: Tensor, weight: Tensor, *, gated: bool) -> Tile:
     return choose(shape, x.size(0), x.dtype, x.device)
 
 
-def _skinny_tile(x: Tensor, weight: Tensor, gated: bool) -> SkinnyTile:
+def _unfused_tile(x: Tensor, weight: Tensor, gated: bool) -> SkinnyTile | WideTile:
     tile = _choice(x, weight, gated=gated)
-    assert isinstance(tile, SkinnyTile), tile
+    assert isinstance(tile, UNFUSED), tile
     return tile
 
 
-def _room(x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, tile: SkinnyTile) -> Tensor:
+def _room(x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, tile: SkinnyTile | WideTile) -> Tensor:
     num_tokens, out_features = x.size(0), weight.size(0) // (2 if gated else 1)
-    if tile.parts > 1:
+    if isinstance(tile, SkinnyTile) and tile.parts > 1:
         return x.new_empty(tile.parts, num_tokens, out_features, dtype=torch.float32)
     return x.new_empty(num_tokens, out_features, dtype=dtype)
 
@@ -144,6 +152,22 @@ def _launch_few_tokens(
             launch_streamed(x, weight, bias, norm_weight, eps, residual, out, tile)
         case _:
             raise AssertionError(f"{tile} is not fused")
+
+
+def _launch_unfused(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    out: Tensor,
+    tile: SkinnyTile | WideTile,
+) -> None:
+    if isinstance(tile, WideTile):
+        from .cuda_wide import launch_wide
+
+        launch_wide(x, weight, bias, out, tile)
+    else:
+        _launch_skinny(x, weight, bias, gated, out, tile)
 
 
 def _launch_skinny(

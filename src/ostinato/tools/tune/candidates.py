@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ostinato.kernels.linear import cuda_fragments, cuda_streamed
+from ostinato.kernels.linear import cuda_fragments, cuda_streamed, cuda_wide
 from ostinato.kernels.linear.tiles import (
     MOST_REGISTERS,
     MOST_TOKENS,
@@ -20,6 +20,7 @@ from ostinato.kernels.linear.tiles import (
     SkinnyTile,
     StreamedTile,
     Tile,
+    WideTile,
 )
 
 # Tokens, rows, columns at a time and warps of a skinny program, by the most tokens of a step.
@@ -33,6 +34,8 @@ _SKINNY_OF_MANY = [
     *((128, 64, 64, 8), (128, 64, 128, 8), (128, 128, 64, 8), (128, 32, 64, 4)),
 ]
 _FEWEST_PROGRAMS, _MOST_PROGRAMS = 96, 640
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
 _MOST_PREFETCHED_BYTES = 40 << 20
 """Larger matrices stream at the memory's speed by themselves, and would push each other out of L2."""
 _GEMV_REGISTERS = 48
@@ -46,6 +49,20 @@ _FEWEST_STREAMED_WARPS, _MOST_STREAMED_PROGRAMS = 1024, 1024
 """Of all programs together: so many must be on their way to keep the memory busy."""
 _STREAMED_DEPTHS = [(128, 3, 8), (256, 2, 8), (128, 3, 6), (128, 2, 4), (128, 4, 12)]
 """Columns, chunks and steps ahead."""
+_WIDE_TOKENS = (16, 32, 64, 128, 192, 256)
+"""Of a program of `wide`."""
+_FEWER_WIDE_TOKENS = {128: 64, 192: 128, 256: 128}
+"""In more programs, each with more room for weights."""
+_FEWEST_TOKENS_OF_PEERS = 64
+_COLUMNS_FOR_256_ROWS = 4096
+"""At least: matrices of smaller models would have too few such programs."""
+_FEW_ROWS, _FEWEST_PROGRAMS_OF_FEW_ROWS = 4096, 60
+_MOST_WIDE_PROGRAMS = 2 * _MULTIPROCESSORS
+_MOST_WIDE_COLUMNS = 768
+"""That are there or on their way, where there are as many slots of tokens as of weights."""
+_FEW_TOKEN_BYTES = 32 << 10
+_RESERVED_BYTES = 1 << 10
+"""Of a multiprocessor's shared memory, for each program beside what the program asks for."""
 
 
 def fused_tiles(shape: MatrixShape, num_tokens: int, *, cuda: bool, shared_bytes: int) -> list[Tile]:
@@ -107,15 +124,51 @@ def _streamed_tiles(shape: MatrixShape, num_tokens: int, shared_bytes: int) -> I
             yield tile
 
 
+def wide_tiles(shape: MatrixShape, num_tokens: int, *, shared_bytes: int) -> list[Tile]:
+    """Of `wide`, with as many slots as there is room for."""
+    programs = {
+        tile: shape.out_features // tile.rows * tile.slices * -(-num_tokens // tile.tokens)
+        for tile in _shallow_wide_tiles(shape, num_tokens)
+        if tile.fits(shape) and _wide_bytes(tile, shape) <= shared_bytes
+    }
+    fewest = _FEWEST_PROGRAMS_OF_FEW_ROWS if shape.out_features <= _FEW_ROWS else _FEWEST_PROGRAMS
+    # The largest matrices have more programs than that in any case.
+    most = max(_MOST_WIDE_PROGRAMS, min(programs.values(), default=0))
+    tiles: dict[Tile, None] = {}
+    for tile, count in programs.items():
+        if not fewest <= count <= most:
+            continue
+        beside_another = _with_most_slots(tile, shape, _room(shared_bytes, 2))
+        if beside_another:
+            tiles[beside_another] = None
+        if count <= _MULTIPROCESSORS or not beside_another:
+            alone = _with_most_slots(tile, shape, shared_bytes)
+            assert alone is not None, tile
+            tiles[alone] = None
+    return list(tiles)
+
+
+def _shallow_wide_tiles(shape: MatrixShape, num_tokens: int) -> Iterator[WideTile]:
+    """With the fewest slots; not all of them fit."""
+    width = next((width for width in _WIDE_TOKENS if num_tokens <= width), _WIDE_TOKENS[-1])
+    all_tokens = dict.fromkeys((width, _FEWER_WIDE_TOKENS.get(width, width)))
+    all_rows = (64, 128, 256) if shape.in_features >= _COLUMNS_FOR_256_ROWS else (64, 128)
+    all_columns = (128, 64) if num_tokens <= 64 else (64,)
+    for tokens, rows, slices, columns in itertools.product(all_tokens, all_rows, (1, 2, 4, 8), all_columns):
+        yield WideTile(tokens, rows // (2 if shape.gated else 1), columns, 2, 2, slices)
+
+
 def separate_tiles(shape: MatrixShape, num_tokens: int, *, in_parts: bool, shared_bytes: int) -> list[Tile]:
     """Of kernels that multiply and nothing else; `in_parts`: whether parts of the result are welcome."""
     return [Library(), *_skinny_tiles(shape, num_tokens, in_parts, shared_bytes)]
 
 
 def refined(tile: Tile, shape: MatrixShape, shared_bytes: int) -> list[Tile]:
-    """What may be better still: other depths, and weights fetched before the wait."""
+    """What may be better still: other depths, weights fetched before the wait, tokens fetched together."""
     if isinstance(tile, StreamedTile):
         return list(_streamed_otherwise(tile, shape, shared_bytes))
+    if isinstance(tile, WideTile):
+        return list(_wide_otherwise(tile, shape, shared_bytes))
     if not isinstance(tile, SkinnyTile):
         return []
     columns = shape.in_features // tile.parts
@@ -143,6 +196,55 @@ def _streamed_otherwise(tile: StreamedTile, shape: MatrixShape, shared_bytes: in
             yield other
 
 
+def _wide_otherwise(tile: WideTile, shape: MatrixShape, shared_bytes: int) -> Iterator[WideTile]:
+    half = _room(shared_bytes, 2)
+    room = half if _wide_bytes(tile, shape) <= half else shared_bytes
+    others = [
+        _with_most_slots(replace(tile, columns=64 if tile.columns == 128 else 128), shape, room),
+        _with_most_slots(tile, shape, _room(shared_bytes, 3)),
+        _with_few_tokens(tile, shape, room),
+    ]
+    if tile.tokens >= _FEWEST_TOKENS_OF_PEERS:
+        others.append(replace(tile, peers=2))
+    for other in others:
+        if other is not None and other != tile and other.fits(shape):
+            yield other
+
+
+def _with_most_slots(tile: WideTile, shape: MatrixShape, room: int) -> WideTile | None:
+    """As many for weights as for tokens."""
+    for slots in range(min(_wide_steps(tile, shape), _MOST_WIDE_COLUMNS // tile.columns), 1, -1):
+        other = replace(tile, weight_slots=slots, token_slots=slots)
+        if other.fits(shape) and _wide_bytes(other, shape) <= room:
+            return other
+    return None
+
+
+def _with_few_tokens(tile: WideTile, shape: MatrixShape, room: int) -> WideTile | None:
+    """More slots for weights, which come from further away."""
+    token_slots = max(2, -(-_FEW_TOKEN_BYTES // (tile.tokens * tile.columns * 2)))
+    if token_slots >= tile.token_slots:
+        return None
+    for weight_slots in range(_wide_steps(tile, shape), tile.weight_slots, -1):
+        other = replace(tile, weight_slots=weight_slots, token_slots=token_slots)
+        if other.fits(shape) and _wide_bytes(other, shape) <= room:
+            return other
+    return None
+
+
+def _wide_steps(tile: WideTile, shape: MatrixShape) -> int:
+    return shape.in_features // (tile.slices * tile.columns)
+
+
+def _wide_bytes(tile: WideTile, shape: MatrixShape) -> int:
+    return cuda_wide.shared_bytes(tile, shape, scaled=True)
+
+
+def _room(shared_bytes: int, beside: int) -> int:
+    """For each of so many programs of a multiprocessor, where one alone can have `shared_bytes`."""
+    return (shared_bytes + _RESERVED_BYTES) // beside - _RESERVED_BYTES
+
+
 def _skinny_tiles(
     shape: MatrixShape, num_tokens: int, in_parts: bool, shared_bytes: int
 ) -> Iterator[SkinnyTile]:
@@ -158,7 +260,7 @@ def _skinny_tiles(
             fitting = [1]
         # One program a processor, or two.
         for parts in fitting[:2]:
-            room = shared_bytes // (1 if blocks * parts <= 132 else 2) - (2 << 10)
+            room = shared_bytes // (1 if blocks * parts <= _MULTIPROCESSORS else 2) - (2 << 10)
             tile = SkinnyTile(tokens, rows, block, num_warps, 1, parts)
             stages = min(room // _shared_bytes(tile, shape), 6, shape.in_features // parts // block)
             if stages >= 2:

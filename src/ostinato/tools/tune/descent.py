@@ -9,26 +9,49 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ostinato.kernels.compile_ahead import compiling_only
-from ostinato.kernels.cuda.compiled import is_supported
+from ostinato.kernels.cuda.compiled import has_warpgroup_products, is_supported
 from ostinato.kernels.linear.choice import choose, using
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
-from ostinato.kernels.linear.tiles import FUSED, MOST_TOKENS, Library, MatrixShape, Tile
+from ostinato.kernels.linear.tiles import (
+    FUSED,
+    MOST_TOKENS,
+    Library,
+    MatrixShape,
+    SkinnyTile,
+    Tile,
+    WideTile,
+)
 from ostinato.models.transformer import Transformer
 
 from ..layer_step import LayerStep, graph_us
-from .candidates import fused_tiles, refined, separate_tiles
+from .candidates import fused_tiles, refined, separate_tiles, wide_tiles
 
 LAYERS = 8
 CONTEXT = 192
 KEPT = 0.995
 """A tile must bring the time below this share of it: each tile more is compiled at every start."""
+FEWEST_WIDE_TOKENS = 9
+"""With fewer, half of the smallest tile would be empty."""
+SEPARATE = (SkinnyTile, Library)
+"""Kernels that multiply, between others that do the rest. Not `wide`: it was measured among them as well,
+and was not better there than in its own form."""
 
 Tiles = dict[MatrixShape, Tile]
 Tried = dict[MatrixShape, dict[Tile, float]]
 """Microseconds by candidate."""
+
+
+class Form(NamedTuple):
+    """One way to run some matrices together."""
+
+    kinds: tuple[type[Tile], ...]
+    """What it can run them with."""
+    candidates: Mapping[MatrixShape, list[Tile]]
 
 
 @dataclass
@@ -68,6 +91,8 @@ class Tuner:
         self.device = model.embed_tokens.weight.device
         self.shared_bytes = shared_bytes
         self.has_cuda_kernels = is_supported(self.device)
+        is_bfloat16 = model.embed_tokens.weight.dtype == torch.bfloat16
+        self.has_wide_kernel = is_bfloat16 and has_warpgroup_products(self.device)
         self.shapes = list(model.matrix_shapes)
         *_, (self.head, _) = model.products_of(1, 1)
 
@@ -86,13 +111,13 @@ class Tuner:
         before_us = layers_us(present)
         library_us = layers_us({shape: Library() for shape in self.shapes})
         descents = [
-            self._descent(num_tokens, step.run_layers, start, candidates)
-            for candidates in self._candidates(num_tokens)
-            if all(candidates.values())
+            self._descent(num_tokens, step.run_layers, start, form)
+            for form in self._forms(num_tokens)
+            if all(form.candidates.values())
         ]
         best = min(descents, key=lambda descent: descent.us)
         head_before_us = self._us(step.run_head, present, num_tokens)
-        head = self._descent(num_tokens, step.run_head, start, {self.head: self._head_candidates(num_tokens)})
+        head = self._descent(num_tokens, step.run_head, start, self._head_form(num_tokens))
         return Found(
             num_tokens=num_tokens,
             tiles=best.tiles | head.tiles,
@@ -104,17 +129,25 @@ class Tuner:
             tried=_together(descent.tried for descent in (*descents, head)),
         )
 
-    def _candidates(self, num_tokens: int) -> Iterator[dict[MatrixShape, list[Tile]]]:
-        """For each form of a step."""
-        yield {shape: self._fused(shape, num_tokens) for shape in self.shapes}
+    def _forms(self, num_tokens: int) -> Iterator[Form]:
+        """Those of a step: see `Transformer.form`."""
+        yield Form(FUSED, {shape: self._fused(shape, num_tokens) for shape in self.shapes})
+        if self.has_wide_kernel and num_tokens >= FEWEST_WIDE_TOKENS:
+            yield Form((WideTile,), {shape: self._wide(shape, num_tokens) for shape in self.shapes})
         if num_tokens > 1:
-            yield {shape: self._separate(shape, num_tokens) for shape in self.shapes}
+            yield Form(SEPARATE, {shape: self._separate(shape, num_tokens) for shape in self.shapes})
 
-    def _head_candidates(self, num_tokens: int) -> list[Tile]:
-        return self._fused(self.head, 1) if num_tokens == 1 else self._separate(self.head, num_tokens)
+    def _head_form(self, num_tokens: int) -> Form:
+        if num_tokens == 1:
+            return Form(FUSED, {self.head: self._fused(self.head, 1)})
+        # Without `wide`: at 128 rows of Qwen3-0.6B it took 116 us and cuBLAS 103.
+        return Form(SEPARATE, {self.head: self._separate(self.head, num_tokens)})
 
     def _fused(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
         return fused_tiles(shape, num_tokens, cuda=self.has_cuda_kernels, shared_bytes=self.shared_bytes)
+
+    def _wide(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
+        return wide_tiles(shape, num_tokens, shared_bytes=self.shared_bytes)
 
     def _separate(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
         # What the second and the last matrix of a layer give is added to something; attention in CUDA C++
@@ -123,21 +156,14 @@ class Tuner:
         in_parts = shape in (o, down) or (shape == qkv and self.has_cuda_kernels)
         return separate_tiles(shape, num_tokens, in_parts=in_parts, shared_bytes=self.shared_bytes)
 
-    def _descent(
-        self,
-        num_tokens: int,
-        run: Callable[[], Any],
-        start: Tiles,
-        candidates: Mapping[MatrixShape, list[Tile]],
-    ) -> Descent:
-        is_fused = all(isinstance(tile, FUSED) for tiles in candidates.values() for tile in tiles)
+    def _descent(self, num_tokens: int, run: Callable[[], Any], start: Tiles, form: Form) -> Descent:
         descent = Descent(run, {})
-        for shape, tiles in candidates.items():
+        for shape, tiles in form.candidates.items():
             found = start[shape]
             takes_all = num_tokens <= MOST_TOKENS.get(type(found), num_tokens)
-            fits = takes_all and isinstance(found, FUSED) == is_fused
+            fits = takes_all and isinstance(found, form.kinds)
             descent.tiles[shape] = found if fits else tiles[0]
-        self._try(descent, num_tokens, candidates)
+        self._try(descent, num_tokens, form.candidates)
         finer = {}
         for shape, times in descent.tried.items():
             ranked = sorted(times, key=lambda tile: times[tile])
@@ -169,7 +195,7 @@ class Tuner:
 
     @contextmanager
     def _running(self, tiles: Tiles, num_tokens: int) -> Iterator[None]:
-        """The model with these tiles, in the form that they allow."""
+        """The model with these tiles, in the form that they allow; that of `wide` it finds by itself."""
         is_fused = all(isinstance(tiles.get(shape), FUSED) for shape in self.shapes)
         self.model.most_few_tokens = num_tokens if is_fused else 0
         choices = {shape: (Choice(num_tokens, num_tokens, tile),) for shape, tile in tiles.items()}

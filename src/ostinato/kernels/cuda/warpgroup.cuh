@@ -1,0 +1,136 @@
+// More of the GPU's instructions as functions: copies of whole tiles, and the tensor cores of four warps together,
+// which take both factors from shared memory. With device.cuh the only file with PTX.
+//
+// A tile in shared memory has rows of 64 elements, 128 bytes, and begins at a multiple of 1,024. The 16 bytes that
+// are the i-th of row r lie at place i ^ r % 8 of that row: so the copies leave them, so the tensor cores look for
+// them, and neighbours in a column are in different banks.
+#pragma once
+#include "device.cuh"
+
+// Where a tensor lies and in what boxes it is copied. The launch makes it: see `compiled.TileMap`.
+struct __align__(64) TensorMap {
+  char hidden[128];
+};
+
+// As much shared memory as the launch asked for, for tiles to begin with.
+__device__ __forceinline__ char* memory_of_tiles() {
+  extern __shared__ __align__(1024) char tiles[];
+  return tiles;
+}
+
+// ---- copies; one thread asks for them, and they arrive at a count of bytes ----
+
+__device__ __forceinline__ void fetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// The box that begins at this column and row of a matrix; zeros where the matrix has ended.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int column, int row, ByteCount* count) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared_address(to)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(count))
+      : "memory");
+}
+
+// The same, to this place in all programs of the cluster whose bit is set, and to their counts.
+__device__ __forceinline__ void copy_box_to(uint32 programs, void* to, const TensorMap& map, int column, int row,
+                                            ByteCount* count) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(count)), "h"((unsigned short)programs)
+      : "memory");
+}
+
+// What this thread stored in shared memory before, copies read afterwards.
+__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// From here to `to` in another program of the cluster and to its count. This one may not end before it has arrived.
+__device__ __forceinline__ void copy_to_program(uint32 rank, void* to, const void* from, int bytes, ByteCount* count) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          remote_address(to, rank)),
+      "r"(shared_address(from)), "r"(bytes), "r"(remote_address(count, rank))
+      : "memory");
+}
+
+// ---- arrivals at a count, beside bytes ----
+
+// By one thread; a lot is complete when so many arrivals have come, and all bytes that these expect.
+__device__ __forceinline__ void make_count_of(ByteCount* count, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(count)), "r"(arrivals) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// At the count of another program, or of this one. What was stored before need not be visible to the others: an
+// arrival that promised it would wait for everything that is on its way.
+__device__ __forceinline__ void arrive_at(const ByteCount* count, uint32 rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(count, rank)) : "memory");
+}
+
+// ---- tensor cores: products of tiles are asked for in groups and waited for ----
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// For all groups but the last one: its tiles have been read.
+__device__ __forceinline__ void wait_for_all_but_last() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+
+// What was done to d stays before this, and what is done to it behind: nothing else tells the compiler that products
+// change it while they are on their way.
+template <int kNumber>
+__device__ __forceinline__ void keep_in_order(float (&d)[kNumber]) {
+#pragma unroll
+  for (int i = 0; i < kNumber; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// For all groups: d can be used.
+template <int kNumber>
+__device__ __forceinline__ void wait_for_products(float (&d)[kNumber]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  keep_in_order(d);
+}
+
+__device__ __forceinline__ unsigned long long described(uint32 tile) {
+  constexpr unsigned long long kRowsBy8 = 1024 >> 4, kOrder128 = 1;  // distance of 8 rows, and how 16 bytes lie
+  return (tile & 0x3ffff) >> 4 | 1ull << 16 | kRowsBy8 << 32 | kOrder128 << 62;
+}
+
+#define EIGHT(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 \
+  NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 \
+  NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+           "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_96 \
+  NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+           "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_128 \
+  NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+           "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MULTIPLY_TILES(columns, names, a_and_b, ...)                                                          \
+  __device__ __forceinline__ void multiply_tiles(float (&d)[columns / 2], uint32 a, uint32 b) {               \
+    asm volatile("{ .reg .pred yes; setp.eq.u32 yes, 0, 0; wgmma.mma_async.sync.aligned.m64n" #columns        \
+                 "k16.f32." ELEMENT "." ELEMENT " {" names "}, " a_and_b ", yes, 1, 1, 0, 0; }"               \
+                 : __VA_ARGS__                                                                                \
+                 : "l"(described(a)), "l"(described(b)));                                                     \
+  }
+
+// d [64, columns] += a [64, 16] * b [columns, 16]^T, 16 elements of the rows of two tiles from where a and b point
+// to: the tile's beginning and 32 bytes for each 16 elements on. Of d, a warp has 16 rows; a thread has, of each 8
+// columns, those at 2 * (lane % 4) and + 1 of rows lane / 4 and + 8.
+MULTIPLY_TILES(16, NAMES_8, "%8, %9", EIGHT(0))
+MULTIPLY_TILES(32, NAMES_16, "%16, %17", EIGHT(0), EIGHT(8))
+MULTIPLY_TILES(64, NAMES_32, "%32, %33", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
+MULTIPLY_TILES(128, NAMES_64, "%64, %65", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48),
+               EIGHT(56))
+MULTIPLY_TILES(192, NAMES_96, "%96, %97", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48),
+               EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88))
+MULTIPLY_TILES(256, NAMES_128, "%128, %129", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40),
+               EIGHT(48), EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112),
+               EIGHT(120))

@@ -1,0 +1,63 @@
+"""The two kinds of layers of `scaled_rows` as custom ops, both by `wide`."""
+
+from torch import Tensor
+
+from ..custom_op import custom_op
+from ..rows import room_for_scaled
+from .choice import choose
+from .cuda_wide import launch_wide
+from .tiles import MatrixShape, WideTile
+
+
+@custom_op("project_scaled")
+def project_scaled(
+    scaled: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, gated: bool
+) -> Tensor:
+    """See `scaled_rows.project`."""
+    out = _results(scaled, weight, gated)
+    launch_wide(scaled, weight, bias, out, _tile(scaled, weight, gated), squares=squares, eps=eps)
+    return out
+
+
+@project_scaled.register_fake
+def _(
+    scaled: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, gated: bool
+) -> Tensor:
+    return _results(scaled, weight, gated)
+
+
+@custom_op("add_projected", mutates_args=("rows",))
+def add_projected(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `scaled_rows.add_projected`; to dense `rows` [T, H]. Returns the scaled sums and their squares."""
+    scaled, squares = room_for_scaled(rows)
+    launch_wide(
+        x,
+        weight,
+        bias,
+        rows,
+        _tile(x, weight, gated=False),
+        norm_weight=norm_weight,
+        scaled=scaled,
+        new_squares=squares,
+    )
+    return scaled, squares
+
+
+@add_projected.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    return room_for_scaled(rows)
+
+
+def _results(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    return x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1))
+
+
+def _tile(x: Tensor, weight: Tensor, gated: bool) -> WideTile:
+    shape = MatrixShape(weight.size(0) // (2 if gated else 1), weight.size(1), gated)
+    tile = choose(shape, x.size(0), x.dtype, x.device)
+    assert isinstance(tile, WideTile), tile
+    return tile

@@ -1,0 +1,96 @@
+"""Launches `cuda/wide.cu`: a linear layer for dozens or hundreds of tokens."""
+
+import torch
+from torch import Tensor
+
+from ..cuda.compiled import CudaKernel, TileMap, cuda_kernel
+from ..host_sizes import cdiv
+from .cuda_layer import layer_shape
+from .tiles import MatrixShape, WideTile
+
+_COLUMNS = 64
+"""Of a box."""
+
+
+def shared_bytes(tile: WideTile, shape: MatrixShape, *, scaled: bool = False) -> int:
+    """As `sizeof(Shared)` there."""
+    rows = tile.rows * (2 if shape.gated else 1)
+    rings = (tile.weight_slots * rows + tile.token_slots * tile.tokens) * tile.columns * 2
+    owned = tile.tokens // tile.slices
+    part = rows * (owned + (4 if owned % 8 == 0 else 0)) * 4
+    from_cluster = max((tile.slices - 1) * part, 16)
+    squares = (max(rows * 2 // owned, 1) + 1) * owned * 4 if scaled else 16
+    counts = (2 * (tile.weight_slots + tile.token_slots) + 1) * 8
+    return max(rings, tile.slices * part) + from_cluster + squares + counts
+
+
+def wide_kernel(
+    tile: WideTile,
+    shape: MatrixShape,
+    *,
+    bias: bool = False,
+    scaled: bool = False,
+    added: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> CudaKernel:
+    """The kernel; results in `dtype`."""
+    assert tile.fits(shape), (shape, tile)
+    return cuda_kernel(
+        "wide.cu",
+        "multiply",
+        IN=shape.in_features,
+        GATED=shape.gated,
+        BIAS=bias,
+        SCALED=scaled,
+        ADDED=added,
+        OUT_FLOAT=dtype == torch.float32,
+        TOKENS=tile.tokens,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        WEIGHT_SLOTS=tile.weight_slots,
+        TOKEN_SLOTS=tile.token_slots,
+        SLICES=tile.slices,
+        PEERS=tile.peers,
+        SHARED_BYTES=shared_bytes(tile, shape, scaled=scaled),
+    )
+
+
+def launch_wide(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: WideTile,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    norm_weight: Tensor | None = None,
+    scaled: Tensor | None = None,
+    new_squares: Tensor | None = None,
+) -> None:
+    """Queue the kernel; all operands bfloat16, `out` that or float32. Rows of x may lie apart.
+
+    `squares`: x are rows times a norm's weight, whose factor follows from the rows' squares. `norm_weight`:
+    results are added to `out`; the sums times this weight become `scaled`, their squares `new_squares`.
+    """
+    shape, num_tokens = layer_shape(x, weight, out), x.size(0)
+    is_scaled, is_added = squares is not None, norm_weight is not None
+    kernel = wide_kernel(
+        tile, shape, bias=bias is not None, scaled=is_scaled, added=is_added, dtype=out.dtype
+    )
+    kernel.launch(
+        grid=(shape.out_features // tile.rows * tile.slices, cdiv(num_tokens, tile.tokens), 1),
+        block=tile.num_threads(shape),
+        args=(
+            TileMap(weight, (tile.rows, _COLUMNS)),
+            TileMap(x, (tile.tokens // tile.peers, _COLUMNS)),
+            *(x if tensor is None else tensor for tensor in (bias, squares, norm_weight)),
+            out,
+            *(out if tensor is None else tensor for tensor in (scaled, new_squares)),
+            num_tokens,
+            shape.out_features,
+            float(eps),
+        ),
+        shared_bytes=shared_bytes(tile, shape, scaled=is_scaled),
+        cluster=tile.slices * tile.peers,
+    )

@@ -1,0 +1,79 @@
+"""Linear layers with a norm between them that no kernel does by itself, for dozens or hundreds of tokens.
+
+A norm multiplies a row by a weight for every column and by one factor, which follows from the row's squares.
+The layer before it adds to the rows anyway: it leaves the sums, the sums times the weight, and what their
+squares add up to. The layer behind it multiplies these scaled rows and applies the factor to its results.
+
+This is the form of a step where `wide` is the choice for all matrices of a layer.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..rows import SQUARES_TOGETHER
+from .choice import choose
+from .tiles import MatrixShape, WideTile
+
+
+class ScaledRows(NamedTuple):
+    """Rows on their way through the layers, and what the next layer needs of their norm."""
+
+    rows: Tensor
+    """[T, H]."""
+    scaled: Tensor
+    """The same times the norm's weight."""
+    squares: Tensor
+    """float32 [H / 64, T]: of the rows, over 64 columns each."""
+
+
+def are_the_choice(
+    shapes: Iterable[MatrixShape], num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether layers of these matrices should run so."""
+    return device.type == "cuda" and all(
+        isinstance(choose(shape, num_tokens, dtype, device), WideTile) for shape in shapes
+    )
+
+
+def scale(rows: Tensor, norm_weight: Tensor) -> ScaledRows:
+    """What no layer has left: rows [T, H] and what the first layer needs of its norm."""
+    if rows.is_cuda:
+        from ..triton_rows import scale_rows
+
+        return ScaledRows(rows, *scale_rows(rows, norm_weight))
+    return _scaled(rows, norm_weight)
+
+
+def project(x: ScaledRows, weight: Tensor, bias: Tensor | None, eps: float, *, gated: bool) -> Tensor:
+    """`norm(rows) @ weight.T + bias`, gated if asked."""
+    if x.rows.is_cuda:
+        from .cuda_scaled import project_scaled
+
+        return project_scaled(x.scaled, x.squares, weight, bias, eps, gated)
+    factor = (x.squares.sum(0) / x.rows.size(1) + eps).rsqrt()
+    y = functional.linear(x.scaled, weight).float() * factor[:, None]
+    y = y if bias is None else y + bias
+    if gated:
+        first, second = y.chunk(2, dim=-1)
+        y = functional.silu(first) * second
+    return y.to(x.rows.dtype)
+
+
+def add_projected(
+    to: ScaledRows, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor
+) -> ScaledRows:
+    """`rows + x @ weight.T + bias` and what the next layer needs of its norm; on a GPU in the same memory."""
+    if x.is_cuda:
+        from .cuda_scaled import add_projected as add
+
+        return ScaledRows(to.rows, *add(x, weight, bias, to.rows, norm_weight))
+    return _scaled(to.rows + functional.linear(x, weight, bias), norm_weight)
+
+
+def _scaled(rows: Tensor, norm_weight: Tensor) -> ScaledRows:
+    squares = rows.float().square().unflatten(1, (-1, SQUARES_TOGETHER)).sum(2).t().contiguous()
+    return ScaledRows(rows, rows * norm_weight, squares)

@@ -1,0 +1,106 @@
+// The functions of the package's warpgroup.cuh in plain C++.
+#pragma once
+#include "device.cuh"
+
+// What `emulated.py` makes of a TileMap.
+struct TensorMap {
+  const char* data;
+  long long sizes[2], strides[2], box[2];  // columns and rows; strides in bytes
+};
+
+static char* memory_of_tiles() { return dynamic_shared(); }
+
+// ---- copies ----
+
+static void fetch_map(const TensorMap&) {}
+
+static void copy_box_to(uint32 programs, void* to, const TensorMap& map, int column, int row, ByteCount* count) {
+  if (map.box[0] != 64) emulator::fail("a row of a tile has 64 elements");
+  if (shared_address(to) % 1024 != 0) emulator::fail("a tile begins at a multiple of 1,024 bytes");
+  std::vector<char> tile(map.box[1] * 128);
+  for (long long r = 0; r < map.box[1] && row + r < map.sizes[1]; ++r) {
+    for (int i = 0; i < 8 && column + i * 8 < map.sizes[0]; ++i) {
+      const char* const from = map.data + (row + r) * map.strides[1] + column * map.strides[0];
+      const Word4 v = emulator::load_global<Word4>(from + i * 16);
+      memcpy(tile.data() + r * 128 + (i ^ r % 8) * 16, &v, 16);
+    }
+  }
+  for (uint32 rank = 0; rank < emulator::cluster.size(); ++rank) {
+    if (!(programs >> rank & 1)) continue;
+    char* const place = emulator::cluster_memory + remote_address(to, rank);
+    if (rank == cluster_rank()) memset(place, emulator::kPoison, tile.size());
+    emulator::Count& there = count_of(rank, count);
+    emulator::begin_next_if_complete(there);
+    there.sent.push_back({place, tile});
+    there.missing -= (int)tile.size();
+    emulator::deliver_if_complete(there);
+  }
+}
+static void copy_box(void* to, const TensorMap& map, int column, int row, ByteCount* count) {
+  copy_box_to(1u << cluster_rank(), to, map, column, row, count);
+}
+
+static void show_to_copies() {}
+
+static void copy_to_program(uint32 rank, void* to, const void* from, int bytes, ByteCount* count) {
+  if (shared_address(from) % 16 || shared_address(to) % 16 || bytes % 16) emulator::fail("a copy is not aligned");
+  emulator::Count& there = count_of(rank, count);
+  emulator::begin_next_if_complete(there);
+  char* const place = emulator::cluster_memory + remote_address(to, rank);
+  there.sent.push_back({place, {}, (const char*)from, (size_t)bytes, emulator::current->program});
+  there.missing -= bytes;
+  emulator::deliver_if_complete(there);
+}
+
+// ---- arrivals ----
+
+static void make_count_of(ByteCount* count, int arrivals) {
+  make_count(count);
+  count_at(shared_address(count)).members = arrivals;
+}
+static void arrive_at(const ByteCount* count, uint32 rank) { emulator::arrive_at(count_of(rank, count), 0); }
+
+// ---- tensor cores: tiles are read when a group is waited for, and no sooner ----
+
+static void begin_products() {}
+static void end_products() { emulator::current->product_groups.push_back(emulator::current->products.size()); }
+
+static void wait_for_groups_but(int left) {
+  emulator::Fiber& fiber = *emulator::current;
+  const int groups = (int)fiber.product_groups.size() - left;
+  if (groups <= 0) return;
+  const size_t number = fiber.product_groups[groups - 1];
+  for (size_t i = 0; i < number; ++i) fiber.products[i]();
+  fiber.products.erase(fiber.products.begin(), fiber.products.begin() + number);
+  fiber.product_groups.erase(fiber.product_groups.begin(), fiber.product_groups.begin() + groups);
+  for (size_t& end : fiber.product_groups) end -= number;
+}
+
+static void wait_for_all_but_last() { wait_for_groups_but(1); }
+
+template <int kNumber>
+static void keep_in_order(float (&)[kNumber]) {}
+
+template <int kNumber>
+static void wait_for_products(float (&)[kNumber]) {
+  wait_for_groups_but(0);
+}
+
+// The element of a tile, `first` being where its 16 columns begin.
+static float of_tile(uint32 first, int row, int column) {
+  const uint32 tile = first / 1024 * 1024, sixteenth = first % 1024 / 16 + column / 8;
+  if (first % 1024 % 32 != 0 || sixteenth > 7) emulator::fail("16 columns of a tile do not begin there");
+  const char* const place = emulator::shared_at(tile + row * 128 + (sixteenth ^ row % 8) * 16, 16);
+  return as_float(((const Element*)place)[column % 8]);
+}
+
+template <int kHalf>
+static void multiply_tiles(float (&d)[kHalf], uint32 a, uint32 b) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  emulator::current->products.push_back([&d, a, b, lane, warp] {
+    for (int i = 0; i < kHalf; ++i) {
+      const int row = warp * 16 + i / 2 % 2 * 8 + lane / 4, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      for (int k = 0; k < 16; ++k) d[i] += of_tile(a, row, k) * of_tile(b, column, k);
+    }
+  });
+}
