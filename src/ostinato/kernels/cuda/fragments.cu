@@ -49,16 +49,6 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
 static_assert(IN % (SLICES * WARPS * 32) == 0, "columns are shared in blocks of 32");
 static_assert(kRows % 8 == 0 && ROWS % (4 * SLICES) == 0, "rows come in eights, results in fours");
 
-#if OUT_FLOAT
-typedef float Out;
-__device__ __forceinline__ void store_four(Out* p, float4 y) { *(float4*)p = y; }
-#else
-typedef Element Out;
-__device__ __forceinline__ void store_four(Out* p, float4 y) {
-  *(uint2*)p = make_uint2(rounded(y.x, y.y), rounded(y.z, y.w));
-}
-#endif
-
 __device__ __forceinline__ float4 operator*(float4 a, float b) {
   return make_float4(a.x * b, a.y * b, a.z * b, a.w * b);
 }

@@ -15,14 +15,6 @@ constexpr int kRows = ROWS * (GATED + 1);
 
 static_assert(IN % 256 == 0, "a warp takes 256 columns at a time");
 
-#if OUT_FLOAT
-typedef float Out;
-__device__ __forceinline__ Out as_out(float y) { return y; }
-#else
-typedef Element Out;
-__device__ __forceinline__ Out as_out(float y) { return (Element)rounded(y, 0.f); }
-#endif
-
 __device__ __forceinline__ float one(const Element* p) { return low(*p); }
 
 struct Eight {

@@ -62,14 +62,6 @@ static_assert(IN % (SLICES * SHARES * CHUNK) == 0, "columns are shared evenly");
 static_assert(CHUNK % 64 == 0 && AHEAD <= kColumns / 32, "there is so much to ask for");
 static_assert((SLOTS - 1) * kSteps >= AHEAD, "a chunk comes as early as the weights that are multiplied with it");
 
-#if OUT_FLOAT
-typedef float Out;
-__device__ __forceinline__ void store_two(Out* p, float y, float z) { *(float2*)p = make_float2(y, z); }
-#else
-typedef Element Out;
-__device__ __forceinline__ void store_two(Out* p, float y, float z) { *(uint32*)p = rounded(y, z); }
-#endif
-
 // Calls `f` with the share and the column within its chunk of every 8 columns that this thread copies.
 template <class F>
 __device__ __forceinline__ void for_own_pieces(F f) {

@@ -5,14 +5,6 @@
 constexpr int kItems = (kOwned / 4 * (ROWS / 2) + kThreads - 1) / kThreads;  // four tokens of two rows each
 constexpr int kSquares = (IN / 64 + kShares - 1) / kShares, kTurns = (kOwned + kMultiplying - 1) / kMultiplying;
 
-#if OUT_FLOAT
-typedef float Out;
-__device__ __forceinline__ void store_two(Out* p, float y, float z) { *(float2*)p = make_float2(y, z); }
-#else
-typedef Element Out;
-__device__ __forceinline__ void store_two(Out* p, float y, float z) { *(uint32*)p = rounded(y, z); }
-#endif
-
 // Calls `f` with the number, the first of two rows and the first of four tokens of each item of this thread.
 template <class F>
 __device__ __forceinline__ void for_own_items(int own_tokens, F f) {
