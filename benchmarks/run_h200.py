@@ -50,7 +50,7 @@ BENCHMARKS = (
     Benchmark(
         "decode-llama-3.1-8b",
         25,
-        f"decode --model {LLAMA_8B} --batch-sizes 1,8,32,128 --output-len 64 --repeats 2",
+        f"decode --model {LLAMA_8B} --batch-sizes 1,8,32,128 --output-len 64",
     ),
     Benchmark(
         "http",
