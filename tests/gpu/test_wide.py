@@ -12,7 +12,7 @@ from ostinato.kernels.linear import choice, few_tokens, scaled_rows
 from ostinato.kernels.linear.cuda_wide import launch_wide
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.tiles import MatrixShape, WideTile
-from ostinato.kernels.rows import room_for_scaled
+from ostinato.kernels.squares import room_for_scaled
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Transformer
 from ostinato.models.weights import fill_with_random_weights

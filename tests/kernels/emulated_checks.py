@@ -21,7 +21,7 @@ from ostinato.kernels.linear import (
     scaled_rows,
 )
 from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile, WideTile
-from ostinato.kernels.rows import room_for_scaled
+from ostinato.kernels.squares import room_for_scaled
 
 CPU = torch.device("cpu")
 H200_MULTIPROCESSORS = 132

@@ -1,18 +1,7 @@
 """Work on rows one by one: norms and gates. On a CPU plain torch, on a GPU one kernel each."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional
-
-SQUARES_TOGETHER = 64
-"""Columns of a row whose squares are added up: see `linear.scaled_rows`."""
-
-
-def room_for_scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows [T, H] times a weight, and for their squares, float32 [H / 64, T]."""
-    num_rows, width = rows.shape
-    squares = rows.new_empty(width // SQUARES_TOGETHER, num_rows, dtype=torch.float32)
-    return torch.empty_like(rows), squares
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

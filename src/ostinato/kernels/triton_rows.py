@@ -11,7 +11,7 @@ from . import dependent_launch
 from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
 from .host_sizes import cdiv, next_power_of_2
-from .rows import SQUARES_TOGETHER, room_for_scaled
+from .squares import SQUARES_TOGETHER, room_for_scaled
 
 _GATE_BLOCK = 1024
 

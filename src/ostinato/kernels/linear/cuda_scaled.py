@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ..custom_op import custom_op
-from ..rows import room_for_scaled
+from ..squares import room_for_scaled
 from .choice import choose
 from .cuda_wide import launch_wide
 from .tiles import MatrixShape, WideTile

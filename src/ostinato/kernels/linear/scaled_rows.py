@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..rows import SQUARES_TOGETHER
+from ..squares import SQUARES_TOGETHER
 from .choice import choose
 from .tiles import MatrixShape, WideTile
 

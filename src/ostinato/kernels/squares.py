@@ -1,0 +1,14 @@
+"""The squares of rows, as a norm that is left half done keeps them: see `linear.scaled_rows`."""
+
+import torch
+from torch import Tensor
+
+SQUARES_TOGETHER = 64
+"""Columns of a row whose squares are added up."""
+
+
+def room_for_scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """For rows [T, H] times a weight, and for their squares, float32 [H / 64, T]."""
+    num_rows, width = rows.shape
+    squares = rows.new_empty(width // SQUARES_TOGETHER, num_rows, dtype=torch.float32)
+    return torch.empty_like(rows), squares
