@@ -174,3 +174,9 @@ def test_a_wide_tile_that_has_no_room_for_squares_is_refused(tmp_path: Path) -> 
         file = written(tmp_path, matrices=[{**matrix, "choices": [choice("wide", 17, 32, **tile)]}])
         with pytest.raises(KernelTableError, match="shared memory") if is_refused else nullcontext():
             load_table(file)
+
+
+def test_registers_belong_to_a_quarter_of_a_multiprocessor() -> None:
+    """21 warps with 96 registers for each thread would fit, were they not six in one of the quarters."""
+    assert WideTile(64, 160, 64, 2, 2).fits(MatrixShape(160, 512, gated=True))
+    assert not WideTile(128, 160, 64, 2, 2).fits(MatrixShape(160, 512, gated=True))

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 SQUARES_TOGETHER = 64
-"""Columns of a row whose squares are added up."""
+"""Columns of a row whose squares are added up: two for each lane of a warp of `wide.cu`, which has the same
+number."""
 
 
 def room_for_scaled(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class Transformer(nn.Module):
             case "few":
                 for layer in layers:
                     x = layer.forward_few(x, mix)
-            case "scaled" if layers:
+            case "scaled":
                 norms = [*(layer.input_layernorm for layer in layers), self.norm]
                 rows = norms[0].begun(x)
                 for layer, norm in zip(layers, norms[1:], strict=True):

@@ -6,7 +6,7 @@ from ..custom_op import custom_op
 from ..squares import room_for_scaled
 from .choice import choose
 from .cuda_wide import launch_wide
-from .tiles import MatrixShape, WideTile
+from .tiles import WideTile, shape_of
 
 
 @custom_op("project_scaled")
@@ -57,7 +57,6 @@ def _results(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
 
 
 def _tile(x: Tensor, weight: Tensor, gated: bool) -> WideTile:
-    shape = MatrixShape(weight.size(0) // (2 if gated else 1), weight.size(1), gated)
-    tile = choose(shape, x.size(0), x.dtype, x.device)
+    tile = choose(shape_of(weight, gated), x.size(0), x.dtype, x.device)
     assert isinstance(tile, WideTile), tile
     return tile

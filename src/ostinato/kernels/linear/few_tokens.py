@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .choice import choose
-from .tiles import FUSED, MOST_TOKENS, MatrixShape
+from .tiles import FUSED, MOST_TOKENS, MatrixShape, shape_of
 
 
 def most_tokens(shapes: Iterable[MatrixShape], dtype: torch.dtype, device: torch.device) -> int:
@@ -46,8 +46,7 @@ def project(
 
     `gated`: silu(first half) * second half of the product. Sums are float32 and rounded once.
     """
-    shape = MatrixShape(weight.size(0) // (2 if gated else 1), weight.size(1), gated)
-    if x.is_cuda and isinstance(choose(shape, x.size(0), x.dtype, x.device), FUSED):
+    if x.is_cuda and isinstance(choose(shape_of(weight, gated), x.size(0), x.dtype, x.device), FUSED):
         from . import triton_linear
 
         return triton_linear.project_few_tokens(

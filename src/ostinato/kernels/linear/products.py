@@ -7,7 +7,7 @@ from torch.nn import functional
 from ..rows import silu_mul
 from .choice import choose
 from .cpu_product import multiply, multiply_somehow
-from .tiles import UNFUSED, Library, MatrixShape, SkinnyTile, Tile
+from .tiles import UNFUSED, Library, SkinnyTile, Tile, shape_of
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,8 +61,7 @@ def float_linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor
 def _choice(x: Tensor, weight: Tensor, *, gated: bool) -> Tile:
     if not x.is_cuda:
         return Library()
-    shape = MatrixShape(weight.size(0) // (2 if gated else 1), weight.size(1), gated)
-    return choose(shape, x.size(0), x.dtype, x.device)
+    return choose(shape_of(weight, gated), x.size(0), x.dtype, x.device)
 
 
 def _by_kernel(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:

@@ -13,11 +13,11 @@ from .tiles import (
     CudaGemvTile,
     FragmentsTile,
     GemvTile,
-    MatrixShape,
     SkinnyTile,
     StreamedTile,
     Tile,
     WideTile,
+    shape_of,
 )
 from .triton_gemv import _gemv
 from .triton_skinny import _skinny
@@ -88,8 +88,7 @@ def _(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _choice(x: Tensor, weight: Tensor, *, gated: bool) -> Tile:
-    shape = MatrixShape(weight.size(0) // (2 if gated else 1), weight.size(1), gated)
-    return choose(shape, x.size(0), x.dtype, x.device)
+    return choose(shape_of(weight, gated), x.size(0), x.dtype, x.device)
 
 
 def _unfused_tile(x: Tensor, weight: Tensor, gated: bool) -> SkinnyTile | WideTile:
