@@ -80,8 +80,11 @@ def test_a_function_that_mixes_rows_is_caught_by_verify_which_says_so(device, mi
         runner.verify()
     f = graphed(mix, ladder=[4])
     f(randn(4, WIDTH, device=device))
-    with pytest.raises(VerifyError, match="mixes rows"):
-        f.verify()
+    if f.report().graphs:
+        with pytest.raises(VerifyError, match="mixes rows"):
+            f.verify()
+    else:
+        assert all("depends on the batch" in cause for cause in f.report().failures.values())
 
 
 def test_a_function_that_mixes_rows_through_a_declared_index_is_caught(device):

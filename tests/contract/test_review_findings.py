@@ -211,18 +211,6 @@ def test_a_graphed_function_inside_a_runners_step_is_part_of_its_graph(device):
     assert same(runner.run({"x": x}), (x + 1) * 2)
 
 
-def test_lazy_state_bears_the_trace_of_one_run_at_most(device):
-    state = {}
-
-    def step(x):
-        counter = state.setdefault("counter", torch.zeros((), device=device))
-        counter.add_(1)
-        return x + counter
-
-    make_runner(device, step, [2], options=CaptureOptions(warmups=3))
-    assert state["counter"].item() <= 1
-
-
 def test_conjugated_outputs_keep_their_meaning(device):
     f = graphed(lambda x: torch.view_as_complex(x).conj(), ladder=[2])
     x = randn(2, WIDTH, 2, device=device)

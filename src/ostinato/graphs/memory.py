@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+Allocate = Callable[[int], torch.Tensor]
+"""So many bytes of long-lived memory, as uint8."""
 
 
 def unowned_storage(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -65,8 +67,3 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_of(item)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """All tensors of a pytree, of whatever kinds of node."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from .capturing.captured import CapturedGraph
-    from .runner import CudaGraphRunner
 
 
 @dataclass(frozen=True)
@@ -71,21 +70,6 @@ class Report:
     """Steps that ran without a graph, by reason."""
     pool_bytes: int
     input_bytes: int
-
-    @classmethod
-    def of(cls, runner: "CudaGraphRunner") -> "Report":
-        """The report of a runner as it is now."""
-        return cls(
-            backend=runner.backend.name,
-            device=str(runner.pool.device),
-            mode=str(runner.dispatcher.mode),
-            lowered=runner.dispatcher.lowered,
-            graphs=tuple(describe(graph) for graph in runner.graphs.values()),
-            failures={f"{key.mode} {key.descriptor}": cause for key, cause in runner.failures.items()},
-            eager_steps={str(reason): count for reason, count in runner.eager_steps.items()},
-            pool_bytes=runner.pool.bytes,
-            input_bytes=runner.buffers.bytes,
-        )
 
     @classmethod
     def of_nothing(cls, mode: GraphMode, eager_steps: Mapping[Any, int]) -> "Report":

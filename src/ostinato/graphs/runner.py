@@ -2,14 +2,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 
 from .backends import Backend
 from .capturing.captured import CapturedGraph
-from .capturing.gate import capture_gate, frozen_gc, require_open_gate
+from .capturing.gate import capture_gate, frozen_gc, require_open_gate, turn
 from .capturing.options import CaptureOptions
 from .capturing.pool import GraphPool
 from .capturing.progress import CaptureProgress
@@ -17,7 +18,7 @@ from .capturing.recorder import Step, StepRecorder
 from .capturing.trial import Trials
 from .checking.addresses import AddressBook, Watched
 from .checking.stale import guarded
-from .checking.verify import MakeBatch, Verification, verify
+from .checking.verify import MakeBatch, Verification, refuse_dependence_on_the_batch, verify
 from .dispatching.descriptor import BatchDescriptor, BatchShape
 from .dispatching.dispatch import Decision, Dispatcher, Reason
 from .dispatching.keys import GraphKey, capture_order
@@ -33,13 +34,14 @@ logger = logging.getLogger("ostinato.graphs")
 _MOST_READY = 4096
 
 
-class _Ready(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
     """What serves one shape. The dispatcher's decision, so to speak, already carried out."""
 
     graph: CapturedGraph
     plan: FillPlan
     leaves: list[Any]
-    geometry: list[tuple[Any, Any]]
+    """The outputs without padded rows."""
 
 
 class CudaGraphRunner:
@@ -49,7 +51,8 @@ class CudaGraphRunner:
     work on the current stream and find everything else it reads at unchanging addresses (see `watch`). If
     it has a parameter named `descriptor`, it is told what it is captured for (or, eagerly, what it runs):
     the one thing besides tensors that may shape its work.
-    Not thread-safe: one runner belongs to one thread.
+    One thread at a time: captures and replays of all runners take turns, but what a replay returns is
+    overwritten by the next one, whoever asks for that.
     """
 
     def __init__(
@@ -64,8 +67,12 @@ class CudaGraphRunner:
         state: Mapping[str, torch.Tensor] | None = None,
         sinks: Mapping[str, torch.Tensor] | None = None,
         dummy: Callable[[BatchDescriptor], Batch] | None = None,
+        record_dummy: Callable[[BatchDescriptor], Batch] | None = None,
         make_batch: MakeBatch | None = None,
         output_dim: int = 0,
+        rows_per_request: int = 1,
+        rows_are_independent: bool = True,
+        agree: Callable[[Collection[GraphKey]], Collection[GraphKey]] | None = None,
         compile_up_to: int = 0,
         kernels_of: Callable[[GraphKey], Hashable] | None = None,
         debug: bool = False,
@@ -78,8 +85,14 @@ class CudaGraphRunner:
         `state`: tensors that the step changes and that trial runs must not; default: a journal finds them.
         `sinks`: the memory that padded rows may read and write.
         `dummy`: representative inputs for warm-up and recording; default: padding only.
+        `record_dummy`: inputs for the recording alone, where they differ from those of the warm-up.
         `make_batch`: fresh inputs for `verify`; default: random.
-        `output_dim`: where outputs count their rows.
+        `output_dim`: where outputs count their rows, if their sizes do not tell.
+        `rows_per_request`: outputs may have so many rows for each request.
+        `rows_are_independent`: taken for granted; if False, one graph is tried at half its size after a
+        capture, and all are given up if real rows are grossly others than without padding.
+        `agree`: called with the keys captured here after every capture (with none if that raised), on all
+        ranks; returns those that all ranks have. The others are given up.
         `compile_up_to`: rungs of at most this many tokens go through torch.compile.
         `kernels_of`: keys for which it returns equal values run the same kernels, so the first of them is
         warmed up for all (one that meets a cold kernel nevertheless is warmed up itself); default: each is.
@@ -108,22 +121,19 @@ class CudaGraphRunner:
             state=state,
             sinks=self.sinks,
             dummy=dummy,
+            record_dummy=record_dummy,
             compile_up_to=compile_up_to,
             kernels_of=kernels_of,
         )
         self._addresses = AddressBook()
-        self._trimmer = Trimmer(output_dim)
+        self._dummy, self._rows_are_independent, self._agree = dummy, rows_are_independent, agree
+        self._output_rows = (output_dim, rows_per_request)
+        self.outputs = Trimmer(*self._output_rows)
+        """Which rows of the outputs are real."""
         self._arena_address = buffers.arena.data_ptr()
         self._ready: dict[BatchShape, _Ready] = {}
         self._ready_version = self.dispatcher.version
-        for key in self.keys:
-            self.dispatcher.check(key)
-            descriptor = key.descriptor
-            if descriptor.num_tokens > buffers.max_tokens or descriptor.num_reqs > buffers.max_reqs:
-                raise ConfigError(
-                    f"a graph for {descriptor} does not fit buffers for {buffers.max_tokens} tokens, "
-                    f"{buffers.max_reqs} requests"
-                )
+        self._check_keys(self.keys)
         if self.pool.device != buffers.device:
             raise ConfigError(f"the pool is on {self.pool.device}, the buffers are on {buffers.device}")
 
@@ -134,34 +144,58 @@ class CudaGraphRunner:
 
     # -- capture -----------------------------------------------------------------------------------
 
-    def capture(self, *, progress: bool | None = None) -> Report:
+    def capture(self, keys: Iterable[GraphKey] | None = None, *, progress: bool | None = None) -> Report:
         """Capture every key that has no graph yet, largest first. Returns the report.
 
+        `keys`: these instead, which may be further ones; between two steps of a serving engine, too: a batch
+        that lies in the buffers is there again afterwards.
         Out of memory gives a rung up and goes on; so does any other failure, unless `options.strict`. Both
-        are in the report, and their batches run from a larger graph or eagerly. `progress`: show a bar
-        (default: when standard error is a terminal).
+        are in the report, and their batches run from a larger graph or eagerly. If it raises, none of the
+        graphs of this call serves. `progress`: show a bar (default: when standard error is a terminal).
         """
+        if keys is not None:
+            keys = tuple(keys)
+            self._check_keys(keys)
+            self.keys = tuple(sorted({*self.keys, *keys}, key=capture_order))
         if self.graphs:
             self._addresses.check()  # further graphs must not make moved weights look right
-        missing = [key for key in self.keys if key not in self.graphs]
-        self.failures.clear()
+        missing = [key for key in self.keys if key not in self.graphs and (keys is None or key in keys)]
+        with turn, self.buffers.kept():
+            self._capture(missing, progress)
+        return self.report()
+
+    def _capture(self, missing: Sequence[GraphKey], progress: bool | None) -> None:
         before = self.pool.bytes
-        with capture_gate(), frozen_gc(self.options.freeze_gc), CaptureProgress(missing, progress) as bar:
-            logger.info("capture begins: %d graphs on %s", len(missing), self.pool.device)
-            for key in missing:
-                bar.start(key)
-                self._capture_or_explain(key)
-                bar.done(self.pool.bytes)
-            self._settle_outputs()
+        captured: dict[GraphKey, CapturedGraph] = {}
+        for key in missing:
+            self.failures.pop(key, None)
+        try:
+            with capture_gate(), frozen_gc(self.options.freeze_gc), CaptureProgress(missing, progress) as bar:
+                logger.info("capture begins: %d graphs on %s", len(missing), self.pool.device)
+                for key in missing:
+                    bar.start(key)
+                    self._capture_or_explain(key, captured)
+                    bar.done(self.pool.bytes)
+                self.graphs |= captured
+                self._settle_outputs(captured)
+        except BaseException:
+            captured.clear()
+            self._forget(missing)
+            if self._agree is not None:
+                self._agree(())
+            raise
+        self._agree_on(captured)
+        for key in captured:
+            self.dispatcher.add(key)
         self._addresses.renew()
+        self._addresses.note_reads(self._recorder.take_reads())
         logger.info(
             "capture ends: %d graphs, %d given up, %.2f s, %d bytes",
-            sum(key in self.graphs for key in missing),
-            len(self.failures),
+            len(captured),
+            len(missing) - len(captured),
             bar.seconds,
             self.pool.bytes - before,
         )
-        return self.report()
 
     def capture_one(self, key: GraphKey) -> CapturedGraph:
         """Capture one graph; only inside `capture_gate()`."""
@@ -170,26 +204,63 @@ class CudaGraphRunner:
 
     def try_out(self, key: GraphKey) -> None:
         """Run the step of a key once, on padding and without a trace."""
-        self._recorder.try_out(key)
+        with self.buffers.kept():
+            self._recorder.try_out(key)
 
     def drop(self, key: GraphKey | None = None) -> None:
-        """Forget one graph, or all of them."""
-        for dropped in [key] if key is not None else list(self.graphs):
-            self.pool.graphs.discard(self.graphs.pop(dropped))
-            self.dispatcher.mark_failed(dropped, Reason.NOT_CAPTURED)
-        self.pool.generation += 1  # outputs of a dropped graph lie in memory that may go
-        self.pool.shrink_if_unused()
+        """Forget one graph, or all of them; the memory of the last one goes at once."""
+        if key is not None and key not in self.graphs:
+            raise ConfigError(f"there is no {key.mode} graph for {key.descriptor} to drop")
+        dropped = list(self.graphs) if key is None else [key]
+        for gone in dropped:
+            self.dispatcher.mark_failed(gone, Reason.NOT_CAPTURED)
+        with turn:
+            self._forget(dropped)
+
+    def give_up(self, cause: str, reason: Reason = Reason.CAPTURE_FAILED) -> None:
+        """Drop all graphs, because none of them can be right."""
+        for key in list(self.graphs):
+            self._forget([key])
+            self._give_up(key, reason, cause)
+
+    def refuse(self, cause: str) -> None:
+        """Capture nothing: say why, and run eagerly."""
+        for key in self.keys:
+            self._give_up(key, Reason.CAPTURE_FAILED, cause)
 
     def trials(self) -> Trials:
         """A way to run the step without a trace."""
         return self._recorder.trials()
 
-    def _capture_or_explain(self, key: GraphKey) -> None:
-        failure = self._try_to_capture(key)
-        if failure is None:
-            return
-        # Only here, when nothing of the failed attempt is referred to any more, can its memory go.
-        self._give_up(key, *failure)
+    def _check_keys(self, keys: Iterable[GraphKey]) -> None:
+        for key in keys:
+            self.dispatcher.check(key)
+            descriptor, buffers = key.descriptor, self.buffers
+            if descriptor.num_tokens > buffers.max_tokens or descriptor.num_reqs > buffers.max_reqs:
+                raise ConfigError(
+                    f"a graph for {descriptor} does not fit buffers for {buffers.max_tokens} tokens, "
+                    f"{buffers.max_reqs} requests"
+                )
+
+    def _forget(self, keys: Iterable[GraphKey]) -> None:
+        """Let graphs go, with all that refers to them."""
+        self._ready.clear()
+        self.buffers.holds = None
+        for key in keys:
+            graph = self.graphs.pop(key, None)
+            if graph is not None:
+                self.pool.graphs.discard(graph)
+        if not self.graphs:
+            self.outputs = Trimmer(*self._output_rows)
+            self._addresses.forget_reads()
+        self.pool.overwrite()  # outputs of a dropped graph lie in memory that may go
+        self.pool.shrink_if_unused()
+
+    def _capture_or_explain(self, key: GraphKey, captured: dict[GraphKey, CapturedGraph]) -> None:
+        failure = self._try_to_capture(key, captured)
+        if failure is not None:
+            # Only here, when nothing of the failed attempt is referred to any more, can its memory go.
+            self._give_up(key, *failure)
 
     def _give_up(self, key: GraphKey, reason: Reason, cause: str) -> None:
         self.failures[key] = cause
@@ -198,11 +269,13 @@ class CudaGraphRunner:
         self.pool.shrink_if_unused()
         self.backend.release_unused()
 
-    def _try_to_capture(self, key: GraphKey) -> tuple[Reason, str] | None:
+    def _try_to_capture(
+        self, key: GraphKey, captured: dict[GraphKey, CapturedGraph]
+    ) -> tuple[Reason, str] | None:
         bytes_before = self.pool.bytes
         try:
             graph = self.capture_one(key)
-            self._trimmer.observe(graph.descriptor, graph.leaves)
+            self.outputs.observe(graph.descriptor, graph.recorded.output)
         except torch.OutOfMemoryError as error:
             return Reason.OUT_OF_MEMORY, f"{type(error).__name__}: {error}"
         except Exception as error:
@@ -212,30 +285,36 @@ class CudaGraphRunner:
         if self.pool.over_budget and self.pool.bytes > bytes_before:
             held, budget = self.pool.bytes, self.pool.budget
             return Reason.OUT_OF_MEMORY, f"the pool would hold {held:,} bytes, its budget is {budget:,}"
-        self._adopt(graph)
-        return None
-
-    def _adopt(self, graph: CapturedGraph) -> None:
-        self.graphs[graph.key] = graph
+        captured[key] = graph
         self.pool.graphs.add(graph)
-        self.dispatcher.add(graph.key)
         if self.options.debug_log:
             logger.info("captured %s", describe(graph))
+        return None
 
-    def _settle_outputs(self) -> None:
+    def _settle_outputs(self, captured: dict[GraphKey, CapturedGraph]) -> None:
         """Know for every output which rows are real, or serve nothing from graphs."""
         descriptors = [key.descriptor for key in self.graphs]
         decode_only = all(descriptor.query_len == 1 for descriptor in descriptors)
-        if descriptors and self._trimmer.in_doubt(tokens_are_requests=decode_only):
+        if descriptors and self.outputs.in_doubt(tokens_are_requests=decode_only):
             self._probe_outputs(max(descriptors))
         try:
-            self._trimmer.check()
+            self.outputs.check()
+            if captured and not self._rows_are_independent and self._dummy is not None:
+                refuse_dependence_on_the_batch(self, self._dummy)
         except CaptureError as error:
             if self.options.strict:
                 raise
-            for key in list(self.graphs):
-                self.drop(key)
-                self._give_up(key, Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
+            captured.clear()
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    def _agree_on(self, captured: dict[GraphKey, CapturedGraph]) -> None:
+        if self._agree is None:
+            return
+        agreed = set(self._agree(tuple(captured)))
+        for key in [key for key in captured if key not in agreed]:
+            del captured[key]
+            self._forget([key])
+            self._give_up(key, Reason.OTHER_RANK, "another rank could not capture it")
 
     def _probe_outputs(self, largest: BatchDescriptor) -> None:
         """One eager trial with other numbers of tokens and requests than any rung has.
@@ -243,16 +322,14 @@ class CudaGraphRunner:
         A step may be made for one size only: then it fails here, and the likeliest reading stands.
         """
         reqs = max(1, largest.num_reqs - (1 if largest.is_uniform else 2))
-        if largest.query_len is not None:
-            probe = BatchDescriptor.decode(reqs, largest.query_len, context=largest.context)
-        else:
-            probe = BatchDescriptor(max(reqs, largest.num_tokens - 1), reqs, context=largest.context)
+        tokens = reqs * largest.query_len if largest.query_len else max(reqs, largest.num_tokens - 1)
         try:
-            leaves = self._recorder.outputs_at(probe)
+            probe = replace(largest, num_tokens=tokens, num_reqs=reqs)
+            output = self._recorder.output_at(probe)
         except Exception as error:
-            logger.debug("outputs could not be probed with %s: %s", probe, error)
+            logger.debug("outputs could not be probed with %d requests: %s", reqs, error)
         else:
-            self._trimmer.observe(probe, leaves)
+            self.outputs.observe(probe, output)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -288,9 +365,9 @@ class CudaGraphRunner:
         return self._replay(batch, shape, self._make_ready(shape, decision))
 
     def can_rerun(self, shape: BatchShape) -> bool:
-        """Whether the buffers still hold the last batch of this shape, for the graph that serves it."""
+        """Whether this runner's last step was a replay of this shape, and the buffers still hold its batch."""
         ready = self._ready_for(shape)
-        return ready is not None and ready.plan is self.buffers.holds and not self.poison
+        return ready is not None and ready is self.buffers.holds and not self.poison
 
     def rerun(self, shape: BatchShape) -> Any:
         """One more step on the inputs of the last one, from the same graph: nothing is copied.
@@ -303,40 +380,50 @@ class CudaGraphRunner:
 
     def _ready_for(self, shape: BatchShape) -> _Ready | None:
         if self._ready_version != self.dispatcher.version:
-            self._ready.clear()
+            self._ready = {s: ready for s, ready in self._ready.items() if self._still_serves(s, ready)}
             self._ready_version = self.dispatcher.version
         return self._ready.get(shape)
 
+    def _still_serves(self, shape: BatchShape, ready: _Ready) -> bool:
+        decision = self.dispatcher.decide(shape)
+        if decision.descriptor is None:
+            return False
+        return self.graphs.get(GraphKey(decision.mode, decision.descriptor)) is ready.graph
+
     def _replay(self, batch: Batch | None, shape: BatchShape, ready: _Ready) -> Any:
-        graph, leaves = ready.graph, ready.leaves
-        if self.debug:
-            self.check_addresses()
-        self.backend.order_replays()
-        if batch is not None:
-            self.buffers.fill_as(ready.plan, batch, poison=self.poison)
-        if self.poison:
-            self.poison_surroundings()
-        graph.replay()
-        self.pool.generation += 1
-        graph.replays += 1
-        graph.real_tokens += shape.num_tokens
-        if ready.geometry != _geometry(leaves):  # somebody reshaped in place what was handed out
-            leaves = graph.trimmed(shape, self._trimmer.trim)
-            self._ready.pop(shape, None)
-        output = graph.in_container(leaves)
+        graph = ready.graph
+        with turn:
+            if self.debug:
+                self.check_addresses()
+            self.backend.order_replays()
+            if batch is not None:
+                self.buffers.fill_as(ready.plan, batch, poison=self.poison)
+                self.buffers.holds = ready
+            if self.poison:
+                self.poison_surroundings()
+                self.buffers.holds = None
+            self.pool.overwrite()
+            graph.replay()
+            graph.replays += 1
+            graph.real_tokens += shape.num_tokens
+            output = graph.handed_out(ready.leaves)
+            if torch.is_grad_enabled():
+                self.pool.lend(ready.leaves)
         if self.debug:
             return guarded(output, self.pool, f"{graph.key.mode} graph {graph.descriptor}", self._is_volatile)
         return output
 
     def launch(self, graph: CapturedGraph) -> None:
         """Replay a graph on what the buffers hold."""
-        self.backend.order_replays()
-        graph.replay()
-        self.pool.generation += 1
+        with turn:
+            self.backend.order_replays()
+            self.pool.overwrite()
+            graph.replay()
 
     def run_eagerly(self, batch: Batch, shape: BatchShape, reason: Reason) -> Any:
         """Run the step on the batch as it is, and count why."""
         inputs = self.buffers.on_device(batch, shape)
+        self.buffers.holds = None
         self.eager_steps[reason] += 1
         with torch.no_grad():
             return self.step(**self.arguments(inputs, shape.as_descriptor()))
@@ -352,8 +439,9 @@ class CudaGraphRunner:
         graph = self.graphs.get(GraphKey(decision.mode, decision.descriptor))
         if graph is None:
             raise BatchError(f"there is no {decision.mode} graph for {decision.descriptor} (any more)")
-        leaves = graph.trimmed(shape, self._trimmer.trim)
-        return _Ready(graph, self.buffers.plan(shape, graph.descriptor), leaves, _geometry(leaves))
+        with torch.inference_mode(False), torch.no_grad():
+            leaves = graph.trimmed(shape, self.outputs.trim)
+        return _Ready(graph, self.buffers.plan(shape, graph.descriptor), leaves)
 
     # -- safety ------------------------------------------------------------------------------------
 
@@ -363,6 +451,10 @@ class CudaGraphRunner:
         A mapping, a module, or a function that returns a mapping.
         """
         self._addresses.watch(tensors)
+
+    def ignore_reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These, which the step was seen to read, are watched by somebody else."""
+        self._addresses.ignore_reads(tensors)
 
     def check_addresses(self) -> None:
         """Raise AddressError if anything the graphs read has moved. Call after a weight update or wake-up."""
@@ -391,11 +483,17 @@ class CudaGraphRunner:
 
     def report(self) -> Report:
         """What was captured, what it costs, what it served, and why steps ran eagerly."""
-        return Report.of(self)
-
-    def trim(self, position: int, leaf: torch.Tensor, shape: BatchShape) -> torch.Tensor:
-        """The real rows of the output at this position of the flattened result."""
-        return self._trimmer.trim(position, leaf, shape)
+        return Report(
+            backend=self.backend.name,
+            device=str(self.pool.device),
+            mode=str(self.dispatcher.mode),
+            lowered=self.dispatcher.lowered,
+            graphs=tuple(describe(graph) for graph in self.graphs.values()),
+            failures={f"{key.mode} {key.descriptor}": cause for key, cause in self.failures.items()},
+            eager_steps={str(reason): count for reason, count in self.eager_steps.items()},
+            pool_bytes=self.pool.bytes,
+            input_bytes=self.buffers.bytes,
+        )
 
     def verify(
         self, *, make_batch: MakeBatch | None = None, tolerance: float | None = None, seed: int = 0
@@ -403,6 +501,5 @@ class CudaGraphRunner:
         """Every graph against the eager step; raises VerifyError where they disagree."""
         return verify(self, make_batch=make_batch or self.make_batch, tolerance=tolerance, seed=seed)
 
-
-def _geometry(leaves: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return [(leaf.shape, leaf.stride()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a runner cannot be copied or pickled: its graphs are addresses of this process")

@@ -8,69 +8,142 @@ import torch
 from .dispatching.descriptor import BatchDescriptor, BatchShape
 from .errors import CaptureError
 from .inputs.fields import Extent
+from .trees import flatten_with_names
 
-_PREFERENCE = (Extent.TOKEN, Extent.REQUEST, Extent.FIXED)
+Follows = tuple[Extent, int]
+"""What a dimension's size follows, and how many rows it has for each."""
+
+_FIXED: Follows = (Extent.FIXED, 1)
+
+
+class _Seen:
+    """One output, as all sizes so far allow it to be read."""
+
+    def __init__(self, leaf: Any) -> None:
+        self.first = leaf if not isinstance(leaf, torch.Tensor) else tuple(leaf.shape)
+        self.is_tensor = isinstance(leaf, torch.Tensor)
+        self.dims: list[set[Follows] | None] = [None] * leaf.dim() if self.is_tensor else []
+
+    def narrow_down(self, leaf: Any, possible: Sequence[tuple[Follows, int]]) -> str | None:
+        """Take in another size; what is wrong with it, if anything."""
+        if not self.is_tensor or not isinstance(leaf, torch.Tensor):
+            return None if not self.is_tensor and same_constant(leaf, self.first) else self._differs(leaf)
+        if leaf.dim() != len(self.dims):
+            return f"has {len(self.dims)} dimensions at one size and {leaf.dim()} at another"
+        for dim, size in enumerate(leaf.shape):
+            consistent = {follows for follows, rows in possible if rows == size}
+            if self.first[dim] == size:
+                consistent.add(_FIXED)
+            before = self.dims[dim]
+            self.dims[dim] = now = consistent if before is None else consistent & before
+            if not now:
+                return (
+                    f"has {self.first[dim]} rows along dimension {dim} at one size and {size} at another: "
+                    f"neither one per token, nor one per request, nor always as many, so padding cannot be "
+                    f"cut off"
+                )
+        return None
+
+    def _differs(self, leaf: Any) -> str:
+        return (
+            f"is {'a tensor' if self.is_tensor else _shown(self.first)} at one size and {_shown(leaf)} at "
+            f"another: a replay would return what was captured; return tensors, or work it out outside the step"
+        )
 
 
 class Trimmer:
-    """Learns whether an output has rows per token, per request or neither.
+    """Learns which dimensions of an output follow the tokens or requests of a batch, and which do not.
 
     One size can mislead (a feature dimension equal to the batch, as many requests as tokens); several do
-    not. The runner shows it every rung, and, where that leaves a doubt, one batch of another shape.
+    not. The runner shows it every rung, and, where that leaves a doubt, one batch of another size.
     """
 
-    def __init__(self, dim: int = 0) -> None:
-        """`dim`: where outputs count their rows."""
+    def __init__(self, dim: int = 0, rows_per_request: int = 1) -> None:
+        """`dim`: where outputs count their rows if sizes do not tell. `rows_per_request`: outputs may have so
+        many rows for each request, those of one request behind another's."""
         self._dim = dim
-        self._possible: dict[int, set[Extent]] = {}
-        self._fixed_sizes: dict[int, int] = {}
-        self._sizes_seen: set[tuple[int, int]] = set()
+        self._rows_per_request = rows_per_request
+        self._names: list[str] | None = None
+        self._seen: list[_Seen] = []
+        self._sizes: set[tuple[int, int]] = set()
+        self._refusal: str | None = None
 
-    def observe(self, descriptor: BatchDescriptor, leaves: Sequence[Any]) -> None:
-        """Take in the outputs at one size."""
-        self._sizes_seen.add((descriptor.num_tokens, descriptor.num_reqs))
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                possible = self._possible.setdefault(position, set(Extent))
-                possible &= self._consistent(position, leaf, descriptor)
+    def observe(self, descriptor: BatchDescriptor, output: Any) -> None:
+        """Take in what the step returned at one size."""
+        tokens, reqs = descriptor.num_tokens, descriptor.num_reqs
+        self._sizes.add((tokens, reqs))
+        named, _ = flatten_with_names(output)
+        if self._names is None:
+            self._names = [f"output{name}" for _, name, _ in named]
+            self._seen = [_Seen(leaf) for *_, leaf in named]
+        if [f"output{name}" for _, name, _ in named] != self._names:
+            self._refuse(
+                f"the structure of the output follows the batch: {len(self._names)} values at one size, "
+                f"{len(named)} at another ({', '.join(self._names[:3])}, ...)"
+            )
+            return
+        possible = [((Extent.TOKEN, 1), tokens), ((Extent.REQUEST, 1), reqs)]
+        if self._rows_per_request > 1:
+            possible.append(((Extent.REQUEST, self._rows_per_request), reqs * self._rows_per_request))
+        for name, seen, (*_, leaf) in zip(self._names, self._seen, named, strict=True):
+            wrong = seen.narrow_down(leaf, possible)
+            if wrong is not None:
+                self._refuse(f"{name} {wrong}")
 
     def in_doubt(self, *, tokens_are_requests: bool) -> bool:
-        """Whether more than one reading of some output is left. Decode has a token for every request."""
-        if len(self._sizes_seen) < 2:
-            return bool(self._fixed_sizes)
-        same = {Extent.TOKEN, Extent.REQUEST} if tokens_are_requests else set()
-        return any(len(possible) > 1 and possible != same for possible in self._possible.values())
+        """Whether another size could tell more. Decode has a token for every request."""
+        if self._refusal or self._sizes <= {(1, 1)}:
+            return False
+        if len(self._sizes) < 2:
+            return bool(self._seen)
+        same: set[Follows] = {(Extent.TOKEN, 1), (Extent.REQUEST, 1)} if tokens_are_requests else set()
+        dims = [dim for seen in self._seen for dim in seen.dims]
+        return any(dim is not None and len(dim) > 1 and dim != same for dim in dims)
 
     def check(self) -> None:
-        """CaptureError if the rows of an output follow nothing that is known."""
-        for position, possible in self._possible.items():
-            if not possible:
-                raise CaptureError(
-                    f"the rows of output {position} along dimension {self._dim} are neither one per token, "
-                    f"nor one per request, nor always as many: padding cannot be cut off"
-                )
+        """CaptureError, naming it, if padding cannot be kept out of some output."""
+        if self._refusal:
+            raise CaptureError(self._refusal)
 
-    def extent(self, position: int) -> Extent:
-        """What an output has rows for."""
-        return next(extent for extent in _PREFERENCE if extent in self._possible[position])
+    @property
+    def names(self) -> list[str]:
+        """The outputs' names, in the order of the flattened result."""
+        return self._names or []
 
     def trim(self, position: int, leaf: torch.Tensor, shape: BatchShape) -> torch.Tensor:
-        """The real rows of an output, always as a tensor object of its own."""
-        extent = self.extent(position)
-        if extent is Extent.FIXED:
-            return leaf.detach()
-        rows = shape.num_tokens if extent is Extent.TOKEN else shape.num_reqs
-        return leaf.narrow(self._dim, 0, rows)
+        """The real rows of an output."""
+        for dim in range(leaf.dim()):
+            extent, each = self._follows(position, dim)
+            if extent is not Extent.FIXED:
+                rows = each * (shape.num_tokens if extent is Extent.TOKEN else shape.num_reqs)
+                leaf = leaf.narrow(dim, 0, rows)
+        return leaf
 
-    def _consistent(self, position: int, leaf: torch.Tensor, descriptor: BatchDescriptor) -> set[Extent]:
-        if leaf.dim() <= self._dim:
-            return {Extent.FIXED}
-        size = leaf.size(self._dim)
-        consistent = set()
-        if size == descriptor.num_tokens:
-            consistent.add(Extent.TOKEN)
-        if size == descriptor.num_reqs:
-            consistent.add(Extent.REQUEST)
-        if self._fixed_sizes.setdefault(position, size) == size:
-            consistent.add(Extent.FIXED)
-        return consistent
+    def _follows(self, position: int, dim: int) -> Follows:
+        """The likeliest reading, where several are left: rows in the declared dimension and in no other."""
+        possible = self._seen[position].dims[dim] or {_FIXED}
+        rows = [(Extent.TOKEN, 1), (Extent.REQUEST, 1), (Extent.REQUEST, self._rows_per_request)]
+        order: list[Follows] = [*rows, _FIXED] if dim == self._dim else [_FIXED, *rows]
+        return next(follows for follows in order if follows in possible)
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = self._refusal or why
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether two Python values are the same to a step: of one type and equal; 0.0 is not -0.0."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError, RuntimeError):  # arrays and tensors: equal only if they are the same
+        return False
+
+
+def _shown(value: Any) -> str:
+    plain = isinstance(value, int | float | complex | str | bytes | tuple | None)
+    return repr(value) if plain else f"a {type(value).__name__}"

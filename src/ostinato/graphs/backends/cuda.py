@@ -1,17 +1,17 @@
 """Capture and replay through `torch.cuda.CUDAGraph`."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..capturing.cold_kernels import refuse_cold_kernels
 from ..capturing.options import CaptureOptions
 from ..current_stream import CurrentStream
 from ..memory import weak_alias
+from ..trees import map_tensors
 from .pool_segments import PoolSegments
 from .protocol import Kept, PoolMemory, Recording, Session
 
@@ -52,7 +52,8 @@ class CudaMemory:
     and the old one lives on for the graphs that are in it.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, new_pool: Callable[[], Any]) -> None:
+        self._new_pool = new_pool
         self._token = torch.zeros(1, device=device)
         self._stream = stream
         self._ids: list[Any] = []
@@ -68,7 +69,7 @@ class CudaMemory:
 
     def renew(self) -> None:
         """Send further captures to a new pool."""
-        pool, anchor = torch.cuda.graph_pool_handle(), Graph()
+        pool, anchor = self._new_pool(), Graph()
         with _on(self._stream):
             anchor.capture_begin(pool=pool, capture_error_mode="thread_local")
             self._token.zero_()
@@ -160,7 +161,7 @@ class CudaSession:
             pooled = tensor.is_cuda and self._memory.contains(tensor.data_ptr())
             return weak_alias(tensor) if pooled else tensor.detach()
 
-        return CudaKept(tree_map_only(torch.Tensor, keep_one, tree))
+        return CudaKept(map_tensors(keep_one, tree))
 
     def finish(self) -> Recording:
         self._close()
@@ -210,8 +211,9 @@ class CudaBackend:
         self._current = CurrentStream(device)
         self._last_stream: torch.cuda.Stream | None = None
 
-    def new_memory(self) -> CudaMemory:
-        return CudaMemory(self.device, self.own_stream)
+    def new_memory(self, source: Any = None) -> CudaMemory:
+        new_pool = torch.cuda.graph_pool_handle if source is None else source.graph_pool
+        return CudaMemory(self.device, self.own_stream, new_pool)
 
     def session(self, memory: PoolMemory, options: CaptureOptions) -> Session:
         assert isinstance(memory, CudaMemory)

@@ -98,7 +98,9 @@ class Backend(Protocol):
     name: str
     device: torch.device
 
-    def new_memory(self) -> PoolMemory: ...
+    def new_memory(self, source: Any = None) -> PoolMemory:
+        """`source`: a `capturing.pool.Memory`, or None for torch's allocator."""
+        ...
 
     def session(self, memory: PoolMemory, options: CaptureOptions) -> Session: ...
 

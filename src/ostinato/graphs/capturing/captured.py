@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..blame import raising_line
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.keys import GraphKey
 from ..errors import CaptureError, OstinatoError
+from ..memory import Allocate, tensor_over
+from ..trees import flatten, leaves_of, map_tensors
 from .autocast import clean_autocast_cache
 from .gate import recording
 from .options import CaptureOptions
@@ -51,7 +52,7 @@ def record(
             if _is_capture_violation(error):
                 raise _explained(error) from error
             raise
-        pool.generation += 1  # recording may have written over outputs in the pool
+        pool.overwrite()  # recording may have written over outputs in the pool
         return Recorded(
             graph=boundaries.assemble(finished.segments),
             output=kept.resolve(),
@@ -62,21 +63,29 @@ def record(
         )
 
 
-def with_outputs_of_their_own(step: Callable[..., Any], like: Any) -> Callable[..., Any]:
-    """The step, with its results copied in the end to memory that no graph of the pool works in.
+def with_outputs_of_their_own(
+    step: Callable[..., Any], like: Any, allocate: Allocate
+) -> tuple[Callable[..., Any], Any]:
+    """The step, with its results copied in the end to memory that no graph of the pool works in; and that.
 
     Holding on to a result in the pool would not do: a graph captured earlier may use that very memory for
     its intermediates.
     """
-    places = tree_map_only(torch.Tensor, torch.empty_like, like)
+
+    def place_for(tensor: torch.Tensor) -> torch.Tensor:
+        shape = torch.empty_like(tensor, device="meta")
+        memory = allocate(shape.untyped_storage().nbytes()).untyped_storage()
+        return tensor_over(memory, tensor.dtype, shape.shape, shape.stride())
+
+    places = map_tensors(place_for, like)
 
     def copying(**inputs: torch.Tensor) -> Any:
-        for place, leaf in zip(tree_leaves(places), tree_leaves(step(**inputs)), strict=True):
+        for place, leaf in zip(leaves_of(places), leaves_of(step(**inputs)), strict=True):
             if isinstance(leaf, torch.Tensor):
                 place.copy_(leaf)
         return places
 
-    return copying
+    return copying, places
 
 
 def _is_capture_violation(error: BaseException) -> bool:
@@ -110,7 +119,7 @@ class CapturedGraph:
         self.replays = 0
         self.real_tokens = 0
         self.replay = recorded.graph.replay
-        self.leaves, self._spec = tree_flatten(recorded.output)
+        self.leaves, self.structure = flatten(recorded.output)
         self._is_bare = isinstance(recorded.output, torch.Tensor)
 
     @property
@@ -138,6 +147,8 @@ class CapturedGraph:
             for position, leaf in enumerate(self.leaves)
         ]
 
-    def in_container(self, leaves: list[Any]) -> Any:
-        """Output leaves in the structure the step returned, in containers of their own."""
-        return leaves[0] if self._is_bare else tree_unflatten(leaves, self._spec)
+    def handed_out(self, leaves: list[Any]) -> Any:
+        """Output leaves in the structure the step returned, in containers and tensors of their own: what the
+        holder does to a tensor other than writing into its memory is his own affair."""
+        fresh = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return fresh[0] if self._is_bare else self.structure.filled(fresh)

@@ -1,4 +1,4 @@
-"""Capture happens only where it was asked for: inside `capture_gate()`, one at a time per thread."""
+"""Capture happens only where it was asked for: inside `capture_gate()`, one at a time per process."""
 
 import gc
 import sys
@@ -18,8 +18,10 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
-_one_recording_at_a_time = threading.Lock()
-"""Recordings of a process share the device's stream and process-wide hooks."""
+
+turn = threading.RLock()
+"""Held by whoever captures, tries a step out or replays. Recordings share the device's stream, the process's
+random generators and its hooks: what another thread does with graphs meanwhile would end up in them."""
 
 
 def require_open_gate() -> None:
@@ -51,7 +53,7 @@ def capture_gate() -> Iterator[None]:
 def recording() -> Iterator[None]:
     """Mark this thread as recording; refused outside the gate and while recording already."""
     require_open_gate()
-    with _one_recording_at_a_time:
+    with turn:
         _state.recording = True
         try:
             yield

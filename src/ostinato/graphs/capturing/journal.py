@@ -1,4 +1,4 @@
-"""A journal of writes to tensors that existed before, so that a trial run can be undone.
+"""A journal of what a trial run reads and writes, so that it can be undone and watched.
 
 Warm-ups and recordings must leave no trace. The journal sees every ATen write (also those of custom ops
 that declare what they mutate), saves the region about to change, and puts it back on `undo`. A raw kernel
@@ -8,10 +8,13 @@ Undoing does not empty the journal: a second run of the same step on the same in
 regions, so the same journal undoes that as well, without being active during it.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memory import byte_range, is_foreign, storage_address, tensors_of
@@ -35,6 +38,11 @@ def writes(func: Any) -> bool:
     return func._schema.is_mutable or func.namespace == "c10d" or func in _UNDECLARED_WRITES
 
 
+def draws(func: Any) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors an op is going to write, by its schema."""
     if func.namespace == "c10d":  # in-place collectives carry no alias annotation
@@ -48,6 +56,23 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return written
 
 
+def writing_inference_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors made under `inference_mode` may be written outside of it."""
+    inside = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ExcludeDispatchKeyGuard(inside)
+
+
+def _besides_tensors(value: Any) -> str:
+    """Arguments of an op, with only the shapes of tensors."""
+    if isinstance(value, torch.Tensor):
+        return str(list(value.shape))
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_besides_tensors, value))})"
+    if isinstance(value, dict):
+        return str({key: _besides_tensors(item) for key, item in value.items()})
+    return "generator" if isinstance(value, torch.Generator) else repr(value)
+
+
 class WriteJournal(TorchDispatchMode):
     """Active as a context manager; `undo()` restores what was written, as often as it is called."""
 
@@ -55,26 +80,46 @@ class WriteJournal(TorchDispatchMode):
         """`ignore`: memory whose contents nobody needs; writes that stay within it are not saved."""
         super().__init__()
         self._ignored = [byte_range(tensor) for tensor in ignore]
-        # Addresses of memory allocated while active. What existed before is never freed and reused for it
+        # Memory allocated while active, by address. What existed before is never freed and reused for it
         # without becoming new, so an address is enough to tell the two apart.
-        self._created: set[int] = set()
+        self._created: dict[int, StorageWeakRef] = {}
         self._undo: list[Callable[[], Any]] = []
+        self.reads: dict[int, weakref.ref[torch.Tensor]] = {}
+        """What was there before and is used, by the address of its storage: the tensor seen first."""
+        self.written: set[int] = set()
+        """Addresses of the storages among them that are written."""
+        self.draws_random = False
+        """Whether random numbers are drawn."""
+        self.work: list[tuple[Any, str]] = []
+        """The ops in order, with what they were given besides tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(is_foreign(tensor) for tensor in tensors_of((args, kwargs))):
+        given = list(tensors_of((args, kwargs)))
+        if any(is_foreign(tensor) for tensor in given):
             return NotImplemented
+        self.draws_random = self.draws_random or draws(func)
+        self.work.append((func, _besides_tensors((args, kwargs))))
+        known = {storage_address(tensor): tensor for tensor in given}
+        for address, tensor in known.items():
+            if address not in self._created:
+                self.reads.setdefault(address, weakref.ref(tensor))
         for tensor in written_arguments(func, args, kwargs) if writes(func) else ():
             self._save(func, tensor, args)
         result = func(*args, **kwargs)
-        known = {storage_address(tensor) for tensor in tensors_of((args, kwargs))}
-        made = {storage_address(tensor) for tensor in tensors_of(result) if not is_foreign(tensor)}
-        self._created |= made - known
+        for tensor in tensors_of(result):
+            if not is_foreign(tensor) and storage_address(tensor) not in known:
+                self._created[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
+
+    def survivors(self) -> set[int]:
+        """Addresses of what was made while active and still lives: state that the step keeps."""
+        return {address for address, ref in self._created.items() if address and not ref.expired()}
 
     def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         if storage_address(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
             return
+        self.written.add(storage_address(tensor))
         target = tensor.detach()
         if func is aten.index_put_.default and not (len(args) > 3 and args[3]):
             indices = [None if index is None else index.clone() for index in args[1]]
@@ -94,6 +139,6 @@ class WriteJournal(TorchDispatchMode):
 
     def undo(self) -> None:
         """Put back every saved region, last write first."""
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), writing_inference_tensors():
             for restore in reversed(self._undo):
                 restore()

@@ -1,12 +1,27 @@
 """The memory that all graphs of a pool share, and what is known about it."""
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..backends import Backend, PoolMemory, backend_for
 from ..errors import ConfigError
+
+
+class Memory(Protocol):
+    """Where the memory of graphs comes from, if not from torch: what a memory saver implements."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """So many bytes as uint8: input buffers, padding templates, bridges, results with memory of their
+        own, the slabs of tapes."""
+        ...
+
+    def graph_pool(self) -> Any:
+        """The handle of a pool of torch's allocator for captures on CUDA, as `graph_pool_handle` makes it."""
+        ...
 
 
 class GraphPool:
@@ -16,10 +31,17 @@ class GraphPool:
     graph runs. Capturing the largest graph first lets the smaller ones fit into its memory.
     """
 
-    def __init__(self, device: torch.device | str = "cuda", *, budget: int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        *,
+        budget: int | None = None,
+        memory: Memory | None = None,
+    ) -> None:
         """`budget`: most bytes the pool may take; a graph that exceeds it is given up.
 
         What the pool grew for that graph stays with it as long as other graphs live in the pool.
+        `memory`: where all of it comes from; default: torch's allocator.
         """
         if budget is not None and budget <= 0:
             raise ConfigError(f"the pool's budget must be a positive number of bytes, not {budget}")
@@ -29,7 +51,16 @@ class GraphPool:
         """Counts replays; an output of an earlier generation has been overwritten."""
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         """The captured graphs that live in the pool, of whatever runner."""
+        self._source = memory
         self._memory: PoolMemory | None = None
+        self._lent: Sequence[Any] = ()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """So many bytes on the pool's device, as uint8: what graphs use besides their intermediates."""
+        with torch.inference_mode(False):
+            if self._source is not None:
+                return self._source.allocate(nbytes)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -40,7 +71,7 @@ class GraphPool:
     def memory(self) -> PoolMemory:
         """The backend's memory, made on first use."""
         if self._memory is None:
-            self._memory = self.backend.new_memory()
+            self._memory = self.backend.new_memory(self._source)
         return self._memory
 
     @property
@@ -53,7 +84,22 @@ class GraphPool:
         """Whether the pool has grown beyond its budget."""
         return self.budget is not None and self.bytes > self.budget
 
+    def lend(self, outputs: Sequence[Any]) -> None:
+        """These results were handed out to code that may differentiate through them."""
+        self._lent = outputs
+
+    def overwrite(self) -> None:
+        """What was handed out is about to be overwritten: autograd must not use it any more, nor guards."""
+        self.generation += 1
+        if self._lent:
+            increment_version([output for output in self._lent if isinstance(output, torch.Tensor)])
+            self._lent = ()
+
     def shrink_if_unused(self) -> None:
         """Give the memory back when no graph lives in it (after the largest one did not fit)."""
         if not self.graphs:
             self._memory = None
+            self._lent = ()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a pool of graphs cannot be copied or pickled: graphs are addresses of this process")

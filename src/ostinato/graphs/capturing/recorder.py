@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.keys import GraphKey
@@ -17,9 +16,13 @@ from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
 from ..errors import ColdKernelError
 from ..inputs.buffers import Batch, InputBuffers
+from ..memory import storage_address
+from ..trees import tensors_in
 from .autocast import clean_autocast_cache
 from .captured import CapturedGraph, Recorded, record, with_outputs_of_their_own
 from .compiled import CompiledSteps
+from .gate import turn
+from .journal import writing_inference_tensors
 from .options import CaptureOptions
 from .pool import GraphPool
 from .segments import Bridges
@@ -41,13 +44,16 @@ class StepRecorder:
         state: Mapping[str, torch.Tensor] | None,
         sinks: Mapping[str, torch.Tensor],
         dummy: Callable[[BatchDescriptor], Batch] | None,
+        record_dummy: Callable[[BatchDescriptor], Batch] | None,
         compile_up_to: int,
         kernels_of: Callable[[GraphKey], Hashable] | None,
     ) -> None:
-        self.bridges = Bridges()
+        self.bridges = Bridges(pool.allocate)
         """What crosses from one segment of a piecewise graph to the next."""
+        self._reads: dict[int, torch.Tensor] = {}
         self._step, self._buffers, self._pool, self._options = step, buffers, pool, options
-        self._state, self._sinks, self._dummy = state, sinks, dummy
+        self._state, self._sinks, self._dummy, self._record_dummy = state, sinks, dummy, record_dummy
+        self._writes_inference_tensors = False
         is_field = any(field.name == "descriptor" for field in buffers.fields)
         self._wants_descriptor = not is_field and _has_parameter(step, "descriptor")
         self._compiled = CompiledSteps(step, compile_up_to, pool.device)
@@ -63,6 +69,12 @@ class StepRecorder:
         return Trials(
             self._pool.backend, state=self._state, sinks=self._sinks, generators=self._options.generators
         )
+
+    def take_reads(self) -> list[torch.Tensor]:
+        """What trial runs used since last asked, besides inputs and what they made themselves."""
+        reads = list(self._reads.values())
+        self._reads.clear()
+        return reads
 
     def capture(self, key: GraphKey, among: Sequence[GraphKey]) -> CapturedGraph:
         """The graph of one key; `among`: all that will be asked for."""
@@ -87,51 +99,82 @@ class StepRecorder:
 
     def try_out(self, key: GraphKey) -> None:
         """Run the step of a key once, on padding, and not as torch.compile would have it."""
-        with self._quiet():
-            arguments = self._dummy_arguments(key.descriptor)
-            self.trials().run(lambda: self._step(**arguments))
+        self.output_at(key.descriptor)
 
-    def outputs_at(self, descriptor: BatchDescriptor) -> list[Any]:
-        """What the step returns for a size that may have no graph, flattened."""
-        with self._quiet():
-            arguments = self._dummy_arguments(descriptor)
-            return self.trials().run(lambda: tree_leaves(self._step(**arguments)))
+    def output_at(self, descriptor: BatchDescriptor) -> Any:
+        """What the step returns for a size that may have no graph."""
+        return self._allowing_inference_tensors(lambda: self._output_at(descriptor))
+
+    def _output_at(self, descriptor: BatchDescriptor) -> Any:
+        with self.quiet():
+            arguments = self._dummy_arguments(descriptor, self._dummy)
+            return self.trials().run(lambda: self._step(**arguments))
 
     def _record(self, key: GraphKey, warmups: int) -> Recorded:
+        return self._allowing_inference_tensors(lambda: self._warm_up_and_record(key, warmups))
+
+    def _warm_up_and_record(self, key: GraphKey, warmups: int) -> Recorded:
         step = self._compiled.for_key(key)
-        with self._quiet():
-            arguments = self._dummy_arguments(key.descriptor)
+        with self.quiet():
+            arguments = self._dummy_arguments(key.descriptor, self._dummy)
             trials = self.trials()
+            ours = {storage_address(self._buffers.arena)}
             piecewise = key.mode is GraphMode.PIECEWISE
             strong = not self._options.weak_output
             if step is not self._step or (piecewise and self._state is None) or strong:
                 # Compiled code hides its writes from the journal, a piecewise recording executes, and strong
                 # outputs need to know their shapes: each wants one observed run before the others.
                 like = trials.run(lambda: self._step(**arguments))
-                step = with_outputs_of_their_own(step, like) if strong else step
+                if strong:
+                    step, places = with_outputs_of_their_own(step, like, self._pool.allocate)
+                    ours |= {storage_address(place) for place in tensors_in(places)}
                 del like
-            for _ in range(warmups):
+            for number in range(warmups):
                 trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
+                if number == 0 and warmups == 1 and trials.makes_state:
+                    # One more: only a second run tells state from what is made once and only read later.
+                    trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
+            if not self._compiled.applies(key):
+                trials.repeat_until_steady(lambda: step(**arguments))
+            self._reads |= {at: tensor for tensor in trials.reads if (at := storage_address(tensor)) not in ours}
+            if self._record_dummy is not None:
+                self._dummy_arguments(key.descriptor, self._record_dummy)
             with trials.undone():
                 return record(
                     lambda: step(**arguments), self._pool, self._options, self.bridges, piecewise=piecewise
                 )
 
+    def _allowing_inference_tensors(self, work: Callable[[], Any]) -> Any:
+        """Caches made under `inference_mode` refuse writes outside of it; such a step is tried once more,
+        without the bookkeeping of views and versions that they lack."""
+        if not self._writes_inference_tensors:
+            try:
+                return work()
+            except RuntimeError as error:
+                if "inference tensor" not in str(error):
+                    raise
+                self._writes_inference_tensors = True
+        with writing_inference_tensors():
+            return work()
+
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """Where trial runs and recordings happen: on our stream, outside whatever mode the caller is in."""
-        with self._pool.backend.stream(), torch.inference_mode(False), torch.no_grad():
+    def quiet(self) -> Iterator[None]:
+        """Where trial runs and recordings happen: on our stream, outside whatever mode the caller is in, and
+        while no other thread does anything with graphs."""
+        with turn, self._pool.backend.stream(), torch.inference_mode(False), torch.no_grad():
             # Wrappers inside the step are part of its graph.
             with clean_autocast_cache(), step_mode(GraphMode.NONE):
                 yield
 
-    def _dummy_arguments(self, descriptor: BatchDescriptor) -> dict[str, Any]:
+    def _dummy_arguments(
+        self, descriptor: BatchDescriptor, dummy: Callable[[BatchDescriptor], Batch] | None
+    ) -> dict[str, Any]:
         """Representative inputs of this size, in the buffers."""
-        if self._dummy is None:
+        if dummy is None:
             self._buffers.fill_padding(descriptor)
         else:
             shape = BatchShape(descriptor.num_tokens, descriptor.num_reqs, descriptor.query_len)
-            self._buffers.fill(self._dummy(descriptor), shape, descriptor)
+            self._buffers.fill(dummy(descriptor), shape, descriptor)
         return self.arguments(self._buffers.views(descriptor), descriptor)
 
 

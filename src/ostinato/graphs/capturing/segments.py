@@ -23,12 +23,12 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..backends import Kept, Segment, Session
 from ..blame import calling_line
 from ..errors import CaptureError
-from ..memory import byte_range, storage_address, tensor_over, tensors_in, unowned_storage
+from ..memory import Allocate, byte_range, storage_address, tensor_over, unowned_storage
+from ..trees import flatten, leaves_of, tensors_in
 from .autocast import AutocastState
 
 P = ParamSpec("P")
@@ -38,8 +38,8 @@ R = TypeVar("R")
 class _Bridge:
     """One buffer, and whether the tensor last handed out over it is still in use."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
         self._in_use: StorageWeakRef | None = None
 
     @property
@@ -59,13 +59,14 @@ class _Bridge:
 
     def _view(self, like: torch.Tensor) -> torch.Tensor:
         storage = unowned_storage(self.buffer.data_ptr(), self.buffer.nbytes, like.device)
-        return tensor_over(storage, like.dtype, like.size(), like.stride())
+        return tensor_over(storage, like.dtype, like.size(), _dense(like).stride())
 
 
 class Bridges:
     """The bridges that the graphs of one runner share."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
         self._bridges: list[_Bridge] = []
 
     @property
@@ -85,18 +86,18 @@ class Bridges:
 
     def take(self, like: torch.Tensor) -> _Bridge:
         """A free bridge with room for a tensor of this geometry."""
-        need = _span_bytes(like)
+        need = max(_dense(like).untyped_storage().nbytes(), like.itemsize)
         fitting = [b for b in self._bridges if b.free and b.buffer.nbytes >= need]
         if fitting:
             return min(fitting, key=lambda bridge: bridge.buffer.nbytes)
-        bridge = _Bridge(need, like.device)
+        bridge = _Bridge(self._allocate(need))
         self._bridges.append(bridge)
         return bridge
 
 
-def _span_bytes(tensor: torch.Tensor) -> int:
-    first, last = byte_range(tensor)
-    return max(last - first, tensor.itemsize)
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's geometry with memory for every element: an expanded one has several in one place."""
+    return torch.empty_like(tensor, device="meta")
 
 
 class EagerCall:
@@ -117,7 +118,7 @@ class EagerCall:
             self._arguments = self._kept.resolve()
         args, kwargs = self._arguments
         with torch.no_grad(), self._autocast.restored():
-            leaves, _ = tree_flatten(self._function(*args, **kwargs))
+            leaves = leaves_of(self._function(*args, **kwargs))
             for place, leaf in zip(self._places, leaves, strict=True):
                 if place is not None:
                     self._refresh(place, leaf)
@@ -193,7 +194,7 @@ class BoundaryCapture:
         return handed
 
     def _bridge(self, function: Callable[..., Any], result: Any, given: Any) -> tuple[Any, list[Any]]:
-        leaves, spec = tree_flatten(result)
+        leaves, structure = flatten(result)
         given_memory = {storage_address(tensor) for tensor in tensors_in(given)}
         handed: list[Any] = []
         places: list[torch.Tensor | None] = []
@@ -214,7 +215,7 @@ class BoundaryCapture:
                     f"values on to the next segment; return tensors or None",
                     where=calling_line(),
                 )
-        return tree_unflatten(handed, spec), places
+        return structure.filled(handed), places
 
     def assemble(self, segments: Sequence[Segment]) -> SegmentedGraph:
         """Segments and eager calls in the order they run."""

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from ..backends import Backend
-from .journal import WriteJournal
+from ..errors import CaptureError
+from .journal import WriteJournal, writing_inference_tensors
 
 
 class Trials:
@@ -15,7 +17,7 @@ class Trials:
 
     What a step changes is found by a journal. If the owner of the step has declared its state, that is saved
     instead and nothing is observed: needed for raw kernel launches, which the journal cannot see, and
-    cheaper. What a step creates in its first run and keeps (lazy state) bears the trace of that one run.
+    cheaper. State that a step makes in its first run and changes in the next cannot be undone: refused.
     """
 
     def __init__(
@@ -35,6 +37,27 @@ class Trials:
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._rng = backend.rng_state()
         self._host_rng = torch.get_rng_state()
+        self._rewinds = state is not None
+
+    @property
+    def reads(self) -> list[torch.Tensor]:
+        """What the last observed run used besides what it made itself, and what is still there."""
+        refs = self._journals[-1].reads.values() if self._journals else ()
+        return [tensor for ref in refs if (tensor := ref()) is not None]
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether an observed run drew random numbers."""
+        return any(journal.draws_random for journal in self._journals)
+
+    @property
+    def makes_state(self) -> bool:
+        """Whether something that an observed run made outlives it."""
+        return any(journal.survivors() for journal in self._journals)
+
+    def wrote(self, address: int) -> bool:
+        """Whether an observed run wrote to the storage at this address."""
+        return any(address in journal.written for journal in self._journals)
 
     def run(self, step: Callable[[], Any], *, observed: bool = True) -> Any:
         """Run a step and undo it. The result stays valid unless it aliases restored state.
@@ -42,35 +65,73 @@ class Trials:
         `observed=False`: rely on what earlier runs wrote; compiled code steps aside while it is watched.
         """
         with self.undone():
-            if self._state is not None or not observed:
-                return step()
-            journal = WriteJournal(ignore=self._sinks.values())
-            self._journals.append(journal)
-            with journal:
-                return step()
+            return self.run_for_good(step, observed=observed)
+
+    def run_for_good(self, step: Callable[[], Any], *, observed: bool = True) -> Any:
+        """The same, not undone yet."""
+        if self._state is not None or not observed:
+            self._rewinds = True
+            return step()
+        made = set().union(*(journal.survivors() for journal in self._journals))
+        journal = WriteJournal(ignore=self._sinks.values())
+        self._journals.append(journal)
+        with journal:
+            result = step()
+        if made & journal.written:
+            raise CaptureError(
+                "the step made state in its first run and changed it in the next, as optimizers and caches "
+                "do: that cannot be undone, so its state now holds what a trial run left there. Make it anew "
+                "and run it once before it is captured"
+            )
+        return result
+
+    def repeat_until_steady(self, step: Callable[[], Any]) -> None:
+        """CaptureError if the last two observed runs did different work, and so do the next two: then Python
+        state that the step changes decides what it does, and a graph would repeat one case for ever."""
+        if len(self._journals) < 2 or self._difference() is None:
+            return
+        self.run(step)
+        difference = self._difference()
+        if difference is not None:
+            (first, given), (second, then_given) = difference
+            raise CaptureError(
+                f"two trial runs on the same inputs did different work: {first} with {given}, then {second} "
+                f"with {then_given}. Something in Python that the step changes (a counter, a position, a "
+                f"random number) decides what it does: keep it in a tensor"
+            )
+
+    def _difference(self) -> tuple[tuple[Any, str], tuple[Any, str]] | None:
+        before, after = (journal.work for journal in self._journals[-2:])
+        missing = (None, "nothing")
+        pairs = zip_longest(before, after, fillvalue=missing)
+        return next(((one, other) for one, other in pairs if one != other), None)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo in the end whatever this context does to known state; it starts from the saved generators."""
-        self.reset_rng()
+        """Undo in the end whatever this context does to known state."""
         try:
             yield
         finally:
             self.undo()
 
-    def reset_rng(self) -> None:
-        """Set the random generators back to where they were."""
-        torch.set_rng_state(self._host_rng)
-        self._backend.set_rng_state(self._rng)
-        for generator, state in self._generators:
-            generator.set_state(state)
-
     def undo(self) -> None:
         """Put everything back."""
-        with torch.no_grad():
+        with torch.no_grad(), writing_inference_tensors():
             for name, saved in self._saved.items():
                 assert self._state is not None
                 self._state[name].copy_(saved)
         for journal in reversed(self._journals):
             journal.undo()
-        self.reset_rng()
+        self._reset_rng()
+
+    def _reset_rng(self) -> None:
+        """Set the random generators back to where they were: only if the step draws, since other threads may
+        draw from them meanwhile, and would draw the same numbers again."""
+        for generator, state in self._generators:
+            generator.set_state(state)
+        if not (self._rewinds or self.draws_random):
+            return
+        if not torch.equal(torch.get_rng_state(), self._host_rng):
+            torch.set_rng_state(self._host_rng)
+        if self._backend.name != "tape" and not torch.equal(self._backend.rng_state(), self._rng):
+            self._backend.set_rng_state(self._rng)

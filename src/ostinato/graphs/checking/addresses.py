@@ -1,7 +1,8 @@
 """Captured graphs read fixed addresses. This is the book of those addresses, and the check that they hold."""
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -12,42 +13,94 @@ Watched: TypeAlias = NamedTensors | torch.nn.Module | Callable[[], NamedTensors]
 
 
 def tensors_of(watched: Watched) -> dict[str, torch.Tensor]:
-    """The tensors to watch, as they are now. A module is asked anew, so a replaced parameter is noticed."""
+    """The tensors to watch, as they are now, tied ones under each of their names. A module is asked anew, so
+    a replaced parameter is noticed."""
     if isinstance(watched, torch.nn.Module):
-        return {**dict(watched.named_parameters()), **dict(watched.named_buffers())}
+        parameters = watched.named_parameters(remove_duplicate=False)
+        return {**dict(parameters), **dict(watched.named_buffers(remove_duplicate=False))}
     return dict(watched() if callable(watched) else watched)
 
 
+class _Read(NamedTuple):
+    """A tensor that trial runs used. Not held: what its owner gives up is to go, and to be missed here."""
+
+    tensor: "weakref.ref[torch.Tensor]"
+    address: int
+    looks: str
+
+
 class AddressBook:
-    """Where watched tensors were when the graphs were captured."""
+    """Where watched tensors were when the graphs were captured. Each source has names of its own."""
 
     def __init__(self) -> None:
         self._sources: list[Watched] = []
-        self._addresses: dict[str, int] = {}
+        self._addresses: list[dict[str, int]] = []
+        self._reads: dict[int, _Read] = {}
 
     def watch(self, watched: Watched) -> None:
         """Note the addresses of these tensors and ask for them again at every check."""
         self._sources.append(watched)
-        self._addresses.update({name: t.data_ptr() for name, t in tensors_of(watched).items()})
+        self._addresses.append(_addresses_of(watched))
+
+    def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note what steps used besides what is watched by name."""
+        for tensor in tensors:
+            looks = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            self._reads[tensor.data_ptr()] = _Read(weakref.ref(tensor), tensor.data_ptr(), looks)
+
+    def ignore_reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not watch these, though they were read."""
+        for tensor in tensors:
+            self._reads.pop(tensor.data_ptr(), None)
+
+    @property
+    def reads_hold(self) -> bool:
+        """Whether what steps read, watched by name or not, is where it was."""
+        return all(
+            (tensor := read.tensor()) is not None and tensor.data_ptr() == read.address
+            for read in self._reads.values()
+        )
+
+    def forget_reads(self) -> None:
+        """No graph is left that used them."""
+        self._reads.clear()
 
     def renew(self) -> None:
         """Take the present addresses as right (a new capture has just read them)."""
-        self._addresses = {name: t.data_ptr() for name, t in self._now().items()}
+        self._addresses = [_addresses_of(source) for source in self._sources]
 
     def check(self) -> None:
         """Raise AddressError, naming the tensors, if any has moved."""
-        now = self._now()
-        moved = [
-            f"{name} (captured at {address:#x}, now "
-            + (f"at {now[name].data_ptr():#x})" if name in now else "gone)")
-            for name, address in self._addresses.items()
-            if name not in now or now[name].data_ptr() != address
-        ]
+        moved: list[str] = []
+        known: set[int] = set()
+        for source, addresses in zip(self._sources, self._addresses, strict=True):
+            now = _addresses_of(source)
+            known.update(addresses.values())
+            moved += [
+                _moved(name, address, now.get(name))
+                for name, address in addresses.items()
+                if now.get(name) != address
+            ]
+        for tensor, address, looks in self._reads.values():
+            alive = tensor()
+            if address not in known and (alive is None or alive.data_ptr() != address):
+                now_at = None if alive is None else alive.data_ptr()
+                moved.append(_moved(f"a tensor {looks} that the step reads", address, now_at))
         if moved:
-            raise AddressError(
-                f"captured graphs still read the old memory of {', '.join(moved)}: update tensors in place "
-                f"(copy_), or drop the graphs and capture anew (drop() and capture(), recapture())"
-            )
+            raise moved_error(moved)
 
-    def _now(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for source in self._sources for name, tensor in tensors_of(source).items()}
+
+def moved_error(moved: Iterable[str]) -> AddressError:
+    """What to say, and to do, when these have moved."""
+    return AddressError(
+        f"captured graphs still read the old memory of {', '.join(moved)}: update tensors in place "
+        f"(copy_), or drop the graphs and capture anew (drop() and capture(), recapture())"
+    )
+
+
+def _addresses_of(watched: Watched) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors_of(watched).items()}
+
+
+def _moved(name: str, address: int, now: int | None) -> str:
+    return f"{name} (captured at {address:#x}, now " + ("gone)" if now is None else f"at {now:#x})")

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..capturing.pool import GraphPool
 from ..errors import StaleOutputError
-from ..memory import storage_address, tensors_in
+from ..memory import storage_address
+from ..trees import map_tensors, tensors_in
 
 
 class GuardedOutput(torch.Tensor):
@@ -31,7 +31,7 @@ class GuardedOutput(torch.Tensor):
             guard = guards.get(_storage(tensor))
             return _plain(tensor) if guard is None else _guarded(tensor, guard)
 
-        return tree_map_only(torch.Tensor, guard_views, result)
+        return map_tensors(guard_views, result)
 
     def _raise_if_stale(self) -> None:
         if self._generation != self._pool.generation:
@@ -69,4 +69,4 @@ def guarded(tree: Any, pool: GraphPool, origin: str, is_volatile: Callable[[torc
     def mark(tensor: torch.Tensor) -> torch.Tensor:
         return _mark(tensor, pool, pool.generation, origin) if is_volatile(tensor) else tensor
 
-    return tree_map_only(torch.Tensor, mark, tree)
+    return map_tensors(mark, tree)

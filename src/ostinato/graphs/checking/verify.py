@@ -1,33 +1,67 @@
 """Every graph against the eager step, on fresh inputs, plain and poisoned.
 
 Graph and eager are compared at the same padded shape: a padded and an unpadded matrix product are two
-different computations whose difference is no fault of a graph.
+different computations whose difference is no fault of a graph. Real rows are compared with the *unpadded*
+eager step as well, less strictly: a step whose rows depend on how many there are is no step for padding.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..capturing.captured import CapturedGraph
+from ..capturing.gate import turn
 from ..capturing.trial import Trials
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
-from ..errors import VerifyError
-from ..inputs.buffers import Batch
+from ..dispatching.keys import GraphKey
+from ..errors import CaptureError, VerifyError
+from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Field
+from ..trees import leaves_of
+from ..trimming import Trimmer, same_constant
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from ..runner import CudaGraphRunner
 
 MakeBatch = Callable[[BatchShape, torch.Generator], Batch]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Largest error, relative to 1 + |reference|, by type. Integers and booleans must be equal."""
+
+UNPADDED = 10
+"""How many times as far the unpadded step may be: products of other shapes add up in another order."""
+
+_GROSS = 0.1
+"""Of an output's norm: more is no matter of rounding in any type."""
+
+
+class Verifiable(Protocol):
+    """What verification needs of a runner."""
+
+    step: Callable[..., Any]
+    buffers: InputBuffers
+    graphs: dict[GraphKey, CapturedGraph]
+    sinks: dict[str, torch.Tensor]
+    outputs: Trimmer
+
+    def arguments(self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor) -> dict[str, Any]:
+        """What the step is called with."""
+        ...
+
+    def trials(self) -> Trials:
+        """A way to run the step without a trace."""
+        ...
+
+    def launch(self, graph: CapturedGraph) -> None:
+        """Replay a graph on what the buffers hold."""
+        ...
+
+    def poison_surroundings(self) -> None:
+        """Fill what a replay must not depend on."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +75,10 @@ class Check:
     """Replay against eager at the same padded shape."""
     poison_error: float
     """Replay with poisoned padding against the plain replay."""
+    unpadded_error: float
+    """Replay against eager without padding."""
+    depends_on_batch: str | None
+    """The output whose real rows are others without padding, if one's are."""
     passed: bool
 
 
@@ -69,17 +107,18 @@ class Verification:
         from rich.table import Table
 
         table = Table(title="replay against eager", title_justify="left")
-        for heading in ("mode", "graph", "batch", "error", "error under poison", ""):
-            table.add_column(heading, justify="right" if heading.startswith("error") else "left")
+        for heading in ("mode", "graph", "batch", "error", "poisoned", "unpadded", ""):
+            is_text = heading in ("mode", "graph", "batch", "")
+            table.add_column(heading, justify="left" if is_text else "right")
         for check in self.checks:
+            errors = (check.error, check.poison_error, check.unpadded_error)
             verdict = "ok" if check.passed else "FAILED"
-            errors = (f"{check.error:.2e}", f"{check.poison_error:.2e}")
-            table.add_row(check.mode, check.descriptor, check.batch, *errors, verdict)
+            table.add_row(check.mode, check.descriptor, check.batch, *(f"{e:.1e}" for e in errors), verdict)
         return table
 
 
 def verify(
-    runner: "CudaGraphRunner",
+    runner: Verifiable,
     *,
     make_batch: MakeBatch | None = None,
     tolerance: float | None = None,
@@ -93,11 +132,12 @@ def verify(
     """
     generator = torch.Generator().manual_seed(seed)
     make = make_batch or (lambda shape, generator: random_batch(runner.buffers.fields, shape, generator))
-    checks = [
-        _check(runner, graph, shape, make(shape, generator), tolerance)
-        for graph in runner.graphs.values()
-        for shape in shapes_to_try(graph.descriptor)
-    ]
+    with turn, runner.buffers.kept():
+        checks = [
+            _check(runner, graph, shape, make(shape, generator), tolerance)
+            for graph in runner.graphs.values()
+            for shape in shapes_to_try(graph.descriptor)
+        ]
     outcome = Verification(tuple(checks))
     if not outcome.passed:
         raise VerifyError(_complaint(outcome))
@@ -106,20 +146,76 @@ def verify(
 
 def shapes_to_try(descriptor: BatchDescriptor) -> list[BatchShape]:
     """A full batch, and one that is mostly padding."""
-    limits: dict[str, Any] = {
-        "lora": descriptor.lora,
-        "cascade": descriptor.cascade,
-        "context": descriptor.context or 0,
-        "extra": descriptor.extra,
-    }
-    full = BatchShape(descriptor.num_tokens, descriptor.num_reqs, descriptor.query_len, **limits)
+    full = _full_shape(descriptor)
     if descriptor.num_reqs == 1 or descriptor.num_tokens == 1:
         return [full]
-    if descriptor.query_len is not None:
-        reqs = max(1, descriptor.num_reqs // 3)
-        return [full, BatchShape(reqs * descriptor.query_len, reqs, descriptor.query_len, **limits)]
-    tokens = max(1, descriptor.num_tokens // 3)
-    return [full, BatchShape(tokens, min(tokens, max(1, descriptor.num_reqs // 3)), None, **limits)]
+    return [full, _smaller(full, 3)]
+
+
+def _full_shape(descriptor: BatchDescriptor) -> BatchShape:
+    return BatchShape(
+        descriptor.num_tokens,
+        descriptor.num_reqs,
+        descriptor.query_len,
+        lora=descriptor.lora,
+        context=descriptor.context or 0,
+        cascade=descriptor.cascade,
+        extra=descriptor.extra,
+    )
+
+
+def _smaller(full: BatchShape, times: int) -> BatchShape:
+    if full.query_len is not None:
+        reqs = max(1, full.num_reqs // times)
+        return replace(full, num_tokens=reqs * full.query_len, num_reqs=reqs)
+    tokens = max(1, full.num_tokens // times)
+    return replace(full, num_tokens=tokens, num_reqs=min(tokens, max(1, full.num_reqs // times)))
+
+
+def refuse_dependence_on_the_batch(runner: Verifiable, make: Callable[[BatchDescriptor], Batch]) -> None:
+    """CaptureError, naming the output, if rows of the largest graph are grossly others at half its size.
+
+    A step that draws random numbers, or that is made for some sizes only, cannot be compared.
+    """
+    graph = max(runner.graphs.values(), key=lambda graph: graph.descriptor)
+    if graph.descriptor.num_reqs == 1:
+        return
+    shape = _smaller(_full_shape(graph.descriptor), 2)
+    with turn, runner.buffers.kept(), torch.inference_mode(False), torch.no_grad():
+        batch, trials = make(shape.as_descriptor()), runner.trials()
+        try:
+            unpadded = trials.run(lambda: _unpadded(runner, batch, shape))
+        except Exception:
+            return
+        if trials.draws_random:
+            return
+        with trials.undone():
+            runner.buffers.fill(batch, shape, graph.descriptor)
+            runner.launch(graph)
+            got = _real_rows(runner, graph.leaves, shape)
+    if len(got) != len(unpadded):
+        raise CaptureError(f"the structure of the output follows the batch: {len(got)} values, {len(unpadded)}")
+    for name, padded, wanted in zip(runner.outputs.names, got, unpadded, strict=True):
+        if _is_grossly_different(padded, wanted):
+            raise CaptureError(
+                f"{name} depends on the batch: its rows are others when {shape.num_reqs} rows are padded to "
+                f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, "
+                f"is part of the step: compute it outside, or capture without padding (a rung per size)"
+            )
+
+
+def _is_grossly_different(got: Any, wanted: Any) -> bool:
+    if not isinstance(got, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return not same_constant(got, wanted)
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return True
+    if not got.numel():
+        return False
+    if not (got.is_floating_point() or got.is_complex()):
+        return float((got != wanted).float().mean()) > 0.5
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    a, b = (torch.nan_to_num(x.to(wide)) if not x.is_complex() else x.to(wide) for x in (got, wanted))
+    return float((a - b).norm()) > _GROSS * float(b.norm()) + 1e-6 * got.numel() ** 0.5
 
 
 def random_batch(fields: tuple[Field, ...], shape: BatchShape, generator: torch.Generator) -> Batch:
@@ -139,7 +235,7 @@ def _random_values(field: Field, shape: BatchShape, generator: torch.Generator) 
 
 
 def _check(
-    runner: "CudaGraphRunner",
+    runner: Verifiable,
     graph: CapturedGraph,
     shape: BatchShape,
     batch: Batch,
@@ -155,10 +251,10 @@ def _check(
                 if poison:
                     runner.poison_surroundings()
                 runner.launch(graph)
-                return _real_rows(runner, tree_leaves(graph.recorded.output), shape)
+                return _real_rows(runner, graph.leaves, shape)
 
         def eager() -> list[Any]:
-            leaves = tree_leaves(runner.step(**runner.arguments(inputs, graph.descriptor)))
+            leaves = leaves_of(runner.step(**runner.arguments(inputs, graph.descriptor)))
             if len(leaves) != len(graph.leaves):
                 raise VerifyError(
                     f"the eager step returns {len(leaves)} values, the graph of {graph.descriptor} "
@@ -174,6 +270,16 @@ def _check(
         runner.buffers.fill(batch, shape, graph.descriptor, poison=True)
         poisoned_trials.run(eager)
         poisoned = replay(poisoned_trials, poison=True)
+        unpadded_error, dependent = 0.0, None
+        is_padded = (shape.num_tokens, shape.num_reqs) != (
+            graph.descriptor.num_tokens,
+            graph.descriptor.num_reqs,
+        )
+        # A step that is told its descriptor may well do something else for another one.
+        told = runner.arguments({}, graph.descriptor)
+        if is_padded and not told and not trials.draws_random:
+            unpadded = runner.trials().run(lambda: _unpadded(runner, batch, shape))
+            unpadded_error, dependent = _dependence(runner.outputs.names, plain, unpadded, tolerance)
     error, passed = _distance(plain, expected, tolerance)
     poison_error, poison_passed = _distance(poisoned, plain, tolerance)
     return Check(
@@ -182,12 +288,39 @@ def _check(
         batch=str(shape),
         error=error,
         poison_error=poison_error,
-        passed=passed and poison_passed,
+        unpadded_error=unpadded_error,
+        depends_on_batch=dependent,
+        passed=passed and poison_passed and dependent is None,
     )
 
 
+def _unpadded(runner: Verifiable, batch: Batch, shape: BatchShape) -> list[Any]:
+    inputs = runner.buffers.on_device(batch, shape)
+    # The step may write into its inputs, which the caller compares with afterwards.
+    inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+    leaves = leaves_of(runner.step(**runner.arguments(inputs, shape.as_descriptor())))
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _dependence(
+    names: list[str], got: list[Any], unpadded: list[Any], tolerance: float | None
+) -> tuple[float, str | None]:
+    """The largest error, and the first output that is off by more than another order of sums explains."""
+    if len(got) != len(unpadded):
+        return float("inf"), "the structure of the output"
+    worst, dependent = 0.0, None
+    for name, a, b in zip(names, got, unpadded, strict=True):
+        error, _ = _distance([a], [b], tolerance)
+        allowed = UNPADDED * TOLERANCES.get(getattr(a, "dtype", None), 0.0)  # type: ignore[arg-type]
+        worst = max(worst, error)
+        is_number = isinstance(a, torch.Tensor) and (a.is_floating_point() or a.is_complex())
+        off = error > max(allowed, UNPADDED * (tolerance or 0.0)) if is_number else _is_grossly_different(a, b)
+        dependent = dependent or (name if off else None)
+    return worst, dependent
+
+
 @contextmanager
-def _sinks_kept(runner: "CudaGraphRunner") -> Iterator[None]:
+def _sinks_kept(runner: Verifiable) -> Iterator[None]:
     saved = {name: sink.clone() for name, sink in runner.sinks.items()}
     try:
         yield
@@ -196,9 +329,9 @@ def _sinks_kept(runner: "CudaGraphRunner") -> Iterator[None]:
             sink.copy_(saved[name])
 
 
-def _real_rows(runner: "CudaGraphRunner", leaves: list[Any], shape: BatchShape) -> list[Any]:
+def _real_rows(runner: Verifiable, leaves: list[Any], shape: BatchShape) -> list[Any]:
     return [
-        runner.trim(position, leaf, shape).clone() if isinstance(leaf, torch.Tensor) else leaf
+        runner.outputs.trim(position, leaf, shape).clone() if isinstance(leaf, torch.Tensor) else leaf
         for position, leaf in enumerate(leaves)
     ]
 
@@ -208,7 +341,7 @@ def _distance(got: list[Any], expected: list[Any], tolerance: float | None) -> t
     worst, passed = 0.0, len(got) == len(expected)
     for a, b in zip(got, expected, strict=False):
         if not isinstance(a, torch.Tensor):
-            passed &= a == b
+            passed &= same_constant(a, b)
             continue
         error = _tensor_distance(a, b)
         allowed = TOLERANCES.get(a.dtype, 0.0) if tolerance is None else tolerance
@@ -216,8 +349,8 @@ def _distance(got: list[Any], expected: list[Any], tolerance: float | None) -> t
     return worst, passed
 
 
-def _tensor_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    if a.shape != b.shape or a.dtype != b.dtype:
+def _tensor_distance(a: torch.Tensor, b: Any) -> float:
+    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if a.numel() == 0:
         return 0.0
@@ -233,7 +366,8 @@ def _complaint(outcome: Verification) -> str:
     failed = [check for check in outcome.checks if not check.passed]
     lines = [
         f"{check.mode} {check.descriptor} with {check.batch}: error {check.error:.3g}, "
-        f"under poison {check.poison_error:.3g}"
+        f"under poison {check.poison_error:.3g}, without padding {check.unpadded_error:.3g}"
+        + (f": {check.depends_on_batch} depends on the batch" if check.depends_on_batch else "")
         for check in failed
     ]
     hint = ""

@@ -1,6 +1,8 @@
 """The static inputs of captured graphs, and the one piece of code that fills them."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from ..backends import backend_for
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..errors import BatchError, ConfigError
+from ..memory import Allocate
 from .fields import Extent, Field
 from .staging import Layout, Staging, array_dtype, as_array, as_tensor, raw_scalar
 
@@ -63,8 +66,10 @@ class InputBuffers:
         max_tokens: int,
         max_reqs: int | None = None,
         device: torch.device | str,
+        allocate: Allocate | None = None,
     ) -> None:
-        """`max_tokens`, `max_reqs`: the largest rung; every smaller one shares its memory."""
+        """`max_tokens`, `max_reqs`: the largest rung; every smaller one shares its memory. `allocate`: where
+        that comes from, a pool's `allocate` for instance; default: torch's allocator."""
         if not fields:
             raise ConfigError("a step needs at least one input field")
         names = [field.name for field in fields]
@@ -76,9 +81,10 @@ class InputBuffers:
         self.max_tokens = max_tokens
         self.max_reqs = max_tokens if max_reqs is None else max_reqs
         capacity = Layout(self.fields, self.max_tokens, self.max_reqs).nbytes
+        self.device = backend_for(device).device
+        self._allocate = allocate or (lambda n: torch.empty(n, dtype=torch.uint8, device=self.device))
         with torch.inference_mode(False):
-            self.arena = torch.zeros(capacity, dtype=torch.uint8, device=backend_for(device).device)
-        self.device = self.arena.device
+            self.arena = self._allocate(capacity).zero_()
         self._begins = self.arena.data_ptr()
         self._ends = self._begins + self.arena.nbytes
         self._positions = tuple(range(len(self.fields)))
@@ -89,8 +95,8 @@ class InputBuffers:
         self._token_field = next((field for field in fields if field.per is Extent.TOKEN), None)
         self._request_field = next((field for field in fields if field.per is Extent.REQUEST), None)
         self._templates: dict[tuple[int, bool], torch.Tensor] = {}
-        self.holds: FillPlan | None = None
-        """How the buffers were last filled; None if with poison, or not as a batch."""
+        self.holds: object = None
+        """Whose batch the buffers hold, if whoever filled them says so; every fill forgets it."""
         self._pads = [raw_scalar(field.pad, field.dtype) for field in self.fields]
         self._poisons = [raw_scalar(field.poison_value, field.dtype) for field in self.fields]
 
@@ -136,7 +142,6 @@ class InputBuffers:
                 self._send_host(plan, values, tuple(host), poison)
             if len(host) < len(values):
                 self._copy_device(plan, values, host, poison)
-        self.holds = None if poison else plan
 
     def fill_padding(self, descriptor: BatchDescriptor) -> None:
         """Make every row of a rung a padded row."""
@@ -144,6 +149,17 @@ class InputBuffers:
         layout = self._layout(descriptor.num_tokens, descriptor.num_reqs)
         for field, view in zip(self.fields, self.layout_views(layout), strict=True):
             view.fill_(field.pad)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context after which the buffers hold what they hold now."""
+        held, contents = self.holds, None if self.holds is None else self.arena.clone()
+        try:
+            yield
+        finally:
+            if contents is not None:
+                self.arena.copy_(contents)
+            self.holds = held
 
     def on_device(self, batch: Batch, shape: BatchShape) -> dict[str, torch.Tensor]:
         """The batch as it is, checked, on the device: the inputs of an eager step."""
@@ -184,7 +200,9 @@ class InputBuffers:
             raise BatchError(f"{field.name}: expected a tensor or array, got {got}") from None
         if len(shape) != len(field.shape) + 1:
             raise BatchError(f"{field.name}: expected {len(field.shape) + 1} dimensions, got {len(shape)}")
-        return int(shape[field.dim])
+        if shape[field.dim] % field.each:
+            raise BatchError(f"{field.name}: {shape[field.dim]} rows, a multiple of {field.each} is needed")
+        return int(shape[field.dim]) // field.each
 
     def _new_shape(self, tokens: int | None, reqs: int | None) -> BatchShape:
         if tokens is None or reqs is None:
@@ -350,5 +368,6 @@ class InputBuffers:
             field = self.fields[position]
             value = field.poison_value if poison else field.pad
             shape = field.full_shape(self.max_tokens, self.max_reqs)
-            self._templates[key] = torch.full(shape, value, dtype=field.dtype, device=self.device)
+            memory = self._allocate(math.prod(shape) * field.dtype.itemsize)
+            self._templates[key] = memory.view(field.dtype).view(shape).fill_(value)
         return self._templates[key]

@@ -38,6 +38,8 @@ class Field:
     """Range [low, high) that `verify` draws integers from; without it they are all padding."""
     dim: int = 0
     """Where the rows are counted."""
+    each: int = 1
+    """Rows for each token or request, those of one behind those of another."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -49,6 +51,8 @@ class Field:
         except ValueError:
             names = ", ".join(extent.value for extent in Extent)
             raise ConfigError(f"field {self.name}: per must be one of {names}, not {self.per!r}") from None
+        if self.each < 1:
+            raise ConfigError(f"field {self.name}: each must be 1 or more, not {self.each}")
         if not 0 <= self.dim <= len(self.shape):
             raise ConfigError(f"field {self.name}: dim {self.dim} is outside a row of shape {self.shape}")
 
@@ -63,9 +67,9 @@ class Field:
 
     def rows(self, num_tokens: int, num_reqs: int) -> int:
         """How many rows the field has at this size; 1 for a fixed field."""
-        if self.per is Extent.TOKEN:
-            return num_tokens
-        return num_reqs if self.per is Extent.REQUEST else 1
+        if self.per is Extent.FIXED:
+            return 1
+        return self.each * (num_tokens if self.per is Extent.TOKEN else num_reqs)
 
     def full_shape(self, num_tokens: int, num_reqs: int) -> tuple[int, ...]:
         """The field's whole shape at this size."""

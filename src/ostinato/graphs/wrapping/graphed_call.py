@@ -1,15 +1,24 @@
 """Serves the calls of one function from graphs: captures at the first call, then decides for each."""
 
 import functools
+import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..backends import backend_for
+from ..capturing.autocast import clean_autocast_cache
 from ..capturing.captured import CapturedGraph
+from ..capturing.gate import turn
+from ..capturing.journal import writing_inference_tensors
 from ..capturing.options import CaptureOptions
 from ..capturing.pool import GraphPool
+from ..capturing.trial import Trials
 from ..checking.verify import Verification
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.dispatch import Dispatcher, Reason
@@ -17,22 +26,43 @@ from ..dispatching.keys import GraphKey
 from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import decided_step_mode, step_mode
-from ..errors import BatchError, VerifyError
+from ..errors import BatchError, CaptureError, VerifyError
 from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Scalar
+from ..memory import storage_address
 from ..report import Report
 from ..runner import CudaGraphRunner
-from .signature import Examples, Signature
+from ..trees import map_tensors
+from .reached import Reached
+from .signature import Examples, Signature, refuse_overlap
+
+logger = logging.getLogger("ostinato.graphs")
 
 
+@dataclass(frozen=True)
+class _FirstRun:
+    """What running a function once on real inputs told about it."""
+
+    trials: Trials
+    reached: Reached
+    result: Any
+    written: tuple[str, ...]
+    """Arguments that it changes in place."""
+    refusal: str | None
+    """Why no graph can repeat what it did."""
+
+
+@dataclass(frozen=True)
 class _Entry:
     """The graphs of one call signature, and the surroundings they were captured in."""
 
-    def __init__(self, signature: Signature, runner: CudaGraphRunner, surroundings: tuple[Any, ...]) -> None:
-        self.signature = signature
-        self.runner = runner
-        self.surroundings = surroundings
-        self.must_check_addresses = False
+    signature: Signature
+    runner: CudaGraphRunner
+    batch: Batch
+    """Inputs like those to come."""
+    written: tuple[str, ...]
+    reached: Reached
+    surroundings: tuple[Any, ...]
 
 
 class GraphedCall:
@@ -41,30 +71,36 @@ class GraphedCall:
     def __init__(
         self,
         function: Callable[..., Any],
-        ladder: Ladder,
         *,
+        ladder: Ladder,
         batch_dim: int,
         mode: GraphMode,
         shared: Sequence[str],
         pads: Mapping[str, Scalar],
-        pool: GraphPool | None,
         options: CaptureOptions,
         compile_up_to: int,
+        threads: bool,
         debug: bool,
     ) -> None:
         self.function = function
+        self.settings: dict[str, Any] = {
+            **{"ladder": ladder, "batch_dim": batch_dim, "mode": mode, "shared": shared, "pads": pads},
+            **{"options": options, "compile_up_to": compile_up_to, "threads": threads, "debug": debug},
+        }
+        """What a copy is made with."""
         self.ladder = ladder
         self.mode = mode
+        self.pool: GraphPool | None = None
         self.eager_steps: Counter[Reason] = Counter()
-        self._batch_dim = batch_dim
-        self._shared = shared
-        self._pads = pads
-        self._pool = pool
-        self._options = options
-        self._compile_up_to = compile_up_to
-        self._debug = debug
+        self.attributes_changed = False
+        """Whether an attribute was set through the wrapper that graphs know nothing of."""
+        self._batch_dim, self._shared, self._pads = batch_dim, shared, pads
+        self._options, self._compile_up_to = options, compile_up_to
+        self._threads, self._debug = threads, debug
         self._entries: list[_Entry] = []
-        self._modules = list(function.modules()) if isinstance(function, torch.nn.Module) else []
+        self._owner: threading.Thread | None = None
+        self._warned_of: set[str] = set()
+        self._writes_inference_tensors = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Serve one call from a graph if the step's mode lets this wrapper act; capture at the first call."""
@@ -73,59 +109,90 @@ class GraphedCall:
             return self.function(*args, **kwargs)
         if self.mode is GraphMode.NONE:
             return self._eagerly(Reason.DISABLED, args, kwargs)
-        if not self._entries:
-            self.capture(*args, **kwargs)
+        if self._threads:
+            with turn:
+                return map_tensors(torch.Tensor.clone, self._serve(args, kwargs))
+        if self._owner is not threading.current_thread():
+            self._take_over()
+        return self._serve(args, kwargs)
+
+    def _take_over(self) -> None:
+        """Results are overwritten by the next call, so two threads would overwrite each other's."""
+        if self._owner is not None and self._owner.is_alive():
+            raise BatchError(
+                f"this wrapper belongs to thread {self._owner.name}, whose results this call would overwrite: "
+                f"pass threads=True to graphed() to serve several threads with copies, or give each its own"
+            )
+        self._owner = threading.current_thread()
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._find(args, kwargs)
         if found is None:
-            return self._eagerly(Reason.UNSEEN_SIGNATURE, args, kwargs)
+            if self._entries:
+                return self._eagerly(Reason.UNSEEN_SIGNATURE, args, kwargs)
+            served, result = self._first_call(args, kwargs)
+            if served:
+                return result
+            found = self._find(args, kwargs)
+            assert found is not None
         entry, batch, shape = found
-        changed = _what_changed(entry.surroundings, self._surroundings(entry.runner.pool.device))
-        if changed is not None:
-            return self._eagerly(changed, args, kwargs)
-        decision = entry.runner.decide(shape)
-        if decision.is_eager:
-            return self._eagerly(decision.reason, args, kwargs)
-        if entry.must_check_addresses:
-            entry.runner.check_addresses()
-            entry.must_check_addresses = False
+        reason = self._why_not(entry)
+        if reason is None:
+            decision = entry.runner.decide(shape)
+            reason = decision.reason if decision.is_eager else None
+        if reason is not None:
+            return self._eagerly(reason, args, kwargs, entry.written)
+        if not entry.reached.is_unchanged():
+            entry.reached.check()
+        if entry.written:
+            refuse_overlap(batch, entry.written)
         if self.mode is GraphMode.FULL:
             return entry.runner.run(batch, shape)
         with step_mode(GraphMode.NONE):  # eager calls between segments may hold wrappers of their own
             return entry.runner.run(batch, shape)
 
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Run it for real, once; whether that was the call, because it cannot be undone, and its result."""
+        signature, batch = self._signature(args, kwargs)
+        if signature.opaque is not None:
+            if signature.opaque not in self._warned_of:
+                self._warned_of.add(signature.opaque)
+                logger.warning("calls run eagerly: no graph can tell whether %s has changed", signature.opaque)
+            return True, self._eagerly(Reason.OPAQUE_ARGUMENT, args, kwargs)
+        with turn:
+            first = self._run_once(signature, batch)
+            stays = first.refusal is not None or first.trials.makes_state
+            if not stays:
+                first.trials.undo()
+            self._capture(signature, batch, first)
+        if stays:
+            self.eager_steps[Reason.FIRST_CALL] += 1
+        return stays, first.result
+
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one; further signatures may be added the same way."""
-        signature = Signature.of(
-            self.function, args, kwargs, batch_dim=self._batch_dim, shared=self._shared, pads=self._pads
-        )
-        found = signature.batch_of(args, kwargs)
-        if found is None:
-            raise BatchError("the arguments do not agree with each other")
-        batch, _ = found
-        self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
-        with torch.inference_mode(False), torch.no_grad():
-            runner = self._runner(signature, batch)
-        runner.capture()
-        self._entries.append(_Entry(signature, runner, self._surroundings(runner.pool.device)))
+        signature, batch = self._signature(args, kwargs)
+        if signature.opaque is not None:
+            raise BatchError(f"no graph can tell whether {signature.opaque} has changed: pass tensors or numbers")
+        with turn:
+            self._capture_anew(signature, batch)
         return self.report()
 
     def recapture(self) -> Report:
-        """Capture everything again, after weights have moved."""
-        for entry in self._entries:
-            entry.runner.drop()
-            entry.runner.capture()
-            entry.must_check_addresses = False
+        """Capture everything again, as things are now."""
+        with turn:
+            entries = list(self._entries)
+            for entry in entries:
+                entry.runner.drop()
+            for entry in entries:
+                self._capture_anew(entry.signature, entry.batch)
         return self.report()
 
     def check_addresses(self) -> None:
-        """Raise AddressError if a parameter or buffer has moved since the capture."""
+        """Raise AddressError if something that graphs read has moved or was replaced since the capture."""
         for entry in self._entries:
+            entry.reached.check()
             entry.runner.check_addresses()
-
-    def addresses_may_have_moved(self) -> None:
-        """Have every signature's next replay check addresses first."""
-        for entry in self._entries:
-            entry.must_check_addresses = True
 
     def report(self) -> Report:
         """What was captured and what it served."""
@@ -147,6 +214,15 @@ class GraphedCall:
 
     # -- internals ---------------------------------------------------------------------------------
 
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Batch]:
+        signature = Signature.of(
+            self.function, args, kwargs, batch_dim=self._batch_dim, shared=self._shared, pads=self._pads
+        )
+        found = signature.batch_of(args, kwargs)
+        if found is None:
+            raise BatchError("the arguments do not agree with each other")
+        return signature, found[0]
+
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch, BatchShape] | None:
         for entry in self._entries:
             matched = entry.signature.batch_of(args, kwargs)
@@ -154,50 +230,115 @@ class GraphedCall:
                 return entry, *matched
         return None
 
-    def _eagerly(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _why_not(self, entry: _Entry) -> Reason | None:
+        """What about the surroundings of a call keeps it from the graphs of its signature."""
+        autocast, training = self._surroundings(entry.runner.pool.device, entry.reached)
+        if autocast != entry.surroundings[0]:
+            return Reason.AUTOCAST_CHANGED
+        if training != entry.surroundings[1]:
+            return Reason.TRAINING_MODE_CHANGED
+        if self.attributes_changed or (self._debug and entry.reached.changed_values()):
+            return Reason.ATTRIBUTE_CHANGED
+        return None
+
+    def _eagerly(
+        self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[str] = ()
+    ) -> Any:
         self.eager_steps[reason] += 1
+        if written:  # a graph works on copies, too
+            args, kwargs = map_tensors(torch.Tensor.clone, (args, kwargs))
         below = GraphMode.PIECEWISE if self.mode is GraphMode.FULL else GraphMode.NONE
-        with step_mode(below), torch.no_grad():
+        with ExitStack() as modes:
+            modes.enter_context(step_mode(below))
+            modes.enter_context(torch.no_grad())
+            if self._writes_inference_tensors:
+                modes.enter_context(writing_inference_tensors())
             return self.function(*args, **kwargs)
 
+    def _run_once(self, signature: Signature, batch: Batch) -> _FirstRun:
+        """Run the function on copies of real inputs, observed, and not undone yet."""
+        trials = Trials(backend_for(self._device(batch)), generators=self._options.generators)
+        reached = Reached(self.function)
+        copies = {name: tensor.detach().clone() for name, tensor in batch.items()}
+
+        def run() -> Any:
+            with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache():
+                return trials.run_for_good(lambda: signature.call(self.function, copies))
+
+        try:
+            try:
+                result = run()
+            except RuntimeError as error:
+                if "inference tensor" not in str(error):
+                    raise
+                trials.undo()
+                self._writes_inference_tensors = True
+                with writing_inference_tensors():
+                    result = run()
+        except BaseException:
+            trials.undo()
+            raise
+        # A clone: so whatever of it is alive afterwards is state of the function's.
+        result = map_tensors(torch.Tensor.clone, result)
+        written = [name for name, copy in copies.items() if trials.wrote(storage_address(copy))]
+        replaced = reached.replaced({storage_address(tensor) for tensor in trials.reads})
+        refusal = replaced and (
+            f"the step assigns a new tensor to {replaced}, which it also reads: a replay assigns nothing. "
+            f"Change it in place (copy_, index_copy_)"
+        )
+        return _FirstRun(trials, reached, result, tuple(written), refusal)
+
+    def _capture_anew(self, signature: Signature, batch: Batch) -> None:
+        first = self._run_once(signature, batch)
+        first.trials.undo()
+        if first.trials.makes_state:  # a second run tells whether it changes what it made: an error then
+            arguments = {name: tensor.detach().clone() for name, tensor in batch.items()}
+            with step_mode(GraphMode.NONE), torch.no_grad():
+                first.trials.run(lambda: signature.call(self.function, arguments))
+        self._capture(signature, batch, first)
+
+    def _capture(self, signature: Signature, batch: Batch, first: _FirstRun) -> None:
+        self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
+        with torch.inference_mode(False), torch.no_grad():
+            runner = self._runner(signature, batch)
+        if first.refusal is None:
+            runner.capture()
+        elif self._options.strict:
+            raise CaptureError(first.refusal)
+        else:
+            runner.refuse(first.refusal)
+        reached = first.reached.renewed()
+        runner.ignore_reads(reached.tensors)
+        surroundings = self._surroundings(runner.pool.device, reached)
+        kept = {name: tensor.detach().clone() for name, tensor in batch.items()}
+        self._entries.append(_Entry(signature, runner, kept, first.written, reached, surroundings))
+        self.attributes_changed = False
+
     def _runner(self, signature: Signature, batch: Batch) -> CudaGraphRunner:
-        device = self._device(batch)
-        if self._pool is None:
-            self._pool = GraphPool(device)
-        limit = self.ladder.limit
+        if self.pool is None:
+            self.pool = GraphPool(self._device(batch))
         examples = Examples(signature, batch)
         runner = CudaGraphRunner(
             functools.partial(_call_with, signature, self.function),
-            InputBuffers(signature.tensor_fields, max_tokens=limit, device=self._pool.device),
+            InputBuffers(
+                signature.tensor_fields,
+                max_tokens=self.ladder.limit,
+                device=self.pool.device,
+                allocate=self.pool.allocate,
+            ),
             [GraphKey(self.mode, self._descriptor(size)) for size in self.ladder],
             dispatcher=Dispatcher(self.mode),
-            pool=self._pool,
+            pool=self.pool,
             options=self._options,
             dummy=examples.dummy,
             make_batch=examples.random,
             output_dim=self._batch_dim,
+            rows_are_independent=False,
             compile_up_to=self._compile_up_to,
             debug=self._debug,
         )
         runner.eager_steps = self.eager_steps
-        if isinstance(self.function, torch.nn.Module):
-            runner.watch(self.function)
         return runner
-
-    def for_copy(self, function: Callable[..., Any]) -> "GraphedCall":
-        """The same settings for a copy of the function; graphs read the original's memory and stay here."""
-        return GraphedCall(
-            function,
-            self.ladder,
-            batch_dim=self._batch_dim,
-            mode=self.mode,
-            shared=self._shared,
-            pads=self._pads,
-            pool=None,
-            options=self._options,
-            compile_up_to=self._compile_up_to,
-            debug=self._debug,
-        )
 
     def _descriptor(self, size: int) -> BatchDescriptor:
         return BatchDescriptor.decode(size) if self.mode is GraphMode.FULL else BatchDescriptor(size, size)
@@ -208,16 +349,10 @@ class GraphedCall:
             devices += [parameter.device for parameter in self.function.parameters()]
         return next((device for device in devices if device.type != "cpu"), devices[0])
 
-    def _surroundings(self, device: torch.device) -> tuple[Any, ...]:
+    def _surroundings(self, device: torch.device, reached: Reached) -> tuple[Any, ...]:
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        return autocast, [module.training for module in self._modules]
+        return autocast, reached.training()
 
 
 def _call_with(signature: Signature, function: Callable[..., Any], /, **inputs: torch.Tensor) -> Any:
     return signature.call(function, inputs)
-
-
-def _what_changed(captured: tuple[Any, ...], now: tuple[Any, ...]) -> Reason | None:
-    if captured == now:
-        return None
-    return Reason.AUTOCAST_CHANGED if captured[0] != now[0] else Reason.TRAINING_MODE_CHANGED

@@ -1,31 +1,44 @@
 """From the arguments of a call to the fields of a step, and back."""
 
+import enum
 import inspect
 import re
+import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..errors import BatchError, ConfigError
 from ..inputs.buffers import Batch
 from ..inputs.fields import Extent, Field, Scalar
+from ..memory import byte_range
+from ..trees import Structure, flatten, flatten_with_names
+from ..trimming import same_constant
+
+_CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(...), slice, range, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(type, types.FunctionType, types.BuiltinFunctionType),
+)
+"""What can be compared with what was captured. Anything else may have been changed meanwhile."""
 
 
 @dataclass(frozen=True)
 class Signature:
     """The structure of a call: which leaves are tensors, of which type and shape, and which are constants."""
 
-    spec: TreeSpec
+    structure: Structure
     fields: tuple[Field | None, ...]
     """One per leaf; None for a constant."""
     constants: tuple[Any, ...]
     """One per leaf; None for a tensor."""
     batch_dim: int
+    opaque: str | None
+    """The first argument that cannot be compared, if there is one, and its type."""
 
     @classmethod
     def of(
@@ -39,17 +52,20 @@ class Signature:
         pads: Mapping[str, Scalar],
     ) -> "Signature":
         """The signature of a call. `shared`: arguments without a batch; `pads`: padding by argument."""
-        paths, spec = tree_flatten_with_path((args, kwargs))
+        leaves, structure = flatten_with_names((args, _in_order(kwargs)))
         parameters = _parameter_names(function, len(args))
-        named = _with_unique_names([(*_argument_name(path, parameters), leaf) for path, leaf in paths])
+        named = _with_unique_names([(*_names(path, name, parameters), leaf) for path, name, leaf in leaves])
         known = {argument for argument, _, _ in named}
         for name in (*shared, *pads):
             if name not in known:
                 raise ConfigError(f"no argument {name!r} in this call: it has {', '.join(sorted(known))}")
         fields: list[Field | None] = []
+        opaque = None
         for argument, name, leaf in named:
             if not isinstance(leaf, torch.Tensor):
                 fields.append(None)
+                if not isinstance(leaf, _CONSTANTS):
+                    opaque = opaque or f"{name} (a {type(leaf).__name__})"
                 continue
             pad = pads.get(argument, False if leaf.dtype is torch.bool else 0)
             if argument in shared or leaf.dim() <= batch_dim:
@@ -59,16 +75,15 @@ class Signature:
                 fields.append(Field(name, leaf.dtype, row, Extent.TOKEN, pad, dim=batch_dim))
         if not any(field is not None and field.per is Extent.TOKEN for field in fields):
             raise BatchError(f"no tensor argument has a batch dimension {batch_dim}")
-        constants = [None if isinstance(leaf, torch.Tensor) else leaf for _, leaf in paths]
-        return cls(spec, tuple(fields), tuple(constants), batch_dim)
+        constants = [None if isinstance(leaf, torch.Tensor) else leaf for *_, leaf in leaves]
+        return cls(structure, tuple(fields), tuple(constants), batch_dim, opaque)
 
     def same_as(self, other: "Signature") -> bool:
-        """Whether calls of the one are calls of the other. Unlike `==` it tells 1 from True."""
-        constants = zip(self.constants, other.constants, strict=False)
+        """Whether calls of the one are calls of the other."""
         return (
-            self.spec == other.spec
+            self.structure == other.structure
             and self.fields == other.fields
-            and all(_same_constant(a, b) for a, b in constants)
+            and all(map(same_constant, self.constants, other.constants))
         )
 
     @property
@@ -78,14 +93,14 @@ class Signature:
 
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batch, BatchShape] | None:
         """The call's tensors by field name and their shape; None if the call has another signature."""
-        leaves, spec = tree_flatten((args, kwargs))
-        if spec != self.spec:
+        leaves, structure = flatten((args, _in_order(kwargs)))
+        if structure != self.structure:
             return None
         batch: dict[str, torch.Tensor] = {}
         rows: int | None = None
         for leaf, field, constant in zip(leaves, self.fields, self.constants, strict=True):
             if field is None:
-                if isinstance(leaf, torch.Tensor) or not _same_constant(leaf, constant):
+                if isinstance(leaf, torch.Tensor) or not same_constant(leaf, constant):
                     return None
                 continue
             if not isinstance(leaf, torch.Tensor) or leaf.dtype != field.dtype:
@@ -114,8 +129,21 @@ class Signature:
             constant if field is None else inputs[field.name]
             for field, constant in zip(self.fields, self.constants, strict=True)
         ]
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = self.structure.filled(leaves)
         return function(*args, **kwargs)
+
+
+def refuse_overlap(batch: Batch, written: Sequence[str]) -> None:
+    """BatchError if an argument that the function changes in place shares memory with another one: a graph
+    has a copy of each, so that the other would not change with it."""
+    for name in written:
+        start, end = byte_range(batch[name])
+        for other, tensor in batch.items():
+            first, last = byte_range(tensor)
+            if other != name and tensor.device == batch[name].device and first < end and start < last:
+                raise BatchError(
+                    f"{name} and {other} share memory and the function changes {name} in place: pass a clone"
+                )
 
 
 class Examples:
@@ -150,11 +178,8 @@ class Examples:
         return chosen
 
 
-def _same_constant(a: Any, b: Any) -> bool:
-    try:
-        return a is b or (type(a) is type(b) and bool(a == b))
-    except (TypeError, ValueError):  # an array: equal only if it is the same one
-        return False
+def _in_order(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(sorted(kwargs.items())) if len(kwargs) > 1 else kwargs
 
 
 def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
@@ -168,11 +193,11 @@ def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
     return names[:count] + [f"arg{i}" for i in range(len(names[:count]), count)]
 
 
-def _argument_name(path: tuple[Any, ...], parameters: Sequence[str]) -> tuple[str, str]:
+def _names(path: tuple[Any, ...], name: str, parameters: Sequence[str]) -> tuple[str, str]:
     """(the argument, a unique identifier of the leaf within the call)."""
-    group, first, *rest = path
+    group, first = path[:2]
     argument = parameters[first.idx] if group.idx == 0 else str(first.key)
-    inner = re.sub(r"\W+", "_", keystr(tuple(rest))).strip("_")
+    inner = re.sub(r"\W+", "_", name.removeprefix(f"{group}{first}")).strip("_")
     return argument, f"{argument}_{inner}" if inner else argument
 
 

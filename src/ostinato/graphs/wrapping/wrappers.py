@@ -1,6 +1,11 @@
-"""What `graphed` returns: as good as the thing it wraps, to everyone who looks."""
+"""What `graphed` returns: as good as the thing it wraps, to everyone who looks.
 
-import copy
+Note [The wrapper of a module]
+It is an object of a subclass of the module's own class and shares its `__dict__`. So every method of that
+class, overridden or not, works on the very parameters, buffers, submodules and attributes of the module, and
+`isinstance` holds. Only a call goes another way. The module itself is left as it was.
+"""
+
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +14,18 @@ import torch
 
 from ..checking.verify import Verification
 from ..report import Report
+from ..trimming import same_constant
 from .graphed_call import GraphedCall
 
 
 class _GraphControls:
     """The calls a wrapper adds to what it wraps."""
 
+    __slots__ = ()
     graph_call: GraphedCall
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.graph_call(*args, **kwargs)
 
     def unwrap(self) -> Any:
         """What was wrapped."""
@@ -26,7 +36,7 @@ class _GraphControls:
         return self.graph_call.capture(*args, **kwargs)
 
     def recapture(self) -> Report:
-        """Capture again, after weights have moved."""
+        """Capture again, as things are now: weights that have moved, train() or eval(), autocast."""
         return self.graph_call.recapture()
 
     def report(self) -> Report:
@@ -38,8 +48,12 @@ class _GraphControls:
         return self.graph_call.verify(tolerance=tolerance, seed=seed)
 
     def check_addresses(self) -> None:
-        """Raise AddressError if a parameter or buffer has moved since the capture."""
+        """Raise AddressError if something that graphs read has moved or was replaced since the capture."""
         self.graph_call.check_addresses()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy has the same settings and captures graphs of its own: these read the original's memory."""
+        return wrap, (self.graph_call.function, self.graph_call.settings)
 
 
 class GraphedFunction(_GraphControls):
@@ -49,88 +63,54 @@ class GraphedFunction(_GraphControls):
         self.graph_call = call
         functools.update_wrapper(self, call.function, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.graph_call(*args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
         if name == "graph_call":
             raise AttributeError(name)
         return getattr(self.graph_call.function, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "GraphedFunction":
-        return GraphedFunction(self.graph_call.for_copy(copy.deepcopy(self.unwrap(), memo)))
 
+class GraphedModule(_GraphControls):
+    """A module served from graphs; see Note [The wrapper of a module]."""
 
-def wrap_module(module: torch.nn.Module, call: GraphedCall) -> "GraphedModule":
-    """The wrapper of a module; containers stay containers (`len`, indexing, iteration)."""
-    wrapped: Any = type(module)
-    return _wrapper_class(wrapped)(module, call)
-
-
-@functools.cache
-def _wrapper_class(wrapped: Any) -> "type[GraphedModule]":
-    special = [name for name in dir(wrapped) if name.startswith("__") and not hasattr(torch.nn.Module, name)]
-    methods = {name: _forwarded(name) for name in special if callable(getattr(wrapped, name))}
-    return type(GraphedModule.__name__, (GraphedModule,), methods)
-
-
-def _forwarded(name: str) -> Callable[..., Any]:
-    """Python looks special methods up on the type, where `__getattr__` is not asked."""
-    return lambda self, *args: getattr(self.unwrap(), name)(*args)
-
-
-class GraphedModule(_GraphControls, torch.nn.Module):
-    """A module served from graphs.
-
-    It shares the wrapped module's tables of parameters, buffers and submodules, so `state_dict`, `to`,
-    `named_parameters` and a place inside another module work as if the wrapper were not there. Everything
-    else is looked up on, and set on, the wrapped module.
-    """
-
-    def __init__(self, module: torch.nn.Module, call: GraphedCall) -> None:
-        tables = {
-            name: value
-            for name, value in vars(module).items()
-            if name.startswith("_") and isinstance(value, dict | set)
-        }
-        vars(self).update(tables, graph_call=call)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.graph_call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.graph_call.function, name)
+    __slots__ = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.graph_call.function, name, value)
-        if isinstance(value, torch.Tensor | torch.nn.Module):
-            self.graph_call.addresses_may_have_moved()
+        before = vars(self).get(name, _NOTHING)
+        super().__setattr__(name, value)
+        self._attribute_set(name, before, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self.graph_call.function, name)
-        self.graph_call.addresses_may_have_moved()
+        before = vars(self).get(name, _NOTHING)
+        super().__delattr__(name)
+        self._attribute_set(name, before, _NOTHING)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "GraphedModule":
-        module = copy.deepcopy(self.unwrap(), memo)
-        return wrap_module(module, self.graph_call.for_copy(module))
+    def _attribute_set(self, name: str, before: Any, value: Any) -> None:
+        # Tensors and modules are compared at every call; training mode is, too.
+        is_compared = name == "training" or isinstance(value, torch.Tensor | torch.nn.Module)
+        if not is_compared and not same_constant(before, value):
+            self.graph_call.attributes_changed = True
 
     def __repr__(self) -> str:
         return f"graphed({self.graph_call.function!r})"
 
-    def extra_repr(self) -> str:
-        """The wrapped module's."""
-        return self.unwrap().extra_repr()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, without graphs."""
-        return self.unwrap().forward(*args, **kwargs)
+_NOTHING = object()
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)  # .to(), .half(), .cuda(): parameters may move
-        self.graph_call.addresses_may_have_moved()
-        return result
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # Loading a parent comes through here as well; with assign=True parameters are replaced.
-        self.unwrap()._load_from_state_dict(*args, **kwargs)
-        self.graph_call.addresses_may_have_moved()
+def wrap(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    """A wrapper without graphs."""
+    call = GraphedCall(function, **settings)
+    if not isinstance(function, torch.nn.Module):
+        return GraphedFunction(call)
+    kind = _wrapper_class(type(function))
+    wrapper = kind.__new__(kind)
+    object.__setattr__(wrapper, "__dict__", vars(function))
+    object.__setattr__(wrapper, "graph_call", call)
+    return wrapper
+
+
+@functools.cache
+def _wrapper_class(wrapped: type) -> Any:
+    bases = (wrapped,) if issubclass(wrapped, GraphedModule) else (GraphedModule, wrapped)
+    place = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__, "__doc__": wrapped.__doc__}
+    return type(wrapped.__name__, bases, {"__slots__": ("graph_call",), **place})

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...memory import Allocate
+
 ALIGNMENT = 64
 
 
@@ -93,7 +95,8 @@ def _padded(nbytes: int) -> int:
 class TapeMemory:
     """The slabs of a pool, and a count of what its tapes hold besides."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate
         self._slabs: list[torch.UntypedStorage] = []
         self._held: dict[int, StorageWeakRef] = {}
 
@@ -102,7 +105,7 @@ class TapeMemory:
         for slab in self._slabs:
             if slab.nbytes() >= nbytes:
                 return slab
-        slab = torch.UntypedStorage(nbytes)
+        slab = torch.UntypedStorage(nbytes) if self._allocate is None else self._allocate(nbytes).untyped_storage()
         assert slab.data_ptr() % ALIGNMENT == 0
         # All ones is NaN in every floating type: what was never replayed cannot pass for a result.
         torch.empty(0, dtype=torch.uint8, device="cpu").set_(slab).fill_(0xFF)

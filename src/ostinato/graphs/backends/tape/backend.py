@@ -17,8 +17,8 @@ class TapeBackend:
     name = "tape"
     device = torch.device("cpu")
 
-    def new_memory(self) -> PoolMemory:
-        return TapeMemory()
+    def new_memory(self, source: Any = None) -> PoolMemory:
+        return TapeMemory(None if source is None else source.allocate)
 
     def session(self, memory: PoolMemory, options: CaptureOptions) -> TapeSession:
         assert isinstance(memory, TapeMemory)

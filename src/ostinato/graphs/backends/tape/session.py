@@ -5,13 +5,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...blame import calling_line
 from ...capturing.journal import WriteJournal
 from ...capturing.options import CaptureOptions
 from ...errors import CaptureError
 from ...memory import is_foreign
+from ...trees import Structure, flatten
 from .arena import TapeMemory
 from .layout import Layout
 from .program import Call, Emitter, describe
@@ -55,7 +55,7 @@ class Tape:
 class TapeKept:
     """Tensors announced while recording, found again afterwards."""
 
-    def __init__(self, leaves: list[Any], structure: Any) -> None:
+    def __init__(self, leaves: list[Any], structure: Structure) -> None:
         self._leaves = leaves
         self._structure = structure
         self._resolved = False
@@ -72,7 +72,7 @@ class TapeKept:
 
     def resolve(self) -> Any:
         assert self._resolved, "the recording is not finished"
-        return tree_unflatten(self._leaves, self._structure)
+        return self._structure.filled(self._leaves)
 
 
 class TapeSession:
@@ -83,7 +83,6 @@ class TapeSession:
         self._options = options
         self._recorder = Recorder()
         self._journal: WriteJournal | None = None
-        self._rng_state: torch.Tensor | None = None
         self._open = ExitStack()
         self._kept: list[TapeKept] = []
 
@@ -104,7 +103,7 @@ class TapeSession:
         self._recorder.start_segment()
 
     def keep(self, tree: Any) -> TapeKept:
-        leaves, structure = tree_flatten(tree)
+        leaves, structure = flatten(tree)
         specs = [self._keep_leaf(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         kept = TapeKept(specs, structure)
         self._kept.append(kept)
@@ -150,10 +149,9 @@ class TapeSession:
         self._open.close()
         if self._journal is not None:
             self._journal.undo()
+            if self._journal.draws_random:
+                torch.set_rng_state(self._rng_state)
             self._journal = None
-        if self._rng_state is not None:
-            torch.set_rng_state(self._rng_state)
-            self._rng_state = None
         for generator, state in self._recorder.generators.items():
             generator.set_state(state)
         self._recorder.generators.clear()
