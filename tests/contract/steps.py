@@ -17,6 +17,7 @@ from ostinato.graphs import (
     GraphKey,
     GraphMode,
     InputBuffers,
+    graphed,
 )
 from ostinato.graphs.capturing.gate import is_recording  # noqa: F401  (for steps that behave differently then)
 
@@ -77,6 +78,22 @@ def make_runner(
         runner.capture(progress=False)
         assert not runner.failures, runner.failures
     return runner
+
+
+def wrap(function: Callable[..., Any], ladder: Sequence[int] = (2, 4), **settings: Any) -> Any:
+    """`graphed`, without a garbage collection per capture."""
+    settings.setdefault("options", CaptureOptions(freeze_gc=False))
+    return graphed(function, ladder=list(ladder), **settings)
+
+
+def strictly() -> CaptureOptions:
+    """Options under which a failed capture raises."""
+    return CaptureOptions(freeze_gc=False, strict=True)
+
+
+def reasons(f: Any) -> dict[str, int]:
+    """Why calls of a wrapper, or steps of a runner, ran eagerly."""
+    return dict(f.report().eager_steps)
 
 
 def padded(x: torch.Tensor, rows: int, pad: float = 0, dim: int = 0) -> torch.Tensor:

@@ -1,0 +1,3 @@
+"""The contract of `contract/test_signatures.py`, on CUDA."""
+
+from contract.test_signatures import *  # noqa: F403
