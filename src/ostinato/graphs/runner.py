@@ -167,6 +167,7 @@ class CudaGraphRunner:
     def _capture(self, missing: Sequence[GraphKey], progress: bool | None) -> None:
         before = self.pool.bytes
         captured: dict[GraphKey, CapturedGraph] = {}
+        outputs, self.outputs = self.outputs, self.outputs.copy()
         for key in missing:
             self.failures.pop(key, None)
         try:
@@ -181,6 +182,7 @@ class CudaGraphRunner:
         except BaseException:
             captured.clear()
             self._forget(missing)
+            self.outputs = outputs
             if self._agree is not None:
                 self._agree(())
             raise
@@ -196,6 +198,7 @@ class CudaGraphRunner:
             bar.seconds,
             self.pool.bytes - before,
         )
+        captured.clear()
 
     def capture_one(self, key: GraphKey) -> CapturedGraph:
         """Capture one graph; only inside `capture_gate()`."""
@@ -204,8 +207,7 @@ class CudaGraphRunner:
 
     def try_out(self, key: GraphKey) -> None:
         """Run the step of a key once, on padding and without a trace."""
-        with self.buffers.kept():
-            self._recorder.try_out(key)
+        self._recorder.try_out(key)
 
     def drop(self, key: GraphKey | None = None) -> None:
         """Forget one graph, or all of them; the memory of the last one goes at once."""
@@ -274,8 +276,9 @@ class CudaGraphRunner:
     ) -> tuple[Reason, str] | None:
         bytes_before = self.pool.bytes
         try:
-            graph = self.capture_one(key)
-            self.outputs.observe(graph.descriptor, graph.recorded.output)
+            # In no variable: frames may outlive a call, and must not hold a graph.
+            captured[key] = self.capture_one(key)
+            self.outputs.observe(key.descriptor, captured[key].recorded.output)
         except torch.OutOfMemoryError as error:
             return Reason.OUT_OF_MEMORY, f"{type(error).__name__}: {error}"
         except Exception as error:
@@ -284,11 +287,11 @@ class CudaGraphRunner:
             return Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}"
         if self.pool.over_budget and self.pool.bytes > bytes_before:
             held, budget = self.pool.bytes, self.pool.budget
+            del captured[key]
             return Reason.OUT_OF_MEMORY, f"the pool would hold {held:,} bytes, its budget is {budget:,}"
-        captured[key] = graph
-        self.pool.graphs.add(graph)
+        self.pool.graphs.add(captured[key])
         if self.options.debug_log:
-            logger.info("captured %s", describe(graph))
+            logger.info("captured %s", describe(captured[key]))
         return None
 
     def _settle_outputs(self, captured: dict[GraphKey, CapturedGraph]) -> None:
@@ -362,6 +365,8 @@ class CudaGraphRunner:
 
     def replay(self, batch: Batch, shape: BatchShape, decision: Decision) -> Any:
         """Fill the buffers and launch the decided graph."""
+        if decision == self.dispatcher.decide(shape) and not decision.is_eager:
+            return self.run(batch, shape)
         return self._replay(batch, shape, self._make_ready(shape, decision))
 
     def can_rerun(self, shape: BatchShape) -> bool:

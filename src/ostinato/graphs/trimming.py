@@ -1,5 +1,6 @@
 """Which rows of an output are real."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,15 @@ class Trimmer:
         self._seen: list[_Seen] = []
         self._sizes: set[tuple[int, int]] = set()
         self._refusal: str | None = None
+
+    def copy(self) -> "Trimmer":
+        """One that has seen the same, and may see more."""
+        twin = Trimmer(self._dim, self._rows_per_request)
+        twin._names, twin._sizes, twin._refusal = self._names, set(self._sizes), self._refusal
+        twin._seen = [copy.copy(seen) for seen in self._seen]
+        for seen in twin._seen:
+            seen.dims = list(seen.dims)  # the sets in it are replaced, never changed
+        return twin
 
     def observe(self, descriptor: BatchDescriptor, output: Any) -> None:
         """Take in what the step returned at one size."""

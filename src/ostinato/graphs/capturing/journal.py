@@ -70,7 +70,8 @@ def _besides_tensors(value: Any) -> str:
         return f"({', '.join(map(_besides_tensors, value))})"
     if isinstance(value, dict):
         return str({key: _besides_tensors(item) for key, item in value.items()})
-    return "generator" if isinstance(value, torch.Generator) else repr(value)
+    plain = isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device | None)
+    return repr(value) if plain else type(value).__name__
 
 
 class WriteJournal(TorchDispatchMode):
@@ -99,7 +100,8 @@ class WriteJournal(TorchDispatchMode):
         if any(is_foreign(tensor) for tensor in given):
             return NotImplemented
         self.draws_random = self.draws_random or draws(func)
-        self.work.append((func, _besides_tensors((args, kwargs))))
+        if given:
+            self.work.append((func, _besides_tensors((args, kwargs))))
         known = {storage_address(tensor): tensor for tensor in given}
         for address, tensor in known.items():
             if address not in self._created:

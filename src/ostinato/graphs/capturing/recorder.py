@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ class StepRecorder:
         self._reads: dict[int, torch.Tensor] = {}
         self._step, self._buffers, self._pool, self._options = step, buffers, pool, options
         self._state, self._sinks, self._dummy, self._record_dummy = state, sinks, dummy, record_dummy
-        self._writes_inference_tensors = False
         is_field = any(field.name == "descriptor" for field in buffers.fields)
         self._wants_descriptor = not is_field and _has_parameter(step, "descriptor")
         self._compiled = CompiledSteps(step, compile_up_to, pool.device)
@@ -103,17 +102,11 @@ class StepRecorder:
 
     def output_at(self, descriptor: BatchDescriptor) -> Any:
         """What the step returns for a size that may have no graph."""
-        return self._allowing_inference_tensors(lambda: self._output_at(descriptor))
-
-    def _output_at(self, descriptor: BatchDescriptor) -> Any:
         with self.quiet():
             arguments = self._dummy_arguments(descriptor, self._dummy)
             return self.trials().run(lambda: self._step(**arguments))
 
     def _record(self, key: GraphKey, warmups: int) -> Recorded:
-        return self._allowing_inference_tensors(lambda: self._warm_up_and_record(key, warmups))
-
-    def _warm_up_and_record(self, key: GraphKey, warmups: int) -> Recorded:
         step = self._compiled.for_key(key)
         with self.quiet():
             arguments = self._dummy_arguments(key.descriptor, self._dummy)
@@ -139,23 +132,11 @@ class StepRecorder:
             self._reads |= {at: tensor for tensor in trials.reads if (at := storage_address(tensor)) not in ours}
             if self._record_dummy is not None:
                 self._dummy_arguments(key.descriptor, self._record_dummy)
-            with trials.undone():
+            allowing = writing_inference_tensors() if trials.writes_inference_tensors else nullcontext()
+            with trials.undone(), allowing:
                 return record(
                     lambda: step(**arguments), self._pool, self._options, self.bridges, piecewise=piecewise
                 )
-
-    def _allowing_inference_tensors(self, work: Callable[[], Any]) -> Any:
-        """Caches made under `inference_mode` refuse writes outside of it; such a step is tried once more,
-        without the bookkeeping of views and versions that they lack."""
-        if not self._writes_inference_tensors:
-            try:
-                return work()
-            except RuntimeError as error:
-                if "inference tensor" not in str(error):
-                    raise
-                self._writes_inference_tensors = True
-        with writing_inference_tensors():
-            return work()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -38,6 +38,8 @@ class Trials:
         self._rng = backend.rng_state()
         self._host_rng = torch.get_rng_state()
         self._rewinds = state is not None
+        self.writes_inference_tensors = False
+        """Whether a step that was run writes tensors made under `inference_mode`."""
 
     @property
     def reads(self) -> list[torch.Tensor]:
@@ -68,7 +70,23 @@ class Trials:
             return self.run_for_good(step, observed=observed)
 
     def run_for_good(self, step: Callable[[], Any], *, observed: bool = True) -> Any:
-        """The same, not undone yet."""
+        """The same, not undone yet.
+
+        Caches made under `inference_mode` refuse writes outside of it: such a step is tried once more, without
+        the bookkeeping of views and versions that those lack.
+        """
+        if not self.writes_inference_tensors:
+            try:
+                return self._run(step, observed)
+            except RuntimeError as error:
+                if "inference tensor" not in str(error):
+                    raise
+                self.undo()
+                self.writes_inference_tensors = True
+        with writing_inference_tensors():
+            return self._run(step, observed)
+
+    def _run(self, step: Callable[[], Any], observed: bool) -> Any:
         if self._state is not None or not observed:
             self._rewinds = True
             return step()

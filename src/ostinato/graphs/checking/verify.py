@@ -132,7 +132,7 @@ def verify(
     """
     generator = torch.Generator().manual_seed(seed)
     make = make_batch or (lambda shape, generator: random_batch(runner.buffers.fields, shape, generator))
-    with turn, runner.buffers.kept():
+    with turn:
         checks = [
             _check(runner, graph, shape, make(shape, generator), tolerance)
             for graph in runner.graphs.values()
@@ -181,7 +181,7 @@ def refuse_dependence_on_the_batch(runner: Verifiable, make: Callable[[BatchDesc
     if graph.descriptor.num_reqs == 1:
         return
     shape = _smaller(_full_shape(graph.descriptor), 2)
-    with turn, runner.buffers.kept(), torch.inference_mode(False), torch.no_grad():
+    with turn, torch.inference_mode(False), torch.no_grad():
         batch, trials = make(shape.as_descriptor()), runner.trials()
         try:
             unpadded = trials.run(lambda: _unpadded(runner, batch, shape))

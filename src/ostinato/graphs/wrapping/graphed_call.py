@@ -34,7 +34,7 @@ from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors
 from .reached import Reached
-from .signature import Examples, Signature, refuse_overlap
+from .signature import Examples, Signature, is_opaque, refuse_overlap
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -129,7 +129,9 @@ class GraphedCall:
         found = self._find(args, kwargs)
         if found is None:
             if self._entries:
-                return self._eagerly(Reason.UNSEEN_SIGNATURE, args, kwargs)
+                seen = not is_opaque(args, kwargs)
+                reason = Reason.UNSEEN_SIGNATURE if seen else Reason.OPAQUE_ARGUMENT
+                return self._eagerly(reason, args, kwargs)
             served, result = self._first_call(args, kwargs)
             if served:
                 return result
@@ -141,7 +143,7 @@ class GraphedCall:
             decision = entry.runner.decide(shape)
             reason = decision.reason if decision.is_eager else None
         if reason is not None:
-            return self._eagerly(reason, args, kwargs, entry.written)
+            return self._eagerly(reason, args, kwargs)
         if not entry.reached.is_unchanged():
             entry.reached.check()
         if entry.written:
@@ -241,11 +243,9 @@ class GraphedCall:
             return Reason.ATTRIBUTE_CHANGED
         return None
 
-    def _eagerly(
-        self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[str] = ()
-    ) -> Any:
+    def _eagerly(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.eager_steps[reason] += 1
-        if written:  # a graph works on copies, too
+        if any(entry.written for entry in self._entries):  # a graph works on copies, too
             args, kwargs = map_tensors(torch.Tensor.clone, (args, kwargs))
         below = GraphMode.PIECEWISE if self.mode is GraphMode.FULL else GraphMode.NONE
         with ExitStack() as modes:
@@ -266,18 +266,11 @@ class GraphedCall:
                 return trials.run_for_good(lambda: signature.call(self.function, copies))
 
         try:
-            try:
-                result = run()
-            except RuntimeError as error:
-                if "inference tensor" not in str(error):
-                    raise
-                trials.undo()
-                self._writes_inference_tensors = True
-                with writing_inference_tensors():
-                    result = run()
+            result = run()
         except BaseException:
             trials.undo()
             raise
+        self._writes_inference_tensors |= trials.writes_inference_tensors
         # A clone: so whatever of it is alive afterwards is state of the function's.
         result = map_tensors(torch.Tensor.clone, result)
         written = [name for name, copy in copies.items() if trials.wrote(storage_address(copy))]

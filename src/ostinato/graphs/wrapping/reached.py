@@ -121,7 +121,8 @@ class Reached:
             self._visit(f"{name}self", value.__self__)
         elif isinstance(value, functools.partial):
             self._visit(name, value.func)
-            self._visit(name, [*value.args, *value.keywords.values()])
+            self._visit(f"{name}args", value.args)
+            self._visit_table(name, value.keywords)
         elif isinstance(value, dict):
             self._visit_table(name, value)
         elif isinstance(value, list | tuple):
@@ -146,8 +147,10 @@ class Reached:
     def _visit_function(self, name: str, function: types.FunctionType) -> None:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._note(variable, functools.partial(_cell_contents, cell), _cell_contents(cell))
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit(name, default)
+        defaults = function.__defaults__ or ()
+        named = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :]
+        for variable, default in (*zip(named, defaults, strict=False), *(function.__kwdefaults__ or {}).items()):
+            self._note(variable, functools.partial(_item, (default,), 0), default)
         if not _is_users_module(function.__module__):
             return
         for variable in _names_in(function.__code__):

@@ -133,6 +133,11 @@ class Signature:
         return function(*args, **kwargs)
 
 
+def is_opaque(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has an argument that no graph can compare with an earlier one's."""
+    return not all(isinstance(leaf, (torch.Tensor, *_CONSTANTS)) for leaf in flatten((args, kwargs))[0])
+
+
 def refuse_overlap(batch: Batch, written: Sequence[str]) -> None:
     """BatchError if an argument that the function changes in place shares memory with another one: a graph
     has a copy of each, so that the other would not change with it."""

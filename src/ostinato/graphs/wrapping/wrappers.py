@@ -6,6 +6,7 @@ class, overridden or not, works on the very parameters, buffers, submodules and 
 `isinstance` holds. Only a call goes another way. The module itself is left as it was.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,10 @@ class _GraphControls:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copy has the same settings and captures graphs of its own: these read the original's memory."""
         return wrap, (self.graph_call.function, self.graph_call.settings)
+
+
+    def __copy__(self) -> Any:
+        return wrap(copy.copy(self.graph_call.function), self.graph_call.settings)
 
 
 class GraphedFunction(_GraphControls):
