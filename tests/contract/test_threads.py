@@ -238,7 +238,7 @@ class Elsewhere:
         self.draws = []
 
     def draw(self):
-        self.draws.append(self.pool.submit(torch.rand, 1).result().item())
+        self.draws.append(self.pool.submit(lambda: torch.rand(1).item()).result())
 
     def are_fresh(self, seed):
         """Whether the draws are those of one undisturbed stream."""
