@@ -129,6 +129,9 @@ def test_a_dataclass_comes_in_and_goes_out_as_what_it_is(device, kind):
         assert given.h is x
     assert reasons(f) == {}
     assert f.report().replays == 4
+    x = randn(7, WIDTH, device=device)
+    assert same(f(kind(x)).h, x * 2)
+    assert reasons(f) == {"larger-than-max": 1}
 
 
 def test_dataclasses_nest_in_each_other_and_in_other_trees(device):
@@ -280,6 +283,23 @@ def test_strict_raises_for_a_new_object_as_well(device):
     assert "output['h']" in str(caught.value)
 
 
+def test_a_runner_refuses_a_number_that_follows_the_batch_by_name(device):
+    def step(x):
+        return x * 2, x.size(0)
+
+    runner = make_runner(device, step, [2, 4], capture=False)
+    runner.capture(progress=False)
+    assert runner.graphs == {}
+    assert all("output[1]" in cause for cause in runner.report().failures.values())
+    assert len(runner.report().failures) == 2
+    x = randn(3, WIDTH, device=device)
+    assert same(runner.run({"x": x}), (x * 2, 3))
+    assert reasons(runner) == {"capture-failed": 1}
+    with pytest.raises(CaptureError) as caught:
+        make_runner(device, step, [2, 4], options=strictly())
+    assert "output[1]" in str(caught.value)
+
+
 def test_an_object_that_is_always_the_same_is_a_constant(device):
     config = SimpleNamespace(scale=2)
     f = wrap(lambda x: {"y": x * config.scale, "config": config})
@@ -335,6 +355,8 @@ DEPENDENT = {
     "softmax over the batch": lambda x: x.softmax(0),
     "normed over the batch": lambda x: x / x.norm(dim=0).add(1).mul(len(x)),
     "multiplied with the size": lambda x: x * x.size(0),
+    "upside down": lambda x: x.flip(0),
+    "the neighbour's": lambda x: x.roll(1, 0),
 }
 
 
@@ -400,6 +422,14 @@ def test_a_sum_over_rows_of_zeros_is_right_and_is_served(device, ladder):
     for n in (3, 1, 2):
         x = randn(n, WIDTH, device=device, seed=n)
         assert close(f(x), x + x.sum(0))
+    assert (reasons(f), f.report().replays) == ({}, 3)
+
+
+def test_rows_that_depend_on_earlier_rows_only_are_right_and_are_served(device):
+    f = wrap(lambda x: (x.cumsum(0), x.sum(), x[:1] * 2))
+    for n in (3, 1, 2):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert close(f(x), (x.cumsum(0), x.sum(), x[:1] * 2))
     assert (reasons(f), f.report().replays) == ({}, 3)
 
 
