@@ -200,7 +200,9 @@ def refused(f, name, *, calls, rungs=2):
     assert all("CaptureError" in cause and name in cause for cause in report.failures.values()), (
         report.failures
     )
-    assert reasons(f) == {"capture-failed": calls}
+    # What a first call leaves alive in an opaque result cannot be told from state that the function keeps.
+    assert set(reasons(f)) <= {"capture-failed", "first-call"}
+    assert sum(reasons(f).values()) == calls
     return True
 
 

@@ -89,8 +89,9 @@ class WriteJournal(TorchDispatchMode):
         """What was there before and is used, by the address of its storage: the tensor seen first."""
         self.written: set[int] = set()
         """Addresses of the storages among them that are written."""
-        self.draws_random = False
-        """Whether random numbers are drawn."""
+        self.draws_from_default = False
+        """Whether random numbers are drawn from a generator that nobody passes."""
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
         self.work: list[tuple[Any, str]] = []
         """The ops in order, with what they were given besides tensors."""
 
@@ -99,7 +100,8 @@ class WriteJournal(TorchDispatchMode):
         given = list(tensors_of((args, kwargs)))
         if any(is_foreign(tensor) for tensor in given):
             return NotImplemented
-        self.draws_random = self.draws_random or draws(func)
+        if draws(func):
+            self._note_draw([*args, *kwargs.values()])
         if given:
             self.work.append((func, _besides_tensors((args, kwargs))))
         known = {storage_address(tensor): tensor for tensor in given}
@@ -113,6 +115,18 @@ class WriteJournal(TorchDispatchMode):
             if not is_foreign(tensor) and storage_address(tensor) not in known:
                 self._created[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether random numbers are drawn at all."""
+        return self.draws_from_default or bool(self._generators)
+
+    def _note_draw(self, given: list[Any]) -> None:
+        passed = [value for value in given if isinstance(value, torch.Generator)]
+        self.draws_from_default = self.draws_from_default or not passed
+        for generator in passed:
+            if generator not in self._generators:
+                self._generators[generator] = generator.get_state()
 
     def survivors(self) -> set[int]:
         """Addresses of what was made while active and still lives: state that the step keeps."""
@@ -144,3 +158,5 @@ class WriteJournal(TorchDispatchMode):
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), writing_inference_tensors():
             for restore in reversed(self._undo):
                 restore()
+        for generator, state in self._generators.items():
+            generator.set_state(state)

@@ -147,7 +147,7 @@ class Trials:
         draw from them meanwhile, and would draw the same numbers again."""
         for generator, state in self._generators:
             generator.set_state(state)
-        if not (self._rewinds or self.draws_random):
+        if not (self._rewinds or any(journal.draws_from_default for journal in self._journals)):
             return
         if not torch.equal(torch.get_rng_state(), self._host_rng):
             torch.set_rng_state(self._host_rng)

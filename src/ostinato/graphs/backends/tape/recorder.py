@@ -35,8 +35,6 @@ class Recorder(TorchDispatchMode):
         self.active = False
         self.storages = StorageTable()
         self.segments: list[list[RecordedOp]] = []
-        self.generators: dict[torch.Generator, torch.Tensor] = {}
-        """Generators passed by the step, with their state before it."""
         self._position = 0
 
     def start_segment(self) -> None:
@@ -54,7 +52,6 @@ class Recorder(TorchDispatchMode):
         if any(is_foreign(tensor) for tensor in inputs):
             return NotImplemented
         check_op(func, args, kwargs, self.storages)
-        self._save_generators(args, kwargs)
         writes = func._schema.is_mutable
         # An op may resize what it writes (out= of the wrong size): replay needs the geometry after that.
         frozen = None if writes else self._freeze_inputs(args, kwargs)
@@ -97,11 +94,6 @@ class Recorder(TorchDispatchMode):
                 storages.use(spec, self._position)
         self.segments[-1].append(op)
         self._position += 1
-
-    def _save_generators(self, args: Any, kwargs: Any) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator) and value not in self.generators:
-                self.generators[value] = value.get_state()
 
     def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for tensor in written_arguments(func, args, kwargs):

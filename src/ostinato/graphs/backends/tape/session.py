@@ -149,9 +149,6 @@ class TapeSession:
         self._open.close()
         if self._journal is not None:
             self._journal.undo()
-            if self._journal.draws_random:
+            if self._journal.draws_from_default:
                 torch.set_rng_state(self._rng_state)
             self._journal = None
-        for generator, state in self._recorder.generators.items():
-            generator.set_state(state)
-        self._recorder.generators.clear()
