@@ -158,6 +158,7 @@ class ModelRunner:
         kernels = kernel_class(
             self.model.products_of(num_tokens, key.descriptor.num_reqs),
             num_tokens,
+            self.model.config.num_heads,
             self.model.config.num_kv_heads,
             self.config.dtype,
             device,
