@@ -147,7 +147,7 @@ def test_full_excluded_by_the_backend_becomes_piecewise_or_nothing(device):
     assert (decision.mode, decision.why_not_full) == (GraphMode.PIECEWISE, Reason.BACKEND_CAPABILITY)
     assert "NEVER" in runner.report().lowered
     assert "NEVER" in str(runner.report())
-    nothing = make(device, GraphMode.FULL, keys=[], capability=Capability.NEVER, piecewise_available=False)
+    nothing = make(device, GraphMode.FULL_DECODE_ONLY, keys=[], capability=Capability.NEVER)
     nothing.run(batch_of(device, [1, 1]))
     assert nothing.eager_steps == {Reason.BACKEND_CAPABILITY: 1}
 
@@ -168,7 +168,7 @@ def test_a_full_graph_that_is_missing_lets_the_piecewise_one_act(device):
     [
         ({"lora": 1}, Reason.NO_GRAPH_FOR_LORA),
         ({"cascade": True}, Reason.CASCADE_ATTENTION),
-        ({"encoder": True}, Reason.ENCODER_STEP),
+        ({"extra": "drafting"}, Reason.NO_GRAPH_FOR_EXTRA),
         ({"context": 4096}, Reason.NO_GRAPH_FOR_CONTEXT),
     ],
 )
@@ -203,6 +203,35 @@ def test_lora_cases_and_context_buckets_have_graphs_of_their_own(device):
         ]
         assert used.replays == 1
     assert not runner.eager_steps
+
+
+def test_cascade_batches_have_graphs_of_their_own(device):
+    keys = capture_keys(GraphMode.FULL_DECODE_ONLY, DECODE, None, max_reqs=MAX_REQS, cascade=True)
+    runner = make(device, GraphMode.FULL_DECODE_ONLY, keys=keys)
+    assert len(runner.graphs) == 3 * 2
+    batch = batch_of(device, [1, 1, 1])
+    for cascade in (False, True):
+        out = runner.run(batch, BatchShape.decode(3, cascade=cascade))
+        used = runner.graphs[GraphKey(GraphMode.FULL, BatchDescriptor.decode(4, cascade=cascade))]
+        assert used.replays == 1
+        assert same(out["hidden"], eager_padded(runner, batch)["hidden"][:3])
+    assert not runner.eager_steps
+
+
+def test_the_step_is_told_the_opaque_part_of_its_key(device):
+    def scaled(x, descriptor):
+        return x * (3 if descriptor.extra == "threefold" else 2)
+
+    buffers = InputBuffers([FIELDS[0]], max_tokens=4, max_reqs=4, device=device)
+    keys = [GraphKey(GraphMode.FULL, BatchDescriptor.decode(4, extra=extra)) for extra in (None, "threefold")]
+    runner = CudaGraphRunner(scaled, buffers, keys)
+    runner.capture(progress=False)
+    x = randn(3, WIDTH, device=device)
+    assert same(runner.run({"x": x}, BatchShape.decode(3)), x * 2)
+    assert same(runner.run({"x": x}, BatchShape.decode(3, extra="threefold")), x * 3)
+    assert same(runner.run({"x": x}, BatchShape.decode(3, extra="fourfold")), x * 2)
+    assert runner.eager_steps == {Reason.NO_GRAPH_FOR_EXTRA: 1}
+    runner.verify()
 
 
 def test_speculative_batches_use_the_graphs_of_their_query_length(device):

@@ -61,43 +61,39 @@ def test_needed_capability() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "capability", "query_len", "with_piecewise", "without"),
+    ("mode", "capability", "query_len", "possible"),
     [
-        (FULL, ALWAYS, 1, FULL, FULL),
-        (FULL, UNIFORM, 1, FULL_AND_PIECEWISE, FULL_DECODE_ONLY),
-        (FULL, UNIFORM, 3, FULL_AND_PIECEWISE, FULL_DECODE_ONLY),
-        (FULL, SINGLE, 1, FULL_AND_PIECEWISE, FULL_DECODE_ONLY),
-        (FULL, SINGLE, 3, PIECEWISE, NONE),
-        (FULL, NEVER, 1, PIECEWISE, NONE),
-        (FULL_AND_PIECEWISE, ALWAYS, 3, FULL_AND_PIECEWISE, FULL_DECODE_ONLY),
-        (FULL_AND_PIECEWISE, SINGLE, 1, FULL_AND_PIECEWISE, FULL_DECODE_ONLY),
-        (FULL_AND_PIECEWISE, SINGLE, 2, PIECEWISE, NONE),
-        (FULL_AND_PIECEWISE, NEVER, 1, PIECEWISE, NONE),
-        (FULL_DECODE_ONLY, SINGLE, 1, FULL_DECODE_ONLY, FULL_DECODE_ONLY),
-        (FULL_DECODE_ONLY, SINGLE, 2, NONE, NONE),
-        (FULL_DECODE_ONLY, NEVER, 1, NONE, NONE),
-        (PIECEWISE, NEVER, 1, PIECEWISE, NONE),
-        (NONE, NEVER, 1, NONE, NONE),
+        (FULL, ALWAYS, 1, FULL),
+        (FULL, UNIFORM, 1, FULL_AND_PIECEWISE),
+        (FULL, UNIFORM, 3, FULL_AND_PIECEWISE),
+        (FULL, SINGLE, 1, FULL_AND_PIECEWISE),
+        (FULL, SINGLE, 3, PIECEWISE),
+        (FULL, NEVER, 1, PIECEWISE),
+        (FULL_AND_PIECEWISE, ALWAYS, 3, FULL_AND_PIECEWISE),
+        (FULL_AND_PIECEWISE, SINGLE, 1, FULL_AND_PIECEWISE),
+        (FULL_AND_PIECEWISE, SINGLE, 2, PIECEWISE),
+        (FULL_AND_PIECEWISE, NEVER, 1, PIECEWISE),
+        (FULL_DECODE_ONLY, SINGLE, 1, FULL_DECODE_ONLY),
+        (FULL_DECODE_ONLY, SINGLE, 2, NONE),
+        (FULL_DECODE_ONLY, NEVER, 1, NONE),
+        (PIECEWISE, NEVER, 1, PIECEWISE),
+        (NONE, NEVER, 1, NONE),
     ],
 )
-def test_lower(
-    mode: GraphMode, capability: Capability, query_len: int, with_piecewise: GraphMode, without: GraphMode
-) -> None:
-    assert lower(mode, capability, query_len).mode is with_piecewise
-    assert lower(mode, capability, query_len, piecewise_available=False).mode is without
+def test_lower(mode: GraphMode, capability: Capability, query_len: int, possible: GraphMode) -> None:
+    assert lower(mode, capability, query_len).mode is possible
 
 
 @pytest.mark.parametrize("mode", list(GraphMode))
 @pytest.mark.parametrize("capability", list(Capability))
 @pytest.mark.parametrize("query_len", [1, 2])
-@pytest.mark.parametrize("piecewise_available", [True, False])
 def test_lowering_never_raises_a_path_and_explains_itself(
-    mode: GraphMode, capability: Capability, query_len: int, piecewise_available: bool
+    mode: GraphMode, capability: Capability, query_len: int
 ) -> None:
-    lowered = lower(mode, capability, query_len, piecewise_available)
+    lowered = lower(mode, capability, query_len)
     assert HEIGHT[lowered.mode.decode] <= HEIGHT[mode.decode]
     assert HEIGHT[lowered.mode.mixed] <= HEIGHT[mode.mixed]
-    assert lower(lowered.mode, capability, query_len, piecewise_available) == Lowered(lowered.mode, None)
+    assert lower(lowered.mode, capability, query_len) == Lowered(lowered.mode, None)
     if lowered.mode is mode:
         assert lowered.explanation is None
     else:
@@ -110,7 +106,6 @@ def test_the_explanation_names_what_is_missing() -> None:
     explanation = lower(FULL, UNIFORM).explanation or ""
     assert "mixed batches need ALWAYS" in explanation
     assert "UNIFORM_BATCH" in explanation
-    assert "not available" in (lower(PIECEWISE, ALWAYS, piecewise_available=False).explanation or "")
     assert "ask for PIECEWISE" in (lower(FULL_DECODE_ONLY, NEVER).explanation or "")
 
 

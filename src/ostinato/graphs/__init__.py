@@ -7,118 +7,101 @@ GPU (CUDA graphs) and on a CPU (the tape).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Type checkers read imports, not the table below; `X as X` tells them that X is public.
 if TYPE_CHECKING:
-    from .capturing.captured import CapturedGraph
-    from .capturing.gate import capture_gate, frozen_gc
-    from .capturing.options import CaptureOptions
-    from .capturing.pool import GraphPool
-    from .capturing.segments import SegmentedGraph, eager_boundary
-    from .checking.addresses import AddressBook
-    from .checking.verify import Verification, verify
-    from .current_stream import CurrentStream
-    from .dispatching.descriptor import BatchDescriptor, BatchShape
-    from .dispatching.dispatch import Decision, Dispatcher, Reason
-    from .dispatching.keys import GraphKey, capture_keys
-    from .dispatching.ladder import Ladder
-    from .dispatching.mode import Capability, GraphMode, lower
-    from .dispatching.step_mode import step_mode
+    from .capturing.captured import CapturedGraph as CapturedGraph
+    from .capturing.gate import capture_gate as capture_gate
+    from .capturing.gate import frozen_gc as frozen_gc
+    from .capturing.options import CaptureOptions as CaptureOptions
+    from .capturing.pool import GraphPool as GraphPool
+    from .capturing.segments import SegmentedGraph as SegmentedGraph
+    from .capturing.segments import eager_boundary as eager_boundary
+    from .checking.addresses import AddressBook as AddressBook
+    from .checking.verify import Verification as Verification
+    from .checking.verify import verify as verify
+    from .current_stream import CurrentStream as CurrentStream
+    from .dispatching.descriptor import BatchDescriptor as BatchDescriptor
+    from .dispatching.descriptor import BatchShape as BatchShape
+    from .dispatching.dispatch import Decision as Decision
+    from .dispatching.dispatch import Dispatcher as Dispatcher
+    from .dispatching.dispatch import Reason as Reason
+    from .dispatching.keys import GraphKey as GraphKey
+    from .dispatching.keys import capture_keys as capture_keys
+    from .dispatching.ladder import Ladder as Ladder
+    from .dispatching.mode import Capability as Capability
+    from .dispatching.mode import GraphMode as GraphMode
+    from .dispatching.mode import lower as lower
+    from .dispatching.step_mode import step_mode as step_mode
     from .errors import (
-        AddressError,
-        BatchError,
-        CaptureError,
-        ConfigError,
-        OstinatoError,
-        StaleOutputError,
-        VerifyError,
+        AddressError as AddressError,
     )
-    from .inputs.buffers import InputBuffers
-    from .inputs.fields import Extent, Field
-    from .report import Report
-    from .runner import CudaGraphRunner
-    from .wrapping.graphed import graphed
+    from .errors import (
+        BatchError as BatchError,
+    )
+    from .errors import (
+        CaptureError as CaptureError,
+    )
+    from .errors import (
+        ConfigError as ConfigError,
+    )
+    from .errors import (
+        OstinatoError as OstinatoError,
+    )
+    from .errors import (
+        StaleOutputError as StaleOutputError,
+    )
+    from .errors import (
+        VerifyError as VerifyError,
+    )
+    from .inputs.buffers import InputBuffers as InputBuffers
+    from .inputs.fields import Extent as Extent
+    from .inputs.fields import Field as Field
+    from .report import Report as Report
+    from .runner import CudaGraphRunner as CudaGraphRunner
+    from .wrapping.graphed import graphed as graphed
 
-__all__ = [
-    "AddressBook",
-    "AddressError",
-    "BatchDescriptor",
-    "BatchError",
-    "BatchShape",
-    "Capability",
-    "CaptureError",
-    "CaptureOptions",
-    "CapturedGraph",
-    "ConfigError",
-    "CudaGraphRunner",
-    "CurrentStream",
-    "Decision",
-    "Dispatcher",
-    "Extent",
-    "Field",
-    "GraphKey",
-    "GraphMode",
-    "GraphPool",
-    "InputBuffers",
-    "Ladder",
-    "OstinatoError",
-    "Reason",
-    "Report",
-    "SegmentedGraph",
-    "StaleOutputError",
-    "Verification",
-    "VerifyError",
-    "capture_gate",
-    "capture_keys",
-    "eager_boundary",
-    "frozen_gc",
-    "graphed",
-    "lower",
-    "step_mode",
-    "verify",
-]
-
-_HOMES = {
-    "AddressBook": ".checking.addresses",
-    "AddressError": ".errors",
-    "BatchDescriptor": ".dispatching.descriptor",
-    "BatchError": ".errors",
-    "BatchShape": ".dispatching.descriptor",
-    "Capability": ".dispatching.mode",
-    "CaptureError": ".errors",
-    "CaptureOptions": ".capturing.options",
-    "CapturedGraph": ".capturing.captured",
-    "ConfigError": ".errors",
-    "CudaGraphRunner": ".runner",
-    "CurrentStream": ".current_stream",
-    "Decision": ".dispatching.dispatch",
-    "Dispatcher": ".dispatching.dispatch",
-    "Extent": ".inputs.fields",
-    "Field": ".inputs.fields",
-    "GraphKey": ".dispatching.keys",
-    "GraphMode": ".dispatching.mode",
-    "GraphPool": ".capturing.pool",
-    "InputBuffers": ".inputs.buffers",
-    "Ladder": ".dispatching.ladder",
-    "OstinatoError": ".errors",
-    "Reason": ".dispatching.dispatch",
-    "Report": ".report",
-    "SegmentedGraph": ".capturing.segments",
-    "StaleOutputError": ".errors",
-    "Verification": ".checking.verify",
-    "VerifyError": ".errors",
-    "capture_gate": ".capturing.gate",
-    "capture_keys": ".dispatching.keys",
-    "eager_boundary": ".capturing.segments",
-    "frozen_gc": ".capturing.gate",
-    "graphed": ".wrapping.graphed",
-    "lower": ".dispatching.mode",
-    "step_mode": ".dispatching.step_mode",
-    "verify": ".checking.verify",
+_PUBLIC: dict[str, tuple[str, ...]] = {
+    "capturing.captured": ("CapturedGraph",),
+    "capturing.gate": ("capture_gate", "frozen_gc"),
+    "capturing.options": ("CaptureOptions",),
+    "capturing.pool": ("GraphPool",),
+    "capturing.segments": ("SegmentedGraph", "eager_boundary"),
+    "checking.addresses": ("AddressBook",),
+    "checking.verify": ("Verification", "verify"),
+    "current_stream": ("CurrentStream",),
+    "dispatching.descriptor": ("BatchDescriptor", "BatchShape"),
+    "dispatching.dispatch": ("Decision", "Dispatcher", "Reason"),
+    "dispatching.keys": ("GraphKey", "capture_keys"),
+    "dispatching.ladder": ("Ladder",),
+    "dispatching.mode": ("Capability", "GraphMode", "lower"),
+    "dispatching.step_mode": ("step_mode",),
+    "errors": (
+        "AddressError",
+        "BatchError",
+        "CaptureError",
+        "ConfigError",
+        "OstinatoError",
+        "StaleOutputError",
+        "VerifyError",
+    ),
+    "inputs.buffers": ("InputBuffers",),
+    "inputs.fields": ("Extent", "Field"),
+    "report": ("Report",),
+    "runner": ("CudaGraphRunner",),
+    "wrapping.graphed": ("graphed",),
 }
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     """The public names, imported when first asked for: who needs an exception only need not load torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(_HOMES[name], __name__), name)
+    globals()[name] = found = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -108,8 +108,9 @@ def shapes_to_try(descriptor: BatchDescriptor) -> list[BatchShape]:
     """A full batch, and one that is mostly padding."""
     limits: dict[str, Any] = {
         "lora": descriptor.lora,
-        "encoder": descriptor.encoder,
+        "cascade": descriptor.cascade,
         "context": descriptor.context or 0,
+        "extra": descriptor.extra,
     }
     full = BatchShape(descriptor.num_tokens, descriptor.num_reqs, descriptor.query_len, **limits)
     if descriptor.num_reqs == 1 or descriptor.num_tokens == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import total_ordering
 
@@ -27,6 +28,10 @@ def _describe_size(num_tokens: int, num_reqs: int, query_len: int | None) -> str
     return f"decode {num_reqs}x{query_len}"
 
 
+def _describe_rest(cascade: bool, extra: Hashable) -> str:
+    return (" cascade" if cascade else "") + (f" extra={extra!r}" if extra is not None else "")
+
+
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
@@ -40,10 +45,12 @@ class BatchDescriptor:
     """The one query length all requests have; None: lengths may be mixed."""
     lora: int = 0
     """The most adapters the graph can serve; 0: the base graph, without LoRA work."""
-    encoder: bool = False
-    """Whether the step also runs the encoder."""
+    cascade: bool = False
+    """Whether attention runs as a cascade over a shared prefix; a piecewise graph serves both."""
     context: int | None = None
     """The longest context the graph serves; None: any."""
+    extra: Hashable = None
+    """Whatever else tells graphs apart: opaque here, and the same in every batch that the graph serves."""
 
     def __post_init__(self) -> None:
         _check_counts(self.num_tokens, self.num_reqs, self.query_len, ConfigError)
@@ -59,11 +66,12 @@ class BatchDescriptor:
         query_len: int = 1,
         *,
         lora: int = 0,
-        encoder: bool = False,
+        cascade: bool = False,
         context: int | None = None,
+        extra: Hashable = None,
     ) -> BatchDescriptor:
         """The descriptor of a uniform batch."""
-        return cls(num_reqs * query_len, num_reqs, query_len, lora, encoder, context)
+        return cls(num_reqs * query_len, num_reqs, query_len, lora, cascade, context, extra)
 
     @property
     def is_uniform(self) -> bool:
@@ -71,8 +79,11 @@ class BatchDescriptor:
         return self.query_len is not None
 
     @property
-    def sort_key(self) -> tuple[int, int, float, int, int, int, bool]:
-        """Tokens, adapters, context (any is the most), uniform before mixed; then what tells keys apart."""
+    def sort_key(self) -> tuple[int, int, float, int, int, int, bool, str]:
+        """Tokens, adapters, context (any is the most), uniform before mixed; then what tells keys apart.
+
+        Opaque parts may be of types that do not compare, so they order by their repr.
+        """
         context = math.inf if self.context is None else self.context
         mixed = 0 if self.is_uniform else 1
         return (
@@ -82,7 +93,8 @@ class BatchDescriptor:
             mixed,
             self.num_reqs,
             self.query_len or 0,
-            self.encoder,
+            self.cascade,
+            repr(self.extra),
         )
 
     def __lt__(self, other: object) -> bool:
@@ -96,7 +108,7 @@ class BatchDescriptor:
             text += f" lora<={self.lora}"
         if self.context is not None:
             text += f" context<={self.context}"
-        return text + " encoder" if self.encoder else text
+        return text + _describe_rest(self.cascade, self.extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +124,11 @@ class BatchShape:
     lora: int = 0
     """Adapters active in the batch."""
     cascade: bool = False
-    """Whether attention runs as a cascade over a shared prefix, which no full graph holds."""
-    encoder: bool = False
-    """Whether the step also runs the encoder."""
+    """Whether attention runs as a cascade over a shared prefix."""
     context: int = 0
     """The longest context of the batch; 0 where it does not matter."""
+    extra: Hashable = None
+    """Only graphs with an equal `extra` serve the batch."""
 
     def __post_init__(self) -> None:
         _check_counts(self.num_tokens, self.num_reqs, self.query_len, BatchError)
@@ -131,16 +143,22 @@ class BatchShape:
         *,
         lora: int = 0,
         cascade: bool = False,
-        encoder: bool = False,
         context: int = 0,
+        extra: Hashable = None,
     ) -> BatchShape:
         """The shape of a uniform batch."""
-        return cls(num_reqs * query_len, num_reqs, query_len, lora, cascade, encoder, context)
+        return cls(num_reqs * query_len, num_reqs, query_len, lora, cascade, context, extra)
 
     def as_descriptor(self) -> BatchDescriptor:
         """What a graph made for exactly this shape would serve."""
         return BatchDescriptor(
-            self.num_tokens, self.num_reqs, self.query_len, self.lora, self.encoder, self.context or None
+            self.num_tokens,
+            self.num_reqs,
+            self.query_len,
+            self.lora,
+            self.cascade,
+            self.context or None,
+            self.extra,
         )
 
     def __str__(self) -> str:
@@ -149,6 +167,4 @@ class BatchShape:
             text += f" lora={self.lora}"
         if self.context:
             text += f" context={self.context}"
-        if self.cascade:
-            text += " cascade"
-        return text + " encoder" if self.encoder else text
+        return text + _describe_rest(self.cascade, self.extra)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations
 from typing import Any
 
 from ..errors import ConfigError
 from .descriptor import BatchDescriptor, BatchShape
-from .graph_index import Cost, Index, Need
 from .keys import GraphKey
 from .mode import Capability, GraphMode, lower, needed_capability
 
@@ -39,11 +38,13 @@ class Reason(StrEnum):
     NO_GRAPH_FOR_CONTEXT = "no-graph-for-context"
     """No graph serves as long a context."""
     CASCADE_ATTENTION = "cascade-attention"
-    """Cascade attention is in no full graph."""
-    ENCODER_STEP = "encoder-step"
-    """The step runs the encoder and no graph does."""
+    """The batch runs attention as a cascade and no full graph does."""
+    NO_GRAPH_FOR_EXTRA = "no-graph-for-extra"
+    """No graph has the opaque part that the batch asks for."""
     CAPTURE_FAILED = "capture-failed"
     """The graph for it failed to capture."""
+    OTHER_RANK = "other-rank"
+    """The graph for it was given up because another rank could not capture it."""
     OUT_OF_MEMORY = "out-of-memory"
     """The graph for it was shed for want of memory."""
     BACKEND_CAPABILITY = "backend-capability"
@@ -54,6 +55,12 @@ class Reason(StrEnum):
     """The autocast state differs from that of the capture."""
     TRAINING_MODE_CHANGED = "training-mode-changed"
     """train() or eval() was called since the capture."""
+    ATTRIBUTE_CHANGED = "attribute-changed"
+    """An attribute that the step reads has another value than at the capture."""
+    FIRST_CALL = "first-call"
+    """Arguments of this kind were seen for the first time; nothing is captured for them yet."""
+    OPAQUE_ARGUMENT = "opaque-argument"
+    """An argument cannot be compared with the one captured, so nobody knows whether the graph is right."""
     UNSEEN_SIGNATURE = "unseen-signature"
     """Arguments of another kind than those captured."""
 
@@ -82,14 +89,17 @@ class Decision:
         return self.mode is GraphMode.NONE
 
 
-# What may keep a batch from a graph that is large enough: the field, and its value once it is dropped.
-# When several do, the first is named.
-_REQUIREMENTS: tuple[tuple[Reason, str, Any], ...] = (
-    (Reason.CASCADE_ATTENTION, "cascade", False),
-    (Reason.ENCODER_STEP, "encoder", None),
-    (Reason.NO_GRAPH_FOR_LORA, "lora", 0),
-    (Reason.NO_GRAPH_FOR_CONTEXT, "context", 0),
-    (Reason.PADDING_DISABLED, "exact", False),
+# What may keep a batch from a graph. Of several obstacles between the two the first one here is named.
+_OBSTACLES = (
+    Reason.NOT_CAPTURED,
+    Reason.LARGER_THAN_MAX,
+    Reason.MIXED_BATCH,
+    Reason.NO_GRAPH_FOR_QUERY_LENGTH,
+    Reason.CASCADE_ATTENTION,
+    Reason.NO_GRAPH_FOR_EXTRA,
+    Reason.NO_GRAPH_FOR_LORA,
+    Reason.NO_GRAPH_FOR_CONTEXT,
+    Reason.PADDING_DISABLED,
 )
 
 
@@ -97,9 +107,8 @@ class Dispatcher:
     """Chooses, for every step and before anything is written, the graph that serves it.
 
     FULL goes before PIECEWISE, and PIECEWISE before eager. Among the graphs of one mode that can serve a
-    batch the one of least `cost` is taken; equal costs and a missing `cost` fall back on the order of
-    descriptors: fewest tokens, adapters, context, uniform before mixed. `cost` is asked once for every
-    graph, at the first decision after the set of graphs has changed.
+    batch the first in the order of descriptors is taken: fewest tokens, adapters, context, uniform before
+    mixed.
 
     The decode path is for uniform batches of `query_len` tokens, or of any other length that was given a
     uniform graph (even if that was lost since); all other batches take the mixed path.
@@ -112,20 +121,17 @@ class Dispatcher:
         capability: Capability = Capability.ALWAYS,
         query_len: int = 1,
         padding: bool = True,
-        cost: Cost | None = None,
-        piecewise_available: bool = True,
     ) -> None:
         self.requested = GraphMode.parse(mode)
         """The mode that was asked for."""
-        possible = lower(self.requested, capability, query_len, piecewise_available)
+        possible = lower(self.requested, capability, query_len)
         self.mode = possible.mode
         """The mode after the backend's capability has lowered it."""
         self.lowered = possible.explanation
         """What was lowered and why; None when nothing was."""
         self._capability = capability
         self._padding = padding
-        self._cost = cost
-        self._live: dict[GraphKey, None] = {}
+        self._live: list[GraphKey] = []  # the cheapest first
         self._lost: dict[GraphKey, Reason] = {}
         self._decode_lengths = {query_len}
         # Contexts between two neighbours here decide alike: a growing context keeps its remembered decision.
@@ -133,7 +139,6 @@ class Dispatcher:
         self.version = 0
         """Changes whenever the set of graphs does; decisions of an earlier version are void."""
         self._remembered: dict[tuple[Any, ...], Decision] = {}
-        self._indexes: tuple[Index, Index] | None = None
 
     def check(self, key: GraphKey) -> None:
         """Refuse a graph that no batch could ever use: worth asking before it is captured."""
@@ -146,9 +151,9 @@ class Dispatcher:
         elif mode is GraphMode.PIECEWISE:
             if self.mode.mixed is not GraphMode.PIECEWISE:
                 raise ConfigError(f"{self.mode.name} uses no piecewise graphs: {descriptor}")
-            if descriptor.query_len is not None or descriptor.context is not None:
+            if descriptor.query_len is not None or descriptor.context is not None or descriptor.cascade:
                 raise ConfigError(
-                    f"a piecewise graph serves any query length and context, not only {descriptor}"
+                    f"a piecewise graph serves any query length, context and attention, not only {descriptor}"
                 )
         else:
             raise ConfigError(f"a graph is FULL or PIECEWISE, not {mode.name}")
@@ -157,7 +162,8 @@ class Dispatcher:
         """Let a captured graph serve batches."""
         self._admit(key)
         self._lost.pop(key, None)
-        self._live[key] = None
+        if key not in self._live:
+            insort(self._live, key, key=_price)
 
     def remove(self, key: GraphKey, reason: Reason) -> None:
         """Stop using a graph; batches that only it could serve report `reason` from now on."""
@@ -170,11 +176,12 @@ class Dispatcher:
         if reason.is_replay:
             raise ConfigError(f"{reason} does not say why a graph is missing")
         self._admit(key)
-        self._live.pop(key, None)
+        if key in self._live:
+            self._live.remove(key)
         self._lost[key] = reason
 
     def keys(self) -> tuple[GraphKey, ...]:
-        """The graphs in use, in the order they were added."""
+        """The graphs in use, the cheapest first."""
         return tuple(self._live)
 
     def decide(self, shape: BatchShape) -> Decision:
@@ -185,8 +192,8 @@ class Dispatcher:
             shape.query_len,
             shape.lora,
             shape.cascade,
-            shape.encoder,
             bisect_left(self._context_bounds, shape.context),
+            shape.extra,
         )
         decision = self._remembered.get(known)
         if decision is None:
@@ -199,33 +206,22 @@ class Dispatcher:
         wanted, path = self._paths(shape)
         if path is GraphMode.NONE:
             return Decision(GraphMode.NONE, None, self._why_no_path(shape, wanted))
-        need = Need(
-            shape.num_tokens,
-            shape.num_reqs,
-            shape.query_len,
-            shape.lora,
-            shape.context,
-            shape.encoder,
-            shape.cascade,
-            not self._padding,
-        )
-        live, lost = self._indexed()
         # A FULL path whose graph is missing may use the piecewise graphs of the mixed path.
         modes = [GraphMode.FULL] if path is GraphMode.FULL else []
         modes += [GraphMode.PIECEWISE] if self.mode.mixed is GraphMode.PIECEWISE else []
+        # Keys begin with their tokens: those before here are all too small.
+        large_enough = self._live[bisect_left(self._live, (shape.num_tokens,), key=_price) :]
         for mode in modes:
-            found = live.cheapest(mode, need)
+            found = next((key.descriptor for key in large_enough if self._serves(key, mode, shape)), None)
             if found is None:
                 continue
             reason = Reason.EXACT if found.num_tokens == shape.num_tokens else Reason.PADDED
             why_not_full = None
             if mode is not GraphMode.FULL and wanted is GraphMode.FULL:
                 lowered = path is not GraphMode.FULL
-                why_not_full = (
-                    Reason.BACKEND_CAPABILITY if lowered else self._cause(live, lost, [GraphMode.FULL], need)
-                )
+                why_not_full = Reason.BACKEND_CAPABILITY if lowered else self._cause([GraphMode.FULL], shape)
             return Decision(mode, found, reason, why_not_full)
-        return Decision(GraphMode.NONE, None, self._cause(live, lost, modes, need))
+        return Decision(GraphMode.NONE, None, self._cause(modes, shape))
 
     def _paths(self, shape: BatchShape) -> tuple[GraphMode, GraphMode]:
         """What this shape was asked to run as, and what it can run as at best."""
@@ -238,36 +234,45 @@ class Dispatcher:
             return Reason.DISABLED
         if wanted is not GraphMode.NONE:
             return Reason.BACKEND_CAPABILITY
-        return Reason.MIXED_BATCH if shape.query_len is None else Reason.NO_GRAPH_FOR_QUERY_LENGTH
+        return _other_length(shape)
 
-    def _cause(self, live: Index, lost: Index, modes: list[GraphMode], need: Need) -> Reason:
+    def _serves(self, key: GraphKey, mode: GraphMode, shape: BatchShape) -> bool:
+        return key.mode is mode and next(self._obstacles(key, shape), None) is None
+
+    def _obstacles(self, key: GraphKey, shape: BatchShape) -> Iterator[Reason]:
+        """What keeps a batch from this graph; nothing: the graph serves it."""
+        mode, graph = key
+        if graph.num_tokens < shape.num_tokens or graph.num_reqs < shape.num_reqs:
+            yield Reason.LARGER_THAN_MAX
+        if mode is GraphMode.FULL:
+            # A graph for mixed lengths serves uniform batches as well, never the reverse.
+            if graph.query_len is not None and graph.query_len != shape.query_len:
+                yield _other_length(shape)
+            if graph.cascade != shape.cascade:
+                # To need no cascade is nothing that a batch could do without.
+                yield Reason.CASCADE_ATTENTION if shape.cascade else Reason.NOT_CAPTURED
+        if graph.extra != shape.extra:
+            yield Reason.NO_GRAPH_FOR_EXTRA
+        if graph.lora < shape.lora:
+            yield Reason.NO_GRAPH_FOR_LORA
+        # Attention, which alone depends on the context, is outside of a piecewise graph.
+        if mode is GraphMode.FULL and graph.context is not None and graph.context < shape.context:
+            yield Reason.NO_GRAPH_FOR_CONTEXT
+        if not self._padding and graph.num_tokens != shape.num_tokens:
+            yield Reason.PADDING_DISABLED
+
+    def _cause(self, modes: list[GraphMode], shape: BatchShape) -> Reason:
         """Why no live graph of these modes serves a batch: the most specific cause that is true.
 
-        A lost graph that would have served it; else the smallest set of requirements without which a
-        graph serves it, by its first member; else its size; else its query length.
+        A lost graph that would have served it; else what keeps it from the graph that comes nearest.
         """
-
-        def found(eased: Need, *, any_length: bool = False) -> bool:
-            return any(live.cheapest(mode, eased, any_length=any_length) for mode in modes)
-
         for mode in modes:
-            gone = lost.cheapest(mode, need)
-            if gone is not None:
-                return self._lost[GraphKey(mode, gone)]
-        in_force = [requirement for requirement in _REQUIREMENTS if getattr(need, requirement[1])]
-        eased = need
-        for how_many in range(1, len(in_force) + 1):
-            for dropped in combinations(in_force, how_many):
-                eased = need._replace(**{field: without for _, field, without in dropped})
-                if found(eased):
-                    return dropped[0][0]
-        # Every requirement is dropped in `eased` now; in `tiny` that of the size as well.
-        tiny = eased._replace(tokens=0, reqs=0)
-        if found(tiny):
-            return Reason.LARGER_THAN_MAX
-        if found(eased, any_length=True):
-            return Reason.MIXED_BATCH if need.query_len is None else Reason.NO_GRAPH_FOR_QUERY_LENGTH
-        return Reason.LARGER_THAN_MAX if found(tiny, any_length=True) else Reason.NOT_CAPTURED
+            gone = [key for key in self._lost if self._serves(key, mode, shape)]
+            if gone:
+                return self._lost[min(gone, key=_price)]
+        between = [tuple(self._obstacles(key, shape)) for key in self._live if key.mode in modes]
+        nearest = min(between, key=_distance, default=(Reason.NOT_CAPTURED,))
+        return min(nearest, key=_OBSTACLES.index)
 
     def _admit(self, key: GraphKey) -> None:
         self.check(key)
@@ -278,10 +283,27 @@ class Dispatcher:
             insort(self._context_bounds, descriptor.context)
         self.version += 1
         self._remembered.clear()
-        self._indexes = None
 
-    def _indexed(self) -> tuple[Index, Index]:
-        if self._indexes is None:
-            # A lost graph was perhaps never measured: its cost is not asked for.
-            self._indexes = Index(self._live, self._cost), Index(self._lost, None)
-        return self._indexes
+
+def _price(key: GraphKey) -> tuple[Any, ...]:
+    return key.descriptor.sort_key
+
+
+def _other_length(shape: BatchShape) -> Reason:
+    return Reason.MIXED_BATCH if shape.query_len is None else Reason.NO_GRAPH_FOR_QUERY_LENGTH
+
+
+def _distance(obstacles: tuple[Reason, ...]) -> tuple[Any, ...]:
+    """How far a graph is from serving a batch.
+
+    Far are graphs of another kind of step, nearer those of another query length, nearer those that are too
+    small. Near are graphs with other obstacles only: the fewer the nearer, and of equally many those that
+    are named first.
+    """
+    return (
+        Reason.NOT_CAPTURED in obstacles,
+        Reason.MIXED_BATCH in obstacles or Reason.NO_GRAPH_FOR_QUERY_LENGTH in obstacles,
+        Reason.LARGER_THAN_MAX in obstacles,
+        len(obstacles),
+        sorted(map(_OBSTACLES.index, obstacles)),
+    )

@@ -27,12 +27,14 @@ def capture_keys(
     max_reqs: int,
     lora_cases: Sequence[int] = (0,),
     context_buckets: Sequence[int | None] = (None,),
+    cascade: bool = False,
 ) -> list[GraphKey]:
     """The graphs to capture for a mode, the largest first.
 
     `decode_ladder` counts requests (of `query_len` tokens each) and is needed where the decode path is
     FULL; `token_ladder` counts tokens and is needed by every other graph. Piecewise graphs serve both
-    paths and any context, so they are listed once.
+    paths, any context and cascade attention, so they are listed once. With `cascade` every FULL decode
+    graph has a second one for batches that run attention as a cascade.
     """
     mode = GraphMode.parse(mode)
     if max_reqs < 1:
@@ -50,10 +52,14 @@ def capture_keys(
                 f"{max_reqs}; cut it with up_to({max_reqs})"
             )
         keys += [
-            GraphKey(GraphMode.FULL, BatchDescriptor.decode(num_reqs, query_len, lora=lora, context=context))
+            GraphKey(
+                GraphMode.FULL,
+                BatchDescriptor.decode(num_reqs, query_len, lora=lora, cascade=as_cascade, context=context),
+            )
             for num_reqs in decode_ladder
             for lora in lora_cases
             for context in context_buckets
+            for as_cascade in ((False, True) if cascade else (False,))
         ]
     if mode.mixed is not GraphMode.NONE:
         if token_ladder is None:
@@ -71,5 +77,6 @@ def capture_keys(
 
 def capture_order(key: GraphKey) -> tuple[Any, ...]:
     """Sorts the largest first: the graph that takes the most memory makes room for the rest."""
-    dearest_first = tuple(-part for part in key.descriptor.sort_key)
-    return (dearest_first[0], key.mode is not GraphMode.FULL, *dearest_first[1:])
+    *numbers, extra = key.descriptor.sort_key
+    tokens, *rest = (-number for number in numbers)
+    return (tokens, key.mode is not GraphMode.FULL, *rest, extra)

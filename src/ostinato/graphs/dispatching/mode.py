@@ -92,17 +92,14 @@ class Lowered:
     explanation: str | None
 
 
-def lower(
-    mode: GraphMode, capability: Capability, query_len: int = 1, piecewise_available: bool = True
-) -> Lowered:
+def lower(mode: GraphMode, capability: Capability, query_len: int = 1) -> Lowered:
     """The nearest mode that an attention backend of this capability can run.
 
-    A path that cannot be FULL falls to PIECEWISE, or to NONE where piecewise capture is not available.
-    No path is ever raised above what was asked for. That decides the one case in which the paths that
-    are left form no mode: FULL_DECODE_ONLY on a backend that cannot capture the decode path becomes
-    NONE, not PIECEWISE, because piecewise graphs would serve mixed batches as well, which was declined,
-    and would cost a token ladder, capture time and memory that nobody asked for. The explanation says
-    to ask for PIECEWISE.
+    A path that cannot be FULL falls to PIECEWISE, and no path is ever raised above what was asked for.
+    That decides the one case in which the paths that are left form no mode: FULL_DECODE_ONLY on a backend
+    that cannot capture the decode path becomes NONE, not PIECEWISE, because piecewise graphs would serve
+    mixed batches as well, which was declined, and would cost a token ladder, capture time and memory that
+    nobody asked for. The explanation says to ask for PIECEWISE.
     """
     if query_len < 1:
         raise ConfigError(f"the query length must be at least 1, not {query_len}")
@@ -111,10 +108,7 @@ def lower(
     def limited(name: str, wanted: GraphMode, need: Capability) -> GraphMode:
         if wanted is GraphMode.FULL and capability < need:
             why.append(f"full graphs of {name} need {need.name}, the attention backend has {capability.name}")
-            wanted = GraphMode.PIECEWISE
-        if wanted is GraphMode.PIECEWISE and not piecewise_available:
-            why.append(f"piecewise graphs are not available for {name}")
-            wanted = GraphMode.NONE
+            return GraphMode.PIECEWISE
         return wanted
 
     decode = limited(f"decode batches of query length {query_len}", mode.decode, needed_capability(query_len))
