@@ -46,6 +46,7 @@ def test_the_largest_capture_size_cuts_both_ladders() -> None:
         ({"batch_invariant": True, "disable_cuda_graph": True}, "it needs graphs"),
         ({"batch_invariant": True, "cuda_graph_bs": (1, 2)}, "drop cuda_graph_bs"),
         ({"batch_invariant": True, "enable_torch_compile": True}, "exclude each other"),
+        ({"batch_invariant": True, "enable_cascade_attention": True}, "exclude each other"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
