@@ -126,8 +126,8 @@ def test_nobody_looks_while_nothing_changes() -> None:
 
 def test_a_cascade_pays_by_what_it_does_not_read() -> None:
     four_kilobytes = 2 * 8 * 128 * 2
-    assert pays(32, 272, four_kilobytes)
-    assert not pays(32, 256, four_kilobytes)
-    assert pays(8, 1184, four_kilobytes)
+    assert pays(32, 544, four_kilobytes)
+    assert not pays(32, 528, four_kilobytes)
+    assert pays(8, 2352, four_kilobytes)
     assert not pays(3, 100_000, four_kilobytes), "no graph is captured for so few"
     assert not pays(256, 0, four_kilobytes)

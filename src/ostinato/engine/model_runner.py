@@ -109,7 +109,8 @@ class ModelRunner:
         self.missed_cascades: Counter[Reason] = Counter()
         """Steps whose attention should have read a shared prefix once, and had no graph that does."""
         self._why_no_cascade: Reason | None = None
-        self._kv_bytes_per_token = sum(cache[0, 0].nbytes for cache in kv.layer(0))
+        self.kv_bytes_per_token = sum(cache[0, 0].nbytes for cache in kv.layer(0))
+        """Of one layer."""
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
         # Two lines a step: one from its decode graph, one from a sampling graph.
@@ -221,7 +222,7 @@ class ModelRunner:
         shared = step.shared_prefix
         if not shared or not self._has_whole_contexts:
             return False
-        return shared_prefix.pays(step.num_requests, shared, self._kv_bytes_per_token)
+        return shared_prefix.pays(step.num_requests, shared, self.kv_bytes_per_token)
 
     @property
     def _has_whole_contexts(self) -> bool:
