@@ -104,8 +104,12 @@ class PrefixTile:
 
 
 def prefix_tile(dtype: torch.dtype, num_tokens: int, group: int) -> PrefixTile:
-    """The tile for a batch; as long as there are rows for it, that of prompt attention."""
-    most_rows, key_block, num_stages = (32, 32, 2) if dtype == torch.float32 else (64, 64, 3)
+    """The tile for a batch: that of prompt attention, or less where there are fewer rows.
+
+    Triton counts the way from a page's number to its keys as a stage of its own, so that five of them have
+    two blocks on their way (and two programs still fit on a multiprocessor).
+    """
+    most_rows, key_block, num_stages = (32, 32, 2) if dtype == torch.float32 else (64, 64, 5)
     query_block = max(16, min(most_rows, next_power_of_2(num_tokens * group)))
     return PrefixTile(query_block, key_block, least_blocks=2, num_warps=4, num_stages=num_stages)
 
@@ -113,11 +117,12 @@ def prefix_tile(dtype: torch.dtype, num_tokens: int, group: int) -> PrefixTile:
 def prefix_splits_of(tile: PrefixTile, num_tokens: int, num_heads: int, num_kv_heads: int, limit: int) -> int:
     """Parts of a prefix of at most `limit` positions, enough to fill a GPU.
 
-    A batch of one tile waits for memory: one program on a multiprocessor has enough on its way, and fewer
-    parts are left to join. More tiles wait for the tensor cores, and two programs hide each other's gaps.
+    Two programs on a multiprocessor hide each other's gaps. One is enough for a single block of 64 queries:
+    it waits for memory, has enough on its way, and joining twice the parts would take longer.
     """
     tiles = cdiv(num_tokens * (num_heads // num_kv_heads), tile.query_block)
-    wanted = _MULTIPROCESSORS * (1 if tiles == 1 else 2) // (tiles * num_kv_heads)
+    is_one_large = tiles == 1 and tile.query_block >= 64
+    wanted = _MULTIPROCESSORS * (1 if is_one_large else 2) // (tiles * num_kv_heads)
     return max(1, min(wanted, MAX_SPLITS, cdiv(limit, tile.key_block * tile.least_blocks)))
 
 
