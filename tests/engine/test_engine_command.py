@@ -1,5 +1,6 @@
 """`ostinato generate` and `ostinato chat`, in this process, with a tiny model."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,8 @@ from .conftest import TinyModel
 SMALL = [
     "--max-model-len",
     "64",
+    "--chunked-prefill-size",
+    "16",
     "--cuda-graph-prefill-tokens",
     "16",
     "--num-pages",
@@ -47,6 +50,16 @@ def test_text_goes_to_standard_output_and_the_rest_does_not(tiny_text: TinyModel
     result = run(tiny_text, "Hello", "--max-tokens", "9", "--raw", "--enforce-eager", "--graph-report")
     assert result.stdout == raw + "\n"
     assert "disabled" in result.stderr
+
+
+def test_captures_are_shown_when_asked_for(tiny_text: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        assert run(tiny_text, "Hello", "--max-tokens", "1").exit_code == 0
+        assert "captured GraphRow" not in caplog.text
+        assert run(tiny_text, "Hello", "--max-tokens", "1", "--cuda-graph-debug-log").exit_code == 0
+        assert "captured GraphRow(mode='full', descriptor='decode 1x1" in caplog.text
+    finally:
+        logging.getLogger("ostinato.graphs").setLevel(logging.NOTSET)
 
 
 def test_every_sampling_parameter_is_a_flag(tiny_text: TinyModel, llm: LLM) -> None:

@@ -1,10 +1,8 @@
 """Options that change how steps run, and what users of other engines call them."""
 
-import logging
 from typing import Any
 
 import pytest
-import torch
 
 from ostinato.engine.config import EngineConfig
 from ostinato.engine.llm import LLM
@@ -16,35 +14,11 @@ from .conftest import TinyModel, prompts_of
 SMALL: dict[str, Any] = {"max_model_len": 96, "max_running_requests": 6, "num_pages": 40}
 
 
-def resolved(**options: Any) -> Any:
-    return EngineConfig(device="cpu", **options).resolved(4096, torch.float32)
-
-
-def test_capture_sizes_in_tokens_are_converted_and_shown(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "ostinato.engine"):
-        config = resolved(cudagraph_capture_sizes=(64, 1, 2, 8, 512), max_running_requests=8)
-    assert list(config.decode_ladder) == [1, 2, 8]
-    assert list(config.token_ladder) == [1, 2, 8, 64, 512]
-    assert config.max_batched_tokens == 512, "longer prompts run in segments of the last rung"
-    assert "became cuda_graph_bs 1,2,8 and cuda_graph_prefill_tokens 1,2,8,64,512" in caplog.text
-
-
-def test_the_largest_capture_size_cuts_both_ladders() -> None:
-    config = resolved(max_cudagraph_capture_size=24, max_running_requests=64)
-    assert config.decode_ladder.limit == 24
-    assert config.token_ladder.limit == 24
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cudagraph_capture_sizes": (1, 2), "cuda_graph_bs": (1,)}, "or cuda_graph_bs, not both"),
-        ({"max_cudagraph_capture_size": 4, "cuda_graph_prefill_tokens": (8,)}, "not both"),
-        ({"cudagraph_capture_sizes": (1,), "max_cudagraph_capture_size": 4}, "not both"),
-        ({"max_cudagraph_capture_size": 0}, "use disable_cuda_graph"),
         ({"torch_compile_max_bs": 0}, "torch_compile_max_bs must be at least 1"),
         ({"batch_invariant": True, "disable_cuda_graph": True}, "it needs graphs"),
-        ({"batch_invariant": True, "cuda_graph_bs": (1, 2)}, "drop cuda_graph_bs"),
         ({"batch_invariant": True, "enable_torch_compile": True}, "exclude each other"),
         ({"batch_invariant": True, "enable_cascade_attention": True}, "exclude each other"),
     ],
@@ -52,11 +26,6 @@ def test_the_largest_capture_size_cuts_both_ladders() -> None:
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
-
-
-def test_no_size_for_a_decode_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at most 4 requests run"):
-        resolved(cudagraph_capture_sizes=(64,), max_running_requests=4)
 
 
 def test_torch_compile_is_refused_where_nothing_compiles(tiny: TinyModel) -> None:

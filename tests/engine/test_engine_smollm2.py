@@ -39,7 +39,16 @@ needs_model = pytest.mark.skipif(not HAS_MODEL, reason="the default model is not
 def test_the_command_answers_paris() -> None:
     source = str(Path(__file__).parents[2] / "src")
     command = [sys.executable, "-m", "ostinato", "generate", "What is the capital of France?"]
-    command += ["--max-model-len", "128", "--cuda-graph-prefill-tokens", "64", "--max-tokens", "24"]
+    command += [
+        "--max-model-len",
+        "128",
+        "--chunked-prefill-size",
+        "64",
+        "--cuda-graph-prefill-tokens",
+        "64",
+        "--max-tokens",
+        "24",
+    ]
     environment = {**os.environ, "PYTHONPATH": source}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from ostinato.tools.bench.errors import BenchError
 from ostinato.tools.bench.subject import Subject
 from ostinato.tools.bench.workload import Workload
 
-SMALL = ("--cuda-graph-prefill-tokens", "64", "--enable-cudagraph-gc")
+SMALL = ("--chunked-prefill-size", "64", "--cuda-graph-prefill-tokens", "64", "--enable-cudagraph-gc")
 
 
 def bench(tmp_path: Path, command: str, model: Path, *arguments: str) -> tuple[dict[str, Any], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,6 +82,9 @@ def _llm(engine: Mapping[str, Any], *, running: int, seed: int | None) -> LLM:
     """An engine for as many requests as there are: what never runs need not be captured."""
     from ostinato.engine.llm import LLM
 
+    if engine.get("cuda_graph_debug_log"):
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("ostinato.graphs").setLevel(logging.INFO)
     options = {"max_running_requests": running, "seed": seed or 0, **engine}
     print("ostinato: loading and capturing", file=sys.stderr, flush=True)
     llm = LLM(options.pop("model", None), **options)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 
 from ostinato.graphs import ConfigError, GraphMode, Ladder
 
-logger = logging.getLogger("ostinato.engine")
+from .capture_sizes import capture_ladders, check_capture_sizes
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -77,21 +76,28 @@ class EngineConfig:
     disable_cuda_graph: bool = False
     """The same as mode none."""
     cuda_graph_max_bs: int | None = None
-    """Largest captured decode batch, in requests; default: 256, or max_running_requests if that is less."""
+    """Largest captured decode batch, in requests; default: 256. Never more than max_running_requests."""
     cuda_graph_bs: tuple[int, ...] | None = None
     """Captured decode batches, in requests, instead of the default list."""
     cuda_graph_prefill_tokens: tuple[int, ...] | None = None
-    """Captured prefill sizes, in tokens, instead of the default list up to chunked_prefill_size."""
+    """Captured prefill sizes, in tokens, instead of the default list up to chunked_prefill_size. Larger steps
+    run without a graph: set chunked_prefill_size to the last size to have none."""
+    cuda_graph_ladder: str = "auto"
+    """Default list of captured decode batches: sglang, vllm, dense (1 to 32, then by 32); auto: sglang on a
+    GPU, powers of two on a CPU."""
     disable_cuda_graph_padding: bool = False
     """Replay only batches of exactly a captured size."""
     enable_cudagraph_gc: bool = False
     """Let the garbage collector run while capturing."""
     cuda_graph_memory_mb: int | None = None
-    """Most memory the graphs may take; rungs that do not fit are given up."""
+    """Most memory of the graphs' pool; a rung that makes it grow beyond that is given up."""
+    cuda_graph_debug_log: bool = False
+    """Log every graph as it is captured."""
     cudagraph_capture_sizes: tuple[int, ...] | None = None
-    """vLLM's list, in tokens: becomes cuda_graph_bs and cuda_graph_prefill_tokens."""
+    """vLLM's list, in tokens: taken as cuda_graph_bs (as far as so many requests run) and
+    cuda_graph_prefill_tokens."""
     max_cudagraph_capture_size: int | None = None
-    """vLLM's limit, in tokens: cuts both default lists."""
+    """vLLM's limit, in tokens: cuts both default lists. Larger steps run without a graph."""
     enable_torch_compile: bool = False
     """Compile the decode step of small batches with torch.compile before capturing it; needs a GPU."""
     torch_compile_max_bs: int = 32
@@ -118,7 +124,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
-        self._check_ladders()
+        check_capture_sizes(self)
         if self.batch_invariant:
             self._check_batch_invariant()
 
@@ -132,41 +138,9 @@ class EngineConfig:
             if not is_missing and (not isinstance(value, kinds) or is_wrong_bool):
                 raise ConfigError(f"{entry.name} must be of type {entry.type}, not {value!r}")
 
-    def _check_ladders(self) -> None:
-        if self.cuda_graph_bs is not None and self.cuda_graph_max_bs is not None:
-            raise ConfigError("give cuda_graph_bs or cuda_graph_max_bs, not both: a list has its own maximum")
-        theirs = [
-            name
-            for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-            if getattr(self, name) is not None
-        ]
-        ours = [
-            name
-            for name in ("cuda_graph_bs", "cuda_graph_max_bs", "cuda_graph_prefill_tokens")
-            if getattr(self, name) is not None
-        ]
-        if theirs and ours:
-            raise ConfigError(f"give {theirs[0]} (in tokens, as vLLM does) or {ours[0]}, not both")
-        if len(theirs) == 2:
-            raise ConfigError(
-                "give cudagraph_capture_sizes or max_cudagraph_capture_size, not both: a list has a maximum"
-            )
-        if self.max_cudagraph_capture_size is not None and self.max_cudagraph_capture_size < 1:
-            raise ConfigError(
-                f"max_cudagraph_capture_size must be at least 1, not {self.max_cudagraph_capture_size}: "
-                "use disable_cuda_graph for none"
-            )
-
     def _check_batch_invariant(self) -> None:
         if self.is_eager:
             raise ConfigError("batch_invariant pads every step to one captured shape: it needs graphs")
-        given = [
-            name
-            for name in ("cuda_graph_bs", "cuda_graph_max_bs", "cuda_graph_prefill_tokens")
-            if getattr(self, name) is not None
-        ]
-        if given:
-            raise ConfigError(f"batch_invariant captures one shape, of chunked_prefill_size: drop {given[0]}")
         if self.enable_torch_compile:
             raise ConfigError("batch_invariant and enable_torch_compile exclude each other")
         if self.enable_cascade_attention:
@@ -192,11 +166,11 @@ class EngineConfig:
         if longest > model_limit:
             raise ConfigError(f"max_model_len {longest} is beyond the model's own limit of {model_limit}")
         running = self.max_running_requests or (256 if on_gpu else 16)
-        if self.cudagraph_capture_sizes or self.max_cudagraph_capture_size:
-            return self._from_token_sizes(running, on_gpu).resolved(model_limit, model_dtype)
         tokens = max(self._chunk_size(on_gpu), running)
         if not self.enable_chunked_prefill:
             tokens = max(tokens, longest)
+        mode = self._graph_mode(on_gpu)
+        decode_ladder, token_ladder = capture_ladders(self, mode, running, tokens, on_gpu=on_gpu)
         return ResolvedConfig(
             config=self,
             device=device,
@@ -204,9 +178,9 @@ class EngineConfig:
             max_model_len=longest,
             max_running_requests=running,
             max_batched_tokens=tokens,
-            graph_mode=self._graph_mode(on_gpu),
-            decode_ladder=self._decode_ladder(running, on_gpu),
-            token_ladder=self._token_ladder(tokens, on_gpu),
+            graph_mode=mode,
+            decode_ladder=decode_ladder,
+            token_ladder=token_ladder,
         )
 
     def _graph_mode(self, on_gpu: bool) -> GraphMode:
@@ -219,62 +193,12 @@ class EngineConfig:
         has_kernels = self.attention_backend == "triton" or (on_gpu and self.attention_backend == "auto")
         return GraphMode.FULL if has_kernels else GraphMode.FULL_AND_PIECEWISE
 
-    def _from_token_sizes(self, running: int, on_gpu: bool) -> EngineConfig:
-        """Ours for vLLM's sizes, which count tokens for decode and prefill alike."""
-        if self.cudagraph_capture_sizes is not None:
-            sizes = tuple(sorted(set(self.cudagraph_capture_sizes)))
-            decode = tuple(size for size in sizes if size <= running)
-        else:
-            assert self.max_cudagraph_capture_size is not None
-            limit = self.max_cudagraph_capture_size
-            sizes = tuple(Ladder.prefill(limit) if on_gpu else _doubling(min(8, limit), limit))
-            decode = tuple(
-                Ladder.sglang(min(limit, running)) if on_gpu else _doubling(1, min(limit, running))
-            )
-        if not decode:
-            raise ConfigError(f"no size of {list(sizes)} is a decode batch: at most {running} requests run")
-        logger.warning(
-            "capture sizes in tokens became cuda_graph_bs %s and cuda_graph_prefill_tokens %s",
-            ",".join(map(str, decode)),
-            ",".join(map(str, sizes)),
-        )
-        return self.but(
-            cudagraph_capture_sizes=None,
-            max_cudagraph_capture_size=None,
-            cuda_graph_bs=decode,
-            cuda_graph_prefill_tokens=sizes,
-        )
-
     def _chunk_size(self, on_gpu: bool) -> int:
         if self.chunked_prefill_size is not None:
             return self.chunked_prefill_size
         if self.batch_invariant and on_gpu:
             return 256  # every step pays for as many tokens
-        if self.cuda_graph_prefill_tokens:
-            return max(self.cuda_graph_prefill_tokens)
         return 4096 if on_gpu else 128
-
-    def _decode_ladder(self, running: int, on_gpu: bool) -> Ladder:
-        if self.cuda_graph_bs is not None:
-            ladder = Ladder(self.cuda_graph_bs)
-            if ladder.limit > running:
-                raise ConfigError(
-                    f"cuda_graph_bs reaches {ladder.limit}, at most {running} requests ever run"
-                )
-            return ladder
-        limit = min(self.cuda_graph_max_bs or 256, running)
-        return Ladder.sglang(limit) if on_gpu else _doubling(1, limit)
-
-    def _token_ladder(self, tokens: int, on_gpu: bool) -> Ladder:
-        if self.cuda_graph_prefill_tokens is not None:
-            return Ladder(self.cuda_graph_prefill_tokens)
-        if self.batch_invariant:
-            return Ladder([tokens])
-        return Ladder.prefill(tokens) if on_gpu else _doubling(8, tokens)
-
-    def but(self, **changes: object) -> EngineConfig:
-        """The same with some fields changed."""
-        return replace(self, **changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -343,12 +267,3 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} was asked for, and torch finds no GPU: use cpu")
     # Tensors always know their number, so the configuration does too.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def _doubling(first: int, limit: int) -> Ladder:
-    """Few rungs, for a CPU: a recording there takes as long as a step or two."""
-    sizes = []
-    while first < limit:
-        sizes.append(first)
-        first *= 2
-    return Ladder([*sizes, limit])

@@ -163,7 +163,11 @@ class ModelRunner:
             keys,
             dispatcher=dispatcher,
             pool=self.pool,
-            options=CaptureOptions(warmups=config.warmups, freeze_gc=not asked.enable_cudagraph_gc),
+            options=CaptureOptions(
+                warmups=config.warmups,
+                freeze_gc=not asked.enable_cudagraph_gc,
+                debug_log=asked.cuda_graph_debug_log,
+            ),
             # Padding writes page 0 only, and the logits belong to nobody between steps.
             state=self.returned.state,
             dummy=self._dummy,

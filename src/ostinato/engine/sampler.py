@@ -116,7 +116,9 @@ class Sampler:
             keys,
             dispatcher=Dispatcher(mode),
             pool=self._runner.graphs.pool,
-            options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
+            options=CaptureOptions(
+                warmups=config.warmups, freeze_gc=False, debug_log=config.config.cuda_graph_debug_log
+            ),
             state=self._returned.state,  # padding changes nothing else: row 0 stays as it is
             kernels_of=lambda key: None,
         )

@@ -44,6 +44,7 @@ _OWN_SIZES = {
     "cuda_graph_max_bs": None,
     "cudagraph_capture_sizes": None,
     "max_cudagraph_capture_size": None,
+    "cuda_graph_ladder": "auto",
 }
 
 

@@ -26,6 +26,7 @@ WITHOUT_GRAPHS: Mapping[str, Any] = {
     "cuda_graph_max_bs": None,
     "cudagraph_capture_sizes": None,
     "max_cudagraph_capture_size": None,
+    "cuda_graph_ladder": "auto",
     "batch_invariant": False,
 }
 """Keywords of `LLM` for an engine without graphs, whatever else was asked about them."""
