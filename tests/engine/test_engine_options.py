@@ -20,6 +20,7 @@ SMALL: dict[str, Any] = {"max_model_len": 96, "max_running_requests": 6, "num_pa
         ({"torch_compile_max_bs": 0}, "torch_compile_max_bs must be at least 1"),
         ({"batch_invariant": True, "disable_cuda_graph": True}, "it needs graphs"),
         ({"batch_invariant": True, "enable_torch_compile": True}, "exclude each other"),
+        ({"batch_invariant": True, "enable_cascade_attention": True}, "exclude each other"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:

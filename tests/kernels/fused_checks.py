@@ -150,6 +150,7 @@ def check_attend_rows(
     max_query_len: int,
     window: int | None = None,
     parts: int = 1,
+    shared_pages: int | None = None,
 ) -> None:
     """From QKV rows, perhaps in parts, to attention and caches, against the reference and dense attention."""
     num_heads, num_kv_heads, head_dim = heads
@@ -165,6 +166,7 @@ def check_attend_rows(
         dtype=dtype,
         device=device,
         poison=float("nan"),
+        shared_pages=shared_pages,
     )
     num_tokens = case.q.size(0)
     rows = _random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device, seed=9)

@@ -40,8 +40,12 @@ def make_case(
     device: torch.device | str = "cpu",
     seed: int = 0,
     poison: float | None = None,
+    shared_pages: int | None = None,
 ) -> Case:
-    """`requests`: (context, query) lengths of each; queries are its last tokens. `poison` fills page 0."""
+    """`requests`: (context, query) lengths of each; queries are its last tokens. `poison` fills page 0.
+
+    With `shared_pages` all requests begin with so many pages of the first, and the batch says so.
+    """
     generator = torch.Generator().manual_seed(seed)
     context = max([seq_len for seq_len, _ in requests] + [1]) + slack_context
     pages_each = -(-context // PAGE_SIZE)
@@ -60,6 +64,12 @@ def make_case(
         token_rows += [row] * query_len
         positions += range(seq_len - query_len, seq_len)
     num_tokens = len(positions) + padded_tokens
+    prefix_lens = None
+    if shared_pages is not None:
+        assert all(seq_len > shared_pages * PAGE_SIZE for seq_len, _ in requests)
+        page_table[rows, :shared_pages] = page_table[rows[:1], :shared_pages]
+        prefix_lens = torch.full((max_rows,), 1 << 20, dtype=torch.int32)
+        prefix_lens[rows], prefix_lens[0] = shared_pages * PAGE_SIZE, 0
 
     on_device = torch.Generator(device).manual_seed(seed)
 
@@ -86,6 +96,7 @@ def make_case(
         query_lens=ints(query_lens, 0, padded_requests),
         max_query_len=max_query_len or max([*query_lens, 1]),
         max_context=context,
+        prefix_lens=None if prefix_lens is None else prefix_lens.to(device),
     )
     return Case(
         batch=batch,

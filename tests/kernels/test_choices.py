@@ -165,11 +165,22 @@ def test_one_warm_up_serves_a_whole_class(dtype, num_kv_heads):
         tiles = [choice.choose(shape, num_tokens, dtype, GPU) for shape in QWEN3]
         passes = [t.tokens_at_a_time(num_tokens) for t in tiles if isinstance(t, FragmentsTile)]
         linear = (num_tokens <= few, *tiles, *passes)
-        step = [(shape, num_tokens) for shape in QWEN3], num_tokens, num_kv_heads, dtype, GPU
+        heads = 2 * num_kv_heads, num_kv_heads
+        step = [(shape, num_tokens) for shape in QWEN3], num_tokens, *heads, dtype, GPU
         variants_of[kernel_class(*step, is_decode=True)].add((attention, linear))
         variants_of["mixed", kernel_class(*step, is_decode=False)].add(linear)
     assert all(len(variants) == 1 for variants in variants_of.values())
     assert len(variants_of) <= 24
+
+
+@pytest.mark.usefixtures("_on_h200")
+def test_steps_over_a_shared_prefix_have_classes_of_their_own():
+    def kernels(num_tokens, *, is_cascade):
+        step = [(QWEN3[0], num_tokens)], num_tokens, 16, 8, torch.bfloat16, GPU
+        return kernel_class(*step, is_decode=True, is_cascade=is_cascade)
+
+    assert kernels(8, is_cascade=True) != kernels(8, is_cascade=False)
+    assert kernels(34, is_cascade=True) == kernels(40, is_cascade=True)
 
 
 @pytest.mark.usefixtures("_on_another_gpu")
@@ -177,7 +188,7 @@ def test_steps_differ_where_a_pass_of_fragments_does():
     tile = FragmentsTile(16, 2, 4, 1, 128)
     with choice.using(KernelTable("", {QWEN3[0]: (Choice(1, 64, tile),)})):
         classes = {
-            count: kernel_class([(QWEN3[0], count)], count, 8, torch.bfloat16, GPU, is_decode=False)
+            count: kernel_class([(QWEN3[0], count)], count, 16, 8, torch.bfloat16, GPU, is_decode=False)
             for count in (2, 8, 9, 16, 17, 64)
         }
     assert classes[2] == classes[8] != classes[9] == classes[16] != classes[17] == classes[64]

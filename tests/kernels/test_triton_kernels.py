@@ -80,16 +80,24 @@ def test_decode_attention_compiles_for_hopper(dtype, num_tokens, head_dim, windo
     is_split = decode_tiles.num_splits_of(num_tokens, 2) > 1
     dim_block = triton.next_power_of_2(head_dim)
     inputs = pointers(dtype, "rows", "q_norm", "k_norm", "k_cache", "v_cache", "out", "q_out")
-    types = {**inputs, **INDEX_TYPES, "rotary": "*fp32", "scale": "fp32", "eps": "fp32"}
+    types = {
+        **inputs,
+        **INDEX_TYPES,
+        "prefix_lens": "*i32",
+        "rotary": "*fp32",
+        "scale": "fp32",
+        "eps": "fp32",
+    }
     types |= dict.fromkeys(("partial", "partial_lse"), "*fp32" if is_split else POINTERS[dtype])
     shape = {**HEADS, "head_dim": head_dim, "dim_block": dim_block}
     flags = {"window": window, "fused": True, "is_split": is_split, "has_norm": head_dim == 128}
+    prefix = {"has_prefix": False}
 
     def only(kernel, **values):
         return {name: value for name, value in values.items() if name in kernel.arg_names}
 
     kernel = triton_decode._decode
-    assert compiles(kernel, only(kernel, **types), {**shape, **flags, "group_block": 16}, tile)
+    assert compiles(kernel, only(kernel, **types), {**shape, **flags, **prefix, "group_block": 16}, tile)
     if is_split:
         kernel = triton_decode._combine
         constants = only(kernel, **shape, **flags, split_block=32)

@@ -56,6 +56,9 @@ class EngineConfig:
     """KV pages of 16 tokens, instead of as many as fit."""
     enable_prefix_caching: bool = True
     """Share the KV pages of equal prompt beginnings."""
+    enable_cascade_attention: bool = False
+    """Let decode batches whose requests all share a long prefix read its KV once a step, instead of once a
+    request: one more graph for each captured decode batch."""
     prompt_burst: int = 4
     """Prompt steps in a row that running requests may sit out; 0: every prompt step takes them along."""
     steps_ahead: int | None = None
@@ -140,6 +143,11 @@ class EngineConfig:
             raise ConfigError("batch_invariant pads every step to one captured shape: it needs graphs")
         if self.enable_torch_compile:
             raise ConfigError("batch_invariant and enable_torch_compile exclude each other")
+        if self.enable_cascade_attention:
+            raise ConfigError(
+                "batch_invariant and enable_cascade_attention exclude each other: what a request shares "
+                "depends on what runs beside it"
+            )
 
     @property
     def is_eager(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -103,6 +103,7 @@ class EngineCore:
                 max_model_len=config.max_model_len,
                 chunked_prefill=config.config.enable_chunked_prefill,
                 prefix_caching=config.config.enable_prefix_caching,
+                shared_prefixes=config.config.enable_cascade_attention,
                 lookahead=config.lookahead,
                 prompt_burst=config.config.prompt_burst,
             ),
@@ -170,8 +171,18 @@ class EngineCore:
         return []
 
     def report(self) -> Report:
-        """The forward graphs and what ran without one; sampling behind them has its own, `sampler.report`."""
-        return self.runner.graphs.report()
+        """The forward graphs and what ran without one; sampling behind them has its own, `sampler.report`.
+
+        Decode steps that should have read a shared prefix once, and had a plain graph only, are replays like
+        others; `lowered` says how many and why.
+        """
+        report = self.runner.graphs.report()
+        missed = self.runner.missed_cascades
+        if not missed:
+            return report
+        counts = ", ".join(f"{reason} {count:,}" for reason, count in missed.items())
+        lowered = f"decode steps that should have read a shared prefix once and did not: {counts}"
+        return replace(report, lowered=f"{report.lowered} {lowered}" if report.lowered else lowered)
 
     def memory(self) -> dict[str, int]:
         """Bytes by what they are for; see `LLM.memory_report`."""
@@ -205,6 +216,7 @@ class EngineCore:
     def _launch(self, step: ScheduledStep) -> _Flight:
         self.runner.returned.settle()
         self.runner.update_pages(step.page_updates)
+        self.runner.update_prefix(step)
         if self.sampler is not None:
             self.sampler.join(step.joined)
         self.runner.rows.send()

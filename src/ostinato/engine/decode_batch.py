@@ -34,6 +34,10 @@ class DecodeBatch:
         """int32 [R]."""
         self.tenancies: IntArray = rows.tenancy[self._places]
         """int64 [R]."""
+        self.shared_prefix = 0
+        """Tokens that all of them begin with, in the same pages..."""
+        self.num_twins: int | None = None
+        """...as of that many `RequestPages.num_twins`; None: not looked up yet."""
         self._starts: IntArray = self.rows
         self.steady_steps = 0
         """So many steps are the last one, one token further; see Note [Steady steps]."""

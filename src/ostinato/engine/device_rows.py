@@ -109,6 +109,17 @@ class DeviceRows:
             length = len(new) * size
         self._changed_spans.append((begin, begin + length))
 
+    def write_rows(self, name: str, rows: IntArray, value: float) -> None:
+        """Set a single value of 32 bits in many rows."""
+        field = self._fields[name]
+        assert field.width is None
+        assert field.cells == 1
+        assert not field.advances
+        changed = rows[self._views[name][rows] != value]
+        if len(changed):
+            self._views[name][changed] = value
+            self._changed_cells.append(self._starts[name] + changed.astype(np.int64))
+
     def write_cells(
         self, name: str, rows: Sequence[int], columns: Sequence[int], values: Sequence[int]
     ) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +24,7 @@ from ostinato.graphs import (
     GraphMode,
     GraphPool,
     InputBuffers,
+    Reason,
     Report,
     capture_keys,
     eager_boundary,
@@ -32,6 +36,7 @@ from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.variants import kernel_class
 from ostinato.models.transformer import Attend, StepAttention, Transformer
 
+from . import shared_prefix
 from .config import ResolvedConfig
 from .device_rows import DeviceRows
 from .plain_sampling import PlainSampling
@@ -53,7 +58,16 @@ STEP_FIELDS = (
 """Padded tokens belong to row 0, whose pages are all page 0; padded requests have no tokens. A decode graph
 uses `req_rows` alone: what else it needs is in those rows."""
 
-_NOTHING = (None, BatchShape.decode(1))
+
+class _Held(NamedTuple):
+    """What the inputs of the last decode step were made of, and the shape that served it."""
+
+    rows: IntArray | None
+    shared_prefix: int
+    shape: BatchShape
+
+
+_NOTHING = _Held(None, 0, BatchShape.decode(1))
 
 
 class ModelRunner:
@@ -73,7 +87,7 @@ class ModelRunner:
         self.config = config
         self._attention = attention
         self._host: HostLengths | None = None
-        self._held: tuple[IntArray | None, BatchShape] = _NOTHING
+        self._held = _NOTHING
         device = config.device
         budget = config.config.cuda_graph_memory_mb
         self.pool = GraphPool(device, budget=budget * 2**20 if budget else None)
@@ -92,6 +106,11 @@ class ModelRunner:
         self.logits = torch.zeros(running, vocab, dtype=torch.float32, device=device)
         self.hidden = torch.zeros(tokens, shape.hidden_size, dtype=config.dtype, device=device)
         self.began = torch.zeros(1, dtype=torch.int64, device=device)
+        self.missed_cascades: Counter[Reason] = Counter()
+        """Steps whose attention should have read a shared prefix once, and had no graph that does."""
+        self._why_no_cascade: Reason | None = None
+        self.kv_bytes_per_token = sum(cache[0, 0].nbytes for cache in kv.layer(0))
+        """Of one layer."""
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
         # Two lines a step: one from its decode graph, one from a sampling graph.
@@ -122,7 +141,15 @@ class ModelRunner:
             config.token_ladder,
             max_reqs=config.max_running_requests,
             context_buckets=config.context_buckets,
+            cascade=asked.enable_cascade_attention
+            and self._attention.reads_prefix_once
+            and self._has_whole_contexts,
         )
+        keys = [
+            key
+            for key in keys
+            if not key.descriptor.cascade or key.descriptor.num_reqs >= shared_prefix.LEAST_REQUESTS
+        ]
         if asked.batch_invariant:
             keys = [key for key in keys if not key.descriptor.is_uniform]
         runner = CudaGraphRunner(
@@ -148,7 +175,8 @@ class ModelRunner:
             kernels_of=self.kernels_of,
         )
         runner.watch(self.model)
-        static = {"page_table": self.page_table, "lengths": self.lengths, "last_tokens": self.last_tokens}
+        static = {"page_table": self.page_table, "prefix_lens": self.rows["prefix_lens"]}
+        static |= {"lengths": self.lengths, "last_tokens": self.last_tokens}
         static |= {"began": self.began, **self.returned.state}
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
         return runner
@@ -158,14 +186,16 @@ class ModelRunner:
         num_tokens, is_decode = key.descriptor.num_tokens, key.descriptor.is_uniform
         device = self.config.device
         if device.type != "cuda":
-            return key.mode, is_decode
+            return key.mode, is_decode, key.descriptor.cascade
         kernels = kernel_class(
             self.model.products_of(num_tokens, key.descriptor.num_reqs),
             num_tokens,
+            self.model.config.num_heads,
             self.model.config.num_kv_heads,
             self.config.dtype,
             device,
             is_decode=is_decode,
+            is_cascade=key.descriptor.cascade,
         )
         return key.mode, is_decode, kernels
 
@@ -185,12 +215,33 @@ class ModelRunner:
             pages = [page for update in updates for page in update.pages]
             self.rows.write_cells("page_table", rows, columns, pages)
 
+    def update_prefix(self, step: ScheduledStep) -> None:
+        """Enter what the step's requests share, if it pays to know; `rows.send` brings it to the device."""
+        held = self._held
+        is_same = step.rows is held.rows and step.shared_prefix == held.shared_prefix
+        if not is_same and self._wants_cascade(step):
+            self.rows.write_rows("prefix_lens", step.rows, step.shared_prefix)
+
+    def _wants_cascade(self, step: ScheduledStep) -> bool:
+        shared = step.shared_prefix
+        if not shared or not self._has_whole_contexts:
+            return False
+        return shared_prefix.pays(step.num_requests, shared, self.kv_bytes_per_token)
+
+    @property
+    def _has_whole_contexts(self) -> bool:
+        """Whether there is a layer in which a token sees all that is before it."""
+        windows = self.model.config.layer_windows
+        return any(window is None or window >= self.config.max_model_len for window in windows)
+
     def run(self, step: ScheduledStep) -> torch.Tensor:
         """One step; the logits of each request's last token, good until the next step."""
         # While the rows stay the same, a decode graph needs nothing new; its bucket of contexts may change.
-        held_rows, held_shape = self._held
-        is_same = step.rows is held_rows
-        shape = held_shape if is_same and not self._contexts else self.shape_of(step)
+        held = self._held
+        is_same = step.rows is held.rows and step.shared_prefix == held.shared_prefix
+        shape = held.shape if is_same and not self._contexts else self.shape_of(step)
+        if self._why_no_cascade is not None:
+            self.missed_cascades[self._why_no_cascade] += 1
         if is_same and self.graphs.can_rerun(shape):
             logits = self.graphs.rerun(shape)
             self._count_line()
@@ -213,7 +264,7 @@ class ModelRunner:
         logits = self.graphs.run(inputs, shape)
         self._count_line()
         if self.notes_beginning:
-            self._held = step.rows, shape
+            self._held = _Held(step.rows, step.shared_prefix, shape)
         return logits
 
     def _samples(self, descriptor: BatchDescriptor) -> bool:
@@ -232,7 +283,16 @@ class ModelRunner:
         # Bits depend on shapes, so that invariance means: no step gets a shape of its own.
         is_decode = step.is_uniform_decode and not self.config.config.batch_invariant
         query_len = 1 if is_decode else None
-        return BatchShape(step.total_tokens, step.num_requests, query_len, context=context)
+        shape = BatchShape(step.total_tokens, step.num_requests, query_len, context=context)
+        self._why_no_cascade = None
+        if self._wants_cascade(step):
+            cascade = replace(shape, cascade=True)
+            decision = self.graphs.decide(cascade)
+            if decision.mode is GraphMode.FULL:
+                return cascade
+            eager = decision.reason if decision.is_eager else Reason.CASCADE_ATTENTION
+            self._why_no_cascade = decision.why_not_full or eager
+        return shape
 
     def step(
         self,
@@ -267,6 +327,7 @@ class ModelRunner:
             query_lens=query_lens,
             max_query_len=descriptor.query_len or descriptor.num_tokens,
             max_context=min(descriptor.context or self.config.max_model_len, self.config.page_columns * 16),
+            prefix_lens=self.rows["prefix_lens"] if descriptor.cascade else None,
         )
         hidden = self.model(input_ids, positions, self._attention_over(batch))
         if not descriptor.is_uniform:

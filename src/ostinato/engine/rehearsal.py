@@ -68,9 +68,9 @@ def _compile(runner: ModelRunner, sampler: Sampler | None) -> None:
 def _trial_capture(runner: ModelRunner) -> int:
     """Capture the largest graph of each kind, count, and drop them."""
     before = DeviceMemory.now(runner.config.device)
-    largest: dict[tuple[object, bool], GraphKey] = {}
+    largest: dict[tuple[object, bool, bool], GraphKey] = {}
     for key in runner.graphs.keys:
-        largest.setdefault((key.mode, key.descriptor.is_uniform), key)
+        largest.setdefault((key.mode, key.descriptor.is_uniform, key.descriptor.cascade), key)
     count = len(runner.graphs.keys)
     runner.graphs.keys = tuple(largest.values())
     runner.capture(StartupTimes(), progress=False)

@@ -6,6 +6,7 @@ device. The first two change here at once; what the device has to be told is col
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +28,8 @@ class RequestPages:
         """Take pages from this allocator, which nobody else may use."""
         self._pages, self._rows, self._prefix_caching = pages, rows, prefix_caching
         self._updates: list[PageUpdate] = []
+        self.num_twins = 0
+        """Pages exchanged for equal ones of others: only then do running requests come to share more."""
 
     def missing(self, request: Request, num_tokens: int) -> int:
         """Pages that the request needs besides its own to hold so many tokens."""
@@ -80,6 +83,22 @@ class RequestPages:
         self._pages.free(request.pages)
         request.pages = []
 
+    def shared_prefix(self, requests: Sequence[Request]) -> int:
+        """So many tokens all of these begin with, in the same pages. O(R log pages).
+
+        Whoever shares a page shares all before it (Note [Exact prefixes] in cache/pages.py), so the end is
+        found by bisection. Shared pages are full and computed: the next token of each stands behind them.
+        """
+        if len(requests) < 2:
+            return 0
+        first = requests[0].pages
+        num_pages = min(len(request.pages) for request in requests)
+
+        def is_own(at: int) -> bool:
+            return any(request.pages[at] != first[at] for request in requests)
+
+        return bisect_left(range(num_pages), True, key=is_own) * self._pages.page_size
+
     def take_updates(self) -> tuple[PageUpdate, ...]:
         """What has changed since the last call."""
         updates = tuple(self._updates)
@@ -106,6 +125,7 @@ class RequestPages:
                 # Steps in flight still read the page given up: it holds the same.
                 request.pages[at] = page
                 self._updates.append(PageUpdate(row, at, (page,)))
+                self.num_twins += 1
                 has_freed = True
         rows.num_committed_pages[row] = last
         return has_freed

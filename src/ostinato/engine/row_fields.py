@@ -17,6 +17,7 @@ def row_fields(page_columns: int) -> tuple[RowField, ...]:
         RowField("lengths", integer, advances=True),
         RowField("last_tokens", torch.int64, advances=True),
         RowField("page_table", integer, page_columns),
+        RowField("prefix_lens", integer),
         RowField("is_plain", integer),
         RowField("temperature", real),
         RowField("top_k", integer),

@@ -50,6 +50,8 @@ class ScheduledStep:
     """Changes of the page table since the last step, in order, to be applied before it runs."""
     tenancies: IntArray
     """int64 [R]: the tenancy of each row, see RequestRows."""
+    shared_prefix: int = 0
+    """So many tokens all requests of a decode step begin with, in the same pages; 0 if nobody asks."""
 
     @property
     def items(self) -> list[tuple[Request, int]]:

@@ -163,7 +163,7 @@ class Scheduler:
         if not chunks and not requests:
             return None
         joined, page_updates = tuple(self._joined), self._taken.take_updates()
-        step = self._steps.step(requests, rows, chunks, joined, page_updates)
+        step = self._steps.step(requests, rows, chunks, joined, page_updates, self._shared_prefix())
         self._advance(step, chunks)
         return step
 
@@ -257,6 +257,15 @@ class Scheduler:
         if ready.all():
             return requests, rows
         return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]
+
+    def _shared_prefix(self) -> int:
+        """What the decode batch has in common; looked up when the batch has changed, or one of its pages."""
+        batch = self._decode_batch
+        assert batch is not None
+        if self.config.shared_prefixes and batch.num_twins != self._taken.num_twins:
+            batch.shared_prefix = self._taken.shared_prefix(batch.requests)
+            batch.num_twins = self._taken.num_twins
+        return batch.shared_prefix
 
     def _grow(self, requests: tuple[Request, ...], rows: IntArray) -> bool:
         """Give a page to each decoding request that begins one; where none is left, preempt the youngest.
@@ -361,6 +370,7 @@ class Scheduler:
 
     def _steady_step(self, batch: DecodeBatch) -> ScheduledStep:
         """What `schedule` would come to, known beforehand: see Note [Steady steps] in decode_batch."""
+        self._shared_prefix()
         step = self._steps.steady(batch, self._taken.take_updates())
         self._burst.count(is_sat_out=False)
         self._in_flight.append(step)

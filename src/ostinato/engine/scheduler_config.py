@@ -19,6 +19,8 @@ class SchedulerConfig:
     """Split prompts over several steps; without it max_batched_tokens must hold the longest request."""
     prefix_caching: bool = True
     """Share pages between requests that begin with the same tokens."""
+    shared_prefixes: bool = False
+    """Find out what all requests of a decode batch have in common."""
     lookahead: int = 1
     """Steps that may be incomplete when the next one is scheduled; 0 waits for every step."""
     prompt_burst: int = 0

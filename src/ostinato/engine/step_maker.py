@@ -28,6 +28,7 @@ class StepMaker:
         chunks: Sequence[tuple[Request, int]],
         joined: tuple[Request, ...],
         page_updates: tuple[PageUpdate, ...],
+        shared_prefix: int,
     ) -> ScheduledStep:
         """The requests in these rows decode; behind them so many tokens of each prompt."""
         state = self._state
@@ -60,6 +61,7 @@ class StepMaker:
             joined=joined,
             page_updates=page_updates,
             tenancies=state.tenancy[rows],
+            shared_prefix=0 if chunks else shared_prefix,
         )
 
     def steady(self, batch: DecodeBatch, page_updates: tuple[PageUpdate, ...]) -> ScheduledStep:
@@ -76,6 +78,7 @@ class StepMaker:
             joined=(),
             page_updates=page_updates,
             tenancies=batch.tenancies,
+            shared_prefix=batch.shared_prefix,
         )
 
     def _next_index(self) -> int:

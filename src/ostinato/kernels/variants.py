@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 
 import torch
 
-from .attention.decode_tiles import decode_class
+from .attention.decode_tiles import cascade_class, decode_class
 from .linear.choice import choose
 from .linear.tiles import MatrixShape, compiled_variant
 
@@ -16,11 +16,13 @@ from .linear.tiles import MatrixShape, compiled_variant
 def kernel_class(
     products: Iterable[tuple[MatrixShape, int]],
     num_tokens: int,
+    num_heads: int,
     num_kv_heads: int,
     dtype: torch.dtype,
     device: torch.device,
     *,
     is_decode: bool,
+    is_cascade: bool = False,
 ) -> Hashable:
     """Equal for steps that need the same compiled kernels, on the same model.
 
@@ -29,4 +31,8 @@ def kernel_class(
     linear = tuple(
         compiled_variant(choose(shape, num_rows, dtype, device), num_rows) for shape, num_rows in products
     )
-    return (linear, decode_class(num_tokens, num_kv_heads, dtype)) if is_decode else linear
+    if not is_decode:
+        return linear
+    # Layers with a window attend as if nothing was shared.
+    shared = cascade_class(num_tokens, num_heads, num_kv_heads, dtype) if is_cascade else None
+    return linear, decode_class(num_tokens, num_kv_heads, dtype), shared

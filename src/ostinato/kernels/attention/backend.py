@@ -96,6 +96,9 @@ class AttentionBackend:
     attend_rows: AttendRows | None = None
     """All of it in fewer kernels, in a graph or out of it; None: there is nothing to gain."""
 
+    reads_prefix_once: bool = False
+    """Whether `attend_rows`, or `attend` where there is none, makes use of `AttentionBatch.prefix_lens`."""
+
 
 # `attend_captured` is legal for every batch, so ALWAYS is what is true. It is efficient for single tokens
 # only: on a CPU, prompts are faster with PIECEWISE, where `attend_eager` serves them.
@@ -105,6 +108,7 @@ TORCH = AttentionBackend(
     write_kv=torch_reference.write_kv,
     attend=torch_reference.attend_captured,
     attend_eager=torch_reference.attend_eager,
+    reads_prefix_once=True,
 )
 
 
@@ -139,4 +143,5 @@ def _triton(device: torch.device) -> AttentionBackend:
         attend=triton_paged.attend,
         attend_eager=triton_paged.attend_eager,
         attend_rows=triton_paged.attend_rows,
+        reads_prefix_once=True,
     )

@@ -56,6 +56,16 @@ class AttentionBatch:
     max_context: int
     """No request is longer than this in any step the graph serves."""
 
+    prefix_lens: Tensor | None = None
+    """int32 [max_rows]: so many of its first positions, whole pages and not all of its context, a row has in
+    common with every other row of the batch; 0 for row 0. Attention may read these once for all, from the
+    pages of the first request. Only for single tokens. None: nothing is known to be shared."""
+
+    def prefix_lens_for(self, sliding_window: int | None) -> Tensor | None:
+        """`prefix_lens`, for a layer in which every token sees all of the prefix."""
+        sees_all = sliding_window is None or sliding_window >= self.max_context
+        return self.prefix_lens if sees_all else None
+
     def slots(self) -> Tensor:
         """int64 [T]: where each token's KV goes, counted in positions over the whole cache."""
         return self.slots_at(self.token_rows, self.positions)

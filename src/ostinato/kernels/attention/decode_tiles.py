@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..host_sizes import cdiv, next_power_of_2
+
 # Programs that a split batch should have, and how many need no splitting.
 _PROGRAMS_WANTED = 256
 _ENOUGH_PROGRAMS = 96
+_MULTIPROCESSORS = 132
 MAX_SPLITS = 32
 """Parts of the context per token and KV head, at most."""
 
@@ -84,6 +87,48 @@ def num_splits_of(num_tokens: int, num_kv_heads: int) -> int:
     if programs >= _ENOUGH_PROGRAMS:
         return 1
     return min(MAX_SPLITS, _PROGRAMS_WANTED // programs)
+
+
+@dataclass(frozen=True)
+class PrefixTile:
+    """How a program attends to a part of a shared prefix, for queries of many requests at once."""
+
+    query_block: int
+    """Query heads at a time, of any requests."""
+    key_block: int
+    """Keys at a time."""
+    least_blocks: int
+    """Blocks of keys that a split has at least."""
+    num_warps: int
+    num_stages: int
+
+
+def prefix_tile(dtype: torch.dtype, num_tokens: int, group: int) -> PrefixTile:
+    """The tile for a batch: that of prompt attention, or less where there are fewer rows.
+
+    Triton counts the way from a page's number to its keys as a stage of its own, so that five of them have
+    two blocks on their way (and two programs still fit on a multiprocessor).
+    """
+    most_rows, key_block, num_stages = (32, 32, 2) if dtype == torch.float32 else (64, 64, 5)
+    query_block = max(16, min(most_rows, next_power_of_2(num_tokens * group)))
+    return PrefixTile(query_block, key_block, least_blocks=2, num_warps=4, num_stages=num_stages)
+
+
+def prefix_splits_of(tile: PrefixTile, num_tokens: int, num_heads: int, num_kv_heads: int, limit: int) -> int:
+    """Parts of a prefix of at most `limit` positions, enough to fill a GPU.
+
+    Two programs on a multiprocessor hide each other's gaps. One is enough for a single block of 64 queries:
+    it waits for memory, has enough on its way, and joining twice the parts would take longer.
+    """
+    tiles = cdiv(num_tokens * (num_heads // num_kv_heads), tile.query_block)
+    is_one_large = tiles == 1 and tile.query_block >= 64
+    wanted = _MULTIPROCESSORS * (1 if is_one_large else 2) // (tiles * num_kv_heads)
+    return max(1, min(wanted, MAX_SPLITS, cdiv(limit, tile.key_block * tile.least_blocks)))
+
+
+def cascade_class(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> Hashable:
+    """Equal for batches whose attention over a shared prefix runs the same compiled kernels."""
+    return decode_tile(dtype, num_tokens), prefix_tile(dtype, num_tokens, num_heads // num_kv_heads)
 
 
 def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype) -> Hashable:

@@ -9,6 +9,8 @@ Outputs of padded tokens are finite. Reads of a real token stay inside its own c
 see are replaced by its own, then masked, so nothing a padded row leaves on page 0 can reach it.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,6 +68,9 @@ def attend_captured(
     """
     num_tokens, num_heads, _ = q.shape
     group = num_heads // k_cache.size(2)
+    prefix_lens = batch.prefix_lens_for(sliding_window)
+    if prefix_lens is not None:
+        return _attend_cascade(q, k_cache, v_cache, batch, prefix_lens, scale)
     padded_queries = batch.req_rows.size(0) * batch.max_query_len
     if batch.max_query_len > 1 and padded_queries * group <= _GATHER_COST * num_tokens:
         return _attend_padded_queries(q, k_cache, v_cache, batch, scale, sliding_window)
@@ -135,6 +140,52 @@ def _attend_tokens(
         queries = q[here].reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         outputs.append(_attend_gathered(queries, k_cache, v_cache, slots, visible, scale).reshape_as(q[here]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_cascade(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, prefix_lens: Tensor, scale: float
+) -> Tensor:
+    """Single tokens over the prefix that their requests share, then over what each has behind it.
+
+    Both parts have room for the longest context: here this shows that the parts are joined rightly and saves
+    nothing, on a GPU a kernel does no more than the lengths ask for.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, width = k_cache.size(2), batch.max_context
+    precise = torch.promote_types(q.dtype, torch.float32)
+    queries = q.to(precise).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    prefix_len = prefix_lens.index_select(0, batch.token_rows).long().unsqueeze(1)
+    seen = torch.arange(width, device=q.device)
+
+    slots = batch.slots_at(batch.token_rows[:1], seen)
+    k, v = (cache.flatten(0, 1).index_select(0, slots).to(precise) for cache in (k_cache, v_cache))
+    in_prefix = seen < prefix_len
+    scores = torch.einsum("thgd,chd->thgc", queries, k) * scale
+    # What nobody sees may be anything, and zero times that is not always zero.
+    v = v.masked_fill(~in_prefix.any(0)[:, None, None], 0)
+    prefix = _part(scores, in_prefix, lambda weights: torch.einsum("thgc,chd->thgd", weights, v))
+
+    last = batch.positions.unsqueeze(1)
+    own = prefix_len + seen
+    slots = batch.slots_at(batch.token_rows.unsqueeze(1), torch.minimum(own, last))
+    k, v = (cache.flatten(0, 1)[slots].to(precise) for cache in (k_cache, v_cache))
+    scores = torch.einsum("thgd,tchd->thgc", queries, k) * scale
+    suffix = _part(scores, own <= last, lambda weights: torch.einsum("thgc,tchd->thgd", weights, v))
+
+    best = torch.maximum(prefix[0], suffix[0])
+    of_prefix, of_suffix = torch.exp(prefix[0] - best), torch.exp(suffix[0] - best)
+    total = prefix[1] * of_prefix + suffix[1] * of_suffix
+    mixed = prefix[2] * of_prefix + suffix[2] * of_suffix
+    return (mixed / total).reshape_as(q).to(q.dtype)
+
+
+def _part(scores: Tensor, visible: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """A part of a softmax over scores [T, Hkv, G, C] where `visible` [T, C]: best, sum of weights, mix."""
+    scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
+    # Finite where nothing is visible: -inf minus -inf would be NaN.
+    best = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min / 2)
+    weights = torch.exp(scores - best)
+    return best, weights.sum(-1, keepdim=True), mix(weights)
 
 
 def _attend_padded_queries(

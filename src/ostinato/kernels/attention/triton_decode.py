@@ -13,6 +13,9 @@ A token's row and position are all there is to know: padded tokens (row 0, posit
 
 `fused` starts from the rows of the QKV projection: queries and the new key are normalised and rotated here,
 the new key and value stored, and attended to from registers, so no program reads what another one writes.
+
+With `has_prefix` a context begins behind the prefix that all requests share, which `triton_cascade` reads for
+all of them at once: every split then leaves its part for that to join, and the first one its queries.
 """
 
 import torch
@@ -42,6 +45,7 @@ _MIN_TILE_ROWS = 16
 @triton.jit
 def split_range(
     position,
+    prefix_len,
     split,
     num_splits,
     fused: tl.constexpr,
@@ -49,19 +53,18 @@ def split_range(
     key_block: tl.constexpr,
     least_blocks: tl.constexpr,
 ):
-    """(begin, end, splits in use): the cached positions that a split of this token attends to."""
+    """(begin, end, splits in use): the cached positions behind the prefix that a split attends to."""
     end_cached = position + (0 if fused else 1)
-    first_seen = 0
+    first = prefix_len
     if window > 0:
-        first_seen = tl.maximum(0, position - window + 1)
-    first_block = first_seen // key_block
-    blocks = tl.maximum(tl.cdiv(end_cached, key_block) - first_block, 1)
+        first = tl.maximum(first, position - window + 1) // key_block * key_block
+    blocks = tl.maximum(tl.cdiv(end_cached - first, key_block), 1)
     per_split = tl.maximum(tl.cdiv(blocks, num_splits), least_blocks)
-    begin = (first_block + split * per_split) * key_block
+    begin = first + split * per_split * key_block
     return begin, tl.minimum(begin + per_split * key_block, end_cached), tl.cdiv(blocks, per_split)
 
 
-@triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=INDEX_BUFFERS)
+@triton.jit(do_not_specialize=("num_splits", "num_parts"), do_not_specialize_on_alignment=INDEX_BUFFERS)
 def _decode(
     rows,
     q_norm,
@@ -70,16 +73,19 @@ def _decode(
     k_cache,
     v_cache,
     out,
+    q_out,
     partial,
     partial_lse,
     page_table,
     token_rows,
     positions,
+    prefix_lens,
     scale,
     eps,
     token_stride,
     page_table_stride,
     num_splits,
+    num_parts,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -87,6 +93,7 @@ def _decode(
     window: tl.constexpr,
     fused: tl.constexpr,
     has_norm: tl.constexpr,
+    has_prefix: tl.constexpr,
     is_split: tl.constexpr,
     group_block: tl.constexpr,
     key_block: tl.constexpr,
@@ -98,8 +105,12 @@ def _decode(
     kv_head, split = tl.program_id(0) % num_kv_heads, tl.program_id(0) // num_kv_heads
     token = tl.program_id(1).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
-    pages = page_table + tl.load(token_rows + token).to(tl.int64) * page_table_stride
-    begin, end, in_use = split_range(position, split, num_splits, fused, window, key_block, least_blocks)
+    table_row = tl.load(token_rows + token).to(tl.int64)
+    pages = page_table + table_row * page_table_stride
+    prefix_len = tl.load(prefix_lens + table_row) if has_prefix else 0
+    begin, end, in_use = split_range(
+        position, prefix_len, split, num_splits, fused, window, key_block, least_blocks
+    )
     if (split > 0) & (begin >= end):
         return
     if ahead:
@@ -144,6 +155,9 @@ def _decode(
         if split == 0:
             tl.store(k_cache + place + dims[None, :], new_k, in_head[None, :])
             tl.store(v_cache + place + dims[None, :], new_v, in_head[None, :])
+            if has_prefix:
+                queries = q_out + (token * num_heads + head)[:, None] * head_dim + dims[None, :]
+                tl.store(queries, q_tile, real[:, None] & in_head[None, :])
             best = tl.sum(q_tile.to(tl.float32) * new_k.to(tl.float32), 1) * scale
             total += 1.0
             acc += new_v.to(tl.float32)
@@ -185,8 +199,10 @@ def _decode(
     place = token * num_heads + head
     mask = real[:, None] & in_head[None, :]
     if is_split:
-        part = place * num_splits + split
-        several = in_use + tl.zeros([group_block], tl.int32) > 1
+        part = place * num_parts + split
+        # Behind a prefix there is always something to join.
+        least_in_use: tl.constexpr = 0 if has_prefix else 1
+        several = in_use + tl.zeros([group_block], tl.int32) > least_in_use
         tl.store(partial + part[:, None] * head_dim + dims[None, :], result, mask & several[:, None])
         tl.store(partial_lse + part, best + tl.log2(total), real & several)
         mask = mask & ~several[:, None]
@@ -213,7 +229,7 @@ def _combine(
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
     # Only these splits were written for this token; memory of the others holds anything.
-    _, _, in_use = split_range(position, 0, num_splits, fused, window, key_block, least_blocks)
+    _, _, in_use = split_range(position, 0, 0, num_splits, fused, window, key_block, least_blocks)
     splits = tl.arange(0, split_block)
     dims = tl.arange(0, dim_block)
     written, in_head = splits < in_use, dims < head_dim
@@ -250,8 +266,12 @@ def launch_decode(
     scale: float,
     sliding_window: int,
     tile: DecodeTile,
+    prefix_lens: Tensor | None = None,
 ) -> None:
-    """Queue the kernel: into `out`, or into the partials when there are several splits."""
+    """Queue the kernel: into `out`, or into the partials when there are several splits.
+
+    Behind prefixes: queries into `out`, the rest into the first of the partials [T, Hq, parts, D].
+    """
     num_tokens, head_dim, num_kv_heads = rows.size(0), k_cache.size(3), k_cache.size(2)
     group_block = max(_MIN_TILE_ROWS, triton.next_power_of_2(num_heads // num_kv_heads))
     _decode[(num_kv_heads * num_splits, num_tokens)](
@@ -262,16 +282,19 @@ def launch_decode(
         k_cache,
         v_cache,
         out,
+        out,
         partial,
         partial_lse,
         page_table,
         token_rows,
         positions,
+        token_rows if prefix_lens is None else prefix_lens,
         scale * LOG2_E,
         heads.eps if heads else 0.0,
         rows.stride(0),
         page_table.stride(0),
         num_splits,
+        num_splits if prefix_lens is None else partial.size(2),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -279,7 +302,8 @@ def launch_decode(
         window=sliding_window,
         fused=heads is not None,
         has_norm=heads is not None and heads.q_norm is not None,
-        is_split=num_splits > 1,
+        has_prefix=prefix_lens is not None,
+        is_split=num_splits > 1 or prefix_lens is not None,
         group_block=group_block,
         key_block=tile.key_block,
         least_blocks=tile.least_blocks,

@@ -3,6 +3,7 @@
 | batch | from heads that are ready | from the rows of the QKV projection |
 |---|---|---|
 | single tokens (`max_query_len` 1) | `triton_write`, `triton_decode` | `cuda_decode`, else `triton_decode` |
+| single tokens behind a shared prefix | as if there was none | `triton_cascade` |
 | anything | `triton_write`, `triton_prefill` | `triton_heads`, `triton_prefill` |
 
 Grids follow from the rung (tokens, requests, heads); what varies is read from the batch's buffers. The Triton
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..custom_op import custom_op
 from ..dependent_launch import INTERPRETED
 from ..linear.products import joined
-from . import cuda_decode, triton_decode
+from . import cuda_decode, triton_cascade, triton_decode
 from .batch import AttentionBatch, HostLengths
 from .heads import HeadPreparation
 from .triton_heads import launch_prepare_heads
@@ -111,6 +112,50 @@ def _(
     num_heads: int,
     scale: float,
     sliding_window: int,
+) -> Tensor:
+    return k_cache.new_empty(rows.size(-2), num_heads, k_cache.size(3))
+
+
+@custom_op("attend_behind_prefix", mutates_args=("k_cache", "v_cache"))
+def attend_behind_prefix(
+    rows: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    prefix_lens: Tensor,
+    num_heads: int,
+    scale: float,
+    max_context: int,
+) -> Tensor:
+    """`attend_projected_tokens` where all requests begin with the same `prefix_lens[row]` positions."""
+    heads = HeadPreparation(rotary, q_norm, k_norm, eps)
+    tokens = (k_cache, v_cache, page_table, token_rows, positions, prefix_lens)
+    whole = joined(rows, k_cache.dtype)
+    return triton_cascade.attend_tokens(whole, heads, *tokens, num_heads, scale, max_context)
+
+
+@attend_behind_prefix.register_fake
+def _(
+    rows: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    prefix_lens: Tensor,
+    num_heads: int,
+    scale: float,
+    max_context: int,
 ) -> Tensor:
     return k_cache.new_empty(rows.size(-2), num_heads, k_cache.size(3))
 
@@ -258,6 +303,11 @@ def attend_rows(
         rows = rows.contiguous()
     prepared = (heads.rotary, heads.q_norm, heads.k_norm, heads.eps)
     tokens = (k_cache, v_cache, batch.page_table, batch.token_rows, batch.positions)
+    prefix_lens = batch.prefix_lens_for(sliding_window)
+    if prefix_lens is not None:
+        return attend_behind_prefix(
+            rows, *prepared, *tokens, prefix_lens, num_heads, scale, batch.max_context
+        )
     if batch.max_query_len == 1:
         return attend_projected_tokens(rows, *prepared, *tokens, num_heads, scale, sliding_window or 0)
     q = prepare_heads(rows, *prepared, *tokens, num_heads)

@@ -18,44 +18,10 @@ from torch import Tensor
 
 from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
-from .triton_tiles import LOG2_E, keys_and_values
+from .triton_tiles import LOG2_E, fold_in, keys_and_values
 
 INDEX_BUFFERS = ("page_table", "req_rows", "seq_lens", "query_starts", "query_lens")
 VARYING = ("num_tokens", "num_requests")
-
-
-@triton.jit
-def _fold_in(
-    q_tile,
-    k_tile,
-    v_tile,
-    key,
-    position,
-    end,
-    best,
-    total,
-    acc,
-    scale,
-    window: tl.constexpr,
-    masked: tl.constexpr,
-):
-    """One block of keys into the running softmax."""
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-    if masked:
-        visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
-        if window > 0:
-            visible = visible & (key[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    shift = new_best
-    if masked:
-        # A row may have seen nothing yet: -inf minus -inf would be NaN.
-        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-    weights = tl.exp2(scores - shift[:, None])
-    faded = tl.exp2(best - shift)
-    total = total * faded + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * faded[:, None], input_precision="ieee")
-    return new_best, total, acc
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=INDEX_BUFFERS)
@@ -143,7 +109,7 @@ def _prefill(
                 k_cache, v_cache, pages, start, end, kv_head,
                 num_kv_heads, head_dim, page_size, key_block, dim_block,
             )  # fmt: skip
-            best, total, acc = _fold_in(
+            best, total, acc = fold_in(
                 q_tile, k_tile, v_tile, start + offsets, position, end, best, total, acc, scale, window, True
             )
     for start in range(begin_whole, end_whole, key_block):
@@ -151,7 +117,7 @@ def _prefill(
             k_cache, v_cache, pages, start, end, kv_head,
             num_kv_heads, head_dim, page_size, key_block, dim_block,
         )  # fmt: skip
-        best, total, acc = _fold_in(
+        best, total, acc = fold_in(
             q_tile, k_tile, v_tile, start + offsets, position, end, best, total, acc, scale, window, False
         )
     for start in range(end_whole, end, key_block):
@@ -159,7 +125,7 @@ def _prefill(
             k_cache, v_cache, pages, start, end, kv_head,
             num_kv_heads, head_dim, page_size, key_block, dim_block,
         )  # fmt: skip
-        best, total, acc = _fold_in(
+        best, total, acc = fold_in(
             q_tile, k_tile, v_tile, start + offsets, position, end, best, total, acc, scale, window, True
         )
 

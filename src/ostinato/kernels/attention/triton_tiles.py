@@ -8,7 +8,7 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 """Softmax is computed in powers of two."""
 
-INDEX_BUFFERS = ("page_table", "token_rows", "positions")
+INDEX_BUFFERS = ("page_table", "token_rows", "positions", "prefix_lens")
 """Views of these may begin anywhere; specialising on their alignment would compile while serving."""
 
 
@@ -88,3 +88,37 @@ def keys_and_values(
     k_tile = tl.load(k_cache + places[:, None] + dims[None, :], mask=wanted, other=0.0)
     v_tile = tl.load(v_cache + places[:, None] + dims[None, :], mask=wanted, other=0.0)
     return k_tile, v_tile
+
+
+@triton.jit
+def fold_in(
+    q_tile,
+    k_tile,
+    v_tile,
+    key,
+    position,
+    end,
+    best,
+    total,
+    acc,
+    scale,
+    window: tl.constexpr,
+    masked: tl.constexpr,
+):
+    """One block of keys into the running softmax."""
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+    if masked:
+        visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
+        if window > 0:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    shift = new_best
+    if masked:
+        # A row may have seen nothing yet: -inf minus -inf would be NaN.
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = tl.exp2(scores - shift[:, None])
+    faded = tl.exp2(best - shift)
+    total = total * faded + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * faded[:, None], input_precision="ieee")
+    return new_best, total, acc

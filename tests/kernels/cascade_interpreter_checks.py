@@ -1,0 +1,70 @@
+"""Runs in a process with TRITON_INTERPRET=1 (see `test_cascade`): attention over a shared prefix."""
+
+from unittest.mock import patch
+
+import torch
+
+from kernels import fused_checks
+from kernels.paged_cases import make_case
+from ostinato.kernels.attention import decode_tiles, triton_paged
+
+CASES = (
+    # shared pages, lengths of contexts, (query heads, KV heads, size of a head), norm
+    (0, (40, 1, 33), (6, 2, 24), True),
+    (1, (17, 40, 70), (4, 4, 16), False),
+    (7, (113, 150, 114, 300), (7, 1, 80), True),
+    (20, (321, 340), (14, 2, 32), True),
+    (9, (145, 146, 200, 160, 150), (2, 1, 128), False),
+)
+
+
+def check_contexts() -> None:
+    """Prefixes of no, one and several pages and splits; one token or more behind them; padded rows."""
+    for pages, lengths, heads, norm in CASES:
+        options = {"norm": norm, "max_query_len": 1, "shared_pages": pages}
+        decode = [(length, 1) for length in lengths]
+        fused_checks.check_attend_rows("cpu", torch.float32, decode, heads, **options)
+
+
+def check_more_blocks_of_queries() -> None:
+    """More queries than a tile holds, and half precision."""
+    decode = [(81 + number, 1) for number in range(9)]
+    options = {"norm": True, "max_query_len": 1, "shared_pages": 5}
+    fused_checks.check_attend_rows("cpu", torch.float32, decode, (9, 1, 16), **options)
+    fused_checks.check_attend_rows("cpu", torch.float16, decode[:5], (4, 2, 16), **options)
+
+
+def check_windows() -> None:
+    """One that cuts contexts: as if nothing was shared. One that does not: as if there was none."""
+    decode = [(length, 1) for length in (129, 150, 130)]
+    options = {"norm": True, "max_query_len": 1, "shared_pages": 8}
+    for window in (140, 155):
+        fused_checks.check_attend_rows("cpu", torch.float32, decode, (4, 2, 16), window=window, **options)
+
+
+def check_the_op_is_declared_truthfully() -> None:
+    """What is changed is said to be changed, and nothing else is."""
+    case = make_case([(20, 1)], shared_pages=1)
+    b = case.batch
+    rows, rotary, weight = torch.randn(1, 8 * 16), torch.randn(32, 16), torch.randn(16)
+    tokens = (b.page_table, b.token_rows, b.positions, b.prefix_lens)
+    torch.library.opcheck(
+        torch.ops.ostinato.attend_behind_prefix.default,
+        (rows, rotary, weight, weight, 1e-5, case.k_cache, case.v_cache, *tokens, 4, case.scale, 32),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+if __name__ == "__main__":
+    assert triton_paged.INTERPRETED
+    torch.set_num_threads(1)
+    # A few splits show what many do.
+    with (
+        patch.object(decode_tiles, "_PROGRAMS_WANTED", 60),
+        patch.object(decode_tiles, "_MULTIPROCESSORS", 6),
+    ):
+        check_contexts()
+        check_more_blocks_of_queries()
+        check_windows()
+        check_the_op_is_declared_truthfully()
+    print("all checks passed")

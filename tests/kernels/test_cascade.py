@@ -1,0 +1,134 @@
+"""Attention over a prefix that requests share: the torch reference, and the kernels without a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.paged_cases import dense_attention, make_case
+from ostinato.kernels.attention import PAGE_SIZE, decode_tiles, get_backend
+
+TORCH = get_backend("torch", "cpu")
+NAN = float("nan")
+
+
+@st.composite
+def shared_cases(draw, dtype=torch.float64):
+    pages = draw(st.integers(0, 6))
+    behind = draw(st.lists(st.integers(1, 90), min_size=1, max_size=5))
+    kv_heads = draw(st.integers(1, 3))
+    return make_case(
+        [(pages * PAGE_SIZE + own, 1) for own in behind],
+        num_kv_heads=kv_heads,
+        num_heads=kv_heads * draw(st.integers(1, 4)),
+        head_dim=draw(st.sampled_from([8, 20])),
+        padded_tokens=(padding := draw(st.integers(0, 3))),
+        padded_requests=padding,
+        slack_context=draw(st.integers(0, 40)),
+        seed=draw(st.integers(0, 1000)),
+        poison=draw(st.sampled_from([None, 1e30, NAN])),
+        dtype=dtype,
+        shared_pages=pages,
+    )
+
+
+def step(case, window=None):
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    TORCH.write_kv(case.k, case.v, k_cache, v_cache, case.batch)
+    return TORCH.attend(case.q, k_cache, v_cache, case.batch, scale=case.scale, sliding_window=window)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shared_cases(), st.sampled_from([None, 7, 1000]))
+def test_the_reference_equals_dense_attention(case, window):
+    out = step(case, window)
+    assert out.isfinite().all(), "padded tokens"
+    torch.testing.assert_close(
+        out[: case.num_real_tokens], dense_attention(case, window), atol=1e-12, rtol=1e-12
+    )
+
+
+def test_a_shared_prefix_is_read_from_the_pages_of_the_first_request():
+    """What other requests have in these columns of the page table does not matter."""
+    case = make_case([(40, 1), (50, 1), (33, 1)], shared_pages=2)
+    before = step(case)
+    case.batch.page_table[case.batch.req_rows[1:].long(), :2] = 0
+    assert torch.equal(step(case), before)
+
+
+def test_half_precision_caches():
+    case = make_case([(70, 1), (65, 1), (90, 1)], dtype=torch.bfloat16, padded_tokens=2, shared_pages=4)
+    wanted = dense_attention(case)
+    torch.testing.assert_close(step(case)[:3].double(), wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_splits_fill_the_chip_and_never_outnumber_the_blocks_of_the_longest_prefix():
+    for num_tokens in (2, 8, 32, 64, 128, 256):
+        for heads, kv_heads in ((16, 8), (32, 8), (14, 2), (32, 32)):
+            tile = decode_tiles.prefix_tile(torch.bfloat16, num_tokens, heads // kv_heads)
+            splits = decode_tiles.prefix_splits_of(tile, num_tokens, heads, kv_heads, 8192)
+            blocks = -(-num_tokens * (heads // kv_heads) // tile.query_block)
+            assert splits == 32 or splits * blocks * kv_heads > 132 // 2
+            assert splits * blocks * kv_heads <= max(264, blocks * kv_heads)
+            short = decode_tiles.prefix_splits_of(tile, num_tokens, heads, kv_heads, 256)
+            assert short <= 256 // (tile.key_block * tile.least_blocks)
+
+
+def test_the_kernels_are_right_in_the_interpreter():
+    """In a process of its own: the interpreter is chosen when a kernel is defined."""
+    triton = pytest.importorskip("triton")
+    from kernels.test_triton_kernels import KNOWN_INTERPRETER_FAULT
+
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "kernels.cascade_interpreter_checks"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    if KNOWN_INTERPRETER_FAULT in result.stderr:
+        pytest.skip(f"Triton {triton.__version__}'s interpreter does not work with this NumPy")
+    assert "all checks passed" in result.stdout, result.stdout + result.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens", "head_dim"),
+    [(torch.bfloat16, 32, 128), (torch.bfloat16, 4, 64), (torch.float32, 8, 80)],
+    ids=str,
+)
+def test_the_kernels_compile_for_hopper(dtype, num_tokens, head_dim):
+    triton = pytest.importorskip("triton")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
+    from kernels.test_triton_kernels import HEADS, INDEX_TYPES, compiles, pointers
+    from ostinato.kernels.attention import triton_cascade, triton_decode
+
+    group = HEADS["num_heads"] // HEADS["num_kv_heads"]
+    tile = decode_tiles.decode_tile(dtype, num_tokens)
+    over_prefix = decode_tiles.prefix_tile(dtype, num_tokens, group)
+    shape = {**HEADS, "head_dim": head_dim, "dim_block": triton.next_power_of_2(head_dim)}
+    operands = pointers(dtype, "rows", "q", "q_norm", "k_norm", "k_cache", "v_cache", "out", "q_out")
+    parts = {"partial": "*fp32", "partial_lse": "*fp32", "scale": "fp32", "eps": "fp32", "rotary": "*fp32"}
+    types = {**operands, **parts, **INDEX_TYPES, "prefix_lens": "*i32"}
+
+    def only(kernel, values):
+        return {name: value for name, value in values.items() if name in kernel.arg_names}
+
+    kernel = triton_decode._decode
+    flags = {"window": 0, "fused": True, "has_norm": True, "has_prefix": True, "is_split": True}
+    assert compiles(kernel, only(kernel, types), {**shape, **flags, "group_block": 16}, tile)
+    kernel = triton_cascade._attend_prefix
+    assert compiles(kernel, only(kernel, types), dict(shape), over_prefix)
+    kernel = triton_cascade._merge
+    blocks = {"key_block": tile.key_block, "least_blocks": tile.least_blocks, "part_block": 16}
+    blocks |= {"prefix_key_block": over_prefix.key_block, "prefix_least_blocks": over_prefix.least_blocks}
+    assert compiles(kernel, only(kernel, types), {**only(kernel, shape), **blocks}, num_warps=4)
