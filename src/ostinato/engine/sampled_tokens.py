@@ -93,6 +93,8 @@ class TokenReturn:
         try:
             yield
         finally:
+            if self.lines.counts.is_cuda:
+                torch.cuda.synchronize(self.lines.counts.device)
             for tensor, before in kept:
                 tensor.copy_(before)
 

@@ -120,13 +120,17 @@ class BorrowedPages:
     def _sum_of_rest(self) -> Tensor:
         total = torch.zeros((), dtype=torch.int64, device=self._pages.device)
         for cache in self._caches:
-            ours = cache.index_select(0, self._pages).view(torch.int64).sum()
-            total = total + cache.view(torch.int64).sum() - ours
-            total = total - cache[RESERVED_PAGE].view(torch.int64).sum()
+            lent = _sum_of_bits(cache.index_select(0, self._pages)) + _sum_of_bits(cache[RESERVED_PAGE])
+            total = total + _sum_of_bits(cache) - lent
         return total
 
     def _places(self, slots: Tensor) -> Tensor:
         return self._pages[slots // PAGE_SIZE] * PAGE_SIZE + slots % PAGE_SIZE
+
+
+def _sum_of_bits(cache: Tensor) -> Tensor:
+    """Equal for equal contents; any single change shows."""
+    return cache.flatten().view(torch.int64).sum()
 
 
 def relative_errors(found: Tensor, right: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from ostinato.cache.pages import PAGE_SIZE
 
 from ..request import IntArray
 
-_FIRST = (3, 17, 0, 1, 16, 15, 33, 40, 2, 130, 32, 65)
-"""Lengths of the first requests, 0: the longest. The first ones serve the small graphs, so the short contexts,
-where a single key counts for much, come first, and page boundaries next."""
+_FIRST = (3, 17, 0, 16, 1, 15, 33, 40, 2, 130, 32, 65)
+"""Lengths of the first requests, 0: the longest. The first ones serve the small graphs, so a short context,
+where a single key counts for much, comes first, and page boundaries come next."""
 _LONGEST_AT = _FIRST.index(0)
 _SHARING = 8
 """Every so many requests, one begins like the longest."""

@@ -1,4 +1,4 @@
-"""Sampling graphs: every kind and rung on made logits, the parameters of the rows changed between launches."""
+"""Sampling graphs: every kind and rung on made logits, other parameters in the rows at every launch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class SamplingGraphs:
         state = "poison" if poison else "plain"
         # The same rows, other parameters: what a graph remembers of the last launch is wrong now.
         rows = list(range(1, count + 1))
-        requests, sources = self._seat(kind, rows, launch)
+        sources = self._seat(kind, rows, launch)
         runner.logits.copy_(self._logits)
         graphs: CudaGraphRunner = sampler.graphs[kind]
         if poison:
@@ -127,8 +127,8 @@ class SamplingGraphs:
         for what, error, tolerance, more in found:
             yield Check(name, batch, state, what, error, tolerance, more)
 
-    def _seat(self, kind: Kind, rows: Sequence[int], launch: int) -> tuple[list[Request], list[SampledFrom]]:
-        """Requests with their parameters in their rows, and what each one's token comes from."""
+    def _seat(self, kind: Kind, rows: Sequence[int], launch: int) -> list[SampledFrom]:
+        """Put requests with their parameters into rows; what each one's token must come from."""
         runner, sampler = self.core.runner, self.core.sampler
         assert sampler is not None
         choice = [asked for asked in _ASKED if asked.kind <= kind]
@@ -157,7 +157,7 @@ class SamplingGraphs:
         sampler.mask(masked)
         runner.rows.write("temperature", 0, 0.0)
         runner.rows.send()
-        return requests, sources
+        return sources
 
     def _logprobs(
         self, graph: CapturedGraph, raw: Tensor, tokens: Sequence[int]

@@ -51,8 +51,10 @@ class StepGraphs:
     def check(self, graph: CapturedGraph, name: str) -> Iterator[Check]:
         """All that is to be known about one graph."""
         make = decode_steps if graph.descriptor.is_uniform else mixed_steps
-        for at, step in enumerate(make(self.requests, graph.descriptor)):
-            for kind in KINDS if step.name == "mostly padding" or at == 0 else KINDS[:1]:
+        steps = list(make(self.requests, graph.descriptor))
+        for step in steps:
+            # Poison is in padding and on page 0: the step with the most padding shows what it does.
+            for kind in KINDS if step is steps[-1] else KINDS[:1]:
                 yield from self._launch(graph, name, step, kind)
         changed = self.pages.num_changed()
         yield Check(name, "all batches", "both", "other pages", changed, 0, "slots that nobody should write")

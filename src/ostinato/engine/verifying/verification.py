@@ -145,10 +145,10 @@ def _moved(core: EngineCore, graphs: Mapping[str, CapturedGraph]) -> list[Check]
 def _room(core: EngineCore) -> Room:
     """How many requests, and how long, so that every graph can be filled and no machine is kept busy long."""
     config, runner = core.config, core.runner
-    descriptors = [key.descriptor for key in runner.graphs.graphs] or [None]
-    most_requests = max(1 if one is None else one.num_reqs for one in descriptors)
-    most_tokens = max(1 if one is None else one.num_tokens for one in descriptors)
-    contexts = sorted({one.context for one in descriptors if one is not None and one.context is not None})
+    descriptors = [key.descriptor for key in runner.graphs.graphs]
+    most_requests = max((one.num_reqs for one in descriptors), default=1)
+    most_tokens = max((one.num_tokens for one in descriptors), default=1)
+    contexts = sorted({one.context for one in descriptors if one.context is not None})
     usable = runner.kv.num_pages - 1
     on_gpu = config.device.type == "cuda"
     longest = max(1100 if on_gpu else 200, most_tokens // 2 + 53)
@@ -159,5 +159,6 @@ def _room(core: EngineCore) -> Room:
         num_requests=min(most_requests, usable),
         num_pages=usable,
         longest=longest,
-        tokens=most_tokens * 3 // 2,
+        # A third of them decode in a mixed step, the longest perhaps among them; the others must fill it.
+        tokens=2 * most_tokens + longest,
     )
