@@ -232,6 +232,9 @@ class ModelRunner:
         finally:
             self._host, self.has_sampled, self.notes_beginning = host, sampled, notes
             self._held = _NOTHING
+            # A sampling graph for more requests than the step before it had reads what is left here.
+            self.logits.zero_()
+            self.hidden.zero_()
 
     def samples(self, descriptor: BatchDescriptor) -> bool:
         """Whether a step of this form ends with plain sampling."""

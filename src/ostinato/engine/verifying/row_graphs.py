@@ -22,7 +22,7 @@ def check_row_graph(
         count = min(wanted, num_cells - RESERVED_CELLS)
         places = RESERVED_CELLS + generator.permutation(num_cells - RESERVED_CELLS)[:count]
         values = generator.integers(-(1 << 31), 1 << 31, count).astype(np.int32)
-        expected = rows.cells.cpu()
+        expected = rows.cells.cpu().clone()
         expected[torch.from_numpy(places)] = torch.from_numpy(values)
         buffers, shape = rows.scatter.buffers, BatchShape.decode(count)
         batch = {"places": places, "values": values}

@@ -93,7 +93,13 @@ def _verify(
 
         for name, graph in graphs.items():
             bar.start(name)
-            checks += check(name, graph)
+            try:
+                checks += list(check(name, graph))
+            except (RuntimeError, IndexError) as error:
+                # A graph that reads a wrong place may well read one that does not exist.
+                detail = f"{type(error).__name__}: {error}"
+                checks.append(Check(name, "a batch", "either", "launch", float("inf"), 0, detail))
+                pages.write_all()
             bar.done()
     if any(check.what == "pages of nobody" and not check.passed for check in checks):
         # A graph wrote to pages that were not lent: what they held, nobody knows.
