@@ -17,7 +17,9 @@ from ostinato.cache.kv import KVCache
 from ostinato.cache.pages import PAGE_SIZE, RESERVED_PAGE
 
 HOSTILE = 3.0e4
-"""Fills slots that must not be read. Finite: what is not seen has a weight of zero, and 0 x NaN is NaN."""
+"""Fills what must not be read. Finite: what is not seen has a weight of zero, and 0 x NaN is NaN."""
+_HOSTILE_HALF = 300.0
+"""The same in float16. Padding computes with it, and what overflows there ends as NaN on page 0."""
 
 
 def choose_pages(num_pages: int, count: int, generator: np.random.Generator) -> list[int]:
@@ -40,6 +42,7 @@ class BorrowedPages:
         """In the cache, by place."""
         self._caches = [*kv.k, *kv.v]
         self._num_layers = len(kv.k)
+        self.hostile = _HOSTILE_HALF if kv.shape.dtype is torch.float16 else HOSTILE
         device = self._caches[0].device
         self._pages = torch.tensor(self.numbers, device=device)
         self._expected = [cache.new_zeros(len(pages), *cache.shape[1:]) for cache in self._caches]
@@ -80,7 +83,13 @@ class BorrowedPages:
         """Make these slots look like those of an earlier owner who left large numbers."""
         places = self._places(slots)
         for cache in self._caches:
-            cache.flatten(0, 1).index_fill_(0, places, HOSTILE)
+            cache.flatten(0, 1).index_fill_(0, places, self.hostile)
+
+    def spoil_values(self, slots: Tensor) -> None:
+        """Make the values at these slots enormous, in all layers; the keys stay."""
+        places = self._places(slots)
+        for cache in self._caches[self._num_layers :]:
+            cache.flatten(0, 1).index_fill_(0, places, self.hostile)
 
     def fill_page_0(self, value: float) -> None:
         """Give padding this to read."""
@@ -102,7 +111,7 @@ class BorrowedPages:
         places = self._places(slots)
         changed = torch.zeros(slots.numel(), dtype=torch.bool, device=slots.device)
         for cache in self._caches:
-            hostile = torch.tensor(HOSTILE, dtype=cache.dtype, device=cache.device)
+            hostile = torch.tensor(self.hostile, dtype=cache.dtype, device=cache.device)
             changed |= (cache.flatten(0, 1).index_select(0, places) != hostile).flatten(1).any(-1)
         return int(changed.sum())
 

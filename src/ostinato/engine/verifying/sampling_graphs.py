@@ -20,7 +20,7 @@ from ..sampling_params import MAX_LOGPROBS, SamplingParams
 from .borrowed_pages import HOSTILE
 from .outcome import Check
 from .reference_sampling import SampledFrom
-from .step_graphs import written_line
+from .row_state import written_line
 
 _SPREAD = 2.5
 """Deviation of made logits: enough tokens are likely for a wrong temperature to show."""

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ostinato.cache.pages import PAGE_SIZE
 from ostinato.graphs import CapturedGraph
-from ostinato.kernels.request_rows import LINE_HEAD
 
 from ..core import EngineCore
-from ..device_rows import RESERVED_CELLS
 from ..request import IntArray, Request
 from ..sampling_params import SamplingParams
 from ..scheduled_step import PageUpdate
-from .borrowed_pages import HOSTILE, BorrowedPages, relative_errors
+from .borrowed_pages import BorrowedPages, relative_errors
 from .expected_results import ExpectedResults, logit_errors
 from .made_requests import MadeRequest
 from .made_steps import MadeStep, Part, decode_steps, mixed_steps
 from .outcome import Check
-from .reference_sampling import SampledFrom
+from .row_state import RowState
 
 KINDS = ("plain", "poison")
 _STALE_COLUMNS = 4
@@ -56,6 +55,7 @@ class StepGraphs:
             # Poison is in padding and on page 0: the step with the most padding shows what it does.
             for kind in KINDS if step is steps[-1] else KINDS[:1]:
                 yield from self._launch(graph, name, step, kind)
+        yield from self._every_key_counts(graph, name, max(steps, key=_most_context))
         changed = self.pages.num_changed()
         yield Check(name, "all batches", "both", "other pages", changed, 0, "slots that nobody should write")
         if changed:
@@ -65,22 +65,16 @@ class StepGraphs:
 
     def _launch(self, graph: CapturedGraph, name: str, step: MadeStep, kind: str) -> Iterator[Check]:
         runner, batch = self.core.runner, str(step)
-        device = runner.lengths.device
-        rows = self._rows(len(step.parts))
-        asked = [_ASKED[(at + self._launches) % len(_ASKED)] for at in range(len(rows))]
-        requests = [_request(*pair) for pair in zip(step.parts, asked, strict=True)]
-        self._seat(step, rows, requests, kind)
-        slots = torch.from_numpy(step.slots()).to(device)
-        stale = torch.from_numpy(step.stale_slots()).to(device)
+        rows, requests = self._seat(step, kind)
+        slots, stale = self._on_device(step.slots()), self._on_device(step.stale_slots())
         self.pages.spoil(stale)
-        self.pages.fill_page_0(HOSTILE if kind == "poison" else 0.0)
+        self.pages.fill_page_0(self.pages.hostile if kind == "poison" else 0.0)
         if kind == "poison":
             runner.graphs.poison_surroundings()
             runner.logits.fill_(float("nan"))
             runner.hidden.fill_(float("nan"))
-        before = _State.of(self.core)
+        before = RowState.of(self.core)
         logits = runner.run_from(graph, step.scheduled(rows, requests), poison=kind == "poison")
-        self._launches += 1
 
         def compared(what: str, errors: torch.Tensor) -> Check:
             at = int(errors.argmax())
@@ -98,15 +92,57 @@ class StepGraphs:
         for what, wrong in before.wrong_after(self.core, step, rows, graph, requests, logits):
             yield Check(name, batch, kind, what, float(wrong), 0)
 
+    def _every_key_counts(self, graph: CapturedGraph, name: str, step: MadeStep) -> Iterator[Check]:
+        """A key of each context gets an enormous value: whoever sees it must say something else.
+
+        In a long context a single key hardly moves the result, and its loss would hide behind rounding.
+        """
+        keys = [self._some_key(part) for part in step.parts]
+        looked_at = [at for at, key in enumerate(keys) if key is not None]
+        if not looked_at or not self.core.runner.logits.size(1):
+            return
+        parts = zip(step.parts, keys, strict=True)
+        chosen = [part.request.slots(key, key + 1) for part, key in parts if key is not None]
+        slots, stale = self._on_device(np.concatenate(chosen)), self._on_device(step.stale_slots())
+        rows, requests = self._seat(step, "plain")
+        self.pages.spoil(stale)
+        self.pages.spoil_values(slots)
+        logits = self.core.runner.run_from(graph, step.scheduled(rows, requests))
+        changes = logit_errors(logits, self.expected.logits(step))[looked_at]
+        self.pages.write(torch.cat([slots, stale]))
+        unseen = [looked_at[at] for at in (changes <= self.tolerances["logits"]).nonzero()[:, 0].tolist()]
+        first = unseen[0] if unseen else 0
+        detail = f"key {keys[first]} of request {first} with {step.parts[first].start} does not matter"
+        batch = f"{step}, one value of each enormous"
+        yield Check(name, batch, "plain", "keys unseen", float(len(unseen)), 0, detail if unseen else "")
+
+    def _some_key(self, part: Part) -> int | None:
+        """A position before the step that its last token sees in every layer, often one at an edge."""
+        windows = [window for window in self.core.loaded.model.config.layer_windows if window is not None]
+        first = max(0, part.end - min(windows)) if windows else 0
+        if first >= part.start:
+            return None
+        page = max(first, (part.start - 1) // PAGE_SIZE * PAGE_SIZE)
+        edges = [first, part.start - 1, page, max(first, page - 1)]
+        anywhere = int(self.generator.integers(first, part.start))
+        return int(self.generator.choice([*edges, anywhere, anywhere]))
+
+    def _on_device(self, slots: IntArray) -> torch.Tensor:
+        return torch.from_numpy(slots).to(self.core.runner.lengths.device)
+
     def _rows(self, count: int) -> list[int]:
         """Other rows every time: what a graph knows of an earlier tenant must not matter."""
         order = self.generator.permutation(self.core.config.max_running_requests)
         rows: list[int] = (1 + order[:count]).tolist()
         return rows
 
-    def _seat(self, step: MadeStep, rows: Sequence[int], requests: Sequence[Request], kind: str) -> None:
-        """Everything about the requests that is in rows: as `EngineCore` does it when they join."""
+    def _seat(self, step: MadeStep, kind: str) -> tuple[list[int], list[Request]]:
+        """Give the step's requests rows, and write all that belongs there as `EngineCore` does it."""
         runner = self.core.runner
+        rows = self._rows(len(step.parts))
+        self._launches += 1
+        asked = [_ASKED[(at + self._launches) % len(_ASKED)] for at in range(len(rows))]
+        requests = [_request(*pair) for pair in zip(step.parts, asked, strict=True)]
         columns = runner.page_table.size(1)
         updates = []
         for part, row, request in zip(step.parts, rows, requests, strict=True):
@@ -124,6 +160,7 @@ class StepGraphs:
             runner.rows.write("temperature", 0, 9.0 if kind == "poison" else 0.0)
             runner.rows.write("seeds", 0, 7 if kind == "poison" else 0)
         runner.rows.send()
+        return rows, requests
 
     def _behind(self, name: str, batch: str, kind: str, stale: torch.Tensor, slots: torch.Tensor) -> Check:
         """What lies behind the step's tokens on their pages is as it was."""
@@ -132,84 +169,9 @@ class StepGraphs:
         return Check(name, batch, kind, "slots behind the step", float(wrong), 0)
 
 
-@dataclass(frozen=True)
-class _State:
-    """What a forward graph may move on, before it is launched."""
-
-    lengths: IntArray
-    last_tokens: IntArray
-    cells: torch.Tensor
-    num_lines: int
-
-    @classmethod
-    def of(cls, core: EngineCore) -> _State:
-        runner = core.runner
-        return cls(
-            runner.lengths.cpu().numpy().copy(),
-            runner.last_tokens.cpu().numpy().copy(),
-            runner.rows.cells.clone(),
-            int(runner.returned.lines.counts[0]),
-        )
-
-    def wrong_after(
-        self,
-        core: EngineCore,
-        step: MadeStep,
-        rows: Sequence[int],
-        graph: CapturedGraph,
-        requests: Sequence[Request],
-        logits: torch.Tensor,
-    ) -> Iterator[tuple[str, int]]:
-        """What should be equal, and in how many places it is not."""
-        runner = core.runner
-        lengths, last_tokens = self.lengths.copy(), self.last_tokens.copy()
-        lengths[list(rows)] = [part.end for part in step.parts]
-        yield "lengths", int((runner.lengths.cpu().numpy() != lengths).sum())
-        num_lines = self.num_lines
-        if runner.samples(graph.descriptor):
-            num_lines += 1
-            line = written_line(core, self.num_lines, len(rows))
-            right = [
-                request.params.top_k > 0 or source.is_right(token, own)
-                for request, source, token, own in zip(
-                    requests, _sources(step, requests), line[1:], logits, strict=True
-                )
-                if request.params is not None
-            ]
-            yield "tokens", right.count(False)
-            last_tokens[list(rows)] = line[1:]
-            yield "line", int(line[0] != self.num_lines)
-        yield "last tokens", int((runner.last_tokens.cpu().numpy() != last_tokens).sum())
-        yield "number of lines", abs(int(runner.returned.lines.counts[0]) - num_lines)
-        yield "other fields of rows", self._other_cells(core)
-
-    def _other_cells(self, core: EngineCore) -> int:
-        """Cells that no graph moves on, and that changed."""
-        rows = core.runner.rows
-        now = rows.cells
-        moved = torch.zeros_like(now, dtype=torch.bool)
-        base = now.data_ptr()
-        for tensor in (core.runner.lengths, core.runner.last_tokens):
-            first = (tensor.data_ptr() - base) // 4
-            moved[first : first + tensor.nbytes // 4] = True
-        moved[:RESERVED_CELLS] = True
-        return int(((now != self.cells) & ~moved).sum())
-
-
-def written_line(core: EngineCore, number: int, count: int) -> list[int]:
-    """The number and the tokens in a line of the ring, once they are there."""
-    lines = core.runner.returned.lines
-    if lines.counts.is_cuda:
-        torch.cuda.synchronize(lines.counts.device)
-    line = lines.ring[number % lines.ring.size(0)].tolist()
-    return [line[0], *line[LINE_HEAD : LINE_HEAD + count]]
+def _most_context(step: MadeStep) -> tuple[int, int]:
+    return len(step.parts), max(part.start for part in step.parts)
 
 
 def _request(part: Part, params: SamplingParams) -> Request:
     return Request("verify", tuple(part.request.tokens[: part.start + 1].tolist()), params)
-
-
-def _sources(step: MadeStep, requests: Sequence[Request]) -> Iterator[SampledFrom]:
-    for part, request in zip(step.parts, requests, strict=True):
-        assert request.params is not None
-        yield SampledFrom(request.params, part.end)
