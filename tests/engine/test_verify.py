@@ -219,6 +219,16 @@ def test_steps_of_running_requests_are_not_disturbed(tmp_path: Path) -> None:
         assert llm.verify().passed
 
 
+def test_a_step_launched_ahead_is_no_hindrance(tmp_path: Path) -> None:
+    with engine(tmp_path, CONFIGS["llama"], steps_ahead=1) as llm:
+        output = llm.engine.add(prompts_of((5,))[0], SamplingParams(max_tokens=9))
+        llm.engine.step()
+        llm.engine.abort(output.request_id)
+        assert llm.engine.core.has_work, "nothing is under way: the test shows nothing"
+        assert llm.verify().passed
+        assert_all_back(llm)
+
+
 def test_an_engine_without_graphs_has_nothing_to_verify(tmp_path: Path) -> None:
     options = {"cuda_graph_bs": None, "cuda_graph_prefill_tokens": None, "disable_cuda_graph": True}
     with engine(tmp_path, CONFIGS["llama"], **options) as llm, pytest.raises(ConfigError, match="no graphs"):

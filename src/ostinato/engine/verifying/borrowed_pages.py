@@ -18,6 +18,8 @@ from ostinato.cache.pages import PAGE_SIZE, RESERVED_PAGE
 
 HOSTILE = 3.0e4
 """Fills what must not be read. Finite: what is not seen has a weight of zero, and 0 x NaN is NaN."""
+_ENORMOUS = 1.0e8
+"""A value that no weight of attention makes small."""
 _HOSTILE_HALF = 300.0
 """The same in float16. Padding computes with it, and what overflows there ends as NaN on page 0."""
 
@@ -89,7 +91,7 @@ class BorrowedPages:
         """Make the values at these slots enormous, in all layers; the keys stay."""
         places = self._places(slots)
         for cache in self._caches[self._num_layers :]:
-            cache.flatten(0, 1).index_fill_(0, places, self.hostile)
+            cache.flatten(0, 1).index_fill_(0, places, min(_ENORMOUS, torch.finfo(cache.dtype).max / 2))
 
     def fill_page_0(self, value: float) -> None:
         """Give padding this to read."""

@@ -30,6 +30,8 @@ class EngineBusyError(OstinatoError, RuntimeError):
 def verify(core: EngineCore, *, seed: int = 0, progress: bool | None = None) -> EngineVerification:
     """Launch every graph on made requests and compare what it does with the reference; raises nothing for
     graphs that are wrong, see `EngineVerification.raise_if_failed`."""
+    while core.has_work and not core.scheduler.running and not core.scheduler.waiting:
+        core.step()  # a step that was launched ahead, for requests that have ended
     if core.has_work:
         running, waiting = len(core.scheduler.running), len(core.scheduler.waiting)
         raise EngineBusyError(
@@ -103,7 +105,7 @@ def _verify(
             bar.done()
     if any(check.what == "pages of nobody" and not check.passed for check in checks):
         # A graph wrote to pages that were not lent: what they held, nobody knows.
-        core.scheduler.pages.flush()
+        core.scheduler.flush_prefix_cache()
     seconds = time.perf_counter() - started
     return EngineVerification(tuple(checks), limits, rounding, seconds, _given_up(core))
 
