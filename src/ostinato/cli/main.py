@@ -9,6 +9,7 @@ from .bench_serving import bench_http, bench_serving
 from .generate import chat, generate
 from .serve import serve
 from .tune import tune
+from .verify import verify
 
 app = typer.Typer(
     help="A CUDA Graph runtime for LLM inference.",
@@ -22,6 +23,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(tune)
+app.command()(verify)
 bench.command("serving")(bench_serving)
 bench.command("http")(bench_http)
 

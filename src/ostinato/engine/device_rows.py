@@ -11,7 +11,8 @@ it is written, all others only where they differ from what the row already has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ from ostinato.graphs import (
 
 from .request import IntArray
 
-_RESERVED_CELLS = 2
+RESERVED_CELLS = 2
 """Nobody reads these: padded pairs are written there."""
 _LADDER = Ladder([64, 512, 4096])
 
@@ -67,7 +68,7 @@ class DeviceRows:
         ordered = sorted(fields, key=lambda field: -field.dtype.itemsize)
         self._fields = {field.name: field for field in ordered}
         self._starts: dict[str, int] = {}
-        end = _RESERVED_CELLS
+        end = RESERVED_CELLS
         for field in ordered:
             self._starts[field.name] = end
             end += field.cells * num_rows
@@ -79,7 +80,8 @@ class DeviceRows:
         self._tensors = {name: self._device_view(self._fields[name], num_rows) for name in self._fields}
         self._changed_spans: list[tuple[int, int]] = []
         self._changed_cells: list[IntArray] = []
-        self._scatter = self._make_scatter(mode, pool, warmups)
+        self.scatter = self._make_scatter(mode, pool, warmups)
+        """The graphs that put changes in place."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A field of all rows on the device."""
@@ -89,6 +91,24 @@ class DeviceRows:
     def num_bytes(self) -> int:
         """Bytes on the device."""
         return self._state.nbytes
+
+    @property
+    def cells(self) -> torch.Tensor:
+        """Everything on the device as int32 [cells]; nobody reads the first `RESERVED_CELLS`."""
+        return self._state
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Whatever is written and sent inside is undone at the end, on both sides."""
+        state, mirror = self._state.clone(), self._mirror.copy()
+        unsent = self._changed_spans, self._changed_cells
+        self._changed_spans, self._changed_cells = [], []
+        try:
+            yield
+        finally:
+            self._state.copy_(state)
+            self._mirror[:] = mirror
+            self._changed_spans, self._changed_cells = unsent
 
     def write(self, name: str, row: int, values: float | Sequence[float], first: int = 0) -> None:
         """Set a field of a row, of a list the values from `first` on; sent with the next `send`."""
@@ -138,6 +158,7 @@ class DeviceRows:
                 (Field("places", torch.int64), Field("values", torch.int32)),
                 max_tokens=_LADDER.limit,
                 device=self._state.device,
+                allocate=pool.allocate,
             ),
             capture_keys(mode, _LADDER, None, max_reqs=_LADDER.limit),
             dispatcher=Dispatcher(mode),
@@ -149,11 +170,11 @@ class DeviceRows:
 
     def capture(self) -> None:
         """Capture the graphs that put changes in place."""
-        self._scatter.capture(progress=False)
+        self.scatter.capture(progress=False)
 
     def drop(self) -> None:
         """Forget them."""
-        self._scatter.drop()
+        self.scatter.drop()
 
     def send(self) -> None:
         """Bring all changes to the device, behind the steps launched so far."""
@@ -165,7 +186,7 @@ class DeviceRows:
         for begin in range(0, len(places), _LADDER.limit):
             piece = places[begin : begin + _LADDER.limit]
             shape = BatchShape.decode(len(piece))
-            self._scatter.run({"places": piece, "values": self._mirror[piece]}, shape)
+            self.scatter.run({"places": piece, "values": self._mirror[piece]}, shape)
 
     def _places(self) -> IntArray:
         """The cells that changed, each once: a scatter promises no order among equal places."""

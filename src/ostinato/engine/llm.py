@@ -8,7 +8,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from .request_progress import RequestProgress
 from .sampling_params import RequestError, SamplingParams
 from .text_engine import Prompt, TextEngine
 from .times import StepTimes
+
+if TYPE_CHECKING:
+    from .verifying.outcome import EngineVerification
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -150,6 +153,20 @@ class LLM:
         """Bytes by what they are for: weights, kv, inputs, outputs, sampling, activations (of all graphs, in
         their shared pool), workspace (of libraries) and graphs (what the driver holds for them)."""
         return self.engine.core.memory()
+
+    def verify(self, seed: int = 0, *, progress: bool | None = None) -> EngineVerification:
+        """Launch every graph on made-up requests and compare all it leaves with a slow computation that
+        shares nothing with it; VerifyError names the graphs that are wrong.
+
+        Takes seconds to a minute and leaves everything as it was, cached prefixes included.
+        EngineBusyError while requests are served. `progress` shows a bar over the graphs (default: when
+        standard error is a terminal).
+        """
+        from .verifying.verification import verify
+
+        outcome = verify(self.engine.core, seed=seed, progress=progress)
+        outcome.raise_if_failed()
+        return outcome
 
     def close(self) -> None:
         """Free weights, KV cache and graphs."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from ostinato.graphs import (
     BatchDescriptor,
     BatchShape,
     Capability,
+    CapturedGraph,
     CaptureOptions,
     CudaGraphRunner,
     Dispatcher,
@@ -31,7 +33,7 @@ from ostinato.graphs import (
 )
 from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
-from ostinato.kernels.attention.batch import AttentionBatch, HostLengths
+from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
 from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.variants import kernel_class
 from ostinato.models.transformer import Attend, StepAttention, Transformer
@@ -46,17 +48,24 @@ from .sampled_tokens import TokenReturn
 from .scheduled_step import PageUpdate, ScheduledStep
 from .times import StartupTimes
 
-STEP_FIELDS = (
-    Field("input_ids", torch.int64),
-    Field("positions", torch.int64),
-    Field("token_rows", torch.int32),
-    Field("req_rows", torch.int32, per="request"),
-    Field("seq_lens", torch.int32, per="request", pad=1),
-    Field("query_starts", torch.int32, per="request"),
-    Field("query_lens", torch.int32, per="request"),
-)
-"""Padded tokens belong to row 0, whose pages are all page 0; padded requests have no tokens. A decode graph
-uses `req_rows` alone: what else it needs is in those rows."""
+
+def step_fields(vocab_size: int, max_model_len: int) -> tuple[Field, ...]:
+    """The inputs of a step.
+
+    Padded tokens belong to row 0, whose pages are all page 0; padded requests have no tokens. A decode graph
+    uses `req_rows` alone: what else it needs is in those rows. Poisoned padding has any token at any place
+    of page 0, and contexts of any length on that page.
+    """
+    last = min(PAGE_SIZE, max_model_len) - 1
+    return (
+        Field("input_ids", torch.int64, poison=vocab_size - 1),
+        Field("positions", torch.int64, poison=last),
+        Field("token_rows", torch.int32),
+        Field("req_rows", torch.int32, per="request"),
+        Field("seq_lens", torch.int32, per="request", pad=1, poison=last + 1),
+        Field("query_starts", torch.int32, per="request"),
+        Field("query_lens", torch.int32, per="request"),
+    )
 
 
 class _Held(NamedTuple):
@@ -155,10 +164,11 @@ class ModelRunner:
         runner = CudaGraphRunner(
             self.step,
             InputBuffers(
-                STEP_FIELDS,
+                step_fields(self.model.config.vocab_size, config.max_model_len),
                 max_tokens=config.max_step_tokens,
                 max_reqs=config.max_running_requests,
                 device=config.device,
+                allocate=self.pool.allocate,
             ),
             keys,
             dispatcher=dispatcher,
@@ -199,10 +209,12 @@ class ModelRunner:
         )
         return key.mode, is_decode, kernels
 
-    def capture(self, times: StartupTimes, *, progress: bool | None = None) -> Report:
-        """Capture all graphs; weights and KV cache must be in place."""
+    def capture(
+        self, times: StartupTimes, *, keys: Sequence[GraphKey] | None = None, progress: bool | None = None
+    ) -> Report:
+        """Capture all graphs, or those of these keys; weights and KV cache must be in place."""
         self.rows.capture()
-        report = self.graphs.capture(progress=progress)
+        report = self.graphs.capture(keys, progress=progress)
         for graph in self.graphs.graphs.values():
             times.add("capture decode" if graph.descriptor.is_uniform else "capture prefill", graph.seconds)
         return report
@@ -248,26 +260,40 @@ class ModelRunner:
             return logits
         decision = self.graphs.decide(shape)
         self.notes_beginning = decision.descriptor is not None and decision.descriptor.is_uniform
-        self.has_sampled = self._samples(decision.descriptor or shape.as_descriptor())
+        self.has_sampled = self.samples(decision.descriptor or shape.as_descriptor())
         # Only a full graph has attention inside; between segments and eagerly it needs the real lengths.
         self._host = None if decision.mode is GraphMode.FULL else host_lengths(step)
         self._held = _NOTHING
-        inputs = {
-            "input_ids": step.input_ids,
-            "positions": step.positions,
-            "token_rows": step.token_rows,
-            "req_rows": step.rows,
-            "seq_lens": step.seq_lens,
-            "query_starts": step.query_starts,
-            "query_lens": step.num_new_tokens,
-        }
-        logits = self.graphs.run(inputs, shape)
+        logits = self.graphs.run(inputs_of(step), shape)
         self._count_line()
         if self.notes_beginning:
             self._held = _Held(step.rows, step.shared_prefix, shape)
         return logits
 
-    def _samples(self, descriptor: BatchDescriptor) -> bool:
+    def run_from(self, graph: CapturedGraph, step: ScheduledStep, *, poison: bool = False) -> torch.Tensor:
+        """One step from this very graph, whichever `run` would take; the line it may write is not counted."""
+        self._host = None if graph.key.mode is GraphMode.FULL else host_lengths(step)
+        self._held = _NOTHING
+        shape = BatchShape(step.total_tokens, step.num_requests, graph.descriptor.query_len)
+        self.graphs.buffers.fill(inputs_of(step), shape, graph.descriptor, poison=poison)
+        self.graphs.launch(graph)
+        return self.logits[: step.num_requests]
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Rows, lines and what they count are put back at the end; inputs are held by nobody."""
+        host, sampled, notes = self._host, self.has_sampled, self.notes_beginning
+        try:
+            with self.rows.unchanged(), self.returned.unchanged():
+                yield
+        finally:
+            self._host, self.has_sampled, self.notes_beginning = host, sampled, notes
+            self._held = _NOTHING
+            # A sampling graph for more requests than the step before it had reads what is left here.
+            self.logits.zero_()
+            self.hidden.zero_()
+
+    def samples(self, descriptor: BatchDescriptor) -> bool:
         """Whether a step of this form ends with plain sampling."""
         return descriptor.is_uniform and self.model.config.has_lm_head
 
@@ -336,7 +362,7 @@ class ModelRunner:
         logits = self.logits[: req_rows.size(0)]
         if self.model.config.has_lm_head:
             self.model.logits(hidden, logits)
-        if self._samples(descriptor):
+        if self.samples(descriptor):
             self.sample_plain(req_rows)
         return logits
 
@@ -384,6 +410,19 @@ class ModelRunner:
         return {
             field.name: torch.full_like(views[field.name], field.pad) for field in self.graphs.buffers.fields
         }
+
+
+def inputs_of(step: ScheduledStep) -> dict[str, IntArray]:
+    """What a step brings from the host."""
+    return {
+        "input_ids": step.input_ids,
+        "positions": step.positions,
+        "token_rows": step.token_rows,
+        "req_rows": step.rows,
+        "seq_lens": step.seq_lens,
+        "query_starts": step.query_starts,
+        "query_lens": step.num_new_tokens,
+    }
 
 
 def host_lengths(step: ScheduledStep) -> HostLengths:

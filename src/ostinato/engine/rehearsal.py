@@ -72,8 +72,7 @@ def _trial_capture(runner: ModelRunner) -> int:
     for key in runner.graphs.keys:
         largest.setdefault((key.mode, key.descriptor.is_uniform, key.descriptor.cascade), key)
     count = len(runner.graphs.keys)
-    runner.graphs.keys = tuple(largest.values())
-    runner.capture(StartupTimes(), progress=False)
+    runner.capture(StartupTimes(), keys=list(largest.values()), progress=False)
     grown = DeviceMemory.now(runner.config.device).less(before)
     runner.graphs.drop()
     runner.rows.drop()

@@ -6,7 +6,8 @@ graph, and the host only waits for an event. Log-probabilities, rarely asked for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,18 @@ class TokenReturn:
     def state(self) -> dict[str, Tensor]:
         """What steps change and trial runs must not."""
         return {"counts of lines": self.lines.counts}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Lines that are written inside are undone at the end; the host must not count them."""
+        kept = [(tensor, tensor.clone()) for tensor in (self.lines.counts, self.lines.ring, self.lines.began)]
+        try:
+            yield
+        finally:
+            if self.lines.counts.is_cuda:
+                torch.cuda.synchronize(self.lines.counts.device)
+            for tensor, before in kept:
+                tensor.copy_(before)
 
     def keep(self, rows: Tensor, tokens: Tensor) -> None:
         """Captured: leave the tokens in their rows and in the next line."""

@@ -9,7 +9,8 @@ its own; the plain one is also the end of every decode step (`plain_sampling`), 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from enum import IntEnum
 
@@ -83,23 +84,31 @@ class Sampler:
         running = config.max_running_requests
         self._vocab = vocab
         self._kinds = np.zeros(num_rows, dtype=np.int8)
-        self._generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
+        self.generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
+        """How often each row generated each token, of rows that ask for penalties."""
         self._in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
         # -1 is all bits: every token allowed.
         words = mask_words(vocab)
         self._masks = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
         self._masked_rows: set[int] = set()
         self._biased_rows: set[int] = set()
-        self._buffers = InputBuffers(SAMPLING_FIELDS, max_tokens=running, max_reqs=running, device=device)
+        self._buffers = InputBuffers(
+            SAMPLING_FIELDS,
+            max_tokens=running,
+            max_reqs=running,
+            device=device,
+            allocate=runner.pool.allocate,
+        )
         self._settings = SamplingSettings(
             **{field.name: self._rows[field.name] for field in fields(SamplingSettings)}
         )
         self._returned = runner.returned
-        self._graphs = {kind: self._make_graphs(kind) for kind in Kind}
+        self.graphs = {kind: self._make_graphs(kind) for kind in Kind}
+        """The graphs of each kind."""
         self._decided: tuple[IntArray | None, Kind] = (None, Kind.PLAIN)
         self._held: IntArray | None = None
         eager_steps: Counter[Reason] = Counter()  # one count for all kinds: they report as one
-        for graphs in self._graphs.values():
+        for graphs in self.graphs.values():
             graphs.eager_steps = eager_steps
 
     def _make_graphs(self, kind: Kind) -> CudaGraphRunner:
@@ -126,28 +135,43 @@ class Sampler:
     def try_out(self) -> None:
         """Run what has kernels of its own once, without a trace."""
         for kind in (Kind.PLAIN, Kind.FILTERED):
-            for key in self._graphs[kind].keys[:1]:
-                self._graphs[kind].try_out(key)
+            for key in self.graphs[kind].keys[:1]:
+                self.graphs[kind].try_out(key)
 
     def capture(self, *, progress: bool | None = None) -> Report:
         """Capture the graphs of all kinds."""
         with frozen_gc(not self._runner.config.config.enable_cudagraph_gc):
-            for graphs in self._graphs.values():
+            for graphs in self.graphs.values():
                 graphs.capture(progress=progress)
         return self.report()
 
     def report(self) -> Report:
         """Graphs of all kinds and eager steps by reason."""
-        return Report.joined([graphs.report() for graphs in self._graphs.values()])
+        return Report.joined([graphs.report() for graphs in self.graphs.values()])
 
     @property
     def num_bytes(self) -> int:
         """Bytes of what the rows' tokens were so far; the parameters are in the rows."""
-        return self._generated.nbytes + self._in_prompt.nbytes + self._masks.nbytes
+        return self.generated.nbytes + self._in_prompt.nbytes + self._masks.nbytes
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Whoever joins inside is gone at the end, and the graphs' inputs are held by nobody."""
+        tensors = (self.generated, self._in_prompt, self._masks)
+        before, kinds = [tensor.clone() for tensor in tensors], self._kinds.copy()
+        masked, biased = set(self._masked_rows), set(self._biased_rows)
+        try:
+            yield
+        finally:
+            for tensor, content in zip(tensors, before, strict=True):
+                tensor.copy_(content)
+            self._kinds[:] = kinds
+            self._masked_rows, self._biased_rows = masked, biased
+            self._decided, self._held = (None, Kind.PLAIN), None
 
     def drop(self) -> None:
         """Forget all graphs."""
-        for graphs in self._graphs.values():
+        for graphs in self.graphs.values():
             graphs.drop()
 
     # -- parameters --------------------------------------------------------------------------------
@@ -210,13 +234,13 @@ class Sampler:
         return [token for token in ids if token < self._vocab][:MAX_BANNED]
 
     def _count_tokens_of(self, request: Request) -> None:
-        row, device = request.row, self._generated.device
-        self._generated[row] = 0
+        row, device = request.row, self.generated.device
+        self.generated[row] = 0
         self._in_prompt[row] = False
         prompt = torch.tensor(request.prompt_ids, device=device)
         self._in_prompt[row].index_fill_(0, prompt, True)
         output = torch.tensor(request.output_ids, dtype=torch.int64, device=device)
-        self._generated[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self.generated[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -243,7 +267,7 @@ class Sampler:
         kind = self._kind_of(step)
         if kind is Kind.PLAIN and self._runner.has_sampled:
             return self._returned.newest(step.num_requests)
-        extra = self._run(self._graphs[kind], step)
+        extra = self._run(self.graphs[kind], step)
         self._returned.launched()
         return self._returned.newest(step.num_requests, extra)
 
@@ -282,7 +306,7 @@ class Sampler:
 
     def _complete(self, req_rows: Tensor) -> tuple[Tensor, ...]:
         tokens, *logprobs = self._in_pieces(self._complete_piece, req_rows)
-        sampling.count_tokens(self._generated, req_rows, tokens)
+        sampling.count_tokens(self.generated, req_rows, tokens)
         self._returned.keep(req_rows, tokens)
         return tuple(logprobs)
 
@@ -303,7 +327,7 @@ class Sampler:
             frequency=of_rows(state["frequency"]),
         )
         logits = sampling.apply_penalties(
-            logits, penalties, of_rows(self._generated), of_rows(self._in_prompt)
+            logits, penalties, of_rows(self.generated), of_rows(self._in_prompt)
         )
         logits = sampling.allow(logits, of_rows(self._masks))
         tokens = self._draw(rows, logits)

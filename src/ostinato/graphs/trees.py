@@ -74,7 +74,9 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
             continue
         names = _present_fields(leaf)
         inner, inside = flatten([getattr(leaf, name) for name in names])
-        records.append(_Record(place, _with_fields(copy.copy(leaf), names, [None] * len(names)), names, inside))
+        records.append(
+            _Record(place, _with_fields(copy.copy(leaf), names, [None] * len(names)), names, inside)
+        )
         flat += inner
     return flat, Structure(spec, tuple(records))
 

@@ -129,7 +129,9 @@ class StepRecorder:
                     trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
             if not self._compiled.applies(key):
                 trials.repeat_until_steady(lambda: step(**arguments))
-            self._reads |= {at: tensor for tensor in trials.reads if (at := storage_address(tensor)) not in ours}
+            self._reads |= {
+                at: tensor for tensor in trials.reads if (at := storage_address(tensor)) not in ours
+            }
             if self._record_dummy is not None:
                 self._dummy_arguments(key.descriptor, self._record_dummy)
             allowing = writing_inference_tensors() if trials.writes_inference_tensors else nullcontext()

@@ -194,7 +194,9 @@ def refuse_dependence_on_the_batch(runner: Verifiable, make: Callable[[BatchDesc
             runner.launch(graph)
             got = _real_rows(runner, graph.leaves, shape)
     if len(got) != len(unpadded):
-        raise CaptureError(f"the structure of the output follows the batch: {len(got)} values, {len(unpadded)}")
+        raise CaptureError(
+            f"the structure of the output follows the batch: {len(got)} values, {len(unpadded)}"
+        )
     for name, padded, wanted in zip(runner.outputs.names, got, unpadded, strict=True):
         if _is_grossly_different(padded, wanted):
             raise CaptureError(
@@ -314,7 +316,9 @@ def _dependence(
         allowed = UNPADDED * TOLERANCES.get(getattr(a, "dtype", None), 0.0)  # type: ignore[arg-type]
         worst = max(worst, error)
         is_number = isinstance(a, torch.Tensor) and (a.is_floating_point() or a.is_complex())
-        off = error > max(allowed, UNPADDED * (tolerance or 0.0)) if is_number else _is_grossly_different(a, b)
+        off = (
+            error > max(allowed, UNPADDED * (tolerance or 0.0)) if is_number else _is_grossly_different(a, b)
+        )
         dependent = dependent or (name if off else None)
     return worst, dependent
 

@@ -159,7 +159,9 @@ class GraphedCall:
         if signature.opaque is not None:
             if signature.opaque not in self._warned_of:
                 self._warned_of.add(signature.opaque)
-                logger.warning("calls run eagerly: no graph can tell whether %s has changed", signature.opaque)
+                logger.warning(
+                    "calls run eagerly: no graph can tell whether %s has changed", signature.opaque
+                )
             return True, self._eagerly(Reason.OPAQUE_ARGUMENT, args, kwargs)
         with turn:
             first = self._run_once(signature, batch)
@@ -175,7 +177,9 @@ class GraphedCall:
         """Capture every rung for calls like this one; further signatures may be added the same way."""
         signature, batch = self._signature(args, kwargs)
         if signature.opaque is not None:
-            raise BatchError(f"no graph can tell whether {signature.opaque} has changed: pass tensors or numbers")
+            raise BatchError(
+                f"no graph can tell whether {signature.opaque} has changed: pass tensors or numbers"
+            )
         with turn:
             self._capture_anew(signature, batch)
         return self.report()

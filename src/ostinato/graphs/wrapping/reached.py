@@ -149,7 +149,10 @@ class Reached:
             self._note(variable, functools.partial(_cell_contents, cell), _cell_contents(cell))
         defaults = function.__defaults__ or ()
         named = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :]
-        for variable, default in (*zip(named, defaults, strict=False), *(function.__kwdefaults__ or {}).items()):
+        for variable, default in (
+            *zip(named, defaults, strict=False),
+            *(function.__kwdefaults__ or {}).items(),
+        ):
             self._note(variable, functools.partial(_item, (default,), 0), default)
         if not _is_users_module(function.__module__):
             return
@@ -161,7 +164,11 @@ class Reached:
     def _visit_table(self, name: str, table: dict[Any, Any], live: dict[Any, Any] | None = None) -> None:
         holder = table if live is None else live
         for key, value in list(table.items()):
-            if isinstance(key, str) and key not in ("training", "graph_call") and not key.startswith("_forward"):
+            if (
+                isinstance(key, str)
+                and key not in ("training", "graph_call")
+                and not key.startswith("_forward")
+            ):
                 self._note(f"{name}{key}", functools.partial(holder.get, key), value)
 
     def _note(self, name: str, get: Callable[[], Any], value: Any) -> None:
@@ -199,7 +206,14 @@ def _is_users(kind: type) -> bool:
 
 
 def _is_users_module(name: str | None) -> bool:
-    return (name or "").partition(".")[0] not in ("builtins", "torch", "numpy", "typing", "collections", "ostinato")
+    return (name or "").partition(".")[0] not in (
+        "builtins",
+        "torch",
+        "numpy",
+        "typing",
+        "collections",
+        "ostinato",
+    )
 
 
 def _has_address(tensor: torch.Tensor) -> bool:

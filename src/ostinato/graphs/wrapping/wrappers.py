@@ -56,7 +56,6 @@ class _GraphControls:
         """A copy has the same settings and captures graphs of its own: these read the original's memory."""
         return wrap, (self.graph_call.function, self.graph_call.settings)
 
-
     def __copy__(self) -> Any:
         return wrap(copy.copy(self.graph_call.function), self.graph_call.settings)
 
@@ -117,5 +116,9 @@ def wrap(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
 @functools.cache
 def _wrapper_class(wrapped: type) -> Any:
     bases = (wrapped,) if issubclass(wrapped, GraphedModule) else (GraphedModule, wrapped)
-    place = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__, "__doc__": wrapped.__doc__}
+    place = {
+        "__module__": wrapped.__module__,
+        "__qualname__": wrapped.__qualname__,
+        "__doc__": wrapped.__doc__,
+    }
     return type(wrapped.__name__, bases, {"__slots__": ("graph_call",), **place})

@@ -105,7 +105,11 @@ class TapeMemory:
         for slab in self._slabs:
             if slab.nbytes() >= nbytes:
                 return slab
-        slab = torch.UntypedStorage(nbytes) if self._allocate is None else self._allocate(nbytes).untyped_storage()
+        slab = (
+            torch.UntypedStorage(nbytes)
+            if self._allocate is None
+            else self._allocate(nbytes).untyped_storage()
+        )
         assert slab.data_ptr() % ALIGNMENT == 0
         # All ones is NaN in every floating type: what was never replayed cannot pass for a result.
         torch.empty(0, dtype=torch.uint8, device="cpu").set_(slab).fill_(0xFF)

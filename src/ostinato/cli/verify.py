@@ -1,0 +1,42 @@
+"""`ostinato verify`: every graph of a model against a reference, before anybody relies on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .dataclass_flags import flags_of, with_flags
+
+ENGINE = tuple(flag for flag in flags_of("engine/config.py", "EngineConfig") if flag.name != "seed")
+"""One --seed, for the made-up requests."""
+
+
+@with_flags(engine=ENGINE)
+def verify(
+    seed: Annotated[int, typer.Option(help="Of the made-up requests.", min=0)] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every check to this file.")] = None,
+    *,
+    engine: Mapping[str, Any],
+) -> None:
+    """Load a model as `serve` would, launch each of its graphs on made-up requests, compare with a reference.
+
+    The exit code is 0 if all graphs are right and 1 if one is not.
+    """
+    from rich.console import Console
+
+    from ostinato.engine.llm import LLM
+    from ostinato.engine.verifying.verification import verify as verify_engine
+
+    options = dict(engine)
+    print("ostinato: loading and capturing", file=sys.stderr, flush=True)
+    with LLM(options.pop("model", None), **options) as llm:
+        print("ostinato: verifying", file=sys.stderr, flush=True)
+        outcome = verify_engine(llm.engine.core, seed=seed)
+    if json_file is not None:
+        outcome.write_json(json_file)
+    Console(width=None if sys.stdout.isatty() else 80, highlight=False).print(outcome.table())
+    raise typer.Exit(0 if outcome.passed else 1)

@@ -1,0 +1,45 @@
+"""The bar over the graphs of a verification."""
+
+from __future__ import annotations
+
+import sys
+from typing import Self
+
+
+class VerifyProgress:
+    """Shows which graph is being checked; silent where nobody watches."""
+
+    def __init__(self, total: int, shown: bool | None) -> None:
+        """`shown`: True, False, or None for 'when standard error is a terminal'."""
+        self._total = total
+        self._shown = sys.stderr.isatty() if shown is None else shown
+
+    def __enter__(self) -> Self:
+        if self._shown:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("verifying {task.description:<34}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total)
+        return self
+
+    def start(self, name: str) -> None:
+        """Something is about to be checked."""
+        if self._shown:
+            self._bar.update(self._task, description=name)
+
+    def done(self) -> None:
+        """A graph was checked."""
+        if self._shown:
+            self._bar.update(self._task, advance=1)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._shown:
+            self._bar.stop()

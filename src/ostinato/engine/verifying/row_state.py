@@ -1,0 +1,97 @@
+"""What graphs leave in rows and in the lines of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.graphs import CapturedGraph
+from ostinato.kernels.request_rows import LINE_HEAD
+
+from ..core import EngineCore
+from ..device_rows import RESERVED_CELLS
+from ..request import IntArray, Request
+from .made_steps import MadeStep
+from .reference_sampling import SampledFrom
+
+
+@dataclass(frozen=True)
+class RowState:
+    """What a forward graph may move on, before it is launched."""
+
+    lengths: IntArray
+    last_tokens: IntArray
+    cells: torch.Tensor
+    num_lines: int
+
+    @classmethod
+    def of(cls, core: EngineCore) -> RowState:
+        """As it is now."""
+        runner = core.runner
+        return cls(
+            runner.lengths.cpu().numpy().copy(),
+            runner.last_tokens.cpu().numpy().copy(),
+            runner.rows.cells.clone(),
+            int(runner.returned.lines.counts[0]),
+        )
+
+    def wrong_after(
+        self,
+        core: EngineCore,
+        step: MadeStep,
+        rows: Sequence[int],
+        graph: CapturedGraph,
+        requests: Sequence[Request],
+        logits: torch.Tensor,
+    ) -> Iterator[tuple[str, int]]:
+        """What should be equal, and in how many places it is not."""
+        runner = core.runner
+        lengths, last_tokens = self.lengths.copy(), self.last_tokens.copy()
+        lengths[list(rows)] = [part.end for part in step.parts]
+        yield "lengths", int((runner.lengths.cpu().numpy() != lengths).sum())
+        num_lines = self.num_lines
+        if runner.samples(graph.descriptor):
+            num_lines += 1
+            line = written_line(core, self.num_lines, len(rows))
+            right = [
+                request.params.top_k > 0 or source.is_right(token, own)
+                for request, source, token, own in zip(
+                    requests, _sources(step, requests), line[1:], logits, strict=True
+                )
+                if request.params is not None
+            ]
+            yield "tokens", right.count(False)
+            last_tokens[list(rows)] = line[1:]
+            yield "line", int(line[0] != self.num_lines)
+        yield "last tokens", int((runner.last_tokens.cpu().numpy() != last_tokens).sum())
+        yield "number of lines", abs(int(runner.returned.lines.counts[0]) - num_lines)
+        yield "other fields of rows", self._other_cells(core)
+
+    def _other_cells(self, core: EngineCore) -> int:
+        """Cells that no graph moves on, and that changed."""
+        rows = core.runner.rows
+        now = rows.cells
+        moved = torch.zeros_like(now, dtype=torch.bool)
+        base = now.data_ptr()
+        for tensor in (core.runner.lengths, core.runner.last_tokens):
+            first = (tensor.data_ptr() - base) // 4
+            moved[first : first + tensor.nbytes // 4] = True
+        moved[:RESERVED_CELLS] = True
+        return int(((now != self.cells) & ~moved).sum())
+
+
+def written_line(core: EngineCore, number: int, count: int) -> list[int]:
+    """The number and the tokens in a line of the ring, once they are there."""
+    lines = core.runner.returned.lines
+    if lines.counts.is_cuda:
+        torch.cuda.synchronize(lines.counts.device)
+    line = lines.ring[number % lines.ring.size(0)].tolist()
+    return [line[0], *line[LINE_HEAD : LINE_HEAD + count]]
+
+
+def _sources(step: MadeStep, requests: Sequence[Request]) -> Iterator[SampledFrom]:
+    for part, request in zip(step.parts, requests, strict=True):
+        assert request.params is not None
+        yield SampledFrom(request.params, part.end)

@@ -1,0 +1,177 @@
+"""Forward graphs: decode, prefill and mixed steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ostinato.cache.pages import PAGE_SIZE
+from ostinato.graphs import CapturedGraph
+
+from ..core import EngineCore
+from ..request import IntArray, Request
+from ..sampling_params import SamplingParams
+from ..scheduled_step import PageUpdate
+from .borrowed_pages import BorrowedPages, relative_errors
+from .expected_results import ExpectedResults, logit_errors
+from .made_requests import MadeRequest
+from .made_steps import MadeStep, Part, decode_steps, mixed_steps
+from .outcome import Check
+from .row_state import RowState
+
+KINDS = ("plain", "poison")
+_STALE_COLUMNS = 4
+"""Entries of the page table behind a request's own that name pages of others, as earlier tenants leave."""
+_ASKED = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=11),
+    SamplingParams(temperature=0.6, seed=1 << 40),
+    SamplingParams(temperature=1.0, seed=5, top_k=7),
+    SamplingParams(temperature=1.7, seed=3),
+)
+"""What requests of decode steps ask for, in turn; one of them for more than a decode graph chooses."""
+
+
+@dataclass
+class StepGraphs:
+    """Launches forward graphs on made steps and compares everything they leave behind."""
+
+    core: EngineCore
+    requests: Sequence[MadeRequest]
+    pages: BorrowedPages
+    expected: ExpectedResults
+    tolerances: dict[str, float]
+    generator: np.random.Generator
+    _launches: int = 0
+
+    def check(self, graph: CapturedGraph, name: str) -> Iterator[Check]:
+        """All that is to be known about one graph."""
+        make = decode_steps if graph.descriptor.is_uniform else mixed_steps
+        steps = list(make(self.requests, graph.descriptor))
+        for step in steps:
+            # Poison is in padding and on page 0: the step with the most padding shows what it does.
+            for kind in KINDS if step is steps[-1] else KINDS[:1]:
+                yield from self._launch(graph, name, step, kind)
+        yield from self._every_key_counts(graph, name, max(steps, key=_most_context))
+        changed = self.pages.num_changed()
+        yield Check(name, "all batches", "both", "other pages", changed, 0, "slots that nobody should write")
+        if changed:
+            self.pages.write_all()
+        is_changed = self.pages.has_rest_changed()
+        yield Check(name, "all batches", "both", "pages of nobody", float(is_changed), 0)
+
+    def _launch(self, graph: CapturedGraph, name: str, step: MadeStep, kind: str) -> Iterator[Check]:
+        runner, batch = self.core.runner, str(step)
+        rows, requests = self._seat(step, kind)
+        slots, stale = self._on_device(step.slots()), self._on_device(step.stale_slots())
+        self.pages.spoil(stale)
+        self.pages.fill_page_0(self.pages.hostile if kind == "poison" else 0.0)
+        if kind == "poison":
+            runner.graphs.poison_surroundings()
+            runner.logits.fill_(float("nan"))
+            runner.hidden.fill_(float("nan"))
+        before = RowState.of(self.core)
+        logits = runner.run_from(graph, step.scheduled(rows, requests), poison=kind == "poison")
+
+        def compared(what: str, errors: torch.Tensor) -> Check:
+            at = int(errors.argmax())
+            detail = f"worst in row {at} of {errors.numel()}"
+            return Check(name, batch, kind, what, float(errors[at]), self.tolerances[what], detail)
+
+        if logits.size(1):
+            yield compared("logits", logit_errors(logits, self.expected.logits(step)))
+        if not graph.descriptor.is_uniform:
+            hidden = runner.hidden[: step.num_tokens].float()
+            yield compared("hidden", relative_errors(hidden, self.expected.hidden(step)))
+        yield compared("kv", self.pages.errors(slots))
+        yield self._behind(name, batch, kind, stale, slots)
+        self.pages.write(stale)
+        for what, wrong in before.wrong_after(self.core, step, rows, graph, requests, logits):
+            yield Check(name, batch, kind, what, float(wrong), 0)
+
+    def _every_key_counts(self, graph: CapturedGraph, name: str, step: MadeStep) -> Iterator[Check]:
+        """A key of each context gets an enormous value: whoever sees it must say something else.
+
+        In a long context a single key hardly moves the result, and its loss would hide behind rounding.
+        """
+        keys = [self._some_key(part) for part in step.parts]
+        looked_at = [at for at, key in enumerate(keys) if key is not None]
+        if not looked_at or not self.core.runner.logits.size(1):
+            return
+        parts = zip(step.parts, keys, strict=True)
+        chosen = [part.request.slots(key, key + 1) for part, key in parts if key is not None]
+        slots, stale = self._on_device(np.concatenate(chosen)), self._on_device(step.stale_slots())
+        rows, requests = self._seat(step, "plain")
+        self.pages.spoil(stale)
+        self.pages.spoil_values(slots)
+        logits = self.core.runner.run_from(graph, step.scheduled(rows, requests))
+        changes = logit_errors(logits, self.expected.logits(step))[looked_at]
+        self.pages.write(torch.cat([slots, stale]))
+        unseen = [looked_at[at] for at in (changes <= self.tolerances["logits"]).nonzero()[:, 0].tolist()]
+        first = unseen[0] if unseen else 0
+        detail = f"key {keys[first]} of request {first} with {step.parts[first].start} does not matter"
+        batch = f"{step}, one value of each enormous"
+        yield Check(name, batch, "plain", "keys unseen", float(len(unseen)), 0, detail if unseen else "")
+
+    def _some_key(self, part: Part) -> int | None:
+        """A position before the step that its last token sees in every layer, often one at an edge."""
+        windows = [window for window in self.core.loaded.model.config.layer_windows if window is not None]
+        first = max(0, part.end - min(windows)) if windows else 0
+        if first >= part.start:
+            return None
+        page = max(first, (part.start - 1) // PAGE_SIZE * PAGE_SIZE)
+        edges = [first, part.start - 1, page, max(first, page - 1)]
+        anywhere = int(self.generator.integers(first, part.start))
+        return int(self.generator.choice([*edges, anywhere, anywhere]))
+
+    def _on_device(self, slots: IntArray) -> torch.Tensor:
+        return torch.from_numpy(slots).to(self.core.runner.lengths.device)
+
+    def _rows(self, count: int) -> list[int]:
+        """Other rows every time: what a graph knows of an earlier tenant must not matter."""
+        order = self.generator.permutation(self.core.config.max_running_requests)
+        rows: list[int] = (1 + order[:count]).tolist()
+        return rows
+
+    def _seat(self, step: MadeStep, kind: str) -> tuple[list[int], list[Request]]:
+        """Give the step's requests rows, and write all that belongs there as `EngineCore` does it."""
+        runner = self.core.runner
+        rows = self._rows(len(step.parts))
+        self._launches += 1
+        asked = [_ASKED[(at + self._launches) % len(_ASKED)] for at in range(len(rows))]
+        requests = [_request(*pair) for pair in zip(step.parts, asked, strict=True)]
+        columns = runner.page_table.size(1)
+        updates = []
+        for part, row, request in zip(step.parts, rows, requests, strict=True):
+            own = [self.pages.numbers[place] for place in part.request.places]
+            others = self.generator.integers(0, len(self.pages.numbers), _STALE_COLUMNS)
+            pages = [*own, *(self.pages.numbers[place] for place in others)][:columns]
+            updates.append(PageUpdate(row, 0, tuple(pages)))
+            runner.rows.write("lengths", row, part.start)
+            runner.rows.write("last_tokens", row, int(part.request.tokens[part.start]))
+            request.row = row
+        runner.update_pages(updates)
+        if self.core.sampler is not None:
+            self.core.sampler.join(requests)
+            # Padding draws, too, and nobody looks at what.
+            runner.rows.write("temperature", 0, 9.0 if kind == "poison" else 0.0)
+            runner.rows.write("seeds", 0, 7 if kind == "poison" else 0)
+        runner.rows.send()
+        return rows, requests
+
+    def _behind(self, name: str, batch: str, kind: str, stale: torch.Tensor, slots: torch.Tensor) -> Check:
+        """What lies behind the step's tokens on their pages is as it was."""
+        behind = stale[~torch.isin(stale, slots)]
+        wrong = self.pages.num_not_spoilt(behind)
+        return Check(name, batch, kind, "slots behind the step", float(wrong), 0)
+
+
+def _most_context(step: MadeStep) -> tuple[int, int]:
+    return len(step.parts), max(part.start for part in step.parts)
+
+
+def _request(part: Part, params: SamplingParams) -> Request:
+    return Request("verify", tuple(part.request.tokens[: part.start + 1].tolist()), params)

@@ -1,0 +1,172 @@
+"""All graphs of an engine, one after the other; afterwards everything is as before."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+
+import numpy as np
+import torch
+
+from ostinato.graphs import AddressError, CapturedGraph, ConfigError, CudaGraphRunner, OstinatoError
+
+from ..core import EngineCore
+from .borrowed_pages import BorrowedPages, choose_pages
+from .expected_results import ExpectedResults, rounding_errors, tolerances
+from .made_requests import Room, make_requests, num_pages_of
+from .outcome import Check, EngineVerification
+from .progress import VerifyProgress
+from .row_graphs import check_row_graph
+from .sampling_graphs import SamplingGraphs
+from .step_graphs import StepGraphs
+
+
+class EngineBusyError(OstinatoError, RuntimeError):
+    """Something needs the engine for itself, and requests are being served."""
+
+
+def verify(core: EngineCore, *, seed: int = 0, progress: bool | None = None) -> EngineVerification:
+    """Launch every graph on made requests and compare what it does with the reference; raises nothing for
+    graphs that are wrong, see `EngineVerification.raise_if_failed`."""
+    while core.has_work and not core.scheduler.running and not core.scheduler.waiting:
+        core.step()  # a step that was launched ahead, for requests that have ended
+    if core.has_work:
+        running, waiting = len(core.scheduler.running), len(core.scheduler.waiting)
+        raise EngineBusyError(
+            f"verify() works in the rows and pages of requests, and {running} are running, {waiting} "
+            "waiting: let them end, or abort them, and call it again"
+        )
+    graphs = _named_graphs(core)
+    if not graphs:
+        raise ConfigError("there are no graphs to verify: the engine runs every step eagerly")
+    started = time.perf_counter()
+    moved = _moved(core, graphs)
+    if moved:
+        # Launching a graph that reads memory given back would prove nothing, and may end the process.
+        return EngineVerification(tuple(moved), {}, {}, time.perf_counter() - started, _given_up(core))
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            return _verify(core, graphs, seed, progress, started)
+        finally:
+            gc.collect()
+            if core.config.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _verify(
+    core: EngineCore,
+    graphs: Mapping[str, CapturedGraph],
+    seed: int,
+    progress: bool | None,
+    started: float,
+) -> EngineVerification:
+    generator = np.random.default_rng(seed)
+    runner, sampler = core.runner, core.sampler
+    checks: list[Check] = []
+    with ExitStack() as stack:
+        stack.enter_context(runner.unchanged())
+        stack.enter_context(sampler.unchanged() if sampler is not None else nullcontext())
+        bar = stack.enter_context(VerifyProgress(len(graphs), progress))
+        bar.start("the reference")
+        model = core.loaded.model
+        requests = make_requests(_room(core), model.config.vocab_size, generator)
+        count = num_pages_of(requests)
+        pages = BorrowedPages(runner.kv, choose_pages(runner.kv.num_pages, count, generator))
+        stack.enter_context(pages.borrowed())
+        expected = ExpectedResults(model, requests, pages)
+        pages.write_all()
+        rounding = rounding_errors(model, requests, core.config.dtype)
+        limits = tolerances(rounding, core.config.dtype)
+        of_steps = StepGraphs(core, requests, pages, expected, limits, generator)
+        of_sampling = SamplingGraphs(core, generator) if sampler is not None else None
+
+        def check(name: str, graph: CapturedGraph) -> Iterator[Check]:
+            if runner.rows.scatter.graphs.get(graph.key) is graph:
+                return check_row_graph(runner.rows, graph, name, generator)
+            if runner.graphs.graphs.get(graph.key) is graph:
+                return of_steps.check(graph, name)
+            assert sampler is not None
+            assert of_sampling is not None
+            kinds = sampler.graphs.items()
+            [kind] = [kind for kind, owner in kinds if owner.graphs.get(graph.key) is graph]
+            return of_sampling.check(kind, graph, name)
+
+        for name, graph in graphs.items():
+            bar.start(name)
+            try:
+                checks += list(check(name, graph))
+            except (RuntimeError, IndexError) as error:
+                # A graph that reads a wrong place may well read one that does not exist.
+                detail = f"{type(error).__name__}: {error}"
+                checks.append(Check(name, "a batch", "either", "launch", float("inf"), 0, detail))
+                pages.write_all()
+            bar.done()
+    if any(check.what == "pages of nobody" and not check.passed for check in checks):
+        # A graph wrote to pages that were not lent: what they held, nobody knows.
+        core.scheduler.flush_prefix_cache()
+    seconds = time.perf_counter() - started
+    return EngineVerification(tuple(checks), limits, rounding, seconds, _given_up(core))
+
+
+def _runners(core: EngineCore) -> dict[str, CudaGraphRunner]:
+    """All that has graphs, by what comes before their names."""
+    found = {"rows ": core.runner.rows.scatter, "": core.runner.graphs}
+    if core.sampler is not None:
+        found |= {f"sampling {kind.name.lower()} ": owner for kind, owner in core.sampler.graphs.items()}
+    return found
+
+
+def _named_graphs(core: EngineCore) -> dict[str, CapturedGraph]:
+    """Every graph by a name that says whose it is: `full decode 8x1`, `sampling filtered decode 8x1`."""
+    named = {}
+    for prefix, owner in _runners(core).items():
+        for key, graph in owner.graphs.items():
+            named[f"{prefix}{key.mode} {key.descriptor}" if not prefix else f"{prefix}{key.descriptor}"] = (
+                graph
+            )
+    return named
+
+
+def _given_up(core: EngineCore) -> dict[str, str]:
+    return {
+        f"{prefix}{key.mode} {key.descriptor}": cause
+        for prefix, owner in _runners(core).items()
+        for key, cause in owner.failures.items()
+    }
+
+
+def _moved(core: EngineCore, graphs: Mapping[str, CapturedGraph]) -> list[Check]:
+    """A failed check for every graph that reads a tensor which is no longer where it was."""
+    checks = []
+    for owner in _runners(core).values():
+        try:
+            owner.check_addresses()
+        except AddressError as error:
+            # A forward graph reads all weights and caches; which tensors are read is watched by runner.
+            theirs = [name for name, graph in graphs.items() if owner.graphs.get(graph.key) is graph]
+            checks += [Check(name, "none", "plain", "addresses", 1, 0, str(error)) for name in theirs]
+    return checks
+
+
+def _room(core: EngineCore) -> Room:
+    """How many requests, and how long, so that every graph can be filled and no machine is kept busy long."""
+    config, runner = core.config, core.runner
+    descriptors = [key.descriptor for key in runner.graphs.graphs]
+    most_requests = max((one.num_reqs for one in descriptors), default=1)
+    most_tokens = max((one.num_tokens for one in descriptors), default=1)
+    contexts = sorted({one.context for one in descriptors if one.context is not None})
+    usable = runner.kv.num_pages - 1
+    on_gpu = config.device.type == "cuda"
+    longest = max(1100 if on_gpu else 200, most_tokens // 2 + 53)
+    if len(contexts) > 1:
+        longest = max(longest, contexts[-2] + 70)  # so that the last bucket is needed
+    longest = min(longest, config.max_model_len, core.scheduler.max_len)
+    return Room(
+        num_requests=min(most_requests, usable),
+        num_pages=usable,
+        longest=longest,
+        # A third of them decode in a mixed step, the longest perhaps among them; the others must fill it.
+        tokens=2 * most_tokens + longest,
+    )
