@@ -207,7 +207,7 @@ def test_a_steady_step_brings_nothing_to_the_device(tiny: TinyModel) -> None:
         before = replays(llm)["cascade"]
         with (
             patch.object(runner.graphs, "run", side_effect=AssertionError),
-            patch.object(runner.rows.graphs, "run", side_effect=AssertionError),
+            patch.object(runner.rows.scatter, "run", side_effect=AssertionError),
         ):
             for _ in range(6):
                 llm.engine.step()
