@@ -112,9 +112,9 @@ def _verify(
 
 def _runners(core: EngineCore) -> dict[str, CudaGraphRunner]:
     """All that has graphs, by what comes before their names."""
-    found = {"rows ": core.runner.rows.scatter, "": core.runner.graphs}
+    found = {"rows": core.runner.rows.scatter, "": core.runner.graphs}
     if core.sampler is not None:
-        found |= {f"sampling {kind.name.lower()} ": owner for kind, owner in core.sampler.graphs.items()}
+        found |= {f"sampling {kind.name.lower()}": owner for kind, owner in core.sampler.graphs.items()}
     return found
 
 
@@ -123,17 +123,15 @@ def _named_graphs(core: EngineCore) -> dict[str, CapturedGraph]:
     named = {}
     for prefix, owner in _runners(core).items():
         for key, graph in owner.graphs.items():
-            named[f"{prefix}{key.mode} {key.descriptor}" if not prefix else f"{prefix}{key.descriptor}"] = (
-                graph
-            )
+            named[f"{prefix or key.mode} {key.descriptor}"] = graph
     return named
 
 
 def _given_up(core: EngineCore) -> dict[str, str]:
     return {
-        f"{prefix}{key.mode} {key.descriptor}": cause
+        f"{prefix} {graph}".strip(): cause
         for prefix, owner in _runners(core).items()
-        for key, cause in owner.failures.items()
+        for graph, cause in owner.report().failures.items()
     }
 
 
