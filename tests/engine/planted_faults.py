@@ -58,6 +58,23 @@ def attention_off_by_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     _with_backend(monkeypatch, changed)
 
 
+def a_page_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads the first page of a context where the second should be: keys 16 to 31 are lost."""
+
+    def twice(batch: AttentionBatch) -> AttentionBatch:
+        table = batch.page_table.clone()
+        table[:, 1] = table[:, 0]
+        return replace(batch, page_table=table)
+
+    def changed(backend: AttentionBackend) -> AttentionBackend:
+        def attend(q: Any, k_cache: Any, v_cache: Any, batch: AttentionBatch, **options: Any) -> Any:
+            return backend.attend(q, k_cache, v_cache, twice(batch), **options)
+
+        return replace(backend, attend_rows=None, attend=attend)
+
+    _with_backend(monkeypatch, changed)
+
+
 def wrong_rotary_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token is turned as if it stood one place further."""
     looked_up = RotaryTable.forward
@@ -172,14 +189,14 @@ def plain_temperature_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED: dict[str, tuple[Plant, str]] = {
-    "attention off by one key": (attention_off_by_one_key, r"decode 4x1"),
-    "wrong rotary position": (wrong_rotary_position, r"decode 4x1"),
-    "a padded field left stale": (stale_padding, r"decode 4x1"),
-    "logits of another row": (logits_of_another_row, r"decode 4x1"),
-    "a KV write to the wrong slot": (kv_in_the_wrong_slot, r"decode 4x1"),
-    "a stale page table": (stale_page_table, r"decode 4x1"),
+    "attention off by one key": (attention_off_by_one_key, r"full decode 4x1"),
+    "wrong rotary position": (wrong_rotary_position, r"full decode 4x1"),
+    "a padded field left stale": (stale_padding, r"full decode 4x1"),
+    "logits of another row": (logits_of_another_row, r"full decode 4x1"),
+    "a KV write to the wrong slot": (kv_in_the_wrong_slot, r"full decode 4x1"),
+    "a stale page table": (stale_page_table, r"full decode 4x1"),
     "last step's temperature": (temperature_of_the_last_step, r"sampling filtered decode 4x1"),
-    "last step's temperature in a decode graph": (plain_temperature_of_the_last_step, r"decode 4x1"),
+    "last step's temperature in a decode graph": (plain_temperature_of_the_last_step, r"full decode 4x1"),
 }
 """What to plant, and a graph that must be named."""
 

@@ -15,6 +15,7 @@ from ostinato.engine.device_rows import DeviceRows
 from ostinato.engine.llm import LLM
 from ostinato.engine.row_fields import row_fields
 from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.verifying import expected_results
 from ostinato.engine.verifying.made_requests import Room, make_requests, num_pages_of
 from ostinato.engine.verifying.reference_model import rotation
 from ostinato.engine.verifying.row_graphs import check_row_graph
@@ -25,7 +26,7 @@ from ostinato.models.layers import inverse_frequencies
 
 from .conftest import TinyModel, prompts_of
 from .model_shapes import config_of
-from .planted_faults import PLANTED, move_a_weight
+from .planted_faults import PLANTED, a_page_read_twice, move_a_weight
 from .test_engine_greedy import assert_all_back
 from .test_engine_smollm2 import needs_model
 
@@ -149,6 +150,20 @@ def test_prompt_graphs_are_named_as_well(tmp_path: Path, monkeypatch: pytest.Mon
         "full decode 4x1 context<=96",
         "full decode 1x1 context<=96",
     }
+
+
+def test_a_key_that_nobody_sees_is_found_whatever_the_tolerance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_page_read_twice(monkeypatch)
+    monkeypatch.setattr(expected_results, "MOST_TOLERANCE", 0.9)
+    monkeypatch.setitem(expected_results.LEAST_TOLERANCE, torch.float32, 0.9)
+    with engine(tmp_path, CONFIGS["llama"]) as llm:
+        # Which key of a context is looked at depends on the seed.
+        failures = [check for seed in range(8) for check in verify(llm.engine.core, seed=seed).failures]
+    assert failures
+    assert {check.what for check in failures} == {"keys unseen"}
+    assert all(check.graph.startswith("full decode") for check in failures)
 
 
 def state_of(llm: LLM) -> dict[str, torch.Tensor]:

@@ -14,8 +14,8 @@ from ostinato.graphs import VerifyError
 if TYPE_CHECKING:
     from rich.console import Group
 
-_MOST_LINES = 40
-"""Failures that an error lists one by one."""
+_MOST_OF_A_GRAPH = 2
+"""Failures of one graph that are told; the JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ class Check:
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
-        text = f"{self.graph}: {self.what} of {self.batch}, {self.kind}: error {self.error:.3g}"
-        text += f", at most {self.tolerance:.3g} is right"
-        return f"{text} ({self.detail})" if self.detail else text
+        found = (
+            f"error {self.error:.3g} > {self.tolerance:.3g}" if self.tolerance else f"{self.error:g} wrong"
+        )
+        text = f"{self.what}: {found} ({self.batch}, {self.kind})"
+        return f"{text}: {self.detail}" if self.detail else text
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,22 @@ class EngineVerification:
         """VerifyError with the failures by graph, if there are any."""
         if self.passed:
             return
-        wrong = {check.graph for check in self.failures}
-        lines = [str(check) for check in self.failures[:_MOST_LINES]]
-        if len(self.failures) > _MOST_LINES:
-            lines.append(f"and {len(self.failures) - _MOST_LINES} more, of {', '.join(sorted(wrong))}")
+        lines = self._complaints()
         raise VerifyError(
-            f"{len(wrong)} of {len(self.by_graph())} graphs are wrong "
+            f"{len(lines)} of {len(self.by_graph())} graphs are wrong "
             f"({len(self.failures)} of {len(self.checks)} checks failed):\n  " + "\n  ".join(lines)
         )
+
+    def _complaints(self) -> list[str]:
+        """A line for each graph that is wrong."""
+        lines = []
+        for name, checks in self.by_graph().items():
+            failed = [check for check in checks if not check.passed]
+            if failed:
+                told = "; ".join(map(str, failed[:_MOST_OF_A_GRAPH]))
+                more = len(failed) - _MOST_OF_A_GRAPH
+                lines.append(f"{name}: {told}" + (f"; and {more} more" if more > 0 else ""))
+        return lines
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values; errors that are no numbers as text."""
@@ -124,7 +134,7 @@ class EngineVerification:
         limits = ", ".join(f"{what} {value:.2g}" for what, value in self.tolerances.items())
         lines = [f"errors are relative; right is up to: {limits}"]
         lines += [f"given up: {name}: {cause}" for name, cause in self.given_up.items()]
-        lines += [f"FAILED {check}" for check in self.failures[:_MOST_LINES]]
+        lines += [f"FAILED {complaint}" for complaint in self._complaints()]
         return Group(table, *(Text(line) for line in lines))
 
     def _title(self) -> str:

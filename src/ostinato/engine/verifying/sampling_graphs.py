@@ -26,6 +26,7 @@ _SPREAD = 2.5
 """Deviation of made logits: enough tokens are likely for a wrong temperature to show."""
 _PROMPT = 24
 _LOGPROB_ERROR = 1e-3
+_FEW = 4
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class SamplingGraphs:
     def check(self, kind: Kind, graph: CapturedGraph, name: str) -> Iterator[Check]:
         """All that is to be known about one graph."""
         full = graph.descriptor.num_reqs
-        counts = [full, full, max(1, full // 3), full]
+        # Few rows show less of what is wrong with them at a time.
+        counts = [full, full, max(1, full // 3), *[full] * (full <= _FEW)]
         for launch, count in enumerate(counts):
             yield from self._launch(kind, graph, name, count, launch)
 
@@ -110,7 +112,7 @@ class SamplingGraphs:
         written, *tokens = written_line(core, number, count)
         raw = self._logits
         wrong = [at for at, source in enumerate(sources) if not source.is_right(tokens[at], raw[at])]
-        detail = f"{sources[wrong[0]].params}" if wrong else ""
+        detail = f"request {wrong[0]} with {_told(sources[wrong[0]].params)}" if wrong else ""
         found = [("tokens", float(len(wrong)), 0.0, detail)]
         found.append(("line", float(written != number), 0.0, ""))
         now = int(runner.returned.lines.counts[0])
@@ -195,6 +197,13 @@ class _EveryThird:
         """As `Grammar.fill`: a bit for each token, the lowest first."""
         bits = self.allowed(32 * mask.size).numpy().reshape(-1, 32)
         mask[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32).reshape(mask.shape)
+
+
+def _told(params: SamplingParams) -> str:
+    """What is not as it is by default."""
+    default = SamplingParams()
+    given = {name: value for name, value in vars(params).items() if value != getattr(default, name)}
+    return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 def _largest(error: Tensor) -> float:

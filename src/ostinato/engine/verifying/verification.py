@@ -22,6 +22,9 @@ from .row_graphs import check_row_graph
 from .sampling_graphs import SamplingGraphs
 from .step_graphs import StepGraphs
 
+_SHARE_OF_FREE = 0.4
+"""Of the GPU's free memory: what copies of pages may take."""
+
 
 class EngineBusyError(OstinatoError, RuntimeError):
     """Something needs the engine for itself, and requests are being served."""
@@ -112,9 +115,9 @@ def _verify(
 
 def _runners(core: EngineCore) -> dict[str, CudaGraphRunner]:
     """All that has graphs, by what comes before their names."""
-    found = {"rows ": core.runner.rows.scatter, "": core.runner.graphs}
+    found = {"rows": core.runner.rows.scatter, "": core.runner.graphs}
     if core.sampler is not None:
-        found |= {f"sampling {kind.name.lower()} ": owner for kind, owner in core.sampler.graphs.items()}
+        found |= {f"sampling {kind.name.lower()}": owner for kind, owner in core.sampler.graphs.items()}
     return found
 
 
@@ -123,17 +126,15 @@ def _named_graphs(core: EngineCore) -> dict[str, CapturedGraph]:
     named = {}
     for prefix, owner in _runners(core).items():
         for key, graph in owner.graphs.items():
-            named[f"{prefix}{key.mode} {key.descriptor}" if not prefix else f"{prefix}{key.descriptor}"] = (
-                graph
-            )
+            named[f"{prefix or key.mode} {key.descriptor}"] = graph
     return named
 
 
 def _given_up(core: EngineCore) -> dict[str, str]:
     return {
-        f"{prefix}{key.mode} {key.descriptor}": cause
+        f"{prefix} {graph}".strip(): cause
         for prefix, owner in _runners(core).items()
-        for key, cause in owner.failures.items()
+        for graph, cause in owner.report().failures.items()
     }
 
 
@@ -159,6 +160,10 @@ def _room(core: EngineCore) -> Room:
     contexts = sorted({one.context for one in descriptors if one.context is not None})
     usable = runner.kv.num_pages - 1
     on_gpu = config.device.type == "cuda"
+    if on_gpu:
+        # What belongs into the pages is kept beside them, and the reference works beside both.
+        free, _ = torch.cuda.mem_get_info(config.device)
+        usable = min(usable, max(1, int(_SHARE_OF_FREE * free) // runner.kv.shape.bytes_per_page))
     longest = max(1100 if on_gpu else 200, most_tokens // 2 + 53)
     if len(contexts) > 1:
         longest = max(longest, contexts[-2] + 70)  # so that the last bucket is needed
