@@ -69,7 +69,8 @@ def test_an_lstm_returns_its_states_for_real_rows_only(device, ladder):
             wanted, (wanted_h, wanted_c) = model(x)
         assert (out.shape, h.shape, c.shape) == ((n, 3, 6), (2, n, 6), (2, n, 6))
         assert close((out, h, c), (wanted, wanted_h, wanted_c), 1e-4)
-    assert reasons(f) == {}
+    assert set(reasons(f)) <= {"first-call"}, "cuDNN keeps what it made in the first call"
+    assert f.report().replays >= 3
 
 
 @LADDERS

@@ -42,6 +42,8 @@ class _Ready:
     plan: FillPlan
     leaves: list[Any]
     """The outputs without padded rows."""
+    volatile: list[torch.Tensor]
+    """Those that the next replay overwrites."""
 
 
 class CudaGraphRunner:
@@ -413,7 +415,7 @@ class CudaGraphRunner:
             graph.real_tokens += shape.num_tokens
             output = graph.handed_out(ready.leaves)
             if torch.is_grad_enabled():
-                self.pool.lend(ready.leaves)
+                self.pool.lend(ready.volatile)
         if self.debug:
             return guarded(output, self.pool, f"{graph.key.mode} graph {graph.descriptor}", self._is_volatile)
         return output
@@ -446,7 +448,8 @@ class CudaGraphRunner:
             raise BatchError(f"there is no {decision.mode} graph for {decision.descriptor} (any more)")
         with torch.inference_mode(False), torch.no_grad():
             leaves = graph.trimmed(shape, self.outputs.trim)
-        return _Ready(graph, self.buffers.plan(shape, graph.descriptor), leaves)
+        volatile = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._is_volatile(leaf)]
+        return _Ready(graph, self.buffers.plan(shape, graph.descriptor), leaves, volatile)
 
     # -- safety ------------------------------------------------------------------------------------
 

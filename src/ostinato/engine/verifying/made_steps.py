@@ -40,6 +40,8 @@ class MadeStep:
 
     name: str
     parts: tuple[Part, ...]
+    shared_prefix: int = 0
+    """Positions that all requests have on the same pages, and that attention is to read once."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +83,8 @@ class MadeStep:
 def decode_steps(requests: Sequence[MadeRequest], graph: BatchDescriptor) -> Iterator[MadeStep]:
     """Steps of one token per request."""
     usable = [request for request in requests if request.first_own < _end(request, graph)]
+    if graph.cascade:  # those on the pages of the longest; if there are none, a prefix of no length is one
+        usable = [request for request in usable if request.first_own] or usable
     full = min(graph.num_reqs, len(usable))
     for at in range(_batches(full)):
         yield _decode("full", _window(usable, at * full, full), graph)
@@ -107,7 +111,9 @@ def mixed_steps(requests: Sequence[MadeRequest], graph: BatchDescriptor) -> Iter
 def _decode(name: str, requests: Sequence[MadeRequest], graph: BatchDescriptor) -> MadeStep:
     ends = [_end(request, graph) for request in requests]
     pairs = zip(requests, ends, strict=True)
-    return MadeStep(name, tuple(Part(request, end - 1, end, is_decode=True) for request, end in pairs))
+    parts = tuple(Part(request, end - 1, end, is_decode=True) for request, end in pairs)
+    shared = min(request.first_own for request in requests) if graph.cascade else 0
+    return MadeStep(name, parts, shared)
 
 
 def _mixed(name: str, requests: Sequence[MadeRequest], graph: BatchDescriptor, tokens: int) -> MadeStep:

@@ -17,6 +17,13 @@ def check_row_graph(
     rows: DeviceRows, graph: CapturedGraph, name: str, generator: np.random.Generator
 ) -> Iterator[Check]:
     """Send random values to random cells through one graph; everything else stays."""
+    with rows.unchanged():  # other graphs go by what rows say, row 0 above all
+        yield from _scattered(rows, graph, name, generator)
+
+
+def _scattered(
+    rows: DeviceRows, graph: CapturedGraph, name: str, generator: np.random.Generator
+) -> Iterator[Check]:
     full, num_cells = graph.descriptor.num_reqs, rows.cells.numel()
     for kind, wanted in (("plain", full), ("plain", max(1, full // 3)), ("poison", max(1, full // 3))):
         count = min(wanted, num_cells - RESERVED_CELLS)

@@ -154,6 +154,7 @@ class StepGraphs:
             runner.rows.write("last_tokens", row, int(part.request.tokens[part.start]))
             request.row = row
         runner.update_pages(updates)
+        runner.rows.write_rows("prefix_lens", np.array(rows), step.shared_prefix)
         if self.core.sampler is not None:
             self.core.sampler.join(requests)
             # Padding draws, too, and nobody looks at what.

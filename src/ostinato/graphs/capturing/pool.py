@@ -53,7 +53,7 @@ class GraphPool:
         """The captured graphs that live in the pool, of whatever runner."""
         self._source = memory
         self._memory: PoolMemory | None = None
-        self._lent: Sequence[Any] = ()
+        self._lent: Sequence[torch.Tensor] = ()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """So many bytes on the pool's device, as uint8: what graphs use besides their intermediates."""
@@ -84,7 +84,7 @@ class GraphPool:
         """Whether the pool has grown beyond its budget."""
         return self.budget is not None and self.bytes > self.budget
 
-    def lend(self, outputs: Sequence[Any]) -> None:
+    def lend(self, outputs: Sequence[torch.Tensor]) -> None:
         """These results were handed out to code that may differentiate through them."""
         self._lent = outputs
 
@@ -92,7 +92,7 @@ class GraphPool:
         """What was handed out is about to be overwritten: autograd must not use it any more, nor guards."""
         self.generation += 1
         if self._lent:
-            increment_version([output for output in self._lent if isinstance(output, torch.Tensor)])
+            increment_version(self._lent)
             self._lent = ()
 
     def shrink_if_unused(self) -> None:
