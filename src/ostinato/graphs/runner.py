@@ -43,7 +43,7 @@ class _Ready:
     leaves: list[Any]
     """The outputs without padded rows."""
     volatile: list[torch.Tensor]
-    """Those that the next replay overwrites."""
+    """Those that the next replay overwrites, or that of the same graph if they are strong."""
 
 
 class CudaGraphRunner:
@@ -410,12 +410,13 @@ class CudaGraphRunner:
                 self.poison_surroundings()
                 self.buffers.holds = None
             self.pool.overwrite()
+            graph.lent.overwrite()
             graph.replay()
             graph.replays += 1
             graph.real_tokens += shape.num_tokens
             output = graph.handed_out(ready.leaves)
             if torch.is_grad_enabled():
-                self.pool.lend(ready.volatile)
+                (self.pool.lent if self.options.weak_output else graph.lent).outputs = ready.volatile
         if self.debug:
             return guarded(output, self.pool, f"{graph.key.mode} graph {graph.descriptor}", self._is_volatile)
         return output
@@ -448,7 +449,9 @@ class CudaGraphRunner:
             raise BatchError(f"there is no {decision.mode} graph for {decision.descriptor} (any more)")
         with torch.inference_mode(False), torch.no_grad():
             leaves = graph.trimmed(shape, self.outputs.trim)
-        volatile = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._is_volatile(leaf)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        strong = not self.options.weak_output
+        volatile = [tensor for tensor in tensors if strong or self._is_volatile(tensor)]
         return _Ready(graph, self.buffers.plan(shape, graph.descriptor), leaves, volatile)
 
     # -- safety ------------------------------------------------------------------------------------

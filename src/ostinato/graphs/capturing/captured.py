@@ -16,7 +16,7 @@ from ..trees import flatten, leaves_of, map_tensors
 from .autocast import clean_autocast_cache
 from .gate import recording
 from .options import CaptureOptions
-from .pool import GraphPool
+from .pool import GraphPool, Lent
 from .segments import BoundaryCapture, Bridges, SegmentedGraph
 
 
@@ -118,6 +118,8 @@ class CapturedGraph:
         self.seconds = seconds
         self.replays = 0
         self.real_tokens = 0
+        self.lent = Lent()
+        """Results with memory of their own, which this graph's next replay overwrites."""
         self.replay = recorded.graph.replay
         self.leaves, self.structure = flatten(recorded.output)
         self._is_bare = isinstance(recorded.output, torch.Tensor)

@@ -24,6 +24,19 @@ class Memory(Protocol):
         ...
 
 
+class Lent:
+    """Results handed out to code that may differentiate through them."""
+
+    def __init__(self) -> None:
+        self.outputs: Sequence[torch.Tensor] = ()
+
+    def overwrite(self) -> None:
+        """They are about to be overwritten: what autograd saved of them is void, and it will say so."""
+        if self.outputs:
+            increment_version(self.outputs)
+            self.outputs = ()
+
+
 class GraphPool:
     """One shared memory for any number of graphs, with a budget.
 
@@ -53,7 +66,7 @@ class GraphPool:
         """The captured graphs that live in the pool, of whatever runner."""
         self._source = memory
         self._memory: PoolMemory | None = None
-        self._lent: Sequence[torch.Tensor] = ()
+        self.lent = Lent()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """So many bytes on the pool's device, as uint8: what graphs use besides their intermediates."""
@@ -84,22 +97,16 @@ class GraphPool:
         """Whether the pool has grown beyond its budget."""
         return self.budget is not None and self.bytes > self.budget
 
-    def lend(self, outputs: Sequence[torch.Tensor]) -> None:
-        """These results were handed out to code that may differentiate through them."""
-        self._lent = outputs
-
     def overwrite(self) -> None:
         """What was handed out is about to be overwritten: autograd must not use it any more, nor guards."""
         self.generation += 1
-        if self._lent:
-            increment_version(self._lent)
-            self._lent = ()
+        self.lent.overwrite()
 
     def shrink_if_unused(self) -> None:
         """Give the memory back when no graph lives in it (after the largest one did not fit)."""
         if not self.graphs:
             self._memory = None
-            self._lent = ()
+            self.lent.outputs = ()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a pool of graphs cannot be copied or pickled: graphs are addresses of this process")
