@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _old_objects_are_frozen() -> Iterator[None]:
+def _old_objects_are_frozen() -> None:
     """Every capture collects garbage, which walks all objects of torch and transformers: half of the time.
 
     What was there before a module is frozen, as users may do, and a capture leaves it so. That it freezes and
@@ -20,4 +19,3 @@ def _old_objects_are_frozen() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
-    yield

@@ -15,8 +15,7 @@ from ostinato.kernels import sampling, triton_sampling
 from ostinato.kernels.filters import triton_cuts
 from ostinato.kernels.sampling import GREEDY_BELOW
 
-
-# (kind, vocabulary, seed): with the other checks they take every branch of the kernels that 60 random ones took.
+# (kind, vocabulary, seed): with the other checks they take every branch of the kernels 60 random ones took.
 CASES = (
     ("equal", 31, 8445),
     ("flat", 16, 7104),
