@@ -1,6 +1,6 @@
 """Runs in a process with TRITON_INTERPRET=1 (see `test_filters`): the cuts without a sort, at tiny sizes.
 
-python -m kernels.filter_interpreter_checks NUMBER_OF_EXAMPLES
+python -m kernels.filter_interpreter_checks NUMBER_OF_RANDOM_EXAMPLES
 """
 
 import sys
@@ -15,40 +15,57 @@ from ostinato.kernels import sampling, triton_sampling
 from ostinato.kernels.filters import triton_cuts
 from ostinato.kernels.sampling import GREEDY_BELOW
 
+# (kind, vocabulary, seed): with the other checks they take every branch of the kernels 60 random ones took.
+CASES = (
+    ("equal", 31, 8445),
+    ("flat", 16, 7104),
+    ("flat", 257, 1),
+    ("spread", 64, 2),
+    ("peaked", 100, 3),
+    ("bfloat16", 1, 4),
+    ("ties", 64, 5),
+    ("zeros", 31, 6),
+    ("sorted", 100, 7),
+    ("masked", 64, 8),
+)
 
-@settings(
-    max_examples=int(sys.argv[1]),
-    deadline=None,
-    phases=(Phase.generate,),  # shrinking takes minutes here
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    kind=st.sampled_from(KINDS),
-    vocab=st.sampled_from([1, 3, 16, 31, 64, 100, 257, 700]),
-    seed=st.integers(0, 10_000),
-)
-def check_any_rows(kind: str, vocab: int, seed: int) -> None:
+
+def check_any_rows(examples: int) -> None:
     """Groups of 8 and room for 16 tokens: every way through the kernel is taken."""
-    check_cuts(Filtering.random(logits_of(kind, 2, vocab, seed), seed))
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        phases=(Phase.generate,),  # shrinking takes minutes here
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        kind=st.sampled_from(KINDS),
+        vocab=st.sampled_from([1, 3, 16, 31, 64, 100, 257, 700]),
+        seed=st.integers(0, 10_000),
+    )
+    def check_one(kind: str, vocab: int, seed: int) -> None:
+        check_cuts(Filtering.random(logits_of(kind, 2, vocab, seed), seed))
+
+    check_one()
 
 
 def check_rows_of_a_view() -> None:
     """Rows with gaps between them."""
-    logits = logits_of("spread", 4, 300)[:, :200]
+    logits = logits_of("spread", 3, 150)[:, :100]
     check_cuts(Filtering.random(logits, 3))
 
 
-def check_rows_on_their_own() -> None:
+def check_rows_on_their_own(num_rows: int, vocab: int, seed: int) -> None:
     """A row's cut has the same bits alone, where a program takes one block, and in company."""
-    together = Filtering.random(logits_of("flat", 6, 700), 8)
+    together = Filtering.random(logits_of("flat", num_rows, vocab), seed)
     for row, cut in enumerate(zip(*together.cuts(), strict=True)):
         alone = Filtering(*(tensor[row : row + 1] for tensor in vars(together).values()))
         assert alone.cuts() == cut
 
 
-def check_draws() -> None:
+def check_draws(n: int, vocab: int) -> None:
     """What is drawn equals the reference's draw, filters on and off in one batch."""
-    n, vocab = 12, 700
     case = Filtering.random(logits_of("spread", n, vocab, 1), 5)
     rows, seeds, lengths = torch.arange(n, dtype=torch.int32), torch.arange(n), torch.arange(n).int() * 7
     settings_of_rows = (case.temperature, case.top_k, case.top_p, case.min_p, seeds)
@@ -68,19 +85,24 @@ def check_op_is_declared_truthfully() -> None:
     )
 
 
-def main() -> None:
+def main(examples: int) -> None:
     """Tiny sizes, then those of the kernel itself."""
     tiny = {"_GROUP": 8, "_BLOCK": 64, "_TILE": 32, "_CAPACITY": 16, "_FEW": 4, "_SEGMENT": 8}
     with patch.multiple(triton_cuts, **tiny, _PROGRAMS_WANTED=8):
-        check_any_rows()
+        for kind, vocab, seed in CASES:
+            check_cuts(Filtering.random(logits_of(kind, 2, vocab, seed), seed))
         check_rows_of_a_view()
-        check_rows_on_their_own()
-        check_draws()
+        check_rows_on_their_own(3, 300, seed=1)
+        check_draws(6, 100)
         check_op_is_declared_truthfully()
-    check_cuts(Filtering.random(logits_of("bfloat16", 4, 5001), 1))
+        if examples:
+            check_any_rows(examples)
+            check_rows_on_their_own(6, 700, seed=8)
+            check_draws(12, 700)
+    check_cuts(Filtering.random(logits_of("bfloat16", 2, 5001), 1))
     print("all checks passed")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    main(int(sys.argv[1]))

@@ -15,7 +15,10 @@ KNOWN_INTERPRETER_FAULT = "only 0-dimensional arrays can be converted to Python 
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 
 
-def test_kernels_are_right_in_the_interpreter():
+@pytest.mark.parametrize(
+    "which", ["few", pytest.param("all", marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
+def test_kernels_are_right_in_the_interpreter(which):
     """In a process of its own: the interpreter is chosen when a kernel is defined."""
     environment = {
         **os.environ,
@@ -23,11 +26,11 @@ def test_kernels_are_right_in_the_interpreter():
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
     result = subprocess.run(
-        [sys.executable, "-m", "kernels.triton_interpreter_checks"],
+        [sys.executable, "-m", "kernels.triton_interpreter_checks", which],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=110 if which == "few" else 280,
     )
     if KNOWN_INTERPRETER_FAULT in result.stderr:
         pytest.skip(f"Triton {triton.__version__}'s interpreter does not work with this NumPy")

@@ -1,6 +1,10 @@
-"""Runs in a process with TRITON_INTERPRET=1 (see `test_triton_kernels`); one printed line a check."""
+"""Runs in a process with TRITON_INTERPRET=1 (see `test_triton_kernels`); one printed line a check.
+
+python -m kernels.triton_interpreter_checks few|all
+"""
 
 import itertools
+import sys
 from unittest.mock import patch
 
 import torch
@@ -27,13 +31,32 @@ PROJECTIONS = (
     {"norm": True, "gated": True},
     {"bias": True, "residual": True},
 )
+FLAGS = ({"gated": True, "bias": True}, {"bias": True}, {})
 SKINNY = (
     SkinnyTile(16, 8, 32, 4, 2, prefetch=True),
     SkinnyTile(16, 32, 16, 4, 2, early=32),
     SkinnyTile(16, 16, 16, 4, 2, parts=2, early=16),
     SkinnyTile(16, 32, 32, 4, 2, parts=4),
 )
-SHAPES = [(4, 4, 16), (6, 2, 24), (7, 1, 80), (2, 1, 128)]
+# (batch, heads and their size, window, type): every batch, size, window and type; then the rest of them.
+FEW_ATTENTIONS = (
+    ("decode", (7, 1, 80), 9, torch.float32),
+    ("decode", (4, 4, 16), None, torch.float16),
+    ("mixed", (6, 2, 24), None, torch.float32),
+    ("mixed", (4, 2, 16), 9, torch.float16),
+    ("mixed", (2, 1, 128), None, torch.float32),
+    ("speculative", (6, 2, 24), 9, torch.float32),
+    ("splits", (6, 2, 24), None, torch.float32),
+    ("splits", (4, 2, 16), 70, torch.float32),  # a window over several splits, not the first
+)
+MORE_ATTENTIONS = (
+    *((name, (6, 2, 24), window, torch.float32) for name in BATCHES for window in (None, 9)),
+    ("decode", (4, 4, 16), None, torch.float32),
+    ("decode", (7, 1, 80), None, torch.float32),
+    ("decode", (4, 2, 16), None, torch.float16),
+    ("mixed", (4, 2, 16), None, torch.float16),
+)
+ALL = sys.argv[1:] == ["all"]
 
 
 def check(name: str, shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
@@ -76,7 +99,8 @@ def check_views_of_a_fused_projection() -> None:
 def check_fused_attention() -> None:
     decode = [(40, 1), (1, 1), (33, 1), (70, 1)]
     mixed = [(40, 1), (21, 19), (9, 0), (7, 7)]
-    for heads, norm, window in [((6, 2, 24), True, None), ((4, 4, 16), False, 9), ((7, 1, 80), True, 9)]:
+    ways = [((6, 2, 24), True, None), ((4, 4, 16), False, 9), *([((7, 1, 80), True, 9)] if ALL else [])]
+    for heads, norm, window in ways:
         options = {"norm": norm, "window": window}
         fused_checks.check_attend_rows("cpu", torch.float32, decode, heads, max_query_len=1, **options)
         fused_checks.check_attend_rows("cpu", torch.float32, mixed, heads, max_query_len=24, **options)
@@ -85,8 +109,8 @@ def check_fused_attention() -> None:
 
 def check_products() -> None:
     """Odd shapes: no multiples of a tile, parts without work; more rows than tokens and the other way."""
-    for size in ((13, 40), (16, 128)):
-        for tile, flags in itertools.product(SKINNY, ({"gated": True, "bias": True}, {"bias": True}, {})):
+    for size, ways in (((13, 40), FLAGS), ((16, 128), FLAGS if ALL else FLAGS[2:])):
+        for tile, flags in itertools.product(SKINNY, ways):
             if tile.parts == 1 or not flags.get("gated"):
                 fused_checks.check_product("cpu", torch.float32, (19, *size), tile, **flags)
 
@@ -209,16 +233,9 @@ CHECKS = (
 
 def main() -> None:
     assert triton_paged.INTERPRETED
-    for name, window in itertools.product(BATCHES, (None, 9)):
-        check(name, (6, 2, 24), window, torch.float32)
-        print(name, window)
-    check("splits", (4, 2, 16), 70, torch.float32)  # a window over several splits, not the first
-    for shape, name in zip(SHAPES, ("decode", "mixed", "decode", "mixed"), strict=True):
-        check(name, shape, None, torch.float32)
-        print(name, shape)
-    for name in ("decode", "mixed"):
-        check(name, (4, 2, 16), None, torch.float16)
-        print(name, "float16")
+    for case in FEW_ATTENTIONS + (MORE_ATTENTIONS if ALL else ()):
+        check(*case)
+        print(*case)
     for each in CHECKS:
         each()
         print(each.__name__)

@@ -51,6 +51,9 @@ def _refuse_triton() -> Iterator[None]:
 def _refuse_dynamo() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None and dynamo.utils.counters["stats"]:
+            raise ColdKernelError("torch.compile compiled something while recording: warm it up first")
         return
     import torch
 

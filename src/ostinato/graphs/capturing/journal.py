@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memory import byte_range, is_foreign, storage_address, tensors_of
+from .dispatch_mode import DispatchMode
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ def _besides_tensors(value: Any) -> str:
     return repr(value) if plain else type(value).__name__
 
 
-class WriteJournal(TorchDispatchMode):
+class WriteJournal(DispatchMode):
     """Active as a context manager; `undo()` restores what was written, as often as it is called."""
 
     def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:

@@ -5,8 +5,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...capturing.dispatch_mode import DispatchMode
 from ...capturing.journal import written_arguments
 from ...memory import is_foreign, tensors_of
 from .refusals import check_op
@@ -27,7 +27,7 @@ class RecordedOp:
     """Numbers of the storages that this call brought into being."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Active between `begin` and `finish`; while `active` is off it lets everything pass."""
 
     def __init__(self) -> None:
