@@ -84,6 +84,47 @@ def test_a_capture_waits_for_the_work_of_the_callers_stream(device):
     assert (out == 3).all()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_may_fork_to_a_side_stream_and_join_it(device, mode):
+    side = torch.cuda.Stream(device)
+    weight = randn(512, 512, device=device) * 0.05
+
+    def step(x):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            beside = x
+            for _ in range(20):
+                beside = torch.tanh(beside @ weight)
+            beside.record_stream(main)
+        here = torch.tanh(x @ weight.T)
+        main.wait_stream(side)
+        return here + beside
+
+    runner = make_runner(device, step, [8, 64], fields=[x_field(width=512)], mode=mode)
+    for n in (64, 5, 40, 8):
+        batch = {"x": randn(n, 512, device=device, seed=n)}
+        assert close(runner.run(batch), eager_padded(runner, batch)[:n], 1e-4)
+    assert runner.verify(tolerance=1e-4).passed
+
+
+def test_a_side_stream_that_is_not_joined_is_named_as_the_cause(device):
+    side = torch.cuda.Stream(device)
+
+    def step(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        return y
+
+    runner = make_runner(device, step, [2], capture=False)
+    runner.capture(progress=False)
+    assert "side stream" in runner.failures[key(2)]
+    x = randn(2, WIDTH, device=device)
+    f = graphed(lambda x: x + 1, ladder=[2])
+    assert same(f(x), x + 1), "captures go on after it"
+
+
 def test_host_inputs_sent_far_ahead_of_the_device_are_not_overwritten_on_the_way(device):
     runner = make_runner(device, lambda x: x * 2, [4])
     busy = randn(8192, 8192, device=device)

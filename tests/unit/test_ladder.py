@@ -12,7 +12,6 @@ PRESETS: list[Callable[[int], Ladder]] = [
     Ladder.dense,
     Ladder.sglang,
     Ladder.vllm,
-    Ladder.every,
     Ladder.prefill,
 ]
 histograms = st.dictionaries(st.integers(1, 40), st.integers(0, 9), min_size=1, max_size=9).filter(
@@ -43,7 +42,7 @@ def test_a_preset_rounds_up_to_the_next_rung(preset: Callable[[int], Ladder]) ->
 def test_a_smaller_limit_only_cuts_a_preset(preset: Callable[[int], Ladder]) -> None:
     whole = preset(9000)
     for limit in [*range(1, 1025), 4096, 8192]:
-        assert preset(limit) == whole.up_to(limit)
+        assert preset(limit) == Ladder([*(size for size in whole if size < limit), limit])
 
 
 def test_the_lists_of_the_presets() -> None:
@@ -56,7 +55,6 @@ def test_the_lists_of_the_presets() -> None:
         *(544, 576, 600),
     )
     assert Ladder.vllm(300).sizes == (1, 2, 4, *range(8, 249, 8), 256, 272, 288, 300)
-    assert Ladder.every(5).sizes == (1, 2, 3, 4, 5)
     assert Ladder.prefill(6000).sizes == (
         *range(4, 33, 4),
         *range(48, 257, 16),
@@ -102,11 +100,9 @@ def test_a_ladder_is_an_immutable_sequence(sizes: list[int]) -> None:
     ascending = sorted(sizes)
     assert list(ladder) == list(ladder.sizes) == ascending
     assert len(ladder) == len(sizes)
-    assert ladder.descending() == tuple(reversed(ascending))
     assert ladder[0] == ascending[0]
     assert ladder[1:] == tuple(ascending[1:])
     assert {n for n in range(502) if n in ladder} == set(sizes)
-    assert "1" not in ladder
     assert ladder == Ladder(ascending) == Ladder.of(ascending)
     assert hash(ladder) == hash(Ladder(ascending))
     assert ladder != Ladder([*ascending, 501])
@@ -123,30 +119,9 @@ def test_an_empty_batch_has_no_rung(n: int) -> None:
         Ladder([1, 2]).round_up(n)
 
 
-def test_up_to_cuts_and_extends_to_the_limit() -> None:
-    ladder = Ladder([1, 2, 4, 8])
-    assert ladder.up_to(8) == ladder
-    assert ladder.up_to(4).sizes == (1, 2, 4)
-    assert ladder.up_to(3).sizes == (1, 2, 3)
-    assert ladder.up_to(1).sizes == (1,)
-    assert ladder.up_to(11).sizes == (1, 2, 4, 8, 11)
-    with pytest.raises(ConfigError):
-        ladder.up_to(0)
-
-
-def test_scaled_counts_in_tokens() -> None:
-    assert Ladder([1, 2, 6]).scaled(3).sizes == (3, 6, 18)
-    assert Ladder([1, 2, 6]).scaled(1) == Ladder([1, 2, 6])
-    for wrong in (0, True, 1.5):
-        with pytest.raises(ConfigError):
-            Ladder([1]).scaled(wrong)  # type: ignore[arg-type]
-
-
-def test_padded_work_and_waste() -> None:
+def test_padded_work() -> None:
     ladder = Ladder([2, 8])
     assert ladder.padded_work({1: 3, 2: 1, 5: 2, 8: 1}) == 3 * 2 + 2 + 2 * 8 + 8
-    assert ladder.waste({1: 1, 2: 1}) == pytest.approx(1 / 4)
-    assert ladder.waste({2: 7, 8: 1}) == 0.0
     assert ladder.padded_work({2: 1, 9: 0}) == 2
     with pytest.raises(ConfigError, match="9 is above the last rung 8"):
         ladder.padded_work({2: 1, 9: 1})
@@ -159,7 +134,7 @@ def test_a_histogram_is_validated(histogram: dict[int, int]) -> None:
     with pytest.raises(ConfigError):
         Ladder.fit(histogram, 2)
     with pytest.raises(ConfigError):
-        Ladder([8]).waste(histogram)
+        Ladder([8]).padded_work(histogram)
 
 
 def brute_force(histogram: Mapping[int, int], rungs: int, limit: int) -> Ladder:
@@ -168,7 +143,7 @@ def brute_force(histogram: Mapping[int, int], rungs: int, limit: int) -> Ladder:
     for extra in range(min(rungs, limit)):
         for below in combinations(range(1, limit), extra):
             ladder = Ladder([*below, limit])
-            rank = (ladder.padded_work(histogram), len(ladder), ladder.descending())
+            rank = (ladder.padded_work(histogram), len(ladder), ladder[::-1])
             if best is None or rank < best[0]:
                 best = (rank, ladder)
     assert best is not None
@@ -250,4 +225,4 @@ def test_fit_is_fast_enough_for_every_size_of_a_server() -> None:
     histogram = {size: 1 + size * 7919 % 1009 for size in range(1, 4097)}
     ladder = Ladder.fit(histogram, 64)
     assert len(ladder) == 64
-    assert ladder.waste(histogram) < Ladder(range(64, 4097, 64)).waste(histogram)
+    assert ladder.padded_work(histogram) < Ladder(range(64, 4097, 64)).padded_work(histogram)

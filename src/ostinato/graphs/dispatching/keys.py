@@ -49,7 +49,7 @@ def capture_keys(
         if decode_ladder.limit > max_reqs:
             raise ConfigError(
                 f"the decode ladder reaches {decode_ladder.limit} requests and there are never more than "
-                f"{max_reqs}; cut it with up_to({max_reqs})"
+                f"{max_reqs}"
             )
         keys += [
             GraphKey(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import overload
+
+import numpy as np
 
 from ..errors import BatchError, ConfigError
 
@@ -43,7 +44,8 @@ def _check_limit(limit: int) -> None:
         raise ConfigError(f"the limit of a ladder must be a positive integer, not {limit!r}")
 
 
-def _check_histogram(histogram: Mapping[int, int]) -> None:
+def _checked_histogram(histogram: Mapping[int, int]) -> dict[int, int]:
+    """The sizes that were seen at all."""
     for size, times in histogram.items():
         if not _is_positive_int(size):
             raise ConfigError(f"a batch size must be a positive integer, not {size!r}")
@@ -51,6 +53,7 @@ def _check_histogram(histogram: Mapping[int, int]) -> None:
             raise ConfigError(f"size {size} was seen {times!r} times: counts are integers of at least 0")
     if not any(histogram.values()):
         raise ConfigError("the histogram is empty: no batch was observed")
+    return {size: times for size, times in histogram.items() if times}
 
 
 class Ladder(Sequence[int]):
@@ -109,32 +112,34 @@ class Ladder(Sequence[int]):
         return cls._from_bands(max_tokens, _PREFILL)
 
     @classmethod
-    def every(cls, n: int) -> Ladder:
-        """1..n: nothing is ever padded."""
-        return cls._from_bands(n, ((1, None, 1),))
-
-    @classmethod
     def fit(cls, histogram: Mapping[int, int], rungs: int, *, limit: int | None = None) -> Ladder:
         """The ladder of at most `rungs` rungs with the least padded work for the observed sizes.
 
         `histogram` maps a batch size to how often it was seen. The last rung is `limit`, by default the
-        largest size seen. The result is exact. Among equally good ladders it is the one with the fewest
-        rungs, then the one that is smallest when compared from the last rung down.
+        largest size seen. Of equally good ladders it is the one that is smallest when compared from the
+        last rung down.
         """
-        _check_histogram(histogram)
+        seen = _checked_histogram(histogram)
         if not _is_positive_int(rungs):
             raise ConfigError(f"a ladder needs at least one rung, not {rungs!r}")
-        sizes = sorted(size for size, times in histogram.items() if times)
-        if limit is None:
-            limit = sizes[-1]
+        limit = max(seen) if limit is None else limit
         _check_limit(limit)
-        if sizes[-1] > limit:
-            raise ConfigError(f"size {sizes[-1]} was observed above the limit {limit}")
-        counts = [histogram[size] for size in sizes]
-        if sizes[-1] < limit:
-            sizes.append(limit)
-            counts.append(0)
-        return cls(_least_padded_work(sizes, counts, rungs))
+        if max(seen) > limit:
+            raise ConfigError(f"size {max(seen)} was observed above the limit {limit}")
+        # A rung that is no observed size can be moved down to the next one below it at no loss. least[j]: the
+        # least work for all sizes up to the j-th, which is a rung; with one rung more in every round.
+        sizes = np.array(sorted({*seen, limit}))
+        seen_up_to = np.cumsum([seen.get(int(size), 0) for size in sizes])
+        least = seen_up_to * sizes
+        rung_before: list[list[int]] = []
+        for _ in range(min(rungs, len(sizes)) - 1):
+            work = [least[:1], *(least[:j] + (seen_up_to[j] - seen_up_to[:j]) * sizes[j] for j in range(1, len(sizes)))]
+            rung_before.append([-1, *(int(row.argmin()) for row in work[1:])])
+            least = np.array([row.min() for row in work])
+        chosen = [len(sizes) - 1]
+        while rung_before and (before := rung_before.pop()[chosen[-1]]) >= 0:
+            chosen.append(before)
+        return cls([int(sizes[j]) for j in chosen])
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -153,38 +158,15 @@ class Ladder(Sequence[int]):
         at = bisect_left(self._sizes, n)
         return self._sizes[at] if at < len(self._sizes) else None
 
-    def up_to(self, limit: int) -> Ladder:
-        """The rungs below `limit`, and `limit` itself as the last one, also where that extends the ladder."""
-        _check_limit(limit)
-        return Ladder([*self._sizes[: bisect_left(self._sizes, limit)], limit])
-
-    def scaled(self, query_len: int) -> Ladder:
-        """The same rungs counted in tokens, for requests of `query_len` tokens each."""
-        if not _is_positive_int(query_len):
-            raise ConfigError(f"the query length must be a positive integer, not {query_len!r}")
-        return Ladder([size * query_len for size in self._sizes])
-
-    def descending(self) -> tuple[int, ...]:
-        """The rungs from the largest down: the order of capture."""
-        return self._sizes[::-1]
-
     def padded_work(self, histogram: Mapping[int, int]) -> int:
         """Rows computed for these observed sizes when each is padded to its rung."""
-        _check_histogram(histogram)
         work = 0
-        for size, times in histogram.items():
+        for size, times in _checked_histogram(histogram).items():
             rung = self.round_up(size)
-            if rung is not None:
-                work += times * rung
-            elif times:
+            if rung is None:
                 raise ConfigError(f"size {size} is above the last rung {self.limit}: it is never padded")
+            work += times * rung
         return work
-
-    def waste(self, histogram: Mapping[int, int]) -> float:
-        """The share of the computed rows that is padding, from 0 to below 1."""
-        padded = self.padded_work(histogram)
-        real = sum(size * times for size, times in histogram.items())
-        return (padded - real) / padded
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -201,12 +183,6 @@ class Ladder(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
         return self._sizes[index]
 
-    def __contains__(self, size: object) -> bool:
-        if not isinstance(size, int):
-            return False
-        at = bisect_left(self._sizes, size)
-        return at < len(self._sizes) and self._sizes[at] == size
-
     def __eq__(self, other: object) -> bool:
         return self._sizes == other._sizes if isinstance(other, Ladder) else NotImplemented
 
@@ -215,63 +191,3 @@ class Ladder(Sequence[int]):
 
     def __repr__(self) -> str:
         return f"Ladder({list(self._sizes)})"
-
-
-def _least_padded_work(sizes: Sequence[int], counts: Sequence[int], rungs: int) -> list[int]:
-    """The best `rungs` of the ascending `sizes`, the last of them included. Only the last count may be 0.
-
-    Note [Fitting a ladder]
-    A rung that is no observed size can be moved down to the next one below it at no loss, so rungs are
-    chosen among `sizes`. A further rung at an observed size always saves work, so the best ladder has
-    exactly min(rungs, len(sizes)) rungs, and no ladder with fewer is as good.
-
-    With `below[i]` the batches of the first i sizes, the least work for the first j sizes with k rungs,
-    the last of them at size j, is
-
-        work[k][j] = min over i < j of  work[k-1][i] + (below[j] - below[i]) * size[j]
-
-    so, at x = size[j], the lowest of the lines  y = work[k-1][i] - below[i] * x,  plus a term without i.
-    Lines arrive with i, hence with strictly falling slopes (every count but the last is positive, and no
-    line starts at the last size); queries come at growing x. The lowest line can then only move to later
-    ones, so a queue holds the lower hull, lines leave it at the front for good, and a row costs
-    O(len(sizes)). All of it is integer arithmetic. A line leaves the front only for one that is strictly
-    lower, and a line hidden from the hull ties at most where an earlier line of the hull ties as well:
-    of equally good rungs the smaller one is taken.
-    """
-    if rungs >= len(sizes):
-        return list(sizes)
-    below = list(accumulate(counts, initial=0))
-    # Index j counts sizes: work[j] is for the first j of them, whose last is sizes[j - 1].
-    work = [0] + [below[j] * sizes[j - 1] for j in range(1, len(sizes) + 1)]
-    rows_of_previous: list[list[int]] = []
-    for k in range(2, rungs + 1):
-        hull: deque[int] = deque()
-        # With k rungs the first k - 1 sizes have no entry; `work` keeps stale numbers there, never read.
-        next_work = list(work)
-        previous = [0] * len(work)
-        for j in range(k, len(sizes) + 1):
-            line = j - 1
-            while len(hull) >= 2 and _is_hidden(hull[-1], hull[-2], line, below, work):
-                hull.pop()
-            hull.append(line)
-            x = sizes[j - 1]
-            while len(hull) >= 2 and work[hull[1]] - below[hull[1]] * x < work[hull[0]] - below[hull[0]] * x:
-                hull.popleft()
-            best = hull[0]
-            previous[j] = best
-            next_work[j] = work[best] + (below[j] - below[best]) * x
-        work = next_work
-        rows_of_previous.append(previous)
-    at = len(sizes)
-    chosen = [sizes[at - 1]]
-    for previous in reversed(rows_of_previous):
-        at = previous[at]
-        chosen.append(sizes[at - 1])
-    return chosen[::-1]
-
-
-def _is_hidden(middle: int, left: int, right: int, below: Sequence[int], work: Sequence[int]) -> bool:
-    """Whether `right` takes over from `left` no later than `middle` does: then `middle` is never needed."""
-    right_rise, right_fall = work[right] - work[left], below[right] - below[left]
-    middle_rise, middle_fall = work[middle] - work[left], below[middle] - below[left]
-    return right_rise * middle_fall <= middle_rise * right_fall
