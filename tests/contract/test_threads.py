@@ -1,8 +1,10 @@
 """Several threads: one wrapper belongs to one of them unless told otherwise; captures disturb nobody."""
 
+import functools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -235,10 +237,14 @@ class Elsewhere:
 
     def __init__(self):
         self.pool = ThreadPoolExecutor(1)
-        self.draws = []
+        self._drawn = SimpleQueue()  # a list would be put back after trial runs, and the draws forgotten
 
     def draw(self):
-        self.draws.append(self.pool.submit(lambda: torch.rand(1).item()).result())
+        self._drawn.put(self.pool.submit(lambda: torch.rand(1).item()).result())
+
+    @functools.cached_property
+    def draws(self):
+        return [self._drawn.get() for _ in range(self._drawn.qsize())]
 
     def are_fresh(self, seed):
         """Whether the draws are those of one undisturbed stream."""

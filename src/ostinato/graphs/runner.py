@@ -372,7 +372,7 @@ class CudaGraphRunner:
         return self._replay(batch, shape, self._make_ready(shape, decision))
 
     def can_rerun(self, shape: BatchShape) -> bool:
-        """Whether this runner's last step was a replay of this shape, and the buffers still hold its batch."""
+        """Whether this runner's last step was a replay of this shape and the buffers still hold its batch."""
         ready = self._ready_for(shape)
         return ready is not None and ready is self.buffers.holds and not self.poison
 
@@ -462,6 +462,10 @@ class CudaGraphRunner:
         A mapping, a module, or a function that returns a mapping.
         """
         self._addresses.watch(tensors)
+
+    def reads_hold(self) -> bool:
+        """Whether what the step was seen to read besides what is watched by name is still there."""
+        return self._addresses.reads_hold
 
     def ignore_reads(self, tensors: Iterable[torch.Tensor]) -> None:
         """These, which the step was seen to read, are watched by somebody else."""

@@ -48,7 +48,7 @@ class _Seen:
     def _differs(self, leaf: Any) -> str:
         return (
             f"is {'a tensor' if self.is_tensor else _shown(self.first)} at one size and {_shown(leaf)} at "
-            f"another: a replay would return what was captured; return tensors, or work it out outside the step"
+            f"another: a replay would return what was captured. Return tensors, or work it out outside"
         )
 
 

@@ -33,6 +33,10 @@ _ROW_WRITES: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
+_LIFTS = (aten.lift_fresh.default, aten.lift.default)
+"""What makes a tensor of a number or a list."""
+
+
 def writes(func: Any) -> bool:
     """Whether an op writes any of its arguments."""
     return func._schema.is_mutable or func.namespace == "c10d" or func in _UNDECLARED_WRITES
@@ -102,8 +106,10 @@ class WriteJournal(DispatchMode):
             return NotImplemented
         if draws(func):
             self._note_draw([*args, *kwargs.values()])
-        if given:
-            self.work.append((func, _besides_tensors((args, kwargs))))
+        if func.namespace != "profiler":
+            is_made_of_numbers = func in _LIFTS and args[0].device.type == "cpu" and args[0].numel() < 64
+            besides = str(args[0].tolist()) if is_made_of_numbers else _besides_tensors((args, kwargs))
+            self.work.append((func, besides))
         known = {storage_address(tensor): tensor for tensor in given}
         for address, tensor in known.items():
             if address not in self._created:

@@ -72,8 +72,8 @@ class Trials:
     def run_for_good(self, step: Callable[[], Any], *, observed: bool = True) -> Any:
         """The same, not undone yet.
 
-        Caches made under `inference_mode` refuse writes outside of it: such a step is tried once more, without
-        the bookkeeping of views and versions that those lack.
+        Caches made under `inference_mode` refuse writes outside of it: such a step is tried once more,
+        without the bookkeeping of views and versions that those lack.
         """
         if not self.writes_inference_tensors:
             try:
@@ -98,8 +98,7 @@ class Trials:
         if made & journal.written:
             raise CaptureError(
                 "the step made state in its first run and changed it in the next, as optimizers and caches "
-                "do: that cannot be undone, so its state now holds what a trial run left there. Make it anew "
-                "and run it once before it is captured"
+                "do, and no trial run can tell how that is to begin: run it once before it is captured"
             )
         return result
 

@@ -5,8 +5,7 @@ different computations whose difference is no fault of a graph. Real rows are co
 eager step as well, less strictly: a step whose rows depend on how many there are is no step for padding.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,29 +38,17 @@ _GROSS = 0.1
 
 
 class Verifiable(Protocol):
-    """What verification needs of a runner."""
+    """What verification needs of a runner; see there."""
 
     step: Callable[..., Any]
     buffers: InputBuffers
     graphs: dict[GraphKey, CapturedGraph]
     sinks: dict[str, torch.Tensor]
     outputs: Trimmer
-
-    def arguments(self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor) -> dict[str, Any]:
-        """What the step is called with."""
-        ...
-
-    def trials(self) -> Trials:
-        """A way to run the step without a trace."""
-        ...
-
-    def launch(self, graph: CapturedGraph) -> None:
-        """Replay a graph on what the buffers hold."""
-        ...
-
-    def poison_surroundings(self) -> None:
-        """Fill what a replay must not depend on."""
-        ...
+    arguments: Callable[[Mapping[str, torch.Tensor], BatchDescriptor], dict[str, Any]]
+    trials: Callable[[], Trials]
+    launch: Callable[[CapturedGraph], None]
+    poison_surroundings: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,7 @@ class Check:
     poison_error: float
     """Replay with poisoned padding against the plain replay."""
     unpadded_error: float
-    """Replay against eager without padding."""
+    """Replay against eager without padding, relative to the norm of the output that is furthest off."""
     depends_on_batch: str | None
     """The output whose real rows are others without padding, if one's are."""
     passed: bool
@@ -132,12 +119,17 @@ def verify(
     """
     generator = torch.Generator().manual_seed(seed)
     make = make_batch or (lambda shape, generator: random_batch(runner.buffers.fields, shape, generator))
-    with turn:
-        checks = [
-            _check(runner, graph, shape, make(shape, generator), tolerance)
-            for graph in runner.graphs.values()
-            for shape in shapes_to_try(graph.descriptor)
-        ]
+    sinks = {name: sink.clone() for name, sink in runner.sinks.items()}
+    with turn, torch.inference_mode(False), torch.no_grad():
+        try:
+            checks = [
+                _check(runner, graph, shape, make(shape, generator), tolerance)
+                for graph in runner.graphs.values()
+                for shape in shapes_to_try(graph.descriptor)
+            ]
+        finally:
+            for name, sink in runner.sinks.items():
+                sink.copy_(sinks[name])
     outcome = Verification(tuple(checks))
     if not outcome.passed:
         raise VerifyError(_complaint(outcome))
@@ -146,14 +138,7 @@ def verify(
 
 def shapes_to_try(descriptor: BatchDescriptor) -> list[BatchShape]:
     """A full batch, and one that is mostly padding."""
-    full = _full_shape(descriptor)
-    if descriptor.num_reqs == 1 or descriptor.num_tokens == 1:
-        return [full]
-    return [full, _smaller(full, 3)]
-
-
-def _full_shape(descriptor: BatchDescriptor) -> BatchShape:
-    return BatchShape(
+    full = BatchShape(
         descriptor.num_tokens,
         descriptor.num_reqs,
         descriptor.query_len,
@@ -162,14 +147,13 @@ def _full_shape(descriptor: BatchDescriptor) -> BatchShape:
         cascade=descriptor.cascade,
         extra=descriptor.extra,
     )
+    return [full] if 1 in (full.num_reqs, full.num_tokens) else [full, _part_of(full, 3)]
 
 
-def _smaller(full: BatchShape, times: int) -> BatchShape:
-    if full.query_len is not None:
-        reqs = max(1, full.num_reqs // times)
-        return replace(full, num_tokens=reqs * full.query_len, num_reqs=reqs)
-    tokens = max(1, full.num_tokens // times)
-    return replace(full, num_tokens=tokens, num_reqs=min(tokens, max(1, full.num_reqs // times)))
+def _part_of(full: BatchShape, times: int) -> BatchShape:
+    reqs = max(1, full.num_reqs // times)
+    tokens = reqs * full.query_len if full.query_len else max(reqs, full.num_tokens // times)
+    return replace(full, num_tokens=tokens, num_reqs=reqs)
 
 
 def refuse_dependence_on_the_batch(runner: Verifiable, make: Callable[[BatchDescriptor], Batch]) -> None:
@@ -178,46 +162,26 @@ def refuse_dependence_on_the_batch(runner: Verifiable, make: Callable[[BatchDesc
     A step that draws random numbers, or that is made for some sizes only, cannot be compared.
     """
     graph = max(runner.graphs.values(), key=lambda graph: graph.descriptor)
-    if graph.descriptor.num_reqs == 1:
+    full = shapes_to_try(graph.descriptor)[0]
+    if full.num_reqs == 1:
         return
-    shape = _smaller(_full_shape(graph.descriptor), 2)
+    shape, trials = _part_of(full, 2), runner.trials()
     with turn, torch.inference_mode(False), torch.no_grad():
-        batch, trials = make(shape.as_descriptor()), runner.trials()
+        batch = make(shape.as_descriptor())
         try:
             unpadded = trials.run(lambda: _unpadded(runner, batch, shape))
         except Exception:
             return
         if trials.draws_random:
             return
-        with trials.undone():
-            runner.buffers.fill(batch, shape, graph.descriptor)
-            runner.launch(graph)
-            got = _real_rows(runner, graph.leaves, shape)
-    if len(got) != len(unpadded):
+        got = _replayed(runner, graph, batch, shape, trials, poison=False)
+    _, dependent = _dependence(runner.outputs.names, got, unpadded, lambda dtype: _GROSS)
+    if dependent is not None:
         raise CaptureError(
-            f"the structure of the output follows the batch: {len(got)} values, {len(unpadded)}"
+            f"{dependent} depends on the batch: its rows are others when {shape.num_reqs} rows are padded to "
+            f"{full.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is part of the "
+            f"step: compute it outside, or capture without padding (a rung for every size)"
         )
-    for name, padded, wanted in zip(runner.outputs.names, got, unpadded, strict=True):
-        if _is_grossly_different(padded, wanted):
-            raise CaptureError(
-                f"{name} depends on the batch: its rows are others when {shape.num_reqs} rows are padded to "
-                f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, "
-                f"is part of the step: compute it outside, or capture without padding (a rung per size)"
-            )
-
-
-def _is_grossly_different(got: Any, wanted: Any) -> bool:
-    if not isinstance(got, torch.Tensor) or not isinstance(wanted, torch.Tensor):
-        return not same_constant(got, wanted)
-    if got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return True
-    if not got.numel():
-        return False
-    if not (got.is_floating_point() or got.is_complex()):
-        return float((got != wanted).float().mean()) > 0.5
-    wide = torch.complex128 if got.is_complex() else torch.float64
-    a, b = (torch.nan_to_num(x.to(wide)) if not x.is_complex() else x.to(wide) for x in (got, wanted))
-    return float((a - b).norm()) > _GROSS * float(b.norm()) + 1e-6 * got.numel() ** 0.5
 
 
 def random_batch(fields: tuple[Field, ...], shape: BatchShape, generator: torch.Generator) -> Batch:
@@ -237,100 +201,65 @@ def _random_values(field: Field, shape: BatchShape, generator: torch.Generator) 
 
 
 def _check(
-    runner: Verifiable,
-    graph: CapturedGraph,
-    shape: BatchShape,
-    batch: Batch,
-    tolerance: float | None,
+    runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch, tolerance: float | None
 ) -> Check:
-    with torch.inference_mode(False), torch.no_grad(), _sinks_kept(runner):
-        inputs = runner.buffers.views(graph.descriptor)
-        trials = runner.trials()
+    descriptor = graph.descriptor
+    inputs = runner.buffers.views(descriptor)
 
-        def replay(trials: Trials, poison: bool) -> list[Any]:
-            with trials.undone():
-                runner.buffers.fill(batch, shape, graph.descriptor, poison=poison)
-                if poison:
-                    runner.poison_surroundings()
-                runner.launch(graph)
-                return _real_rows(runner, graph.leaves, shape)
+    def eager() -> list[Any]:
+        leaves = leaves_of(runner.step(**runner.arguments(inputs, descriptor)))
+        if len(leaves) != len(graph.leaves):
+            raise VerifyError(
+                f"the eager step returns {len(leaves)} values, the graph of {descriptor} "
+                f"{len(graph.leaves)}: it no longer does what was captured"
+            )
+        return _real_rows(runner, leaves, shape)
 
-        def eager() -> list[Any]:
-            leaves = leaves_of(runner.step(**runner.arguments(inputs, graph.descriptor)))
-            if len(leaves) != len(graph.leaves):
-                raise VerifyError(
-                    f"the eager step returns {len(leaves)} values, the graph of {graph.descriptor} "
-                    f"{len(graph.leaves)}: it no longer does what was captured"
-                )
-            return _real_rows(runner, leaves, shape)
-
-        runner.buffers.fill(batch, shape, graph.descriptor)
-        expected = trials.run(eager)
-        plain = replay(trials, poison=False)
-        # Poisoned padding may write elsewhere than plain padding: observe that, too, before the replay does.
-        poisoned_trials = runner.trials()
-        runner.buffers.fill(batch, shape, graph.descriptor, poison=True)
-        poisoned_trials.run(eager)
-        poisoned = replay(poisoned_trials, poison=True)
-        unpadded_error, dependent = 0.0, None
-        is_padded = (shape.num_tokens, shape.num_reqs) != (
-            graph.descriptor.num_tokens,
-            graph.descriptor.num_reqs,
-        )
-        # A step that is told its descriptor may well do something else for another one.
-        told = runner.arguments({}, graph.descriptor)
-        if is_padded and not told and not trials.draws_random:
-            unpadded = runner.trials().run(lambda: _unpadded(runner, batch, shape))
-            unpadded_error, dependent = _dependence(runner.outputs.names, plain, unpadded, tolerance)
+    trials, poisoned_trials = runner.trials(), runner.trials()
+    runner.buffers.fill(batch, shape, descriptor)
+    expected = trials.run(eager)
+    plain = _replayed(runner, graph, batch, shape, trials, poison=False)
+    # Poisoned padding may write elsewhere than plain padding: observe that, too, before the replay does.
+    runner.buffers.fill(batch, shape, descriptor, poison=True)
+    poisoned_trials.run(eager)
+    poisoned = _replayed(runner, graph, batch, shape, poisoned_trials, poison=True)
+    unpadded_error, dependent = 0.0, None
+    is_padded = shape != shapes_to_try(descriptor)[0]
+    # A step that is told its descriptor may well do something else for another one.
+    if is_padded and not runner.arguments({}, descriptor) and not trials.draws_random:
+        unpadded = runner.trials().run(lambda: _unpadded(runner, batch, shape))
+        allowed = _allowed_unpadded(tolerance)
+        unpadded_error, dependent = _dependence(runner.outputs.names, plain, unpadded, allowed)
     error, passed = _distance(plain, expected, tolerance)
     poison_error, poison_passed = _distance(poisoned, plain, tolerance)
     return Check(
-        mode=str(graph.key.mode),
-        descriptor=str(graph.descriptor),
-        batch=str(shape),
-        error=error,
-        poison_error=poison_error,
-        unpadded_error=unpadded_error,
-        depends_on_batch=dependent,
+        str(graph.key.mode),
+        str(descriptor),
+        str(shape),
+        error,
+        poison_error,
+        unpadded_error,
+        dependent,
         passed=passed and poison_passed and dependent is None,
     )
 
 
+def _replayed(
+    runner: Verifiable, graph: CapturedGraph, batch: Batch, shape: BatchShape, trials: Trials, *, poison: bool
+) -> list[Any]:
+    with trials.undone():
+        runner.buffers.fill(batch, shape, graph.descriptor, poison=poison)
+        if poison:
+            runner.poison_surroundings()
+        runner.launch(graph)
+        return _real_rows(runner, graph.leaves, shape)
+
+
 def _unpadded(runner: Verifiable, batch: Batch, shape: BatchShape) -> list[Any]:
-    inputs = runner.buffers.on_device(batch, shape)
-    # The step may write into its inputs, which the caller compares with afterwards.
-    inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+    # Copies: the step may write into its inputs.
+    inputs = {name: tensor.clone() for name, tensor in runner.buffers.on_device(batch, shape).items()}
     leaves = leaves_of(runner.step(**runner.arguments(inputs, shape.as_descriptor())))
     return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-def _dependence(
-    names: list[str], got: list[Any], unpadded: list[Any], tolerance: float | None
-) -> tuple[float, str | None]:
-    """The largest error, and the first output that is off by more than another order of sums explains."""
-    if len(got) != len(unpadded):
-        return float("inf"), "the structure of the output"
-    worst, dependent = 0.0, None
-    for name, a, b in zip(names, got, unpadded, strict=True):
-        error, _ = _distance([a], [b], tolerance)
-        allowed = UNPADDED * TOLERANCES.get(getattr(a, "dtype", None), 0.0)  # type: ignore[arg-type]
-        worst = max(worst, error)
-        is_number = isinstance(a, torch.Tensor) and (a.is_floating_point() or a.is_complex())
-        off = (
-            error > max(allowed, UNPADDED * (tolerance or 0.0)) if is_number else _is_grossly_different(a, b)
-        )
-        dependent = dependent or (name if off else None)
-    return worst, dependent
-
-
-@contextmanager
-def _sinks_kept(runner: Verifiable) -> Iterator[None]:
-    saved = {name: sink.clone() for name, sink in runner.sinks.items()}
-    try:
-        yield
-    finally:
-        for name, sink in runner.sinks.items():
-            sink.copy_(saved[name])
 
 
 def _real_rows(runner: Verifiable, leaves: list[Any], shape: BatchShape) -> list[Any]:
@@ -338,6 +267,39 @@ def _real_rows(runner: Verifiable, leaves: list[Any], shape: BatchShape) -> list
         runner.outputs.trim(position, leaf, shape).clone() if isinstance(leaf, torch.Tensor) else leaf
         for position, leaf in enumerate(leaves)
     ]
+
+
+def _allowed_unpadded(tolerance: float | None) -> Callable[[torch.dtype], float]:
+    return lambda dtype: UNPADDED * max(TOLERANCES.get(dtype, 0.0), tolerance or 0.0)
+
+
+def _dependence(
+    names: list[str], got: list[Any], unpadded: list[Any], allowed: Callable[[torch.dtype], float]
+) -> tuple[float, str | None]:
+    """The largest difference, and the first output that is off by more than allowed."""
+    if len(got) != len(unpadded):
+        return float("inf"), "the structure of the output"
+    worst, dependent = 0.0, None
+    for name, a, b in zip(names, got, unpadded, strict=True):
+        if not isinstance(a, torch.Tensor):
+            difference, limit = (0.0 if same_constant(a, b) else float("inf")), 0.0
+        else:
+            difference = _relative_difference(a, b)
+            # Of integers, some are decided by rounding: the largest of nearly equal numbers.
+            limit = allowed(a.dtype) if a.is_floating_point() or a.is_complex() else 0.5
+        worst, dependent = max(worst, difference), dependent or (name if difference > limit else None)
+    return worst, dependent
+
+
+def _relative_difference(a: torch.Tensor, b: Any) -> float:
+    """Of the norms; of integers and booleans, the share that differs."""
+    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if not (a.is_floating_point() or a.is_complex()):
+        return float((a != b).double().mean()) if a.numel() else 0.0
+    a, b = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (a, b))
+    a, b = (torch.nan_to_num(x.double()) for x in (a, b))
+    return float((a - b).norm() / (b.norm() + 1e-5 * max(1, b.numel()) ** 0.5))
 
 
 def _distance(got: list[Any], expected: list[Any], tolerance: float | None) -> tuple[float, bool]:

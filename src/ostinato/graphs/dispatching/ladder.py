@@ -133,7 +133,10 @@ class Ladder(Sequence[int]):
         least = seen_up_to * sizes
         rung_before: list[list[int]] = []
         for _ in range(min(rungs, len(sizes)) - 1):
-            work = [least[:1], *(least[:j] + (seen_up_to[j] - seen_up_to[:j]) * sizes[j] for j in range(1, len(sizes)))]
+            work = [
+                least[:1],
+                *(least[:j] + (seen_up_to[j] - seen_up_to[:j]) * sizes[j] for j in range(1, len(sizes))),
+            ]
             rung_before.append([-1, *(int(row.argmin()) for row in work[1:])])
             least = np.array([row.min() for row in work])
         chosen = [len(sizes) - 1]

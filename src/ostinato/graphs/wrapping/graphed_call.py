@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 
-from ..backends import backend_for
-from ..capturing.autocast import clean_autocast_cache
 from ..capturing.captured import CapturedGraph
 from ..capturing.gate import turn
 from ..capturing.journal import writing_inference_tensors
 from ..capturing.options import CaptureOptions
 from ..capturing.pool import GraphPool
-from ..capturing.trial import Trials
 from ..checking.verify import Verification
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.dispatch import Dispatcher, Reason
@@ -29,27 +26,14 @@ from ..dispatching.step_mode import decided_step_mode, step_mode
 from ..errors import BatchError, CaptureError, VerifyError
 from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Scalar
-from ..memory import storage_address
 from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors
+from .first_run import FirstRun
 from .reached import Reached
 from .signature import Examples, Signature, is_opaque, refuse_overlap
 
 logger = logging.getLogger("ostinato.graphs")
-
-
-@dataclass(frozen=True)
-class _FirstRun:
-    """What running a function once on real inputs told about it."""
-
-    trials: Trials
-    reached: Reached
-    result: Any
-    written: tuple[str, ...]
-    """Arguments that it changes in place."""
-    refusal: str | None
-    """Why no graph can repeat what it did."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +68,15 @@ class GraphedCall:
     ) -> None:
         self.function = function
         self.settings: dict[str, Any] = {
-            **{"ladder": ladder, "batch_dim": batch_dim, "mode": mode, "shared": shared, "pads": pads},
-            **{"options": options, "compile_up_to": compile_up_to, "threads": threads, "debug": debug},
+            "ladder": ladder,
+            "batch_dim": batch_dim,
+            "mode": mode,
+            "shared": shared,
+            "pads": pads,
+            "options": options,
+            "compile_up_to": compile_up_to,
+            "threads": threads,
+            "debug": debug,
         }
         """What a copy is made with."""
         self.ladder = ladder
@@ -120,7 +111,7 @@ class GraphedCall:
         """Results are overwritten by the next call, so two threads would overwrite each other's."""
         if self._owner is not None and self._owner.is_alive():
             raise BatchError(
-                f"this wrapper belongs to thread {self._owner.name}, whose results this call would overwrite: "
+                f"this wrapper belongs to thread {self._owner.name}, whose results a call would overwrite: "
                 f"pass threads=True to graphed() to serve several threads with copies, or give each its own"
             )
         self._owner = threading.current_thread()
@@ -144,8 +135,8 @@ class GraphedCall:
             reason = decision.reason if decision.is_eager else None
         if reason is not None:
             return self._eagerly(reason, args, kwargs)
-        if not entry.reached.is_unchanged():
-            entry.reached.check()
+        if not (entry.reached.is_unchanged() and entry.runner.reads_hold()):
+            self.check_addresses()
         if entry.written:
             refuse_overlap(batch, entry.written)
         if self.mode is GraphMode.FULL:
@@ -164,14 +155,11 @@ class GraphedCall:
                 )
             return True, self._eagerly(Reason.OPAQUE_ARGUMENT, args, kwargs)
         with turn:
-            first = self._run_once(signature, batch)
-            stays = first.refusal is not None or first.trials.makes_state
-            if not stays:
-                first.trials.undo()
+            first = self._first_run(signature, batch, may_stay=True)
             self._capture(signature, batch, first)
-        if stays:
+        if first.stays:
             self.eager_steps[Reason.FIRST_CALL] += 1
-        return stays, first.result
+        return first.stays, first.result
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one; further signatures may be added the same way."""
@@ -243,7 +231,9 @@ class GraphedCall:
             return Reason.AUTOCAST_CHANGED
         if training != entry.surroundings[1]:
             return Reason.TRAINING_MODE_CHANGED
-        if self.attributes_changed or (self._debug and entry.reached.changed_values()):
+        if self.attributes_changed or not entry.reached.is_same_code():
+            return Reason.ATTRIBUTE_CHANGED
+        if self._debug and entry.reached.changed_values():
             return Reason.ATTRIBUTE_CHANGED
         return None
 
@@ -259,52 +249,34 @@ class GraphedCall:
                 modes.enter_context(writing_inference_tensors())
             return self.function(*args, **kwargs)
 
-    def _run_once(self, signature: Signature, batch: Batch) -> _FirstRun:
-        """Run the function on copies of real inputs, observed, and not undone yet."""
-        trials = Trials(backend_for(self._device(batch)), generators=self._options.generators)
-        reached = Reached(self.function)
-        copies = {name: tensor.detach().clone() for name, tensor in batch.items()}
-
-        def run() -> Any:
-            with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache():
-                return trials.run_for_good(lambda: signature.call(self.function, copies))
-
-        try:
-            result = run()
-        except BaseException:
-            trials.undo()
-            raise
-        self._writes_inference_tensors |= trials.writes_inference_tensors
-        # A clone: so whatever of it is alive afterwards is state of the function's.
-        result = map_tensors(torch.Tensor.clone, result)
-        written = [name for name, copy in copies.items() if trials.wrote(storage_address(copy))]
-        replaced = reached.replaced({storage_address(tensor) for tensor in trials.reads})
-        refusal = replaced and (
-            f"the step assigns a new tensor to {replaced}, which it also reads: a replay assigns nothing. "
-            f"Change it in place (copy_, index_copy_)"
-        )
-        return _FirstRun(trials, reached, result, tuple(written), refusal)
+    def _first_run(self, signature: Signature, batch: Batch, *, may_stay: bool) -> FirstRun:
+        device, generators = self._device(batch), self._options.generators
+        first = FirstRun(self.function, signature, batch, device, generators, may_stay=may_stay)
+        self._writes_inference_tensors |= first.writes_inference_tensors
+        return first
 
     def _capture_anew(self, signature: Signature, batch: Batch) -> None:
-        first = self._run_once(signature, batch)
-        first.trials.undo()
-        if first.trials.makes_state:  # a second run tells whether it changes what it made: an error then
-            arguments = {name: tensor.detach().clone() for name, tensor in batch.items()}
-            with step_mode(GraphMode.NONE), torch.no_grad():
-                first.trials.run(lambda: signature.call(self.function, arguments))
-        self._capture(signature, batch, first)
+        self._capture(signature, batch, self._first_run(signature, batch, may_stay=False))
 
-    def _capture(self, signature: Signature, batch: Batch, first: _FirstRun) -> None:
+    def _capture(self, signature: Signature, batch: Batch, first: FirstRun) -> None:
         self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
+        before = Reached(self.function)
         with torch.inference_mode(False), torch.no_grad():
             runner = self._runner(signature, batch)
-        if first.refusal is None:
-            runner.capture()
-        elif self._options.strict:
-            raise CaptureError(first.refusal)
-        else:
-            runner.refuse(first.refusal)
-        reached = first.reached.renewed()
+        try:
+            if first.refusal is None:
+                runner.capture()
+            elif self._options.strict:
+                raise CaptureError(first.refusal)
+            else:
+                runner.refuse(first.refusal)
+        finally:
+            if not runner.graphs:  # what runs eagerly goes on from where it was
+                before.put_back()
+        reached = before.renewed()
+        if before.changed_values():
+            level = logging.WARNING if self._debug else logging.INFO
+            logger.log(level, "replays do not change %s", ", ".join(before.changed_values()))
         runner.ignore_reads(reached.tensors)
         surroundings = self._surroundings(runner.pool.device, reached)
         kept = {name: tensor.detach().clone() for name, tensor in batch.items()}

@@ -1,11 +1,15 @@
-"""What a function reaches besides its arguments: modules, tensors and Python values, and whether they changed.
+"""What a function reaches besides its arguments, and whether that has changed.
 
 Note [Noticing changes]
-A graph goes on reading what it was captured with. Before every call the wrapper therefore compares, by
-identity and address, all parameters, buffers and submodules of every module that the function reaches
-(through itself, closures, partials, defaults, the object of a bound method, globals that its code names), and
-tensors that it reaches directly. That is a few comparisons in C for every tensor, where replaying a kernel on
-it takes a microsecond. Numbers and strings that Python code may look at are compared in debug mode only.
+A graph goes on doing what was captured. Before every call the wrapper compares, by identity, address and
+geometry, all tensors that the function reaches, the modules and containers on the way to them, and hooks:
+through itself, closures, partials, defaults, the object of a bound method, globals that its code names. These
+are a few comparisons in C for every tensor, where replaying a kernel on it takes a microsecond. Everything
+else that Python code may look at (numbers, functions, settings) is compared in debug mode only.
+
+Note [Python state]
+A replay runs no Python: what a function assigns stays as it was. So it may not assign tensors in every call;
+and what trial runs have assigned is put back before a function that was refused runs eagerly.
 """
 
 import functools
@@ -18,95 +22,132 @@ from typing import Any
 import torch
 
 from ..checking.addresses import moved_error
-from ..memory import storage_address
+from ..trees import tensors_in
 from ..trimming import same_constant
 
-_MOST_OBJECTS = 10_000
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_MOST_OBJECTS = 20_000
 _TABLES = ("_parameters", "_buffers", "_modules")
-_address = torch.Tensor.data_ptr
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_NOT_USERS = ("builtins", "torch", "numpy", "typing", "collections", "functools", "ostinato", "transformers")
+_address, _stride, _numel = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel
 _training = attrgetter("training")
+_MISSING = object()
+
+_Place = tuple[str, Callable[[], Any], Any]
+"""A name, how to look there, and what stood there."""
 
 
 class Reached:
     """A snapshot of what a function reaches."""
 
     def __init__(self, function: Callable[..., Any], ignored: Collection[str] = ()) -> None:
-        """`ignored`: names of what the function changes itself."""
-        self._function = function
-        self._ignored = ignored
-        self._tables: list[dict[str, Any]] = []
-        self._table_names: list[str] = []
-        self._places: list[tuple[str, Callable[[], Any], Any]] = []
-        self._scalars: list[tuple[str, Callable[[], Any], Any]] = []
+        """`ignored`: names of values that the function changes itself."""
+        self._function, self._ignored = function, ignored
         self.modules: list[torch.nn.Module] = []
+        self._tables: list[tuple[str, dict[Any, Any]]] = []
+        self._hooks: list[dict[Any, Any]] = []
+        self._places: list[_Place] = []
+        self._values: list[_Place] = []
+        self._holders: dict[int, tuple[str, Any]] = {}
         self._seen: dict[int, Any] = {}  # holds what was seen: identities must not be used again meanwhile
         self._visit("", function)
         self._seen.clear()
-        self._contents = list(chain.from_iterable(map(dict.values, self._tables)))
-        found = [*self._contents, *(value for _, _, value in self._places)]
-        self.tensors = [value for value in found if isinstance(value, torch.Tensor) and _has_address(value)]
-        self._addresses = list(map(_address, self.tensors))
+        self._saved = [(name, holder, _contents(holder)) for name, holder in self._holders.values()]
+        self._in_tables = self._table_contents()
+        self._code = self._hooks_and_sizes()
+        found = [*self._in_tables, *(value for _, _, value in self._places)]
+        self.tensors = [value for value in found if isinstance(value, torch.Tensor) and _has_memory(value)]
+        self._geometry = self._geometry_now()
+
+    # -- before every call -------------------------------------------------------------------------
 
     def is_unchanged(self) -> bool:
         """Whether every parameter, buffer, submodule and tensor is the same, in the same place."""
+        tables = [table for _, table in self._tables]
         return (
-            sum(map(len, self._tables)) == len(self._contents)
-            and all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._contents))
-            and list(map(_address, self.tensors)) == self._addresses
+            sum(map(len, tables)) == len(self._in_tables)
+            and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._in_tables))
+            and self._geometry_now() == self._geometry
             and all(get() is value for _, get, value in self._places)
         )
+
+    def is_same_code(self) -> bool:
+        """Whether modules have the hooks that they had, and no attribute more or less."""
+        now = self._hooks_and_sizes()
+        return len(now) == len(self._code) and all(map(is_, now, self._code))
 
     def training(self) -> list[bool]:
         """Which modules are in training mode."""
         return list(map(_training, self.modules))
 
     def changed_values(self) -> list[str]:
-        """The names of Python values that are others now."""
-        return [name for name, get, value in self._scalars if not same_constant(get(), value)]
-
-    def renewed(self) -> "Reached":
-        """A snapshot of now, without attributes that have changed since this one: to be taken over trial
-        runs, in which the function has changed nothing but what it always changes."""
-        own = [name for name, get, value in self._places if get() is not value]
-        return Reached(self._function, {*own, *self.changed_values()})
-
-    def replaced(self, reads: Collection[int]) -> str | None:
-        """A tensor that was used (its storage's address is among `reads`) and that another one stands for
-        now: state that a function keeps by assignment, which no replay would repeat."""
-        changed = [(name, value) for name, get, value in self._places if get() is not value]
-        now = chain.from_iterable(map(dict.items, self._tables))
-        for (name, value), was in zip(now, self._contents, strict=False):
-            if value is not was:
-                changed.append((name, was))
-        for name, was in changed:
-            if isinstance(was, torch.Tensor) and storage_address(was) in reads:
-                return name
-        return None
+        """The names of other Python values that are others now: debug mode."""
+        return [name for name, get, value in self._values if not same_constant(get(), value)]
 
     def check(self) -> None:
         """Raise AddressError, naming what has moved or was replaced."""
         if self.is_unchanged():
             return
-        addresses = dict(zip(map(id, self.tensors), self._addresses, strict=True))
-        before = iter(self._contents)
-        changed: list[str] = []
-        for name, table in zip(self._table_names, self._tables, strict=True):
-            # Tables keep their order, so names of the snapshot follow as long as nothing was added or taken.
-            for key, value in table.items():
-                was = next(before, None)
-                if value is not was:
-                    changed.append(f"{name}{key} (replaced)")
-                elif id(value) in addresses and _address(value) != addresses[id(value)]:
-                    changed.append(f"{name}{key} (moved)")
-        for name, get, value in self._places:
-            if get() is not value:
-                changed.append(f"{name} (replaced)")
-            elif id(value) in addresses and _address(value) != addresses[id(value)]:
-                changed.append(f"{name} (moved)")
+        before = dict(zip(map(id, self.tensors), zip(*self._geometry, strict=True), strict=True))
+        was = iter(self._in_tables)
+        now = [
+            (f"{name}{key}", value, next(was, None)) for name, t in self._tables for key, value in t.items()
+        ]
+        now += [(name, get(), value) for name, get, value in self._places]
+        changed = [f"{name} (replaced)" for name, value, old in now if value is not old]
+        changed += [
+            f"{name} (moved)"
+            for name, value, old in now
+            if value is old
+            and id(value) in before
+            and (_address(value), _stride(value), _numel(value)) != before[id(value)]
+        ]
         raise moved_error(changed or ["parameters, buffers or submodules (added or taken away)"])
 
+    # -- around trial runs -------------------------------------------------------------------------
+
+    def renewed(self) -> "Reached":
+        """A snapshot of now, without values that have changed since this one: to be taken over trial runs, in
+        which the function has changed nothing but what it always changes."""
+        own = [name for name, get, value in self._places if get() is not value]
+        return Reached(self._function, {*own, *self.changed_values()})
+
+    def assigned(self) -> list[str]:
+        """Where tensors stand now that did not stand there."""
+        found = []
+        for name, holder, saved in self._saved:
+            for key, value in _items(holder):
+                if value is not saved.get(key, _MISSING) and tensors_in(value):
+                    found.append(f"{name}{key}")
+        return found
+
+    def put_back(self) -> None:
+        """Undo assignments: everything reached holds what it held."""
+        for _, holder, saved in self._saved:
+            now = _contents(holder)
+            if list(now) == list(saved) and all(map(is_, now.values(), saved.values())):
+                continue
+            if isinstance(holder, types.CellType):
+                holder.cell_contents = saved["cell_contents"]
+            elif isinstance(holder, list):
+                holder[:] = saved.values()
+            else:
+                holder.clear()
+                holder.update(saved)
+
     # -- internals ---------------------------------------------------------------------------------
+
+    def _table_contents(self) -> list[Any]:
+        return list(chain.from_iterable(table.values() for _, table in self._tables))
+
+    def _hooks_and_sizes(self) -> list[Any]:
+        # Sizes are small numbers, of which there is one object each.
+        return [*chain.from_iterable(map(dict.values, self._hooks)), *(len(vars(m)) for m in self.modules)]
+
+    def _geometry_now(self) -> tuple[list[int], list[Any], list[int]]:
+        tensors = self.tensors
+        return list(map(_address, tensors)), list(map(_stride, tensors)), list(map(_numel, tensors))
 
     def _visit(self, name: str, value: Any) -> None:
         if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
@@ -122,31 +163,44 @@ class Reached:
         elif isinstance(value, functools.partial):
             self._visit(name, value.func)
             self._visit(f"{name}args", value.args)
-            self._visit_table(name, value.keywords)
-        elif isinstance(value, dict):
-            self._visit_table(name, value)
-        elif isinstance(value, list | tuple):
-            for number, item in enumerate(value):
-                self._note(f"{name}[{number}]", functools.partial(_item, value, number), item)
-        elif _is_users(type(value)) and hasattr(value, "__dict__") and not isinstance(value, type):
-            self._visit_table(f"{name}.", vars(value))
-            if callable(value):
-                self._visit(f"{name}.__call__", type(value).__call__)
+            self._visit_holder(name, value.keywords)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._visit_holder(f"{name}.state", value.state)
+        elif isinstance(value, dict | list | tuple):
+            self._visit_holder(name, value)
+        elif _is_users(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, type):
+            self._visit_holder(f"{name}.", vars(value))
+            self._visit_class(type(value))
 
     def _visit_module(self, name: str, module: torch.nn.Module) -> None:
         prefix = f"{name}." if name else ""
         for path, inner in module.named_modules():
             self._seen[id(inner)] = inner
             self.modules.append(inner)
-            inside = f"{prefix}{path}." if path else prefix
-            for table in _TABLES:
-                self._tables.append(vars(inner)[table])
-                self._table_names.append(inside)
-            self._visit_table(inside, {k: v for k, v in vars(inner).items() if k not in _TABLES}, vars(inner))
+            own, inside = vars(inner), f"{prefix}{path}." if path else prefix
+            self._tables += [(inside, own[table]) for table in _TABLES]
+            self._hooks += [own[hooks] for hooks in _HOOKS]
+            for holder in (own, *(own[table] for table in _TABLES)):
+                self._holders[id(holder)] = inside, holder
+            for key in own.keys() - _OF_EVERY_MODULE:
+                self._note(f"{inside}{key}", functools.partial(own.get, key), own[key])
+            self._visit_class(type(inner))
+
+    def _visit_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if _is_users(base.__module__) and id(base) not in self._seen:
+                self._seen[id(base)] = base
+                for function in vars(base).values():
+                    if isinstance(function, types.FunctionType):
+                        self._visit("", function)
 
     def _visit_function(self, name: str, function: types.FunctionType) -> None:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._note(variable, functools.partial(_cell_contents, cell), _cell_contents(cell))
+            self._holders[id(cell)] = f"{variable} ", cell
+            get = functools.partial(_cell_contents, cell)
+            self._note(variable, get, _cell_contents(cell))
+        if not _is_users(function.__module__):
+            return
         defaults = function.__defaults__ or ()
         named = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :]
         for variable, default in (
@@ -154,32 +208,44 @@ class Reached:
             *(function.__kwdefaults__ or {}).items(),
         ):
             self._note(variable, functools.partial(_item, (default,), 0), default)
-        if not _is_users_module(function.__module__):
-            return
         for variable in _names_in(function.__code__):
             if variable in function.__globals__:
-                getter = functools.partial(function.__globals__.get, variable)
-                self._note(variable, getter, function.__globals__[variable])
+                get = functools.partial(function.__globals__.get, variable)
+                self._note(variable, get, function.__globals__[variable])
 
-    def _visit_table(self, name: str, table: dict[Any, Any], live: dict[Any, Any] | None = None) -> None:
-        holder = table if live is None else live
-        for key, value in list(table.items()):
-            if (
-                isinstance(key, str)
-                and key not in ("training", "graph_call")
-                and not key.startswith("_forward")
-            ):
-                self._note(f"{name}{key}", functools.partial(holder.get, key), value)
+    def _visit_holder(self, name: str, holder: Any) -> None:
+        self._seen[id(holder)] = holder
+        if not isinstance(holder, tuple):
+            self._holders[id(holder)] = name, holder
+        for key, value in _items(holder):
+            get = functools.partial(holder.get, key) if isinstance(holder, dict) else None
+            get = get or functools.partial(_item, holder, key)
+            self._note(f"{name}{key}" if isinstance(key, str) else f"{name}[{key}]", get, value)
 
     def _note(self, name: str, get: Callable[[], Any], value: Any) -> None:
-        if name in self._ignored:
+        if name in self._ignored or isinstance(value, types.ModuleType):
             return
-        if isinstance(value, torch.Tensor | torch.nn.Module):
-            self._places.append((name, get, value))
-        elif type(value) in _SCALARS:
-            self._scalars.append((name, get, value))
-        if not isinstance(value, torch.Tensor | types.ModuleType):
+        is_on_the_way = isinstance(value, torch.Tensor | torch.nn.Module) or bool(_tensors_below(value))
+        (self._places if is_on_the_way else self._values).append((name, get, value))
+        if not isinstance(value, torch.Tensor):
             self._visit(name, value)
+
+
+def _tensors_below(value: Any) -> list[torch.Tensor]:
+    """Tensors in a container or in an object of the user's, one level down."""
+    if _is_users(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, type):
+        value = vars(value)
+    return tensors_in(value) if isinstance(value, dict | list | tuple) else []
+
+
+def _contents(holder: Any) -> dict[Any, Any]:
+    return dict(_items(holder))
+
+
+def _items(holder: Any) -> list[tuple[Any, Any]]:
+    if isinstance(holder, types.CellType):
+        return [("cell_contents", _cell_contents(holder))]
+    return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -201,22 +267,11 @@ def _item(sequence: Any, number: int) -> Any:
     return sequence[number] if number < len(sequence) else None
 
 
-def _is_users(kind: type) -> bool:
-    return _is_users_module(kind.__module__)
+def _is_users(module: str | None) -> bool:
+    return (module or "").partition(".")[0] not in _NOT_USERS
 
 
-def _is_users_module(name: str | None) -> bool:
-    return (name or "").partition(".")[0] not in (
-        "builtins",
-        "torch",
-        "numpy",
-        "typing",
-        "collections",
-        "ostinato",
-    )
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: torch.Tensor) -> bool:
     try:
         tensor.data_ptr()
     except RuntimeError:  # sparse, lazy or of a subclass without memory of its own
