@@ -514,18 +514,6 @@ def test_verify_finds_a_graph_that_no_longer_agrees_with_the_function(device):
         f.verify()
 
 
-@pytest.mark.parametrize("n", [0])
-def test_an_empty_batch_is_refused_before_and_after_the_capture(device, n):
-    f = graphed(doubled, ladder=[2])
-    empty, x = randn(n, WIDTH, device=device), randn(2, WIDTH, device=device)
-    with pytest.raises(BatchError, match="at least one"):
-        f(empty)
-    assert same(f(x), doubled(x))
-    with pytest.raises(BatchError, match="at least one"):
-        f(empty)
-    assert same(f(x), doubled(x))
-
-
 def test_a_call_without_any_batched_tensor_is_refused(device):
     f = graphed(lambda x: x, ladder=[2])
     for argument in (3, "text", torch.tensor(1.0, device=device), None):

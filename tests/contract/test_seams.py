@@ -1,4 +1,4 @@
-"""What others build on: rows per request, inputs of their own to record with, memory from elsewhere, ranks."""
+"""What others build on: rows per request, inputs to record with, memory from elsewhere, ranks."""
 
 import pytest
 import torch

@@ -114,8 +114,7 @@ def test_a_side_stream_that_is_not_joined_is_named_as_the_cause(device):
     def step(x):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            y = x * 2
-        return y
+            return x * 2
 
     runner = make_runner(device, step, [2], capture=False)
     runner.capture(progress=False)

@@ -415,8 +415,7 @@ class CudaGraphRunner:
             graph.replays += 1
             graph.real_tokens += shape.num_tokens
             output = graph.handed_out(ready.leaves)
-            if torch.is_grad_enabled():
-                (self.pool.lent if self.options.weak_output else graph.lent).outputs = ready.volatile
+            (self.pool.lent if self.options.weak_output else graph.lent).outputs = ready.volatile
         if self.debug:
             return guarded(output, self.pool, f"{graph.key.mode} graph {graph.descriptor}", self._is_volatile)
         return output
@@ -513,7 +512,9 @@ class CudaGraphRunner:
     def verify(
         self, *, make_batch: MakeBatch | None = None, tolerance: float | None = None, seed: int = 0
     ) -> Verification:
-        """Every graph against the eager step; raises VerifyError where they disagree."""
+        """Every graph against the eager step; raises VerifyError where they disagree, AddressError where
+        something that graphs read has moved."""
+        self.check_addresses()
         return verify(self, make_batch=make_batch or self.make_batch, tolerance=tolerance, seed=seed)
 
     def __reduce__(self) -> NoReturn:

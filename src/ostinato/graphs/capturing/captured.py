@@ -101,6 +101,12 @@ def _explained(error: BaseException) -> CaptureError:
     if "fail_on_recompile" in str(error):
         return CaptureError(f"torch.compile compiled something while recording: {error}", where=where)
     first_line = str(error).splitlines()[0]
+    if "unjoined" in first_line:
+        return CaptureError(
+            "a side stream that the step forked to was not joined: let the current stream wait for it "
+            "(wait_stream) before the step ends",
+            where=where,
+        )
     return CaptureError(
         f"not allowed while a graph is recorded: {first_line}. A value read back to Python, a data-dependent "
         f"shape or a copy to the host cannot be captured; do it before or after the step",

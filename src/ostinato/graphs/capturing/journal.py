@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from ..memory import byte_range, is_foreign, storage_address, tensors_of
 from .dispatch_mode import DispatchMode
@@ -69,7 +70,7 @@ def writing_inference_tensors() -> AbstractContextManager[Any]:
 def _besides_tensors(value: Any) -> str:
     """Arguments of an op, with only the shapes of tensors."""
     if isinstance(value, torch.Tensor):
-        return str(list(value.shape))
+        return "?" if is_lazy(value) else str(list(value.shape))
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_besides_tensors, value))})"
     if isinstance(value, dict):
@@ -96,6 +97,8 @@ class WriteJournal(DispatchMode):
         self.draws_from_default = False
         """Whether random numbers are drawn from a generator that nobody passes."""
         self._generators: dict[torch.Generator, torch.Tensor] = {}
+        self.unplain: str | None = None
+        """What kind of tensors without memory of the ordinary kind are used, if any are."""
         self.work: list[tuple[Any, str]] = []
         """The ops in order, with what they were given besides tensors."""
 
@@ -104,6 +107,10 @@ class WriteJournal(DispatchMode):
         given = list(tensors_of((args, kwargs)))
         if any(is_foreign(tensor) for tensor in given):
             return NotImplemented
+        for tensor in given:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                self.unplain = "nested" if tensor.is_nested else str(tensor.layout)
+                return func(*args, **kwargs)
         if draws(func):
             self._note_draw([*args, *kwargs.values()])
         if func.namespace != "profiler":
@@ -118,7 +125,9 @@ class WriteJournal(DispatchMode):
             self._save(func, tensor, args)
         result = func(*args, **kwargs)
         for tensor in tensors_of(result):
-            if not is_foreign(tensor) and storage_address(tensor) not in known:
+            if is_foreign(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+                continue
+            if storage_address(tensor) not in known:
                 self._created[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
 

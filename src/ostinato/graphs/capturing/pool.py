@@ -1,5 +1,6 @@
 """The memory that all graphs of a pool share, and what is known about it."""
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
@@ -64,6 +65,8 @@ class GraphPool:
         """Counts replays; an output of an earlier generation has been overwritten."""
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         """The captured graphs that live in the pool, of whatever runner."""
+        self.owner: threading.Thread | None = None
+        """The thread whose results a replay overwrites, where wrappers care."""
         self._source = memory
         self._memory: PoolMemory | None = None
         self.lent = Lent()

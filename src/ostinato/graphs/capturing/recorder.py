@@ -14,7 +14,7 @@ from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.keys import GraphKey
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
-from ..errors import ColdKernelError
+from ..errors import CaptureError, ColdKernelError
 from ..inputs.buffers import Batch, InputBuffers
 from ..memory import storage_address
 from ..trees import tensors_in
@@ -127,6 +127,10 @@ class StepRecorder:
                 if number == 0 and warmups == 1 and trials.makes_state:
                     # One more: only a second run tells state from what is made once and only read later.
                     trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
+            if trials.unplain is not None:
+                raise CaptureError(
+                    f"the step works with {trials.unplain} tensors: graphs know dense ones only"
+                )
             if not self._compiled.applies(key):
                 trials.repeat_until_steady(lambda: step(**arguments))
             self._reads |= {

@@ -57,6 +57,11 @@ class Trials:
         """Whether something that an observed run made outlives it."""
         return any(journal.survivors() for journal in self._journals)
 
+    @property
+    def unplain(self) -> str | None:
+        """A kind of tensors that graphs do not know, if an observed run used one."""
+        return next((journal.unplain for journal in self._journals if journal.unplain), None)
+
     def wrote(self, address: int) -> bool:
         """Whether an observed run wrote to the storage at this address."""
         return any(address in journal.written for journal in self._journals)

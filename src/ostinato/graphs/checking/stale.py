@@ -33,6 +33,14 @@ class GuardedOutput(torch.Tensor):
 
         return map_tensors(guard_views, result)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._raise_if_stale()
+        return _plain(self).clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        self._raise_if_stale()
+        return _plain(self).clone()
+
     def _raise_if_stale(self) -> None:
         if self._generation != self._pool.generation:
             later = self._pool.generation - self._generation

@@ -61,6 +61,10 @@ class Reason(StrEnum):
     """Arguments of this kind were seen for the first time; nothing is captured for them yet."""
     OPAQUE_ARGUMENT = "opaque-argument"
     """An argument cannot be compared with the one captured, so nobody knows whether the graph is right."""
+    EMPTY_BATCH = "empty-batch"
+    """A call without any row."""
+    TRANSFORMED = "inside-transform"
+    """Called inside `torch.func.vmap`, `grad` or the like, whose tensors have no memory of their own."""
     UNSEEN_SIGNATURE = "unseen-signature"
     """Arguments of another kind than those captured."""
 

@@ -15,7 +15,7 @@ from ..dispatching.step_mode import step_mode
 from ..inputs.buffers import Batch
 from ..memory import storage_address
 from ..trees import map_tensors
-from .reached import Reached
+from .reached import Assigned, Reached
 from .signature import Signature
 
 
@@ -38,6 +38,8 @@ class FirstRun:
         self._trials = Trials(backend_for(device), generators=generators)
         self.refusal: str | None = None
         """Why no graph can do what it does."""
+        self.assigned: Assigned | None = None
+        """Where it leaves tensors in every call, besides its result."""
         drawn = _python_generators()
         try:
             result, copies = self._run(self._trials)
@@ -45,7 +47,11 @@ class FirstRun:
             self.result = map_tensors(torch.Tensor.clone, result)
             del result
             self.stays = may_stay and self._trials.makes_state
-            if drawn != _python_generators():
+            if self._trials.unplain is not None:
+                self.refusal = (
+                    f"the step works with {self._trials.unplain} tensors: graphs know dense ones only"
+                )
+            elif drawn != _python_generators():
                 self.refusal = (
                     "the step draws from Python's or NumPy's random generator, and a graph would repeat one "
                     "draw: draw with torch"
@@ -76,15 +82,18 @@ class FirstRun:
         first = Reached(self._function)
         try:
             self._run(trials)
-            again = first.assigned()
+            assigned = first.assigned()
+            carried_on = assigned.carried_on({storage_address(tensor) for tensor in trials.reads})
         finally:
             trials.undo()
             first.put_back()
-        if again:
+        if carried_on is not None:
             self.refusal = (
-                f"the step assigns a tensor to {', '.join(again[:3])} in every call, and a replay assigns "
-                f"nothing: return it, or change one that exists in place (copy_, index_copy_)"
+                f"the step keeps state by assigning a new tensor to {carried_on}, and a replay goes on from "
+                f"the old one: change it in place (copy_, index_copy_)"
             )
+        elif assigned:
+            self.assigned = assigned
 
 
 def _python_generators() -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
 from ..errors import ConfigError
 from ..inputs.fields import Scalar
+from .graphed_call import Settings
 from .wrappers import wrap
 
 
@@ -48,17 +49,15 @@ def graphed(
         raise ConfigError(f"graphed() needs a function or module, not a {type(function).__name__}")
     if batch_dim < 0:
         raise ConfigError(f"batch_dim counts from the front: {batch_dim} is negative")
-    settings = {
-        "ladder": Ladder.of(ladder),
-        "batch_dim": batch_dim,
-        "mode": mode,
-        "shared": tuple(shared),
-        "pads": dict(pads or {}),
-        "options": options or CaptureOptions(),
-        "compile_up_to": compile_up_to,
-        "threads": threads,
-        "debug": debug,
-    }
-    wrapper = wrap(function, settings)
-    wrapper.graph_call.pool = pool  # not among the settings: copies have memory of their own
-    return wrapper
+    settings = Settings(
+        ladder=Ladder.of(ladder),
+        batch_dim=batch_dim,
+        mode=mode,
+        shared=tuple(shared),
+        pads=dict(pads or {}),
+        options=options or CaptureOptions(),
+        compile_up_to=compile_up_to,
+        threads=threads,
+        debug=debug,
+    )
+    return wrap(function, settings, pool)

@@ -1,6 +1,5 @@
 """Serves the calls of one function from graphs: captures at the first call, then decides for each."""
 
-import functools
 import logging
 import threading
 from collections import Counter
@@ -30,10 +29,25 @@ from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors
 from .first_run import FirstRun
-from .reached import Reached
-from .signature import Examples, Signature, is_opaque, refuse_overlap
+from .reached import Assigned, Reached
+from .signature import EmptyBatchError, Examples, Signature, is_opaque, refuse_overlap
 
 logger = logging.getLogger("ostinato.graphs")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a wrapper, and each copy of it, is made with; see `graphed`."""
+
+    ladder: Ladder
+    batch_dim: int
+    mode: GraphMode
+    shared: Sequence[str]
+    pads: Mapping[str, Scalar]
+    options: CaptureOptions
+    compile_up_to: int
+    threads: bool
+    debug: bool
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,7 @@ class _Entry:
     runner: CudaGraphRunner
     batch: Batch
     """Inputs like those to come."""
-    written: tuple[str, ...]
+    first: FirstRun
     reached: Reached
     surroundings: tuple[Any, ...]
 
@@ -53,81 +67,66 @@ class GraphedCall:
     """Decides for each call whether a graph serves it. What `graphed` returns holds one of these."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        ladder: Ladder,
-        batch_dim: int,
-        mode: GraphMode,
-        shared: Sequence[str],
-        pads: Mapping[str, Scalar],
-        options: CaptureOptions,
-        compile_up_to: int,
-        threads: bool,
-        debug: bool,
+        self, function: Callable[..., Any], settings: Settings, pool: GraphPool | None = None
     ) -> None:
+        """`pool` is not among the settings: copies have memory of their own."""
         self.function = function
-        self.settings: dict[str, Any] = {
-            "ladder": ladder,
-            "batch_dim": batch_dim,
-            "mode": mode,
-            "shared": shared,
-            "pads": pads,
-            "options": options,
-            "compile_up_to": compile_up_to,
-            "threads": threads,
-            "debug": debug,
-        }
-        """What a copy is made with."""
-        self.ladder = ladder
-        self.mode = mode
-        self.pool: GraphPool | None = None
+        self.settings = settings
         self.eager_steps: Counter[Reason] = Counter()
         self.attributes_changed = False
         """Whether an attribute was set through the wrapper that graphs know nothing of."""
-        self._batch_dim, self._shared, self._pads = batch_dim, shared, pads
-        self._options, self._compile_up_to = options, compile_up_to
-        self._threads, self._debug = threads, debug
+        self._pool = pool
         self._entries: list[_Entry] = []
-        self._owner: threading.Thread | None = None
+        self._shares_results = pool or self
+        self.owner: threading.Thread | None = None
+        """Whose results a call overwrites."""
         self._warned_of: set[str] = set()
-        self._writes_inference_tensors = False
+        self.just_deleted: list[tuple[dict[str, Any], str, Any]] = []
+        """The parameter or buffer that was last deleted through the wrapper, and where it stood."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Serve one call from a graph if the step's mode lets this wrapper act; capture at the first call."""
-        decided = decided_step_mode()
-        if decided is not None and decided is not self.mode:
+        decided, mode = decided_step_mode(), self.settings.mode
+        if decided is not None and decided is not mode:
             return self.function(*args, **kwargs)
-        if self.mode is GraphMode.NONE:
+        if mode is GraphMode.NONE:
             return self._eagerly(Reason.DISABLED, args, kwargs)
-        if self._threads:
-            with turn:
-                return map_tensors(torch.Tensor.clone, self._serve(args, kwargs))
-        if self._owner is not threading.current_thread():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return self._eagerly(Reason.TRANSFORMED, args, kwargs)
+        if self._shares_results.owner is not threading.current_thread():
             self._take_over()
-        return self._serve(args, kwargs)
+        if not self.settings.threads:
+            return self._serve(args, kwargs)
+        with turn:
+            return map_tensors(torch.Tensor.clone, self._serve(args, kwargs))
 
     def _take_over(self) -> None:
         """Results are overwritten by the next call, so two threads would overwrite each other's."""
-        if self._owner is not None and self._owner.is_alive():
+        owner = self._shares_results.owner
+        if owner is not None and owner.is_alive():
             raise BatchError(
-                f"this wrapper belongs to thread {self._owner.name}, whose results a call would overwrite: "
-                f"pass threads=True to graphed() to serve several threads with copies, or give each its own"
+                f"the results of this wrapper, or of others on its pool, belong to thread {owner.name}, and "
+                f"a call would overwrite them: pass threads=True to graphed() to serve several threads with "
+                f"copies, or give each a wrapper and a pool of its own"
             )
-        self._owner = threading.current_thread()
+        if not self.settings.threads:
+            self._shares_results.owner = threading.current_thread()
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._find(args, kwargs)
-        if found is None:
-            if self._entries:
-                seen = not is_opaque(args, kwargs)
-                reason = Reason.UNSEEN_SIGNATURE if seen else Reason.OPAQUE_ARGUMENT
-                return self._eagerly(reason, args, kwargs)
-            served, result = self._first_call(args, kwargs)
-            if served:
-                return result
+        try:
             found = self._find(args, kwargs)
-            assert found is not None
+            if found is None and self._entries:
+                opaque = is_opaque(args, kwargs)
+                reason = Reason.OPAQUE_ARGUMENT if opaque else Reason.UNSEEN_SIGNATURE
+                return self._eagerly(reason, args, kwargs)
+            if found is None:
+                is_served, result = self._first_call(args, kwargs)
+                if is_served:
+                    return result
+                found = self._find(args, kwargs)
+                assert found is not None
+        except EmptyBatchError:
+            return self._eagerly(Reason.EMPTY_BATCH, args, kwargs)
         entry, batch, shape = found
         reason = self._why_not(entry)
         if reason is None:
@@ -137,12 +136,14 @@ class GraphedCall:
             return self._eagerly(reason, args, kwargs)
         if not (entry.reached.is_unchanged() and entry.runner.reads_hold()):
             self.check_addresses()
-        if entry.written:
-            refuse_overlap(batch, entry.written)
-        if self.mode is GraphMode.FULL:
-            return entry.runner.run(batch, shape)
-        with step_mode(GraphMode.NONE):  # eager calls between segments may hold wrappers of their own
-            return entry.runner.run(batch, shape)
+        if entry.first.written:
+            refuse_overlap(batch, entry.first.written)
+        if self.settings.mode is GraphMode.FULL:
+            result = entry.runner.run(batch, shape)
+        else:
+            with step_mode(GraphMode.NONE):  # eager calls between segments may hold wrappers of their own
+                result = entry.runner.run(batch, shape)
+        return entry.first.assigned.put(result) if entry.first.assigned else result
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Run it for real, once; whether that was the call, because it cannot be undone, and its result."""
@@ -150,13 +151,10 @@ class GraphedCall:
         if signature.opaque is not None:
             if signature.opaque not in self._warned_of:
                 self._warned_of.add(signature.opaque)
-                logger.warning(
-                    "calls run eagerly: no graph can tell whether %s has changed", signature.opaque
-                )
+                logger.warning("calls run eagerly: nobody can tell whether %s has changed", signature.opaque)
             return True, self._eagerly(Reason.OPAQUE_ARGUMENT, args, kwargs)
         with turn:
-            first = self._first_run(signature, batch, may_stay=True)
-            self._capture(signature, batch, first)
+            first = self._capture(signature, batch, may_stay=True)
         if first.stays:
             self.eager_steps[Reason.FIRST_CALL] += 1
         return first.stays, first.result
@@ -166,10 +164,10 @@ class GraphedCall:
         signature, batch = self._signature(args, kwargs)
         if signature.opaque is not None:
             raise BatchError(
-                f"no graph can tell whether {signature.opaque} has changed: pass tensors or numbers"
+                f"nobody can tell whether {signature.opaque} has changed: pass tensors or numbers"
             )
         with turn:
-            self._capture_anew(signature, batch)
+            self._capture(signature, batch)
         return self.report()
 
     def recapture(self) -> Report:
@@ -179,7 +177,7 @@ class GraphedCall:
             for entry in entries:
                 entry.runner.drop()
             for entry in entries:
-                self._capture_anew(entry.signature, entry.batch)
+                self._capture(entry.signature, entry.batch)
         return self.report()
 
     def check_addresses(self) -> None:
@@ -191,13 +189,14 @@ class GraphedCall:
     def report(self) -> Report:
         """What was captured and what it served."""
         if not self._entries:
-            return Report.of_nothing(self.mode, self.eager_steps)
+            return Report.of_nothing(self.settings.mode, self.eager_steps)
         return Report.joined([entry.runner.report() for entry in self._entries])
 
     def verify(self, *, tolerance: float | None = None, seed: int = 0) -> Verification:
         """Every graph against the eager function on fresh inputs drawn from the first call's."""
         if not self._entries:
             raise VerifyError("nothing to verify: no call has been captured yet")
+        self.check_addresses()
         with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
             outcomes = [entry.runner.verify(tolerance=tolerance, seed=seed) for entry in self._entries]
         return Verification(tuple(check for outcome in outcomes for check in outcome.checks))
@@ -209,8 +208,14 @@ class GraphedCall:
     # -- internals ---------------------------------------------------------------------------------
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Batch]:
+        settings = self.settings
         signature = Signature.of(
-            self.function, args, kwargs, batch_dim=self._batch_dim, shared=self._shared, pads=self._pads
+            self.function,
+            args,
+            kwargs,
+            batch_dim=settings.batch_dim,
+            shared=settings.shared,
+            pads=settings.pads,
         )
         found = signature.batch_of(args, kwargs)
         if found is None:
@@ -226,47 +231,42 @@ class GraphedCall:
 
     def _why_not(self, entry: _Entry) -> Reason | None:
         """What about the surroundings of a call keeps it from the graphs of its signature."""
-        autocast, training = self._surroundings(entry.runner.pool.device, entry.reached)
+        autocast, training = _surroundings(entry.runner.pool.device, entry.reached)
         if autocast != entry.surroundings[0]:
             return Reason.AUTOCAST_CHANGED
         if training != entry.surroundings[1]:
             return Reason.TRAINING_MODE_CHANGED
         if self.attributes_changed or not entry.reached.is_same_code():
             return Reason.ATTRIBUTE_CHANGED
-        if self._debug and entry.reached.changed_values():
+        if self.settings.debug and entry.reached.changed_values():
             return Reason.ATTRIBUTE_CHANGED
         return None
 
     def _eagerly(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.eager_steps[reason] += 1
-        if any(entry.written for entry in self._entries):  # a graph works on copies, too
+        if any(entry.first.written for entry in self._entries):  # a graph works on copies, too
             args, kwargs = map_tensors(torch.Tensor.clone, (args, kwargs))
-        below = GraphMode.PIECEWISE if self.mode is GraphMode.FULL else GraphMode.NONE
+        below = GraphMode.PIECEWISE if self.settings.mode is GraphMode.FULL else GraphMode.NONE
         with ExitStack() as modes:
             modes.enter_context(step_mode(below))
             modes.enter_context(torch.no_grad())
-            if self._writes_inference_tensors:
+            if any(entry.first.writes_inference_tensors for entry in self._entries):
                 modes.enter_context(writing_inference_tensors())
             return self.function(*args, **kwargs)
 
-    def _first_run(self, signature: Signature, batch: Batch, *, may_stay: bool) -> FirstRun:
-        device, generators = self._device(batch), self._options.generators
-        first = FirstRun(self.function, signature, batch, device, generators, may_stay=may_stay)
-        self._writes_inference_tensors |= first.writes_inference_tensors
-        return first
-
-    def _capture_anew(self, signature: Signature, batch: Batch) -> None:
-        self._capture(signature, batch, self._first_run(signature, batch, may_stay=False))
-
-    def _capture(self, signature: Signature, batch: Batch, first: FirstRun) -> None:
+    def _capture(self, signature: Signature, batch: Batch, *, may_stay: bool = False) -> FirstRun:
+        device, options = self._device(batch), self.settings.options
+        first = FirstRun(self.function, signature, batch, device, options.generators, may_stay=may_stay)
         self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
         before = Reached(self.function)
+        if self._pool is None:
+            self._pool = GraphPool(device)
         with torch.inference_mode(False), torch.no_grad():
-            runner = self._runner(signature, batch)
+            runner = self._runner(self._pool, signature, batch, first.assigned)
         try:
             if first.refusal is None:
                 runner.capture()
-            elif self._options.strict:
+            elif options.strict:
                 raise CaptureError(first.refusal)
             else:
                 runner.refuse(first.refusal)
@@ -275,53 +275,54 @@ class GraphedCall:
                 before.put_back()
         reached = before.renewed()
         if before.changed_values():
-            level = logging.WARNING if self._debug else logging.INFO
+            level = logging.WARNING if self.settings.debug else logging.INFO
             logger.log(level, "replays do not change %s", ", ".join(before.changed_values()))
         runner.ignore_reads(reached.tensors)
-        surroundings = self._surroundings(runner.pool.device, reached)
         kept = {name: tensor.detach().clone() for name, tensor in batch.items()}
-        self._entries.append(_Entry(signature, runner, kept, first.written, reached, surroundings))
+        surroundings = _surroundings(runner.pool.device, reached)
+        self._entries.append(_Entry(signature, runner, kept, first, reached, surroundings))
         self.attributes_changed = False
+        return first
 
-    def _runner(self, signature: Signature, batch: Batch) -> CudaGraphRunner:
-        if self.pool is None:
-            self.pool = GraphPool(self._device(batch))
-        examples = Examples(signature, batch)
+    def _runner(
+        self, pool: GraphPool, signature: Signature, batch: Batch, assigned: Assigned | None
+    ) -> CudaGraphRunner:
+        settings, function, examples = self.settings, self.function, Examples(signature, batch)
+
+        def step(**inputs: torch.Tensor) -> Any:
+            result = signature.call(function, inputs)
+            return assigned.with_result(result) if assigned else result
+
+        is_full, limit = settings.mode is GraphMode.FULL, settings.ladder.limit
+        describe = BatchDescriptor.decode if is_full else lambda size: BatchDescriptor(size, size)
         runner = CudaGraphRunner(
-            functools.partial(_call_with, signature, self.function),
+            step,
             InputBuffers(
-                signature.tensor_fields,
-                max_tokens=self.ladder.limit,
-                device=self.pool.device,
-                allocate=self.pool.allocate,
+                signature.tensor_fields, max_tokens=limit, device=pool.device, allocate=pool.allocate
             ),
-            [GraphKey(self.mode, self._descriptor(size)) for size in self.ladder],
-            dispatcher=Dispatcher(self.mode),
-            pool=self.pool,
-            options=self._options,
+            [GraphKey(settings.mode, describe(size)) for size in settings.ladder],
+            dispatcher=Dispatcher(settings.mode),
+            pool=pool,
+            options=settings.options,
             dummy=examples.dummy,
             make_batch=examples.random,
-            output_dim=self._batch_dim,
+            output_dim=settings.batch_dim,
             rows_are_independent=False,
-            compile_up_to=self._compile_up_to,
-            debug=self._debug,
+            compile_up_to=settings.compile_up_to,
+            debug=settings.debug,
         )
         runner.eager_steps = self.eager_steps
         return runner
 
-    def _descriptor(self, size: int) -> BatchDescriptor:
-        return BatchDescriptor.decode(size) if self.mode is GraphMode.FULL else BatchDescriptor(size, size)
-
     def _device(self, batch: Batch) -> torch.device:
+        if self._pool is not None:
+            return self._pool.device
         devices = [tensor.device for tensor in batch.values()]
         if isinstance(self.function, torch.nn.Module):
             devices += [parameter.device for parameter in self.function.parameters()]
         return next((device for device in devices if device.type != "cpu"), devices[0])
 
-    def _surroundings(self, device: torch.device, reached: Reached) -> tuple[Any, ...]:
-        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        return autocast, reached.training()
 
-
-def _call_with(signature: Signature, function: Callable[..., Any], /, **inputs: torch.Tensor) -> Any:
-    return signature.call(function, inputs)
+def _surroundings(device: torch.device, reached: Reached) -> tuple[Any, ...]:
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return autocast, reached.training()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..checking.addresses import moved_error
+from ..memory import storage_address
 from ..trees import tensors_in
 from ..trimming import same_constant
 
@@ -90,9 +91,11 @@ class Reached:
         if self.is_unchanged():
             return
         before = dict(zip(map(id, self.tensors), zip(*self._geometry, strict=True), strict=True))
-        was = iter(self._in_tables)
+        saved = {id(holder): contents for _, holder, contents in self._saved}
         now = [
-            (f"{name}{key}", value, next(was, None)) for name, t in self._tables for key, value in t.items()
+            (f"{name}{key}", table.get(key), saved[id(table)].get(key))
+            for name, table in self._tables
+            for key in {**saved[id(table)], **table}
         ]
         now += [(name, get(), value) for name, get, value in self._places]
         changed = [f"{name} (replaced)" for name, value, old in now if value is not old]
@@ -113,13 +116,14 @@ class Reached:
         own = [name for name, get, value in self._places if get() is not value]
         return Reached(self._function, {*own, *self.changed_values()})
 
-    def assigned(self) -> list[str]:
+    def assigned(self) -> "Assigned":
         """Where tensors stand now that did not stand there."""
-        found = []
+        found = Assigned()
         for name, holder, saved in self._saved:
             for key, value in _items(holder):
-                if value is not saved.get(key, _MISSING) and tensors_in(value):
-                    found.append(f"{name}{key}")
+                was = saved.get(key, _MISSING)
+                if value is not was and tensors_in(value):
+                    found.places.append((f"{name}{key}", holder, key, was))
         return found
 
     def put_back(self) -> None:
@@ -178,10 +182,13 @@ class Reached:
             self._seen[id(inner)] = inner
             self.modules.append(inner)
             own, inside = vars(inner), f"{prefix}{path}." if path else prefix
-            self._tables += [(inside, own[table]) for table in _TABLES]
-            self._hooks += [own[hooks] for hooks in _HOOKS]
-            for holder in (own, *(own[table] for table in _TABLES)):
+            tables = [own[table] for table in _TABLES if type(own.get(table)) is dict]  # not in TorchScript
+            self._tables += [(inside, table) for table in tables]
+            self._hooks += [own[hooks] for hooks in _HOOKS if isinstance(own.get(hooks), dict)]
+            for holder in (own, *tables):
                 self._holders[id(holder)] = inside, holder
+            for hook in chain.from_iterable(own.get(hooks, {}).values() for hooks in _HOOKS):
+                self._visit("", hook)
             for key in own.keys() - _OF_EVERY_MODULE:
                 self._note(f"{inside}{key}", functools.partial(own.get, key), own[key])
             self._visit_class(type(inner))
@@ -231,6 +238,41 @@ class Reached:
             self._visit(name, value)
 
 
+class Assigned:
+    """Places that a function assigns tensors to: results of another kind, which a replay hands out there."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[str, Any, Any, Any]] = []
+        """Name, holder, key, and what stood there before."""
+
+    def __bool__(self) -> bool:
+        return bool(self.places)
+
+    def carried_on(self, reads: Collection[int]) -> str | None:
+        """A place whose former tensor was used (its storage is among `reads`), or that is a new one in every
+        call: state that is kept by assignment, which no replay would repeat."""
+        for name, holder, _, was in self.places:
+            if isinstance(holder, list) and was is _MISSING:
+                return name
+            if was is not _MISSING and any(storage_address(t) in reads for t in tensors_in(was)):
+                return name
+        return None
+
+    def with_result(self, result: Any) -> tuple[Any, list[Any]]:
+        """The function's result, and what stands in these places now."""
+        return result, [_contents(holder)[key] for _, holder, key, _ in self.places]
+
+    def put(self, served: tuple[Any, list[Any]]) -> Any:
+        """Let what a replay made stand there; the result."""
+        result, values = served
+        for (_, holder, key, _), value in zip(self.places, values, strict=True):
+            if isinstance(holder, types.CellType):
+                holder.cell_contents = value
+            else:
+                holder[key] = value
+        return result
+
+
 def _tensors_below(value: Any) -> list[torch.Tensor]:
     """Tensors in a container or in an object of the user's, one level down."""
     if _is_users(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, type):
@@ -274,6 +316,6 @@ def _is_users(module: str | None) -> bool:
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
         tensor.data_ptr()
-    except RuntimeError:  # sparse, lazy or of a subclass without memory of its own
+    except (RuntimeError, ValueError):  # sparse, lazy or of a subclass without memory of its own
         return False
     return True

@@ -7,6 +7,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ _CONSTANTS = (
     *(type, types.FunctionType, types.BuiltinFunctionType),
 )
 """What can be compared with what was captured. Anything else may have been changed meanwhile."""
+
+
+class EmptyBatchError(BatchError):
+    """A call without any row, which no graph serves."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,11 @@ class Signature:
         constants = [None if isinstance(leaf, torch.Tensor) else leaf for *_, leaf in leaves]
         return cls(structure, tuple(fields), tuple(constants), batch_dim, opaque)
 
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether a call is nothing but tensors, one after the other: the commonest kind."""
+        return self.structure == flatten(((None,) * len(self.fields), {}))[1] and None not in self.fields
+
     def same_as(self, other: "Signature") -> bool:
         """Whether calls of the one are calls of the other."""
         return (
@@ -93,9 +103,14 @@ class Signature:
 
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batch, BatchShape] | None:
         """The call's tensors by field name and their shape; None if the call has another signature."""
-        leaves, structure = flatten((args, _in_order(kwargs)))
-        if structure != self.structure:
-            return None
+        if self.is_flat and not kwargs and all(isinstance(value, torch.Tensor) for value in args):
+            if len(args) != len(self.fields):
+                return None
+            leaves: Sequence[Any] = args
+        else:
+            leaves, structure = flatten((args, _in_order(kwargs)))
+            if structure != self.structure:
+                return None
         batch: dict[str, torch.Tensor] = {}
         rows: int | None = None
         for leaf, field, constant in zip(leaves, self.fields, self.constants, strict=True):
@@ -111,7 +126,7 @@ class Signature:
                 size = leaf.size(self.batch_dim)
                 rows = size if rows is None else rows
                 if size == 0:
-                    raise BatchError(f"{field.name} is empty: a batch has at least one row")
+                    raise EmptyBatchError(f"{field.name} is empty: a batch has at least one row")
                 if size != rows:
                     raise BatchError(
                         f"{field.name} has a batch of {size}, another argument one of {rows}; name arguments "
@@ -163,13 +178,16 @@ class Examples:
         return self._rows(torch.arange(descriptor.num_tokens))
 
     def random(self, shape: BatchShape, generator: torch.Generator) -> Batch:
-        """Rows drawn from the example, with noise on floating ones."""
+        """Rows drawn from the example, with noise on floating ones; integers anew, between its extremes."""
         batch = dict(self._rows(torch.randint(1 << 30, (shape.num_tokens,), generator=generator)))
         for field in self._fields:
+            value, seen = batch[field.name], self._batch[field.name]
             if field.dtype.is_floating_point:
-                value = batch[field.name]
                 noise = torch.randn(value.shape, generator=generator)
                 batch[field.name] = value + noise.to(value.device, value.dtype)
+            elif field.per is Extent.TOKEN and field.dtype is not torch.bool and not field.dtype.is_complex:
+                drawn = torch.randint(int(seen.min()), int(seen.max()) + 1, value.shape, generator=generator)
+                batch[field.name] = drawn.to(value.device, value.dtype)
         return batch
 
     def _rows(self, rows: torch.Tensor) -> Batch:

@@ -8,15 +8,21 @@ class, overridden or not, works on the very parameters, buffers, submodules and 
 
 import copy
 import functools
+import logging
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..capturing.pool import GraphPool
 from ..checking.verify import Verification
 from ..report import Report
 from ..trimming import same_constant
-from .graphed_call import GraphedCall
+from .graphed_call import GraphedCall, Settings
+
+logger = logging.getLogger("ostinato.graphs")
 
 
 class _GraphControls:
@@ -61,11 +67,21 @@ class _GraphControls:
 
 
 class GraphedFunction(_GraphControls):
-    """A function served from graphs."""
+    """A function served from graphs. Of a method, each object has a wrapper of its own."""
 
     def __init__(self, call: GraphedCall) -> None:
         self.graph_call = call
+        self._of_objects: weakref.WeakKeyDictionary[Any, GraphedFunction] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, call.function, updated=())
+
+    def __get__(self, instance: Any, owner: Any = None) -> "GraphedFunction":
+        if instance is None:
+            return self
+        if instance not in self._of_objects:
+            # Bound to a proxy: the object must be free to go.
+            method = types.MethodType(self.graph_call.function, weakref.proxy(instance))
+            self._of_objects[instance] = GraphedFunction(GraphedCall(method, self.graph_call.settings))
+        return self._of_objects[instance]
 
     def __getattr__(self, name: str) -> Any:
         if name == "graph_call":
@@ -78,13 +94,22 @@ class GraphedModule(_GraphControls):
 
     __slots__ = ()
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """The wrapped class learns of no subclass."""
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # as parametrizations do: the module itself would be left without its weight
+            for table, key, deleted in self.graph_call.just_deleted:
+                table[key] = deleted
+            raise TypeError("the class of a wrapper cannot be changed: change that of the module, unwrap()")
         before = vars(self).get(name, _NOTHING)
         super().__setattr__(name, value)
         self._attribute_set(name, before, value)
 
     def __delattr__(self, name: str) -> None:
         before = vars(self).get(name, _NOTHING)
+        tables = [table for table in (vars(self)["_parameters"], vars(self)["_buffers"]) if name in table]
+        self.graph_call.just_deleted = [(table, name, table[name]) for table in tables]
         super().__delattr__(name)
         self._attribute_set(name, before, _NOTHING)
 
@@ -99,11 +124,17 @@ class GraphedModule(_GraphControls):
 
 
 _NOTHING = object()
+_CONTROLS = [name for name in vars(_GraphControls) if not name.startswith("_") and name != "graph_call"]
 
 
-def wrap(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
+def wrap(function: Callable[..., Any], settings: Settings, pool: GraphPool | None = None) -> Any:
     """A wrapper without graphs."""
-    call = GraphedCall(function, **settings)
+    call = GraphedCall(function, settings, pool)
+    taken = [
+        name for name in _CONTROLS if hasattr(function, name) and not isinstance(function, _GraphControls)
+    ]
+    if taken and isinstance(function, torch.nn.Module):
+        logger.warning("%s of the module is hidden by the wrapper's: use unwrap()", ", ".join(taken))
     if not isinstance(function, torch.nn.Module):
         return GraphedFunction(call)
     kind = _wrapper_class(type(function))

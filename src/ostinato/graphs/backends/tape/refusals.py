@@ -56,6 +56,8 @@ _REFUSED_OPS: dict[str, str] = {
     "aten::_local_scalar_dense": _READ,
     "aten::item": _READ,
     "aten::is_nonzero": _READ,
+    "aten::_linalg_check_errors": "looks for errors in every row, padding included: use the variant that "
+    "returns them (torch.linalg.inv_ex, cholesky_ex, solve_ex, lu_factor_ex)",
     "aten::equal": "compares values for Python: use torch.eq(...).all(), which stays a tensor",
     "aten::allclose": "compares values for Python: use torch.isclose(...).all(), which stays a tensor",
     "aten::nonzero": "has a shape that depends on values: use torch.where with three arguments, or "
@@ -104,7 +106,7 @@ def check_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], storages:
         if _has_mask(args[1]):
             raise refuse("tensor[mask] = value", _MASK_WRITE)
     elif func in _LIFTS:
-        if args[0].dim() > 0 and storages.known(args[0]) is None:
+        if args[0].dim() > 0 and args[0].numel() > 0 and storages.known(args[0]) is None:
             raise refuse("a tensor of host data", _HOST_DATA)
     elif func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return
@@ -114,6 +116,10 @@ def check_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], storages:
         raise refuse(name.removeprefix("aten::"), _UNIQUE)
     elif name in ("aten::resize_", "aten::resize_as_", "aten::set_") and not storages.is_inside(args[0]):
         raise refuse(name.removeprefix("aten::"), _MOVES)
+
+
+def _classes(index: torch.Tensor, num_classes: int = -1) -> int:
+    return num_classes
 
 
 class RefusalMode(TorchFunctionMode):
@@ -127,6 +133,10 @@ class RefusalMode(TorchFunctionMode):
         why = _REFUSED_FUNCTIONS.get(func)
         if why is not None and self._is_active():
             raise refuse(f"Tensor.{func.__name__}", why)
+        if func is torch._C._nn.one_hot and self._is_active() and _classes(*args, **(kwargs or {})) > 0:
+            # Only on a CPU does it look at the values, to check them.
+            index, classes = args[0], _classes(*args, **(kwargs or {}))
+            return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).long()
         return func(*args, **(kwargs or {}))
 
 

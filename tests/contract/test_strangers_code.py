@@ -1,0 +1,535 @@
+"""Ordinary code that a stranger brought, and what became of it: right, or eager with a reason."""
+
+import copy
+import functools
+import random
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from contract.steps import WIDTH, randn, reasons, same, strictly, wrap
+from ostinato.graphs import AddressError, BatchError, GraphPool, VerifyError, graphed
+
+LADDER = [1, 2, 4, 8]
+
+
+def batches(device, sizes=(4, 4, 3, 1, 8, 2)):
+    return [randn(n, WIDTH, device=device, seed=seed) for seed, n in enumerate(sizes)]
+
+
+def agrees(f, plain, x, tolerance=1e-4):
+    with torch.no_grad():
+        got, wanted = f(x), plain(x)
+    return got.shape == wanted.shape and torch.allclose(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def pair(module, device, **settings):
+    """A wrapped module and its twin."""
+    module = module.to(device)
+    return wrap(module, LADDER, **settings), copy.deepcopy(module)
+
+
+# -- state in Python -----------------------------------------------------------------------------------
+
+
+class KeyValues(nn.Module):
+    """A cache with a position that Python counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("keys", torch.zeros(8, 64, WIDTH))
+        self.position = 0
+
+    def forward(self, x):
+        self.keys[: len(x), self.position] = self.project(x)
+        self.position += 1
+        return self.keys[: len(x), : self.position].mean(1)
+
+
+class Concatenating(nn.Module):
+    """A cache that grows by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.keys = None
+
+    def forward(self, x):
+        new = self.project(x).unsqueeze(1)
+        self.keys = new if self.keys is None else torch.cat([self.keys, new], 1)
+        return self.keys.mean(1)
+
+
+class InADictionary(nn.Module):
+    """A sum that is kept by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.cache = {}
+
+    def forward(self, x):
+        new, before = self.project(x), self.cache.get("sum")
+        self.cache["sum"] = new if before is None else before + new
+        return self.cache["sum"] * 1
+
+
+class Listing(nn.Module):
+    """A history."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.history = []
+
+    def forward(self, x):
+        self.history.append(self.project(x))
+        return sum(self.history)
+
+
+class ThroughAFactory(nn.Module):
+    """A number that Python counts, and that reaches the device without a tensor."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return x + self.make(self.count, x.device)
+
+
+@pytest.mark.parametrize("kind", [KeyValues, Concatenating, InADictionary, Listing])
+def test_state_that_python_keeps_is_right_from_the_first_call_on(device, kind):
+    f, plain = pair(kind(), device)
+    for x in batches(device, (4, 4, 4, 4)):
+        assert agrees(f, plain, x)
+    assert f.report().replays == 0
+    assert sum(reasons(f).values()) == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n, device: torch.arange(n, n + 1, device=device),
+        lambda n, device: torch.full((WIDTH,), float(n), device=device),
+        lambda n, device: torch.linspace(0, n, WIDTH, device=device),
+    ],
+    ids=["arange", "full", "linspace"],
+)
+def test_a_count_that_becomes_a_tensor_is_not_burned_in(device, make):
+    f, plain = pair(ThroughAFactory(make), device)
+    for x in batches(device):
+        assert agrees(f, plain, x)
+
+
+def test_a_count_for_the_log_alone_costs_no_graph_and_is_not_moved_by_trial_runs_that_were_refused(device):
+    class Logged(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * 2
+
+    module = Logged()
+    f = wrap(module, LADDER)
+    for x in batches(device):
+        assert same(f(x), x * 2)
+    assert f.report().replays == 6
+    assert reasons(f) == {}
+
+
+def test_a_draw_of_pythons_own_generator_is_not_repeated_for_ever(device):
+    f = wrap(lambda x: x + 1 if random.random() < 0.01 else x, LADDER)
+    f(randn(3, WIDTH, device=device))
+    assert f.report().graphs == ()
+    assert all("random" in cause for cause in f.report().failures.values())
+
+
+class Aux(nn.Module):
+    """Leaves something beside its result, as losses of experts and maps of attention are left."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.aux = None
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.aux = (y**2).sum(-1)
+        return y
+
+
+def test_what_a_module_leaves_beside_its_result_is_that_of_the_call(device):
+    f, plain = pair(Aux(), device)
+    for x in batches(device):
+        assert agrees(f, plain, x)
+        assert f.aux.shape == plain.aux.shape
+        assert torch.allclose(f.aux, plain.aux, rtol=1e-4, atol=1e-4)
+    assert f.report().replays >= 5
+
+
+def test_what_a_hook_collects_is_that_of_the_call(device):
+    module, found = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).to(device), {}
+    module[0].register_forward_hook(lambda module, args, out: found.update(hidden=out))
+    f = wrap(module, LADDER)
+    for x in batches(device):
+        f(x)
+        with torch.no_grad():
+            wanted = F.linear(x, module[0].weight, module[0].bias)
+        assert torch.allclose(found["hidden"], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [torch.nn.utils.spectral_norm, torch.nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_a_hook_recomputes_are_served(device, norm):
+    module = nn.Sequential(norm(nn.Linear(WIDTH, WIDTH)), nn.ReLU()).to(device).eval()
+    f = wrap(module, LADDER)
+    for x in batches(device):
+        assert agrees(f, module, x)
+    assert f.report().replays >= 4
+
+
+# -- changes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: setattr(weight, "data", weight.data.t()),
+        lambda weight: setattr(weight, "data", weight.data[:4]),
+    ],
+    ids=["transposed", "cut"],
+)
+def test_another_geometry_at_the_same_address_is_noticed(device, change):
+    module = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
+    f, x = wrap(module, LADDER), randn(3, WIDTH, device=device)
+    f(x)
+    change(module.weight)
+    with pytest.raises(AddressError, match="weight"):
+        f(x)
+
+
+def test_hooks_and_patched_methods_are_noticed(device):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).to(device)
+    f, x = wrap(module, LADDER), randn(3, WIDTH, device=device)
+    f(x)
+    hook = f.register_forward_hook(lambda module, args, out: out + 1)
+    assert agrees(f, module, x)
+    hook.remove()
+    inner = module[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    assert agrees(f, module, x)
+    inner.remove()
+    plain = module[0].forward
+    module[0].forward = lambda x: plain(x) + 1
+    assert agrees(f, module, x)
+    assert reasons(f) == {"attribute-changed": 3}
+    del module[0].forward
+    f(x)
+    assert f.report().replays == 2
+
+
+def test_a_container_of_tensors_that_is_replaced_is_noticed(device):
+    held = {"params": {"w": randn(WIDTH, WIDTH, device=device)}}
+
+    def step(x):
+        return x @ held["params"]["w"]
+
+    f, x = wrap(step, LADDER), randn(3, WIDTH, device=device)
+    f(x)
+    held["params"] = {"w": held["params"]["w"] * 2}
+    with pytest.raises(AddressError, match="params"):
+        f(x)
+
+
+def test_an_object_that_holds_a_cache_and_is_made_anew_is_noticed(device):
+    class Cache:
+        def __init__(self):
+            self.total = torch.zeros(WIDTH, device=device)
+
+    class Generator:
+        def __init__(self):
+            self.cache = Cache()
+
+        def step(self, x):
+            self.cache.total += 1
+            return x + self.cache.total
+
+    generator = Generator()
+    f, x = wrap(generator.step, LADDER), randn(3, WIDTH, device=device)
+    f(x)
+    generator.cache = Cache()
+    with pytest.raises(AddressError, match="cache"):
+        f(x)
+
+
+SCALE = torch.tensor(2.0)
+
+
+class Scaled(nn.Module):
+    """Uses a tensor of its file."""
+
+    def forward(self, x):
+        return x * SCALE.to(x.device)
+
+
+def test_a_tensor_of_the_file_that_a_method_uses_is_watched(device):
+    global SCALE
+    f, x = wrap(Scaled(), LADDER), randn(3, WIDTH, device=device)
+    f(x)
+    SCALE = torch.tensor(5.0)
+    with pytest.raises(AddressError, match="SCALE"):
+        f(x)
+
+
+def test_debug_mode_finds_any_attribute_that_is_another_one(device):
+    class Settings(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act, self.config, self.dims = F.relu, {"scale": 2.0}, (0, 1)
+
+        def forward(self, x):
+            return self.act(x) * self.config["scale"] * (1 + self.dims[0])
+
+    x = randn(3, WIDTH, device=device)
+    for name, value in {"act": F.gelu, "config": {"scale": 3.0}, "dims": (1, 0)}.items():
+        module = Settings()
+        f = graphed(module, ladder=LADDER, debug=True)
+        f(x)
+        setattr(module, name, value)
+        assert torch.allclose(f(x), module(x)), name
+        assert reasons(f) == {"attribute-changed": 1}
+
+
+def test_what_is_added_does_not_make_the_others_look_changed(device):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(device)
+    f, x = wrap(module, LADDER), randn(3, WIDTH, device=device)
+    f(x)
+    module[0].register_parameter("extra", nn.Parameter(torch.zeros(1, device=device)))
+    with pytest.raises(AddressError, match=r"0\.extra") as caught:
+        f.check_addresses()
+    assert "2." not in str(caught.value)
+
+
+# -- kinds of modules, functions and calls -------------------------------------------------------------
+
+
+def test_lazy_modules_are_made_by_the_first_call(device):
+    f = wrap(nn.Sequential(nn.LazyLinear(4), nn.ReLU()).to(device), LADDER)
+    for x in batches(device):
+        assert agrees(f, f.unwrap(), x)
+    assert f.report().replays == 5
+
+
+def test_classes_that_register_their_subclasses_learn_of_none(device):
+    class Base(nn.Module):
+        known = {}
+
+        def __init_subclass__(cls, *, key, **more):
+            super().__init_subclass__(**more)
+            Base.known[key] = cls
+
+    class Mine(Base, key="mine"):
+        def forward(self, x):
+            return x + 1
+
+    f, x = wrap(Mine(), LADDER), randn(3, WIDTH, device=device)
+    assert same(f(x), x + 1)
+    assert Base.known == {"mine": Mine}
+
+
+def test_the_class_of_a_wrapper_is_not_changed_behind_the_module(device):
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return weight * 2
+
+    module = nn.Linear(WIDTH, WIDTH).to(device)
+    f, x = wrap(module, LADDER), randn(3, WIDTH, device=device)
+    with pytest.raises(TypeError, match="unwrap"):
+        nn.utils.parametrize.register_parametrization(f, "weight", Twice())
+    assert agrees(f, module, x)
+
+
+def test_an_encoder_with_nested_tensors_inside_runs_eagerly_for_a_reason(device):
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+    module = nn.TransformerEncoder(layer, 2).to(device).eval()
+    f, x = wrap(module, LADDER), randn(3, 5, WIDTH, device=device)
+    mask = torch.zeros(3, 5, dtype=torch.bool, device=device)
+    mask[0, 3:] = True
+    with torch.no_grad():
+        wanted = module(x, src_key_padding_mask=mask)
+        for _ in range(2):
+            assert torch.allclose(f(x, src_key_padding_mask=mask), wanted, atol=1e-5)
+
+
+def test_a_sparse_result_is_refused_and_right(device):
+    f, x = wrap(lambda x: x.relu().to_sparse(), LADDER), randn(3, WIDTH, device=device)
+    for _ in range(2):
+        assert same(f(x).to_dense(), x.relu())
+    assert f.report().graphs == ()
+
+
+def test_transforms_of_functions_run_the_function(device):
+    module = nn.Linear(WIDTH, WIDTH).to(device)
+    f, x = wrap(module, LADDER), randn(3, WIDTH, device=device)
+    f(x)
+    with torch.no_grad():
+        assert torch.allclose(torch.func.vmap(f)(x.unsqueeze(1)), module(x).unsqueeze(1), atol=1e-5)
+    assert reasons(f) == {"inside-transform": 1}
+
+
+def test_one_hot_with_its_classes_given_is_captured(device):
+    f = wrap(lambda ids: F.one_hot(ids, 5).float() @ torch.ones(5, 2, device=device), LADDER)
+    for n in (3, 1, 4):
+        ids = torch.arange(n, device=device) % 5
+        assert same(f(ids), torch.ones(n, 2, device=device))
+    assert f.report().replays == 3
+
+
+def test_an_empty_batch_runs_eagerly(device):
+    f = wrap(nn.Linear(WIDTH, 3).to(device), LADDER)
+    empty = randn(0, WIDTH, device=device)
+    assert f(empty).shape == (0, 3)
+    f(randn(2, WIDTH, device=device))
+    assert f(empty).shape == (0, 3)
+    assert reasons(f) == {"empty-batch": 2}
+
+
+def test_a_module_with_a_method_of_its_own_named_like_ours_is_told_of(device, caplog):
+    class Mine(nn.Module):
+        def verify(self):
+            return "mine"
+
+        def forward(self, x):
+            return x
+
+    f = wrap(Mine(), LADDER)
+    assert "verify" in caplog.text
+    assert f.unwrap().verify() == "mine"
+
+
+def test_a_decorated_method_serves_each_object_from_graphs_of_its_own(device):
+    class Encoder(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(scale, device=device))
+
+        @functools.partial(graphed, ladder=LADDER)
+        def encode(self, x):
+            return x * self.scale
+
+    one, two = Encoder(2.0), Encoder(3.0)
+    x = randn(3, WIDTH, device=device)
+    for _ in range(2):
+        assert same(one.encode(x), x * 2)
+        assert same(two.encode(x), x * 3)
+    assert one.encode.report().replays == 2
+    assert reasons(one.encode) == {}
+
+
+def test_results_under_no_grad_that_a_head_learns_from_are_no_silently_wrong_gradient(device):
+    f, head = wrap(nn.Linear(WIDTH, WIDTH).to(device), LADDER), nn.Linear(WIDTH, 1).to(device)
+    with torch.no_grad():
+        first = f(randn(3, WIDTH, device=device))
+    loss = head(first).sum()
+    with torch.no_grad():
+        f(randn(3, WIDTH, device=device, seed=1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_wrappers_of_one_pool_do_not_overwrite_the_results_of_two_threads(device):
+    pool, refused = GraphPool(device), []
+    wrappers = [graphed(lambda x: x * 2, ladder=LADDER, pool=pool, options=strictly()) for _ in range(2)]
+    x = randn(3, WIDTH, device=device)
+    wrappers[0](x)
+
+    def elsewhere():
+        try:
+            wrappers[1](x)
+        except BatchError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1
+    assert "threads=True" in refused[0]
+
+
+# -- verification --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x[:, 0].argsort(),
+        lambda x: (x[:, 0][None] < x[:, 0][:, None]).sum(1),
+        lambda x: x + 0.05 * x.mean(0),
+    ],
+    ids=["argsort", "rank", "a little mean"],
+)
+def test_a_small_dependence_on_the_batch_is_refused_too(device, step):
+    f, x = wrap(step, LADDER), randn(5, WIDTH, device=device)
+    assert same(f(x), step(x))
+    assert all("depends on the batch" in cause for cause in f.report().failures.values())
+
+
+def test_complex_results_and_large_ones_are_verified_as_right(device):
+    f = wrap(torch.fft.rfft, LADDER)
+    f(randn(3, WIDTH, device=device))
+    assert f.verify().passed
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(device)
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=0.3)
+    g = wrap(layers, [1, 4, 16])
+    g(randn(3, 64, device=device) * 10)
+    assert g.verify(tolerance=1e-3 if device.type == "cuda" else None).passed
+
+
+def test_verify_looks_at_addresses_first(device):
+    module = nn.Embedding(10, WIDTH).to(device)
+    f = wrap(module, LADDER)
+    f(torch.tensor([3], device=device))
+    module.weight = nn.Parameter(module.weight.detach().clone())
+    with pytest.raises(AddressError, match="weight"):
+        f.verify()
+
+
+def test_integers_between_those_of_the_first_call_are_tried_too(device):
+    step = lambda ids: torch.where(ids == 5, ids * len(ids), ids)  # noqa: E731
+    f = wrap(step, LADDER)
+    f(torch.tensor([1, 9, 3], device=device))
+    found = []
+    for seed in range(20):
+        try:
+            f.verify(seed=seed)
+        except VerifyError as error:
+            found.append(str(error))
+    assert any("depends on the batch" in text for text in found)
+
+
+def test_results_of_debug_mode_can_be_saved_and_copied(device, tmp_path):
+    f = graphed(lambda x: x * 2, ladder=LADDER, debug=True)
+    x = randn(3, WIDTH, device=device)
+    out = f(x)
+    torch.save(out, tmp_path / "out.pt")
+    assert same(torch.load(tmp_path / "out.pt"), x * 2)
+    twin = copy.deepcopy(out)
+    f(x * 3)
+    assert same(twin, x * 2)
+
+
+def test_what_looks_for_errors_in_padding_is_refused_and_the_other_form_is_served(device):
+    x = torch.eye(4, device=device).expand(3, 4, 4) * 2.0
+    f, g = wrap(torch.linalg.inv, LADDER), wrap(lambda a: torch.linalg.inv_ex(a)[0], LADDER)
+    for _ in range(2):
+        assert torch.allclose(f(x), x / 4)
+        assert torch.allclose(g(x), x / 4)
+    assert f.report().graphs == ()
