@@ -43,12 +43,9 @@ class _Batch:
             raise self._error(f"the query length must be at least 1, not {query_len}")
         elif tokens != reqs * query_len:
             raise self._error(f"{reqs} requests of {query_len} tokens are {reqs * query_len}, not {tokens}")
-        if self.lora < 0:
-            raise self._error(f"there are 0 or more adapters, not {self.lora}")
-        if self.context is not None and self.context < self._least_context:
-            raise self._error(
-                f"the longest context must be at least {self._least_context}, not {self.context}"
-            )
+        if self.lora < 0 or (self.context is not None and self.context < self._least_context):
+            numbers = f"{self.lora} and {self.context}"
+            raise self._error(f"adapters and context cannot be negative, nor a graph's context 0: {numbers}")
 
     @classmethod
     def decode(cls, num_reqs: int, query_len: int = 1, **rest: Any) -> Self:
