@@ -307,7 +307,7 @@ def test_cuda_without_a_cuda_device_is_refused():
         ({"decode_ladder": None}, "decode ladder"),
         ({"token_ladder": None}, "token ladder"),
         ({"max_reqs": 0}, "max_reqs"),
-        ({"max_reqs": 2}, r"never more than 2"),
+        ({"max_reqs": 2}, "never more than 2"),
         ({"lora_cases": []}, "lora_cases"),
         ({"context_buckets": [1, 1]}, "context_buckets"),
     ],

@@ -152,7 +152,7 @@ def test_fills_of_changing_size_do_not_depend_on_history(device, fields, size, s
 def test_run_equals_eager_for_any_ladder_and_any_batches(device, ladder, batches, mode, poison):
     model = mlp(device)
     rungs = Ladder(ladder)
-    runner = make_runner(device, lambda x: model(x), rungs.sizes, mode=mode)
+    runner = make_runner(device, lambda x: model(x), rungs, mode=mode)
     runner.poison = poison
     replays = 0
     for seed, n in enumerate(batches):

@@ -265,7 +265,7 @@ def test_a_graph_taken_out_of_service_is_not_replayed_any_longer(device):
     batch = batch_of(device, [1, 1, 1])
     runner.run(batch)
     calls = counter.calls
-    runner.dispatcher.remove(GraphKey(GraphMode.FULL, BatchDescriptor.decode(4)), Reason.CAPTURE_FAILED)
+    runner.dispatcher.mark_failed(GraphKey(GraphMode.FULL, BatchDescriptor.decode(4)), Reason.CAPTURE_FAILED)
     assert runner.decide(BatchShape.decode(3)).is_eager
     runner.run(batch)
     assert counter.calls == calls + 1

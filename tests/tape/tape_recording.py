@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ostinato.graphs.backends.tape import Tape, TapeBackend, TapeMemory
+from ostinato.graphs.backends import Recording
+from ostinato.graphs.backends.tape import TapeBackend, TapeMemory
 from ostinato.graphs.capturing.options import CaptureOptions
 
 
 class Recorded:
     """A tape with its output and the memory it lives in."""
 
-    def __init__(self, tape: Tape, out: Any, memory: TapeMemory) -> None:
+    def __init__(self, tape: Recording, out: Any, memory: TapeMemory) -> None:
         self.tape, self.out, self.memory = tape, out, memory
 
     def replay(self) -> Any:
@@ -41,7 +42,7 @@ def record(
             session.abort()
             raise
     tape = session.finish()
-    return Recorded(tape, kept.resolve(), memory)
+    return Recorded(tape, kept.tree, memory)
 
 
 def same(left: Any, right: Any) -> bool:

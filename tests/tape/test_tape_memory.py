@@ -1,6 +1,7 @@
 """Placement by liveness, sharing of a pool, and what stays where it is."""
 
 import gc
+from typing import NamedTuple
 
 import torch
 from hypothesis import given, settings
@@ -10,8 +11,17 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.graphs.backends.tape import TapeBackend
-from ostinato.graphs.backends.tape.arena import ALIGNMENT, Interval, TapeMemory, place
+from ostinato.graphs.backends.tape.arena import ALIGNMENT, TapeMemory, place
 from ostinato.graphs.capturing.options import CaptureOptions
+
+
+class Interval(NamedTuple):
+    """What placing looks at in a storage's record."""
+
+    first: int
+    last: int
+    nbytes: int
+
 
 INTERVALS = st.lists(
     st.builds(
@@ -208,10 +218,10 @@ def test_segments_share_values_with_an_eager_call_between_them():
     for value in (3.0, 7.0):
         x.fill_(value)
         tape.segments[0].replay()
-        assert given.resolve().tolist() == [2 * value] * 4
-        bridge.copy_(given.resolve() + 100)
+        assert given.tree.tolist() == [2 * value] * 4
+        bridge.copy_(given.tree + 100)
         tape.segments[1].replay()
-        assert out.resolve().tolist() == [4 * value + 100] * 4
+        assert out.tree.tolist() == [4 * value + 100] * 4
 
 
 def test_what_an_eager_call_writes_into_its_arguments_reaches_the_next_segment():
@@ -228,13 +238,13 @@ def test_what_an_eager_call_writes_into_its_arguments_reaches_the_next_segment()
         out = session.keep(y * 10)
         del y
         tape = session.finish()
-    resolved, (tail, outside) = kept.resolve()
+    resolved, (tail, outside) = kept.tree
     assert tail.data_ptr() == resolved.data_ptr() + 4
     assert outside.data_ptr() == x.data_ptr()
     tape.segments[0].replay()
     resolved.add_(1)
     tape.segments[1].replay()
-    assert out.resolve().tolist() == [30] * 4
+    assert out.tree.tolist() == [30] * 4
 
 
 WIDTH = 6

@@ -41,7 +41,7 @@ def test_key_counts_per_mode(mode: GraphMode, count: int) -> None:
     accepting = Dispatcher(mode, query_len=2)
     for key in keys:
         accepting.add(key)
-    in_use = accepting.keys()
+    in_use = accepting.live
     assert {*in_use} == {*keys}
     assert [key.descriptor for key in in_use] == sorted(key.descriptor for key in keys)
 

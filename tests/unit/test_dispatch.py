@@ -180,8 +180,8 @@ def test_of_several_causes_the_first_is_named() -> None:
 @pytest.mark.parametrize("reason", [Reason.CAPTURE_FAILED, Reason.OUT_OF_MEMORY])
 def test_reason_of_a_lost_graph(reason: Reason) -> None:
     graphs = dispatcher(FULL_DECODE_ONLY, [full(2), full(8)])
-    graphs.remove(full(8), reason)
-    assert graphs.keys() == (full(2),)
+    graphs.mark_failed(full(8), reason)
+    assert graphs.live == [full(2)]
     assert graphs.decide(SMALL) == eager(reason)
     assert graphs.decide(BatchShape.decode(9)) == eager(Reason.LARGER_THAN_MAX)
     never_added = dispatcher(FULL_DECODE_ONLY, [])
@@ -191,7 +191,7 @@ def test_reason_of_a_lost_graph(reason: Reason) -> None:
 
 def test_a_lost_query_length_keeps_its_path() -> None:
     graphs = dispatcher(FULL_DECODE_ONLY, [full(8), full(8, 3)])
-    graphs.remove(full(8, 3), Reason.OUT_OF_MEMORY)
+    graphs.mark_failed(full(8, 3), Reason.OUT_OF_MEMORY)
     assert graphs.decide(BatchShape.decode(2, 3)) == eager(Reason.OUT_OF_MEMORY)
 
 
@@ -249,9 +249,9 @@ def test_adding_and_removing_changes_what_was_decided_before() -> None:
     assert graphs.decide(SMALL) == replay(full(8), Reason.PADDED)
     graphs.add(full(4))
     assert graphs.decide(SMALL) == replay(full(4), Reason.EXACT)
-    graphs.remove(full(4), Reason.OUT_OF_MEMORY)
+    graphs.mark_failed(full(4), Reason.OUT_OF_MEMORY)
     assert graphs.decide(SMALL) == replay(full(8), Reason.PADDED)
-    graphs.remove(full(8), Reason.CAPTURE_FAILED)
+    graphs.mark_failed(full(8), Reason.CAPTURE_FAILED)
     assert graphs.decide(SMALL) == eager(Reason.OUT_OF_MEMORY)
     graphs.add(full(4))
     assert graphs.decide(SMALL) == replay(full(4), Reason.EXACT)
@@ -280,17 +280,15 @@ def test_graphs_that_no_batch_could_use_are_refused() -> None:
             with pytest.raises(ConfigError, match="does not allow"):
                 refusing(key)
     single.check(full(8))
-    assert single.keys() == (full(4),)
+    assert single.live == [full(4)]
 
 
-def test_removing_needs_a_graph_and_a_cause() -> None:
+def test_losing_a_graph_needs_a_cause() -> None:
     graphs = dispatcher(FULL, [full(4)])
-    with pytest.raises(ConfigError, match="no full graph for decode 8x1"):
-        graphs.remove(full(8), Reason.OUT_OF_MEMORY)
     for reason in (Reason.EXACT, Reason.PADDED):
         with pytest.raises(ConfigError, match="why"):
-            graphs.remove(full(4), reason)
-    assert graphs.keys() == (full(4),)
+            graphs.mark_failed(full(4), reason)
+    assert graphs.live == [full(4)]
 
 
 # ------------------------------------------------------------------------------------ what it costs

@@ -58,7 +58,7 @@ class Reference:
         self, graphs: Dispatcher, lost: dict[GraphKey, Reason], query_len: int, padding: bool
     ) -> None:
         self.mode, self.requested = graphs.mode, graphs.requested
-        self.live, self.lost = graphs.keys(), lost
+        self.live, self.lost = graphs.live, lost
         self.ignoring = {"padding"} if padding else set()
         self.lengths = {query_len} | {key.descriptor.query_len for key in [*self.live, *lost]} - {None}
 
@@ -186,7 +186,7 @@ def test_decisions_follow_the_rules(data: st.DataObject) -> None:
         except ConfigError:
             continue
         if fate == "removed":
-            graphs.remove(key, Reason.OUT_OF_MEMORY)
+            graphs.mark_failed(key, Reason.OUT_OF_MEMORY)
             lost[key] = Reason.OUT_OF_MEMORY
     reference = Reference(graphs, lost, query_len, padding)
     shapes = data.draw(st.lists(shapes_strategy(), min_size=1, max_size=12))

@@ -22,21 +22,10 @@ HEIGHT = {NONE: 0, PIECEWISE: 1, FULL: 2}
 )
 def test_a_mode_is_a_pair_of_paths(mode: GraphMode, decode: GraphMode, mixed: GraphMode) -> None:
     assert (mode.decode, mode.mixed) == (decode, mixed)
-    assert GraphMode.of(decode, mixed) is mode
 
 
 def test_only_none_piecewise_and_full_can_be_one_step() -> None:
     assert {mode for mode in GraphMode if mode.is_runtime} == {NONE, PIECEWISE, FULL}
-
-
-def test_pairs_that_are_no_mode_are_refused() -> None:
-    existing = {(mode.decode, mode.mixed) for mode in GraphMode}
-    runtime = [NONE, PIECEWISE, FULL]
-    missing = [(d, m) for d in runtime for m in runtime if (d, m) not in existing]
-    assert len(missing) == 4
-    for decode, mixed in missing:
-        with pytest.raises(ConfigError, match="no graph mode"):
-            GraphMode.of(decode, mixed)
 
 
 @pytest.mark.parametrize("mode", list(GraphMode))

@@ -1,7 +1,7 @@
 """Capture and replay through `torch.cuda.CUDAGraph`."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, ClassVar
 
@@ -94,33 +94,6 @@ class CudaMemory:
         return self._segments.contains(address)
 
 
-class CudaSegment:
-    """One instantiated graph."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self.graph = graph
-        self.replay = graph.replay
-
-
-class CudaKept:
-    """Tensors at their captured addresses; known as soon as they are announced."""
-
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
-
-    def resolve(self) -> Any:
-        return self._tree
-
-
-class CudaRecording:
-    """The graphs of one step."""
-
-    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph], nodes: int | None, kept_raw: bool) -> None:
-        self.segments = [CudaSegment(graph) for graph in graphs]
-        self.nodes = nodes
-        self.raw = [graph.raw_cuda_graph() for graph in graphs] if kept_raw else None
-
-
 class CudaSession:
     """A capture in progress on the backend's stream.
 
@@ -161,12 +134,13 @@ class CudaSession:
             pooled = tensor.is_cuda and self._memory.contains(tensor.data_ptr())
             return weak_alias(tensor) if pooled else tensor.detach()
 
-        return CudaKept(map_tensors(keep_one, tree))
+        return Kept(map_tensors(keep_one, tree))
 
     def finish(self) -> Recording:
         self._close()
         self._context.close()
-        return CudaRecording(self._graphs, self._nodes, self._options.keep_graph)
+        raw = [graph.raw_cuda_graph() for graph in self._graphs] if self._options.keep_graph else None
+        return Recording(tuple(self._graphs), self._nodes, raw)
 
     def abort(self) -> None:
         try:

@@ -11,6 +11,7 @@ eager calls, is announced with `keep` while its value is at hand and looked up a
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -39,29 +40,23 @@ class Segment(Protocol):
         ...
 
 
-class Kept(Protocol):
+@dataclass
+class Kept:
     """A pytree whose tensors are wanted again at replay."""
 
-    def resolve(self) -> Any:
-        """The same pytree with tensors at the addresses the replay uses. Valid after `finish`."""
-        ...
+    tree: Any = None
+    """The same pytree with tensors at the addresses the replay uses. Valid after `finish`."""
 
 
-class Recording(Protocol):
+@dataclass(frozen=True)
+class Recording:
     """A finished capture."""
 
-    @property
-    def segments(self) -> Sequence[Segment]: ...
-
-    @property
-    def nodes(self) -> int | None:
-        """Graph nodes (recorded calls on the tape); None when the device cannot tell."""
-        ...
-
-    @property
-    def raw(self) -> Any:
-        """The raw graphs, one per segment, if they were asked for; else None."""
-        ...
+    segments: Sequence[Segment]
+    nodes: int | None
+    """Graph nodes (recorded calls on the tape); None when the device cannot tell."""
+    raw: Any
+    """The raw graphs, one per segment, if they were asked for; else None."""
 
 
 class Session(Protocol):

@@ -55,7 +55,7 @@ def record(
         pool.overwrite()  # recording may have written over outputs in the pool
         return Recorded(
             graph=boundaries.assemble(finished.segments),
-            output=kept.resolve(),
+            output=kept.tree,
             nodes=finished.nodes,
             bytes=max(0, pool.bytes + bridges.bytes - bytes_before),
             seconds=time.perf_counter() - started,

@@ -115,7 +115,7 @@ class EagerCall:
     def replay(self) -> None:
         """Call the function on the tensors the segment before it has written; refresh the bridges."""
         if self._arguments is None:
-            self._arguments = self._kept.resolve()
+            self._arguments = self._kept.tree
         args, kwargs = self._arguments
         with torch.no_grad(), self._autocast.restored():
             leaves = leaves_of(self._function(*args, **kwargs))

@@ -17,61 +17,35 @@ _MAX_REMEMBERED = 4096
 
 
 class Reason(StrEnum):
-    """Why a step runs the way it does."""
+    """Why a step runs the way it does. Of several obstacles to a replay the first one here is named."""
 
-    EXACT = "exact"
-    """Replayed with no padded token. Requests of a mixed batch may be padded: they have no tokens."""
-    PADDED = "padded"
-    """Replayed from a larger graph."""
-    DISABLED = "disabled"
-    """The mode is NONE."""
-    NOT_CAPTURED = "not-captured"
-    """There is no graph of this kind at all."""
-    LARGER_THAN_MAX = "larger-than-max"
-    """The batch exceeds every graph of its path."""
-    MIXED_BATCH = "mixed-batch"
-    """Query lengths are mixed and only uniform batches have graphs."""
-    NO_GRAPH_FOR_LORA = "no-graph-for-lora"
-    """No graph serves as many adapters."""
-    NO_GRAPH_FOR_QUERY_LENGTH = "no-graph-for-query-length"
-    """The batch is uniform, but in a query length that has no graph."""
-    NO_GRAPH_FOR_CONTEXT = "no-graph-for-context"
-    """No graph serves as long a context."""
-    CASCADE_ATTENTION = "cascade-attention"
-    """The batch runs attention as a cascade and no full graph does."""
-    NO_GRAPH_FOR_EXTRA = "no-graph-for-extra"
-    """No graph has the opaque part that the batch asks for."""
-    CAPTURE_FAILED = "capture-failed"
-    """The graph for it failed to capture."""
-    OTHER_RANK = "other-rank"
-    """The graph for it was given up because another rank could not capture it."""
-    OUT_OF_MEMORY = "out-of-memory"
-    """The graph for it was shed for want of memory."""
-    BACKEND_CAPABILITY = "backend-capability"
-    """The backend cannot capture this path."""
-    PADDING_DISABLED = "padding-disabled"
-    """Only a padded replay would serve it, and padding is off."""
-    AUTOCAST_CHANGED = "autocast-changed"
-    """The autocast state differs from that of the capture."""
-    TRAINING_MODE_CHANGED = "training-mode-changed"
-    """train() or eval() was called since the capture."""
-    ATTRIBUTE_CHANGED = "attribute-changed"
-    """An attribute that the step reads has another value than at the capture."""
-    FIRST_CALL = "first-call"
-    """Arguments of this kind were seen for the first time; nothing is captured for them yet."""
-    OPAQUE_ARGUMENT = "opaque-argument"
-    """An argument cannot be compared with the one captured, so nobody knows whether the graph is right."""
-    EMPTY_BATCH = "empty-batch"
-    """A call without any row."""
-    TRANSFORMED = "inside-transform"
-    """Called inside `torch.func.vmap`, `grad` or the like, whose tensors have no memory of their own."""
-    UNSEEN_SIGNATURE = "unseen-signature"
-    """Arguments of another kind than those captured."""
+    EXACT = "exact"  # replayed with no padded token; requests of a mixed batch may be padded
+    PADDED = "padded"  # replayed from a larger graph
+    DISABLED = "disabled"  # the mode is NONE
+    NOT_CAPTURED = "not-captured"  # there is no graph of this kind at all
+    LARGER_THAN_MAX = "larger-than-max"  # the batch exceeds every graph of its path
+    MIXED_BATCH = "mixed-batch"  # query lengths are mixed and only uniform batches have graphs
+    NO_GRAPH_FOR_QUERY_LENGTH = "no-graph-for-query-length"  # uniform, in a length that has no graph
+    CASCADE_ATTENTION = "cascade-attention"  # attention runs as a cascade and no full graph does that
+    NO_GRAPH_FOR_EXTRA = "no-graph-for-extra"  # no graph has the opaque part that the batch asks for
+    NO_GRAPH_FOR_LORA = "no-graph-for-lora"  # no graph serves as many adapters
+    NO_GRAPH_FOR_CONTEXT = "no-graph-for-context"  # no graph serves as long a context
+    PADDING_DISABLED = "padding-disabled"  # only a padded replay would serve it, and padding is off
+    BACKEND_CAPABILITY = "backend-capability"  # the backend cannot capture this path
+    CAPTURE_FAILED = "capture-failed"  # the graph for it failed to capture
+    OUT_OF_MEMORY = "out-of-memory"  # the graph for it was shed for want of memory
+    OTHER_RANK = "other-rank"  # the graph for it was given up: another rank could not capture it
+    AUTOCAST_CHANGED = "autocast-changed"  # the autocast state differs from that of the capture
+    TRAINING_MODE_CHANGED = "training-mode-changed"  # train() or eval() was called since the capture
+    ATTRIBUTE_CHANGED = "attribute-changed"  # one that the step reads has another value than at the capture
+    FIRST_CALL = "first-call"  # arguments of this kind are new; nothing is captured for them yet
+    OPAQUE_ARGUMENT = "opaque-argument"  # it cannot be compared with the one captured
+    EMPTY_BATCH = "empty-batch"  # a call without any row
+    TRANSFORMED = "inside-transform"  # called inside torch.func.vmap, grad or the like
+    UNSEEN_SIGNATURE = "unseen-signature"  # arguments are of another kind than those captured
 
-    @property
-    def is_replay(self) -> bool:
-        """Whether it is said of a replay; all others are causes."""
-        return self in (Reason.EXACT, Reason.PADDED)
+
+_RANK = {reason: rank for rank, reason in enumerate(Reason)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +65,6 @@ class Decision:
     def is_eager(self) -> bool:
         """Whether the step runs without a graph."""
         return self.mode is GraphMode.NONE
-
-
-# What may keep a batch from a graph. Of several obstacles between the two the first one here is named.
-_OBSTACLES = (
-    Reason.NOT_CAPTURED,
-    Reason.LARGER_THAN_MAX,
-    Reason.MIXED_BATCH,
-    Reason.NO_GRAPH_FOR_QUERY_LENGTH,
-    Reason.CASCADE_ATTENTION,
-    Reason.NO_GRAPH_FOR_EXTRA,
-    Reason.NO_GRAPH_FOR_LORA,
-    Reason.NO_GRAPH_FOR_CONTEXT,
-    Reason.PADDING_DISABLED,
-)
 
 
 class Dispatcher:
@@ -135,7 +95,8 @@ class Dispatcher:
         """What was lowered and why; None when nothing was."""
         self._capability = capability
         self._padding = padding
-        self._live: list[GraphKey] = []  # the cheapest first
+        self.live: list[GraphKey] = []
+        """The graphs in use, the cheapest first."""
         self._lost: dict[GraphKey, Reason] = {}
         self._decode_lengths = {query_len}
         # Contexts between two neighbours here decide alike: a growing context keeps its remembered decision.
@@ -166,27 +127,17 @@ class Dispatcher:
         """Let a captured graph serve batches."""
         self._admit(key)
         self._lost.pop(key, None)
-        if key not in self._live:
-            insort(self._live, key, key=_price)
-
-    def remove(self, key: GraphKey, reason: Reason) -> None:
-        """Stop using a graph; batches that only it could serve report `reason` from now on."""
-        if key not in self._live:
-            raise ConfigError(f"there is no {key.mode} graph for {key.descriptor} to remove")
-        self.mark_failed(key, reason)
+        if key not in self.live:
+            insort(self.live, key, key=_price)
 
     def mark_failed(self, key: GraphKey, reason: Reason) -> None:
         """Remember that this graph is missing, added before or not, and why."""
-        if reason.is_replay:
+        if reason in (Reason.EXACT, Reason.PADDED):
             raise ConfigError(f"{reason} does not say why a graph is missing")
         self._admit(key)
-        if key in self._live:
-            self._live.remove(key)
+        if key in self.live:
+            self.live.remove(key)
         self._lost[key] = reason
-
-    def keys(self) -> tuple[GraphKey, ...]:
-        """The graphs in use, the cheapest first."""
-        return tuple(self._live)
 
     def decide(self, shape: BatchShape) -> Decision:
         """How a step of this shape runs. Repeated shapes are answered from memory."""
@@ -207,14 +158,18 @@ class Dispatcher:
         return decision
 
     def _decide(self, shape: BatchShape) -> Decision:
-        wanted, path = self._paths(shape)
+        is_decode = shape.query_len in self._decode_lengths
+        wanted = self.requested.decode if is_decode else self.requested.mixed
+        path = self.mode.decode if is_decode else self.mode.mixed
         if path is GraphMode.NONE:
-            return Decision(GraphMode.NONE, None, self._why_no_path(shape, wanted))
+            why = Reason.BACKEND_CAPABILITY if wanted is not GraphMode.NONE else _other_length(shape)
+            disabled = self.requested is GraphMode.NONE
+            return Decision(GraphMode.NONE, None, Reason.DISABLED if disabled else why)
         # A FULL path whose graph is missing may use the piecewise graphs of the mixed path.
         modes = [GraphMode.FULL] if path is GraphMode.FULL else []
         modes += [GraphMode.PIECEWISE] if self.mode.mixed is GraphMode.PIECEWISE else []
         # Keys begin with their tokens: those before here are all too small.
-        large_enough = self._live[bisect_left(self._live, (shape.num_tokens,), key=_price) :]
+        large_enough = self.live[bisect_left(self.live, (shape.num_tokens,), key=_price) :]
         for mode in modes:
             found = next((key.descriptor for key in large_enough if self._serves(key, mode, shape)), None)
             if found is None:
@@ -226,19 +181,6 @@ class Dispatcher:
                 why_not_full = Reason.BACKEND_CAPABILITY if lowered else self._cause([GraphMode.FULL], shape)
             return Decision(mode, found, reason, why_not_full)
         return Decision(GraphMode.NONE, None, self._cause(modes, shape))
-
-    def _paths(self, shape: BatchShape) -> tuple[GraphMode, GraphMode]:
-        """What this shape was asked to run as, and what it can run as at best."""
-        if shape.query_len in self._decode_lengths:
-            return self.requested.decode, self.mode.decode
-        return self.requested.mixed, self.mode.mixed
-
-    def _why_no_path(self, shape: BatchShape, wanted: GraphMode) -> Reason:
-        if self.requested is GraphMode.NONE:
-            return Reason.DISABLED
-        if wanted is not GraphMode.NONE:
-            return Reason.BACKEND_CAPABILITY
-        return _other_length(shape)
 
     def _serves(self, key: GraphKey, mode: GraphMode, shape: BatchShape) -> bool:
         return key.mode is mode and next(self._obstacles(key, shape), None) is None
@@ -274,9 +216,9 @@ class Dispatcher:
             gone = [key for key in self._lost if self._serves(key, mode, shape)]
             if gone:
                 return self._lost[min(gone, key=_price)]
-        between = [tuple(self._obstacles(key, shape)) for key in self._live if key.mode in modes]
+        between = [tuple(self._obstacles(key, shape)) for key in self.live if key.mode in modes]
         nearest = min(between, key=_distance, default=(Reason.NOT_CAPTURED,))
-        return min(nearest, key=_OBSTACLES.index)
+        return min(nearest, key=_RANK.__getitem__)
 
     def _admit(self, key: GraphKey) -> None:
         self.check(key)
@@ -309,5 +251,5 @@ def _distance(obstacles: tuple[Reason, ...]) -> tuple[Any, ...]:
         Reason.MIXED_BATCH in obstacles or Reason.NO_GRAPH_FOR_QUERY_LENGTH in obstacles,
         Reason.LARGER_THAN_MAX in obstacles,
         len(obstacles),
-        sorted(map(_OBSTACLES.index, obstacles)),
+        sorted(_RANK[reason] for reason in obstacles),
     )

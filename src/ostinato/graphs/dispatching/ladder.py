@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import overload
 
 import numpy as np
 
@@ -17,13 +16,7 @@ Band = tuple[int, int | None, int]
 # From 64 on by 32: a rung at every power of two and at most 31 padded rows.
 _DENSE: tuple[Band, ...] = ((1, 32, 1), (64, None, 32))
 # The lists that users of SGLang and vLLM know, so that numbers can be compared with theirs.
-_SGLANG: tuple[Band, ...] = (
-    (1, 2, 1),
-    (4, 12, 4),
-    (16, 256, 8),
-    (272, 512, 16),
-    (544, None, 32),
-)
+_SGLANG: tuple[Band, ...] = ((1, 2, 1), (4, 12, 4), (16, 256, 8), (272, 512, 16), (544, None, 32))
 _VLLM: tuple[Band, ...] = ((1, 2, 1), (4, 4, 4), (8, 248, 8), (256, None, 16))
 _PREFILL: tuple[Band, ...] = (
     (4, 32, 4),
@@ -44,24 +37,12 @@ def _check_limit(limit: int) -> None:
         raise ConfigError(f"the limit of a ladder must be a positive integer, not {limit!r}")
 
 
-def _checked_histogram(histogram: Mapping[int, int]) -> dict[int, int]:
-    """The sizes that were seen at all."""
-    for size, times in histogram.items():
-        if not _is_positive_int(size):
-            raise ConfigError(f"a batch size must be a positive integer, not {size!r}")
-        if times != 0 and not _is_positive_int(times):
-            raise ConfigError(f"size {size} was seen {times!r} times: counts are integers of at least 0")
-    if not any(histogram.values()):
-        raise ConfigError("the histogram is empty: no batch was observed")
-    return {size: times for size, times in histogram.items() if times}
-
-
-class Ladder(Sequence[int]):
+class Ladder(tuple[int, ...]):
     """Capture sizes in ascending order, immutable. Above the last rung, the limit, nothing is captured."""
 
-    __slots__ = ("_sizes",)
+    __slots__ = ()
 
-    def __init__(self, sizes: Iterable[int]) -> None:
+    def __new__(cls, sizes: Iterable[int]) -> Ladder:
         """Take explicit sizes, in any order: positive integers, none of them twice."""
         if not isinstance(sizes, Iterable):
             raise ConfigError(f"a ladder is a list of sizes, not {sizes!r}")
@@ -75,7 +56,7 @@ class Ladder(Sequence[int]):
         for size, following in pairwise(ascending):
             if size == following:
                 raise ConfigError(f"capture size {size} is listed twice")
-        self._sizes = tuple(ascending)
+        return super().__new__(cls, ascending)
 
     @classmethod
     def of(cls, sizes: Iterable[int] | Ladder) -> Ladder:
@@ -119,7 +100,14 @@ class Ladder(Sequence[int]):
         largest size seen. Of equally good ladders it is the one that is smallest when compared from the
         last rung down.
         """
-        seen = _checked_histogram(histogram)
+        for size, times in histogram.items():
+            if not _is_positive_int(size):
+                raise ConfigError(f"a batch size must be a positive integer, not {size!r}")
+            if times != 0 and not _is_positive_int(times):
+                raise ConfigError(f"size {size} was seen {times!r} times: counts are integers of at least 0")
+        seen = {size: times for size, times in histogram.items() if times}
+        if not seen:
+            raise ConfigError("the histogram is empty: no batch was observed")
         if not _is_positive_int(rungs):
             raise ConfigError(f"a ladder needs at least one rung, not {rungs!r}")
         limit = max(seen) if limit is None else limit
@@ -133,64 +121,26 @@ class Ladder(Sequence[int]):
         least = seen_up_to * sizes
         rung_before: list[list[int]] = []
         for _ in range(min(rungs, len(sizes)) - 1):
-            work = [
-                least[:1],
-                *(least[:j] + (seen_up_to[j] - seen_up_to[:j]) * sizes[j] for j in range(1, len(sizes))),
-            ]
-            rung_before.append([-1, *(int(row.argmin()) for row in work[1:])])
-            least = np.array([row.min() for row in work])
+            ends = range(1, len(sizes))
+            work = [least[:end] + (seen_up_to[end] - seen_up_to[:end]) * sizes[end] for end in ends]
+            rung_before.append([-1, *(int(row.argmin()) for row in work)])
+            least = np.array([least[0], *(row.min() for row in work)])
         chosen = [len(sizes) - 1]
         while rung_before and (before := rung_before.pop()[chosen[-1]]) >= 0:
             chosen.append(before)
         return cls([int(sizes[j]) for j in chosen])
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The rungs in ascending order."""
-        return self._sizes
-
-    @property
     def limit(self) -> int:
         """The last rung."""
-        return self._sizes[-1]
+        return self[-1]
 
     def round_up(self, n: int) -> int | None:
         """The smallest rung that holds n; None above the limit."""
         if n < 1:
             raise BatchError(f"a batch has a size of at least 1, not {n}")
-        at = bisect_left(self._sizes, n)
-        return self._sizes[at] if at < len(self._sizes) else None
-
-    def padded_work(self, histogram: Mapping[int, int]) -> int:
-        """Rows computed for these observed sizes when each is padded to its rung."""
-        work = 0
-        for size, times in _checked_histogram(histogram).items():
-            rung = self.round_up(size)
-            if rung is None:
-                raise ConfigError(f"size {size} is above the last rung {self.limit}: it is never padded")
-            work += times * rung
-        return work
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._sizes)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        return self._sizes[index]
-
-    def __eq__(self, other: object) -> bool:
-        return self._sizes == other._sizes if isinstance(other, Ladder) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._sizes)
+        at = bisect_left(self, n)
+        return self[at] if at < len(self) else None
 
     def __repr__(self) -> str:
-        return f"Ladder({list(self._sizes)})"
+        return f"Ladder({list(self)})"

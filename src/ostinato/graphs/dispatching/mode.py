@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from ..errors import ConfigError
 
@@ -46,17 +46,7 @@ class GraphMode(Enum):
         for mode in cls:
             if isinstance(text, str) and text.strip().upper().replace("-", "_") == mode.name:
                 return mode
-        raise ConfigError(
-            f"unknown graph mode {text!r}; the modes are {', '.join(mode.name for mode in cls)}"
-        )
-
-    @classmethod
-    def of(cls, decode: GraphMode, mixed: GraphMode) -> GraphMode:
-        """The mode with these two paths."""
-        for mode, paths in _PATHS.items():
-            if paths == (decode, mixed):
-                return mode
-        raise ConfigError(f"no graph mode runs decode batches {decode.name} and mixed ones {mixed.name}")
+        raise ConfigError(f"unknown graph mode {text!r}; the modes are {', '.join(cls.__members__)}")
 
 
 _PATHS: dict[GraphMode, tuple[GraphMode, GraphMode]] = {
@@ -84,8 +74,7 @@ def needed_capability(query_len: int | None) -> Capability:
     return Capability.UNIFORM_SINGLE_TOKEN_DECODE if query_len == 1 else Capability.UNIFORM_BATCH
 
 
-@dataclass(frozen=True, slots=True)
-class Lowered:
+class Lowered(NamedTuple):
     """A mode that is possible, and one sentence on what was lowered and why (None: nothing was)."""
 
     mode: GraphMode
@@ -116,7 +105,7 @@ def lower(mode: GraphMode, capability: Capability, query_len: int = 1) -> Lowere
     if (decode, mixed) == (GraphMode.PIECEWISE, GraphMode.NONE):
         why.append("piecewise graphs would serve mixed batches too (ask for PIECEWISE to have that)")
         decode = GraphMode.NONE
-    possible = GraphMode.of(decode, mixed)
-    if possible is mode:
-        return Lowered(mode, None)
-    return Lowered(possible, f"{mode.name} was lowered to {possible.name}: {'; '.join(why)}.")
+    possible = next(each for each, paths in _PATHS.items() if paths == (decode, mixed))
+    return Lowered(
+        possible, f"{mode.name} was lowered to {possible.name}: {'; '.join(why)}." if why else None
+    )

@@ -2,6 +2,5 @@
 
 from .arena import TapeMemory
 from .backend import TapeBackend
-from .session import Tape
 
-__all__ = ["Tape", "TapeBackend", "TapeMemory"]
+__all__ = ["TapeBackend", "TapeMemory"]

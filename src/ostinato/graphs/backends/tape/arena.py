@@ -4,87 +4,64 @@ Every tape starts at offset 0 of a slab, so a replay overwrites what other tapes
 hazard as in a shared CUDA graph pool, on purpose. Slabs never move and never shrink.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...memory import Allocate
+from ...memory import Allocate, tensor_over
+from .storages import StorageRecord, TensorSpec
 
 ALIGNMENT = 64
 
 
-class Interval(NamedTuple):
-    """Memory needed from the call `first` to the call `last`, both included."""
-
-    first: int
-    last: int
-    nbytes: int
-
-
 class _FreeList:
-    """Free blocks below a growing top: best fit, neighbours joined."""
+    """Free blocks (start, end) below a growing top, ascending: best fit, neighbours joined."""
 
     def __init__(self) -> None:
         self.top = 0
-        self._by_size: list[tuple[int, int]] = []
-        self._size_at: dict[int, int] = {}
-        self._start_of: dict[int, int] = {}
+        self._blocks: list[tuple[int, int]] = []
 
     def take(self, size: int) -> int:
-        found = bisect_left(self._by_size, (size, 0))
-        if found < len(self._by_size):
-            free, start = self._by_size[found]
-            self._remove(start, free)
-            if free > size:
-                self._insert(start + size, free - size)
+        fitting = [(end - start, start) for start, end in self._blocks if end - start >= size]
+        if fitting:
+            free, start = min(fitting)
+            at = bisect_left(self._blocks, (start,))
+            self._blocks[at : at + 1] = [(start + size, start + free)] if free > size else []
             return start
-        start = self._start_of.get(self.top, self.top)
-        if start < self.top:  # the last free block touches the top: grow it instead of leaving a hole
-            self._remove(start, self.top - start)
+        # A last block that touches the top grows, instead of leaving a hole.
+        touching = bool(self._blocks) and self._blocks[-1][1] == self.top
+        start = self._blocks.pop()[0] if touching else self.top
         self.top = start + size
         return start
 
     def give(self, start: int, size: int) -> None:
         end = start + size
-        if end in self._size_at:
-            after = self._size_at[end]
-            self._remove(end, after)
-            end += after
-        if start in self._start_of:
-            before = self._start_of[start]
-            self._remove(before, start - before)
-            start = before
-        self._insert(start, end - start)
-
-    def _insert(self, start: int, size: int) -> None:
-        insort(self._by_size, (size, start))
-        self._size_at[start] = size
-        self._start_of[start + size] = start
-
-    def _remove(self, start: int, size: int) -> None:
-        del self._by_size[bisect_left(self._by_size, (size, start))]
-        del self._size_at[start]
-        del self._start_of[start + size]
+        at = upto = bisect_left(self._blocks, (start,))
+        if at and self._blocks[at - 1][1] == start:
+            at -= 1
+            start = self._blocks[at][0]
+        if upto < len(self._blocks) and self._blocks[upto][0] == end:
+            end = self._blocks[upto][1]
+            upto += 1
+        self._blocks[at:upto] = [(start, end)]
 
 
-def place(intervals: Sequence[Interval]) -> tuple[list[int], int]:
-    """An offset for each interval, and the total size. Intervals that share a call never overlap."""
+def place(records: Sequence[StorageRecord]) -> tuple[list[int], int]:
+    """An offset for each storage, and the total size. Storages that share a call never overlap."""
     free = _FreeList()
-    offsets = [0] * len(intervals)
+    offsets = [0] * len(records)
     ending: list[tuple[int, int]] = []
-    order = sorted(range(len(intervals)), key=lambda i: (intervals[i].first, -intervals[i].nbytes))
-    for index in order:
-        interval = intervals[index]
-        while ending and ending[0][0] < interval.first:
+    for index in sorted(range(len(records)), key=lambda i: (records[i].first, -records[i].nbytes)):
+        record = records[index]
+        while ending and ending[0][0] < record.first:
             done = heappop(ending)[1]
-            free.give(offsets[done], _padded(intervals[done].nbytes))
-        if interval.nbytes:
-            offsets[index] = free.take(_padded(interval.nbytes))
-            heappush(ending, (interval.last, index))
+            free.give(offsets[done], _padded(records[done].nbytes))
+        if record.nbytes:
+            offsets[index] = free.take(_padded(record.nbytes))
+            heappush(ending, (record.last, index))
     return offsets, free.top
 
 
@@ -105,11 +82,8 @@ class TapeMemory:
         for slab in self._slabs:
             if slab.nbytes() >= nbytes:
                 return slab
-        slab = (
-            torch.UntypedStorage(nbytes)
-            if self._allocate is None
-            else self._allocate(nbytes).untyped_storage()
-        )
+        allocate = self._allocate
+        slab = allocate(nbytes).untyped_storage() if allocate else torch.UntypedStorage(nbytes)
         assert slab.data_ptr() % ALIGNMENT == 0
         # All ones is NaN in every floating type: what was never replayed cannot pass for a result.
         torch.empty(0, dtype=torch.uint8, device="cpu").set_(slab).fill_(0xFF)
@@ -136,3 +110,25 @@ class TapeMemory:
                 yield storage
             else:
                 del self._held[key]
+
+
+class Layout:
+    """Where every storage of a finished tape lives: in the pool's memory if it may move."""
+
+    def __init__(self, records: list[StorageRecord], memory: TapeMemory) -> None:
+        moving = [record for record in records if record.held is None]
+        offsets, total = place(moving)
+        slab = memory.slab(total) if total else torch.UntypedStorage(0)
+        offset = iter(offsets)
+        self._base = [(slab, next(offset)) if r.held is None else (r.held, 0) for r in records]
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """A new tensor at the place of a recorded one."""
+        storage, base = self._base[spec.storage]
+        offset = spec.offset + base // spec.dtype.itemsize
+        result = tensor_over(storage, spec.dtype, spec.size, spec.stride, offset)
+        if spec.conj:
+            torch._C._set_conj(result, True)
+        if spec.neg:
+            torch._C._set_neg(result, True)
+        return result

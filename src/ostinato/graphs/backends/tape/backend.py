@@ -1,14 +1,123 @@
-"""The CPU backend: graphs are tapes."""
+"""The CPU backend: graphs are tapes. A session records one; its segments make the recorded calls again."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
+from ...blame import calling_line
+from ...capturing.journal import WriteJournal
 from ...capturing.options import CaptureOptions
-from ..protocol import PoolMemory
-from .arena import TapeMemory
-from .session import TapeSession
+from ...errors import CaptureError
+from ...memory import is_foreign
+from ...trees import Structure, flatten
+from ..protocol import Kept, PoolMemory, Recording
+from .arena import Layout, TapeMemory
+from .calls import calling_again
+from .program import Emitter, describe
+from .recorder import Recorder
+from .refusals import RefusalMode, answering_capture_queries
+from .storages import TensorSpec
+
+
+class TapeSegment:
+    """A stretch of calls without an eager one between them."""
+
+    def __init__(self, calls: list[Callable[[], Any]]) -> None:
+        self._calls = calls
+
+    def replay(self) -> None:
+        """Make the calls again."""
+        with calling_again():
+            for call in self._calls:
+                call()
+
+
+class TapeSession:
+    """Records the step that the caller runs between `begin` and `finish`."""
+
+    def __init__(self, memory: TapeMemory, options: CaptureOptions) -> None:
+        self._memory = memory
+        self._options = options
+        self._recorder = Recorder()
+        self._journal: WriteJournal | None = None
+        self._open = ExitStack()
+        self._kept: list[tuple[Kept, list[Any], Structure]] = []
+
+    def begin(self) -> None:
+        assert not torch.is_inference_mode_enabled(), "record under no_grad instead of inference_mode"
+        self._rng_state = torch.get_rng_state()
+        self._journal = WriteJournal()
+        self._open.enter_context(answering_capture_queries(self._is_recording))
+        self._open.enter_context(self._journal)
+        self._open.enter_context(self._recorder)
+        self._open.enter_context(RefusalMode(self._is_recording))
+        self._recorder.start_segment()
+
+    def pause(self) -> None:
+        self._recorder.stop_segment()
+
+    def resume(self) -> None:
+        self._recorder.start_segment()
+
+    def keep(self, tree: Any) -> Kept:
+        leaves, structure = flatten(tree)
+        specs = [self._keep_leaf(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._kept.append((Kept(), specs, structure))
+        return self._kept[-1][0]
+
+    def finish(self) -> Recording:
+        self._close()
+        self._recorder.storages.hold_survivors()
+        records = self._recorder.storages.records
+        layout = Layout(records, self._memory)
+        emitter = Emitter(records, layout)
+        with calling_again():
+            segments = [emitter.calls_of(ops) for ops in self._recorder.segments]
+        for kept, leaves, structure in self._kept:
+            # Tensors of its own, never the program's: the holder may change their metadata in place.
+            tensors = {spec: layout.tensor(spec) for spec in leaves if isinstance(spec, TensorSpec)}
+            kept.tree = structure.filled(
+                [tensors[leaf] if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
+            )
+        self._memory.count_held(
+            record.held for record in records if record.inside and record.held is not None
+        )
+        return Recording(
+            segments=[TapeSegment([call.run for call in calls]) for calls in segments],
+            nodes=sum(map(len, segments)),
+            raw=[[describe(call.op) for call in calls] for calls in segments]
+            if self._options.keep_graph
+            else None,
+        )
+
+    def abort(self) -> None:
+        self._close()
+
+    def _is_recording(self) -> bool:
+        return self._recorder.active
+
+    def _keep_leaf(self, leaf: torch.Tensor) -> TensorSpec:
+        if hasattr(leaf, "trigger_wait"):  # the result of a functional collective, still on its way
+            leaf = leaf.trigger_wait()
+        if is_foreign(leaf):
+            raise CaptureError(
+                f"a {type(leaf).__name__} cannot be an output of a captured step: return plain tensors",
+                where=calling_line(),
+            )
+        return self._recorder.keep(leaf)
+
+    def _close(self) -> None:
+        """Stop recording and put everything outside back. The journal goes too: it refers to tensors of the
+        step, which must not look alive because of us."""
+        self._recorder.stop_segment()
+        self._open.close()
+        if self._journal is not None:
+            self._journal.undo()
+            if self._journal.draws_from_default:
+                torch.set_rng_state(self._rng_state)
+            self._journal = None
 
 
 class TapeBackend:

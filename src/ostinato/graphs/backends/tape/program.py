@@ -12,45 +12,20 @@ from typing import Any, NamedTuple
 import torch
 
 from ...memory import tensors_of
-from .fastcalls import IN_PLACE, OUT, PLAIN, lookup
-from .layout import Layout
-from .outvariants import FACTORY_ARGUMENTS, find_out_variant
+from .arena import Layout
+from .calls import call_into, fast_call
 from .recorder import RecordedOp, is_alias, specs_of
 from .storages import StorageRecord, TensorSpec, map_leaves
 
 aten = torch.ops.aten
 
-_ALLOCATIONS = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::empty_permuted",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
-_COPIES = {"aten::clone", "aten::_to_copy", "aten::lift_fresh_copy"}
-_ZEROS = {"aten::zeros", "aten::zeros_like", "aten::new_zeros"}
-_ONES = {"aten::ones", "aten::ones_like", "aten::new_ones"}
+# As a function; the method of a tensor has a `new_` before its name.
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted"}
+_CONSTANTS = {"zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1}
+_COPIES = {"clone", "_to_copy", "lift_fresh_copy"}
 # The position of the value among the arguments.
-_FILLS = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::scalar_tensor": 0}
-
-_SCALAR_OPERATORS = {
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "add_",
-    "sub_",
-    "mul_",
-    "div_",
-}
-_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd"}
+_FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+_FUNCTIONAL_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd"}
 
 
 class Call(NamedTuple):
@@ -64,9 +39,7 @@ def _run_and_copy(run: Callable[[], Any], copy: Callable[[torch.Tensor], Any]) -
     copy(run())
 
 
-def _run_and_copy_some(
-    run: Callable[[], Any], copies: list[tuple[int, Callable[[torch.Tensor], Any]]]
-) -> None:
+def _run_and_copy_some(run: Callable[[], Any], copies: list[tuple[int, Callable[..., Any]]]) -> None:
     results = list(tensors_of(run()))
     for index, copy in copies:
         copy(results[index])
@@ -81,8 +54,7 @@ def _run_and_await(run: Callable[[], Any], written: list[torch.Tensor]) -> Any:
 
 def _run_and_await_work(run: Callable[[], Any]) -> None:
     result = run()
-    work = result[-1] if isinstance(result, tuple | list) else result
-    work.wait()
+    (result[-1] if isinstance(result, tuple | list) else result).wait()
 
 
 class Emitter:
@@ -94,12 +66,8 @@ class Emitter:
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
 
     def calls_of(self, ops: list[RecordedOp]) -> list[Call]:
-        calls = []
-        for op in ops:
-            run = self._emit(op)
-            if run is not None:
-                calls.append(Call(run, op))
-        return calls
+        emitted = ((self._emit(op), op) for op in ops)
+        return [Call(run, op) for run, op in emitted if run is not None]
 
     def _tensor(self, spec: TensorSpec) -> torch.Tensor:
         tensor = self._tensors.get(spec)
@@ -111,16 +79,19 @@ class Emitter:
         return map_leaves(value, TensorSpec, self._tensor)
 
     def _emit(self, op: RecordedOp) -> Callable[[], Any] | None:
-        name = op.func._schema.name
-        if op.func is aten.lift_fresh.default:
+        func = op.func
+        if func is aten.lift_fresh.default:
             return self._renew_constant(op)
-        if is_alias(op) or (name in _ALLOCATIONS and op.fresh):
+        if is_alias(op) or (_name(func).removeprefix("new_") in _ALLOCATIONS and op.fresh):
             return None
-        if op.func.namespace in _COLLECTIVES or op.func.namespace == "c10d":
-            return self._emit_collective(op)
-        if op.func._schema.is_mutable or not op.fresh:
-            return self._copied(op, self._again(op, IN_PLACE))
-        return self._fill_or_copy(op) or self._into_place(op) or self._copied(op, self._again(op, PLAIN))
+        args, kwargs = self._thaw(op.args), self._thaw(op.kwargs)
+        plain = partial(func._op, *args, **kwargs)
+        if func.namespace == "c10d":
+            return partial(_run_and_await_work, plain)
+        if func.namespace in _FUNCTIONAL_COLLECTIVES:
+            written = list(tensors_of(args)) if func._schema.is_mutable else []
+            return self._copied(op, partial(_run_and_await, plain, written))
+        return self._into_place(op, args, kwargs) or self._copied(op, fast_call(func, args, kwargs) or plain)
 
     def _renew_constant(self, op: RecordedOp) -> Callable[[], Any] | None:
         """A Python constant is baked in; if the step writes to it, each replay starts from its value."""
@@ -130,20 +101,10 @@ class Emitter:
         constant = self._tensor(spec)
         return partial(constant.copy_, constant.clone())
 
-    def _again(self, op: RecordedOp, table: dict[str, Callable[..., Any]]) -> Callable[[], Any]:
-        """The recorded call on the tape's own tensors."""
-        args, kwargs = self._thaw(op.args), self._thaw(op.kwargs)
-        binding = lookup(table, op.func, op.args)
-        if binding is None:
-            return partial(op.func._op, *args, **kwargs)
-        return partial(binding, *self._with_scalar_tensors(op, args), **kwargs)
-
     def _copied(self, op: RecordedOp, run: Callable[[], Any]) -> Callable[[], Any]:
         """The call, followed by copies of those fresh results that somebody uses."""
         results = specs_of(op.result)
-        used = [
-            (i, spec) for i, spec in enumerate(results) if spec.storage in op.fresh and self._is_used(spec)
-        ]
+        used = [(i, s) for i, s in enumerate(results) if s.storage in op.fresh and self._is_used(s)]
         if not used:
             return run
         if isinstance(op.result, TensorSpec):
@@ -154,66 +115,28 @@ class Emitter:
         record = self._records[spec.storage]
         return record.last > record.first or record.kept or record.held is not None
 
-    def _emit_collective(self, op: RecordedOp) -> Callable[[], Any]:
-        run = partial(op.func._op, *self._thaw(op.args), **self._thaw(op.kwargs))
-        if op.func.namespace == "c10d":
-            return partial(_run_and_await_work, run)
-        written = [self._tensor(spec) for spec in specs_of(op.args)] if op.func._schema.is_mutable else []
-        return self._copied(op, partial(_run_and_await, run, written))
-
-    def _fill_or_copy(self, op: RecordedOp) -> Callable[[], Any] | None:
-        name = op.func._schema.name
-        if not isinstance(op.result, TensorSpec):
+    def _into_place(
+        self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | None:
+        """A call that writes to the places of its results, if each of them has fresh memory of its own."""
+        if op.func._schema.is_mutable or not op.fresh:
             return None
+        specs = (op.result,) if isinstance(op.result, TensorSpec) else op.result
+        if not all(isinstance(spec, TensorSpec) and spec.storage in op.fresh for spec in specs):
+            return None
+        places = tuple(self._tensor(spec) for spec in specs)
+        name = _name(op.func)
         if name in _COPIES:
-            return partial(self._tensor(op.result).copy_, self._tensor(op.args[0]))
-        if name in _ZEROS:
-            return self._tensor(op.result).zero_
-        if name in _ONES:
-            return partial(self._tensor(op.result).fill_, 1)
-        if name in _FILLS and len(op.args) > _FILLS[name]:
-            return partial(self._tensor(op.result).fill_, op.args[_FILLS[name]])
-        return None
+            return partial(places[0].copy_, args[0])
+        if (constant := _CONSTANTS.get(name.removeprefix("new_"))) is not None:
+            return partial(places[0].fill_, constant)
+        if name in _FILLS and len(args) > _FILLS[name]:
+            return partial(places[0].fill_, args[_FILLS[name]])
+        return call_into(op.func, args, kwargs, places)
 
-    def _into_place(self, op: RecordedOp) -> Callable[[], Any] | None:
-        """The call as an out-variant, if every result is a tensor with fresh memory of its own."""
-        results = (op.result,) if isinstance(op.result, TensorSpec) else op.result
-        if lookup(PLAIN, op.func, op.args) is not None or not all(
-            isinstance(spec, TensorSpec) and spec.storage in op.fresh for spec in results
-        ):
-            return None
-        places = tuple(self._tensor(spec) for spec in results)
-        args, kwargs = self._thaw(op.args), self._thaw(op.kwargs)
-        binding = lookup(OUT, op.func, op.args)
-        if binding is not None:
-            if any(argument.name == "pin_memory" for argument in op.func._schema.arguments):
-                kwargs = {name: value for name, value in kwargs.items() if name not in FACTORY_ARGUMENTS}
-            args = self._with_scalar_tensors(op, args)
-            return partial(binding, *args, **kwargs, out=places if len(places) > 1 else places[0])
-        variant = find_out_variant(op.func)
-        if variant is None:
-            return None
-        kwargs = {name: value for name, value in kwargs.items() if name not in variant.dropped}
-        outs = dict(zip(variant.outs, places, strict=True))
-        return partial(variant.func._op, *args, **kwargs, **outs)
 
-    def _with_scalar_tensors(self, op: RecordedOp, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace a Python number by a tensor of the other operand's type, which is 3 times cheaper.
-
-        Only where torch would convert the number to that very type before computing, so that not a bit
-        changes: an operand of a type that computes in itself, and a number of the same category.
-        """
-        if op.func._opname not in _SCALAR_OPERATORS or len(args) != 2:
-            return args
-        operand, number = args
-        if not isinstance(operand, torch.Tensor) or operand.is_conj():
-            return args
-        floating = operand.dtype in (torch.float32, torch.float64)
-        if (floating and type(number) in (int, float)) or (
-            operand.dtype is torch.int64 and type(number) is int
-        ):
-            return operand, torch.tensor(number, dtype=operand.dtype, device="cpu")
-        return args
+def _name(func: Any) -> str:
+    return str(func._schema.name.removeprefix("aten::"))
 
 
 def describe(op: RecordedOp) -> str:

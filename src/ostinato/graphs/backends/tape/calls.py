@@ -1,0 +1,142 @@
+"""The cheapest way to make an ATen call again from Python.
+
+A generated binding (`torch.mul`, `Tensor.copy_`) parses its arguments in C++ and costs 2 us where the same
+`OpOverload` costs 6 to 7. Which overload a binding comes to depends on its arguments, so every call is tried
+once, stopped before it runs: a binding is taken if it comes to the wanted overload with the same arguments.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from ...capturing.dispatch_mode import DispatchMode
+
+_BINDINGS: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+_SCALAR_OPERATORS = {"add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge"}
+# An out-variant takes these from the tensor it writes to.
+_FACTORY_ARGUMENTS = ("dtype", "layout", "device", "pin_memory")
+
+
+@contextmanager
+def calling_again() -> Iterator[None]:
+    """The state to make recorded calls in. What the caller has switched on (autocast, modes on functions)
+    was part of the recording if it was on then, and must not act a second time."""
+    autocast = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        torch.set_autocast_enabled("cpu", autocast)
+
+
+def fast_call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any] | None = None
+) -> Callable[[], Any] | None:
+    """A call through a binding that comes to `func(*args, **kwargs)`, if there is one.
+
+    `given`: the keyword arguments as bindings name them, where that is different.
+    """
+    given = kwargs if given is None else given
+    for home in _BINDINGS:
+        binding = getattr(home, func._opname, None)
+        if binding is not None and _comes_to(binding, args, given, (func, args, kwargs)):
+            return partial(binding, *_with_scalar_tensor(func, args), **given)
+    return None
+
+
+def call_into(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: tuple[torch.Tensor, ...]
+) -> Callable[[], Any] | None:
+    """A call that writes its results into given tensors; None if there is none or another way is cheaper."""
+    variant = find_out_variant(func)
+    if variant is None:
+        return None
+    rest = {name: value for name, value in kwargs.items() if name not in variant.dropped}
+    named = rest | dict(zip(variant.outs, places, strict=True))
+    fast = fast_call(variant.func, args, named, rest | {"out": places if len(places) > 1 else places[0]})
+    if fast is None and fast_call(func, args, kwargs) is None:
+        return partial(variant.func._op, *args, **named)
+    return fast  # or the binding without out=, and a copy
+
+
+class _Stopped(Exception):
+    """Carries an ATen call that was not made."""
+
+
+class _Stop(DispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise _Stopped(func, args, kwargs or {})
+
+
+def _comes_to(binding: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[Any, ...]) -> bool:
+    try:
+        with _Stop():
+            binding(*args, **kwargs)
+    except _Stopped as stopped:
+        return _is_same(stopped.args, wanted)
+    except (TypeError, ValueError, RuntimeError):  # it does not take such arguments
+        return False
+    return False
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Equal arguments; tensors only if they are one."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
+    return bool(one == other)
+
+
+def _with_scalar_tensor(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace a Python number by a tensor of the other operand's type, which is 3 times cheaper.
+
+    Only where torch would convert the number to that very type before computing, so that not a bit
+    changes: an operand of a type that computes in itself, and a number of the same category.
+    """
+    if func._opname.removesuffix("_") not in _SCALAR_OPERATORS or len(args) != 2:
+        return args
+    operand, number = args
+    if not isinstance(operand, torch.Tensor) or operand.is_conj():
+        return args
+    floating = operand.dtype in (torch.float32, torch.float64)
+    if (floating and type(number) in (int, float)) or (operand.dtype is torch.int64 and type(number) is int):
+        return operand, torch.tensor(number, dtype=operand.dtype, device="cpu")
+    return args
+
+
+class OutVariant(NamedTuple):
+    """An overload, the names of its out arguments, and the arguments to leave away when calling it."""
+
+    func: Any
+    outs: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+@cache
+def find_out_variant(func: Any) -> OutVariant | None:
+    """The overload that writes its results into given tensors and has the same other arguments, or None."""
+    returns = [str(returned.type) for returned in func._schema.returns]
+    if not returns or any(kind != "Tensor" for kind in returns):
+        return None
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        candidate = getattr(packet, name)
+        outs = [argument for argument in candidate._schema.arguments if argument.is_out]
+        if len(outs) != len(returns) or any(str(argument.type) != "Tensor" for argument in outs):
+            continue
+        rest = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_out]
+        names = {name for name, _ in rest}
+        dropped = tuple(n for n, _ in wanted if n in _FACTORY_ARGUMENTS and n not in names)
+        if rest == [pair for pair in wanted if pair[0] not in dropped]:
+            return OutVariant(candidate, tuple(argument.name for argument in outs), dropped)
+    return None
