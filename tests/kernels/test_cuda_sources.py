@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,18 @@ def test_a_measured_tile_compiles_without_spilling_much(shape, tile, tokens):
         assert shared_bytes(tile, shape, tokens) <= MOST_SHARED_BYTES
 
 
-@pytest.mark.parametrize(("shape", "tile", "tokens"), MEASURED)
+def of_every_form() -> list[Any]:
+    """The first of each kind of kernel and layer; the others are slow, because all are taken apart."""
+    forms, found = set(), []
+    for shape, tile, tokens in MEASURED:
+        form = (type(tile), has_norm(shape), shape.gated)
+        marks = [pytest.mark.slow] if form in forms else []
+        forms.add(form)
+        found.append(pytest.param(shape, tile, tokens, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("shape", "tile", "tokens"), of_every_form())
 def test_weights_are_asked_for_before_the_wait(shape, tile, tokens):
     """All of them, or as many as a warp is ahead.
 
@@ -183,7 +195,9 @@ def test_sums_are_shown_before_they_are_copied():
     assert "FENCE.VIEW.ASYNC" in before[before.rindex("STS.128") :]
 
 
-@pytest.mark.parametrize(("shape", "tile", "tokens"), [e for e in MEASURED if isinstance(e[1], WideTile)])
+@pytest.mark.parametrize(
+    ("shape", "tile", "tokens"), [each for each in of_every_form() if isinstance(each.values[1], WideTile)]
+)
 def test_nothing_in_the_loop_of_wide_waits_for_memory_that_is_on_its_way(shape, tile, tokens):
     """A barrier that promises more than it must makes a fence of every step: 140 us where 63 are enough."""
     listing = machine_code_of(shape, tile, tokens)
