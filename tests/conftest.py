@@ -9,6 +9,35 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. Set before torch is imported, and for the processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A worker takes whole files. Those that take longest come first, and leave short ones to fill the gaps with.
+LONGEST_FIRST = (
+    "kernels/test_triton_kernels.py",
+    "kernels/test_cuda_emulated.py",
+    "kernels/test_cuda_sources.py",
+    "kernels/test_filters.py",
+    "kernels/test_cuda_emulated_wide.py",
+    "tools/test_bench_commands.py",
+    "engine/test_plain_sampling.py",
+    "server/test_limits_and_keys.py",
+    "engine/test_engine_greedy.py",
+    "server/test_faults.py",
+    "kernels/test_cuda_emulator.py",
+    "project/test_checks.py",
+    "server/test_fuzzing.py",
+    "engine/test_prompt_burst.py",
+    "server/test_page.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Else xdist would begin with the files that have most tests.
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(f"{item.path.parent.name}/{item.path.name}", len(places)))
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _old_objects_are_frozen() -> None:

@@ -92,8 +92,15 @@ def test_only_steps_with_somebody_who_asks_for_more_have_a_sampling_graph(
             assert counts(llm)[0] - lines == 11 + behind
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "ahead"),
+    [
+        (mode, ahead)
+        if ahead or mode == "full-and-piecewise"
+        else pytest.param(mode, ahead, marks=pytest.mark.slow)
+        for mode, ahead in itertools.product(MODES, (0, 1))
+    ],
+)
 def test_every_mix_of_kinds_gives_each_its_own_tokens(tiny: TinyModel, mode: str, ahead: int) -> None:
     rng = random.Random(7)
     asked = [rng.choice(PLAIN + FILTERED + COMPLETE) for _ in range(24)]
@@ -153,12 +160,17 @@ def fail_at(
     monkeypatch.setattr(owner, name, call_or_fail)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("the bus left"), KeyboardInterrupt()], ids=["error", "interrupt"]
-)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("where", ["forward", "count", "mask", "sampling", "model"])
-@pytest.mark.parametrize("mode", ["full", "none"])
+def failures() -> Iterator[Any]:
+    """Every way to fail at every place; of four ways in two modes half are slow, so that all pairs stay."""
+    places, errors = ("forward", "count", "mask", "sampling", "model"), (RuntimeError, KeyboardInterrupt)
+    ways = itertools.product(enumerate(("full", "none")), enumerate(places), (False, True), enumerate(errors))
+    for (i, mode), (j, where), after, (k, error) in ways:
+        marks = [pytest.mark.slow] if (i + j + after + k) % 2 else []
+        name = f"{mode}-{where}-{'after' if after else 'before'}-{error.__name__}"
+        yield pytest.param(mode, where, after, error("the bus left"), marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("mode", "where", "after", "error"), list(failures()))
 def test_whatever_of_a_step_was_done_when_it_failed_the_next_ones_are_right(
     tiny: TinyModel,
     monkeypatch: pytest.MonkeyPatch,

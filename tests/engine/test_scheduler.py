@@ -907,8 +907,14 @@ TestServing = Serving.TestCase
 # Without shrinking, which takes minutes here: a red run must name its error before the test times out.
 # To shrink a failure, add Phase.shrink and raise the timeout.
 TestServing.settings = settings(
-    max_examples=250,
+    max_examples=120,
     stateful_step_count=25,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestServingForLonger(Serving.TestCase):
+    settings = settings(TestServing.settings, max_examples=2500)

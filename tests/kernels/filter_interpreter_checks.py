@@ -90,7 +90,8 @@ def main(examples: int) -> None:
     tiny = {"_GROUP": 8, "_BLOCK": 64, "_TILE": 32, "_CAPACITY": 16, "_FEW": 4, "_SEGMENT": 8}
     with patch.multiple(triton_cuts, **tiny, _PROGRAMS_WANTED=8):
         for kind, vocab, seed in CASES:
-            check_cuts(Filtering.random(logits_of(kind, 2, vocab, seed), seed))
+            # Only a GPU, or a read of what nobody wrote, makes a second run another one: see a view's rows.
+            check_cuts(Filtering.random(logits_of(kind, 2, vocab, seed), seed), twice=False)
         check_rows_of_a_view()
         check_rows_on_their_own(3, 300, seed=1)
         check_draws(6, 100)
@@ -99,7 +100,7 @@ def main(examples: int) -> None:
             check_any_rows(examples)
             check_rows_on_their_own(6, 700, seed=8)
             check_draws(12, 700)
-    check_cuts(Filtering.random(logits_of("bfloat16", 2, 5001), 1))
+    check_cuts(Filtering.random(logits_of("bfloat16", 2, 5001), 1), twice=False)
     print("all checks passed")
 
 

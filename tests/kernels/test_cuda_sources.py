@@ -2,10 +2,12 @@
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,21 @@ def compiled_for_hopper(shape: MatrixShape, tile: CudaTile, tokens: int) -> tupl
     return compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
 
 
+def machine_code(code: bytes) -> str:
+    """The instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        disassembler = triton.knobs.nvidia.nvdisasm.path
+        return subprocess.check_output([disassembler, "--no-dataflow", file.name], text=True)
+
+
+@cache
+def machine_code_of(shape: MatrixShape, tile: CudaTile, tokens: int) -> str:
+    """Of the kernel as a layer has it."""
+    return machine_code(compiled_for_hopper(shape, tile, tokens)[0])
+
+
 @pytest.mark.parametrize(("shape", "tile", "tokens"), MEASURED)
 def test_a_measured_tile_compiles_without_spilling_much(shape, tile, tokens):
     assert tile.fits(shape)
@@ -101,17 +118,24 @@ def test_a_measured_tile_compiles_without_spilling_much(shape, tile, tokens):
         assert shared_bytes(tile, shape, tokens) <= MOST_SHARED_BYTES
 
 
-@pytest.mark.parametrize(("shape", "tile", "tokens"), MEASURED)
-def test_weights_are_asked_for_before_the_wait(shape, tile, tokens, tmp_path):
+def of_every_form() -> list[Any]:
+    """The first of each kind of kernel and layer; the others are slow, because all are taken apart."""
+    forms, found = set(), []
+    for shape, tile, tokens in MEASURED:
+        form = (type(tile), has_norm(shape), shape.gated)
+        marks = [pytest.mark.slow] if form in forms else []
+        forms.add(form)
+        found.append(pytest.param(shape, tile, tokens, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("shape", "tile", "tokens"), of_every_form())
+def test_weights_are_asked_for_before_the_wait(shape, tile, tokens):
     """All of them, or as many as a warp is ahead.
 
     The compiler may move loads of constants behind it, which nothing but the time would show.
     """
-    code, _ = compiled_for_hopper(shape, tile, tokens)
-    (tmp_path / "kernel.cubin").write_bytes(code)
-    listing = subprocess.check_output(
-        [triton.knobs.nvidia.nvdisasm.path, tmp_path / "kernel.cubin"], text=True
-    )
+    listing = machine_code_of(shape, tile, tokens)
     before, wait, after = listing.partition("ACQBULK")
     assert wait, "it does not wait for the previous kernel"
     if isinstance(tile, WideTile):
@@ -160,28 +184,23 @@ def test_the_largest_wide_tiles_that_fit_find_their_registers(tokens, rows):
     compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
 
 
-def test_sums_are_shown_before_they_are_copied(tmp_path):
+def test_sums_are_shown_before_they_are_copied():
     """Copies read memory another way than stores write it: without the fence it is right most of the time."""
     kernel = wide_kernel(WideTile(64, 64, 64, 2, 2, slices=2), MatrixShape(64, 512))
     source = (compiled._FOLDER / kernel._file).read_text()
     code, _ = compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
-    (tmp_path / "kernel.cubin").write_bytes(code)
-    listing = subprocess.check_output(
-        [triton.knobs.nvidia.nvdisasm.path, tmp_path / "kernel.cubin"], text=True
-    )
+    listing = machine_code(code)
     before, copy, _ = listing.partition("UBLKCP")
     assert copy
     assert "FENCE.VIEW.ASYNC" in before[before.rindex("STS.128") :]
 
 
-@pytest.mark.parametrize(("shape", "tile", "tokens"), [e for e in MEASURED if isinstance(e[1], WideTile)])
-def test_nothing_in_the_loop_of_wide_waits_for_memory_that_is_on_its_way(shape, tile, tokens, tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "tile", "tokens"), [each for each in of_every_form() if isinstance(each.values[1], WideTile)]
+)
+def test_nothing_in_the_loop_of_wide_waits_for_memory_that_is_on_its_way(shape, tile, tokens):
     """A barrier that promises more than it must makes a fence of every step: 140 us where 63 are enough."""
-    code, _ = compiled_for_hopper(shape, tile, tokens)
-    (tmp_path / "kernel.cubin").write_bytes(code)
-    listing = subprocess.check_output(
-        [triton.knobs.nvidia.nvdisasm.path, tmp_path / "kernel.cubin"], text=True
-    )
+    listing = machine_code_of(shape, tile, tokens)
     assert "HGMMA" in listing
     assert not re.findall(r"MEMBAR\.\S*GPU", listing)
     assert len(re.findall(r"CCTL\.IVALL", listing)) <= 2, "those of the cluster's barrier"

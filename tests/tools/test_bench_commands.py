@@ -119,11 +119,18 @@ def test_startup(tmp_path: Path, tiny_config: Path) -> None:
     assert numbers == [("decode", 1, 1), ("decode", 2, 2), ("prefill", 1, 1)]
 
 
-def test_byte_code_is_kept_where_the_environment_forbids_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "package", ["rich", pytest.param("torch", marks=pytest.mark.slow)], ids=["a small one", "all"]
+)
+def test_byte_code_is_kept_where_the_environment_forbids_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    if package != "torch":
+        monkeypatch.setattr(startup, "_IMPORTED", f"import {package}")
     kept = startup.with_byte_code({**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, str(tmp_path))
     assert "PYTHONDONTWRITEBYTECODE" not in kept
     assert kept["PYTHONPYCACHEPREFIX"] == str(tmp_path)
-    assert list(tmp_path.rglob("torch/__init__*.pyc"))
+    assert list(tmp_path.rglob(f"{package}/__init__*.pyc"))
     allowed = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     assert startup.with_byte_code(allowed, str(tmp_path)) == allowed
 

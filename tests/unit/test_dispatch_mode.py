@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOURCES = Path(__file__).parents[2] / "src"
 
 CAPTURE = """
@@ -58,6 +60,7 @@ def test_a_capture_imports_no_compiler() -> None:
     run(CAPTURE)
 
 
+@pytest.mark.slow
 def test_a_compiler_imported_later_keeps_out_of_modes_and_may_not_compile_while_recording() -> None:
     imported, refused = run(COMPILER_IMPORTED_LATER).splitlines()
     assert imported == "imported"

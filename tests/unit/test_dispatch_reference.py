@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
+import pytest
 from dispatched_graphs import (
     FULL,
     FULL_AND_PIECEWISE,
@@ -166,9 +167,21 @@ def shapes_strategy(draw: st.DrawFn) -> BatchShape:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_decisions_follow_the_rules(data: st.DataObject) -> None:
+    check_decisions(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=4000, deadline=None)
+@given(data=st.data())
+def test_many_decisions_follow_the_rules(data: st.DataObject) -> None:
+    check_decisions(data)
+
+
+def check_decisions(data: st.DataObject) -> None:
+    """Any graphs, of which some were lost, and any batches."""
     mode = data.draw(st.sampled_from([*GraphMode, FULL, FULL_AND_PIECEWISE, FULL_AND_PIECEWISE]))
     capability = data.draw(st.sampled_from([*Capability, Capability.ALWAYS, Capability.ALWAYS]))
     query_len = data.draw(st.sampled_from([1, 1, 3]))

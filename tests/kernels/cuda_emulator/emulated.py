@@ -6,15 +6,17 @@ asynchronous copies arrive when they are waited for and no sooner. Speed, regist
 kernels do to each other are not emulated.
 """
 
+import atexit
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -30,7 +32,8 @@ SOURCES = Path(compiled.__file__).parent
 EMULATOR = Path(__file__).parent
 
 _KINDS = {Tensor: "p", TileMap: "m", float: "f", int: "i"}
-_OPTIONS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w")
+_OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-fno-strict-aliasing", "-w")
+_FILES = ("device.cuh", "warpgroup.cuh", "fibers.h", "launch.h")
 MOST_SHARED_BYTES = 227 << 10
 """Of a program."""
 
@@ -106,12 +109,9 @@ class EmulatedKernel:
         assert COMPILER is not None
         macros = [f"-D{name}={int(value)}" for name, value in self.constants]
         files = {path.name: path.read_text() for path in sorted(self.emulator.sources.glob("*.cu*"))}
-        files |= {
-            name: (EMULATOR / name).read_text()
-            for name in ("device.cuh", "warpgroup.cuh", "fibers.h", "launch.h")
-        }
+        files |= {name: (EMULATOR / name).read_text() for name in _FILES}
         files["kernel.cpp"] = f'#include "{self.file}"\n#include "launch.h"\n'
-        command = [COMPILER, *_OPTIONS, f"-DENTRY={self.entry}", *macros]
+        command = [COMPILER, *_OPTIONS, "-shared", f"-DENTRY={self.entry}", *macros]
         key = hashlib.sha256("\n".join([*command, *files.values()]).encode()).hexdigest()
         kept = self.emulator.builds / f"{key}.so"
         if kept.exists():
@@ -121,13 +121,27 @@ class EmulatedKernel:
             for name, text in files.items():
                 Path(folder, name).write_text(text)
             built = Path(folder, "kernel.so")
-            said = subprocess.run(
-                [*command, "-o", str(built), str(Path(folder, "kernel.cpp"))], capture_output=True, text=True
-            )
+            command += ["-include", _standard_headers(), "-o", str(built), str(Path(folder, "kernel.cpp"))]
+            said = subprocess.run(command, capture_output=True, text=True)
             if said.returncode != 0:
                 raise EmulatorError(f"{self.file} does not compile with {' '.join(macros)}:\n{said.stderr}")
             os.replace(built, kept)
         return kept
+
+
+@cache
+def _standard_headers() -> str:
+    """A file that includes those of the standard library, read by the compiler once for all kernels."""
+    assert COMPILER is not None
+    names = {
+        name for file in _FILES for name in re.findall(r"#include (<.+>)", (EMULATOR / file).read_text())
+    }
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    file = Path(folder, "standard.h")
+    file.write_text("".join(f"#include {name}\n" for name in sorted(names)))
+    subprocess.run([COMPILER, *_OPTIONS, "-x", "c++-header", str(file)], check=True)
+    return str(file)
 
 
 def _tensor_map(given: TileMap) -> ctypes.Array[ctypes.c_int64]:
