@@ -533,3 +533,58 @@ def test_what_looks_for_errors_in_padding_is_refused_and_the_other_form_is_serve
         assert torch.allclose(f(x), x / 4)
         assert torch.allclose(g(x), x / 4)
     assert f.report().graphs == ()
+
+
+class Growing(nn.Module):
+    """A table that is made anew when a longer sequence comes, as those of rotary embeddings are."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.length = None, 0
+
+    def forward(self, x):
+        if x.shape[1] > self.length:
+            self.length = x.shape[1]
+            self.table = torch.arange(self.length, device=x.device).float() / self.length
+        return x * self.table[: x.shape[1], None]
+
+
+def test_a_table_that_an_eager_call_made_anew_is_noticed(device):
+    f, plain = pair(Growing(), device)
+    for n, length in ((3, 5), (4, 5), (3, 9)):
+        x = randn(n, length, WIDTH, device=device)
+        assert agrees(f, plain, x)
+    with pytest.raises(AddressError):
+        f(randn(3, 5, WIDTH, device=device))
+    f.recapture()
+    x = randn(3, 5, WIDTH, device=device)
+    assert agrees(f, plain, x)
+
+
+def test_capturing_the_outer_wrapper_leaves_the_inner_one_alone(device):
+    inner = wrap(nn.Linear(WIDTH, WIDTH).to(device), LADDER)
+    outer = wrap(lambda x: inner(x) + 1, LADDER)
+    outer(randn(3, WIDTH, device=device))
+    outer.verify()
+    assert inner.report().graphs == ()
+    assert outer.report().replays == 1
+
+
+def test_what_a_function_given_as_an_argument_closes_over_is_watched(device):
+    weight = [randn(WIDTH, WIDTH, device=device)]
+    given = lambda x: x @ weight[0]  # noqa: E731
+    f, x = wrap(lambda x, inside: inside(x), LADDER), randn(3, WIDTH, device=device)
+    f(x, given)
+    weight[0] = weight[0] * 2
+    with pytest.raises(AddressError, match="weight"):
+        f(x, given)
+
+
+def test_a_decomposition_is_right_on_every_rung(device):
+    for ladder in ([1], LADDER):
+        f = wrap(torch.linalg.qr, ladder)
+        for n in (1, 1, 3, 8):
+            a = randn(n, 4, 4, device=device, seed=n)
+            q, r = f(a)
+            assert torch.allclose(q @ r, a, atol=1e-4)
+            assert torch.allclose(r, r.triu(), atol=1e-5)

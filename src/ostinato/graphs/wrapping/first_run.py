@@ -34,7 +34,8 @@ class FirstRun:
     ) -> None:
         """`may_stay`: whether this is a call, so that what cannot be undone may stand."""
         self._function, self._signature, self._batch = function, signature, batch
-        self._before = Reached(function)
+        self._roots = (function, *signature.functions)
+        self._before = Reached(*self._roots)
         self._trials = Trials(backend_for(device), generators=generators)
         self.refusal: str | None = None
         """Why no graph can do what it does."""
@@ -79,7 +80,7 @@ class FirstRun:
 
     def _look_twice(self, trials: Trials) -> None:
         """State made in the first run is there in the second: what is assigned then is assigned always."""
-        first = Reached(self._function)
+        first = Reached(*self._roots)
         try:
             self._run(trials)
             assigned = first.assigned()

@@ -258,7 +258,7 @@ class GraphedCall:
         device, options = self._device(batch), self.settings.options
         first = FirstRun(self.function, signature, batch, device, options.generators, may_stay=may_stay)
         self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
-        before = Reached(self.function)
+        before = Reached(self.function, *signature.functions)
         if self._pool is None:
             self._pool = GraphPool(device)
         with torch.inference_mode(False), torch.no_grad():

@@ -42,9 +42,9 @@ _Place = tuple[str, Callable[[], Any], Any]
 class Reached:
     """A snapshot of what a function reaches."""
 
-    def __init__(self, function: Callable[..., Any], ignored: Collection[str] = ()) -> None:
-        """`ignored`: names of values that the function changes itself."""
-        self._function, self._ignored = function, ignored
+    def __init__(self, *roots: Any, ignored: Collection[str] = ()) -> None:
+        """`roots`: the function, and others that it is given. `ignored`: names of values that they change."""
+        self._roots, self._ignored = roots, ignored
         self.modules: list[torch.nn.Module] = []
         self._tables: list[tuple[str, dict[Any, Any]]] = []
         self._hooks: list[dict[Any, Any]] = []
@@ -52,7 +52,8 @@ class Reached:
         self._values: list[_Place] = []
         self._holders: dict[int, tuple[str, Any]] = {}
         self._seen: dict[int, Any] = {}  # holds what was seen: identities must not be used again meanwhile
-        self._visit("", function)
+        for root in roots:
+            self._visit("", root)
         self._seen.clear()
         self._saved = [(name, holder, _contents(holder)) for name, holder in self._holders.values()]
         self._in_tables = self._table_contents()
@@ -114,7 +115,7 @@ class Reached:
         """A snapshot of now, without values that have changed since this one: to be taken over trial runs, in
         which the function has changed nothing but what it always changes."""
         own = [name for name, get, value in self._places if get() is not value]
-        return Reached(self._function, {*own, *self.changed_values()})
+        return Reached(*self._roots, ignored={*own, *self.changed_values()})
 
     def assigned(self) -> "Assigned":
         """Where tensors stand now that did not stand there."""

@@ -83,6 +83,11 @@ class Signature:
         constants = [None if isinstance(leaf, torch.Tensor) else leaf for *_, leaf in leaves]
         return cls(structure, tuple(fields), tuple(constants), batch_dim, opaque)
 
+    @property
+    def functions(self) -> list[Any]:
+        """Functions among the constants."""
+        return [constant for constant in self.constants if isinstance(constant, types.FunctionType)]
+
     @cached_property
     def is_flat(self) -> bool:
         """Whether a call is nothing but tensors, one after the other: the commonest kind."""
