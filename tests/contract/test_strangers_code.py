@@ -588,3 +588,42 @@ def test_a_decomposition_is_right_on_every_rung(device):
             q, r = f(a)
             assert torch.allclose(q @ r, a, atol=1e-4)
             assert torch.allclose(r, r.triu(), atol=1e-5)
+
+
+class Rebinding(nn.Module):
+    """Assigns a buffer that it never reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x):
+        self.last = x.sum(1)
+        return x * 2
+
+
+def test_a_buffer_that_is_assigned_in_every_call_is_right(device):
+    f, plain = pair(Rebinding(), device)
+    for x in batches(device):
+        assert agrees(f, plain, x)
+        assert torch.allclose(f.last, plain.last, atol=1e-5)
+
+
+def test_verify_in_another_mode_says_so(device):
+    f = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).to(device).eval(), LADDER)
+    f(randn(3, WIDTH, device=device))
+    f.train()
+    with pytest.raises(VerifyError, match="training-mode-changed"):
+        f.verify()
+    f.eval()
+    assert f.verify().passed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scripted_modules_are_served_or_run_as_they_are(device):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).to(device).eval()
+    example = randn(3, WIDTH, device=device)
+    for scripted in (torch.jit.script(module), torch.jit.trace(module, example)):
+        f = wrap(lambda x, scripted=scripted: scripted(x), LADDER)
+        for x in batches(device):
+            assert agrees(f, module, x)

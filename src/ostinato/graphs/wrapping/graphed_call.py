@@ -197,6 +197,9 @@ class GraphedCall:
         if not self._entries:
             raise VerifyError("nothing to verify: no call has been captured yet")
         self.check_addresses()
+        for reason in map(self._why_not, self._entries):
+            if reason is not None:
+                raise VerifyError(f"not as it was captured ({reason}): set it back, or recapture()")
         with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
             outcomes = [entry.runner.verify(tolerance=tolerance, seed=seed) for entry in self._entries]
         return Verification(tuple(check for outcome in outcomes for check in outcome.checks))

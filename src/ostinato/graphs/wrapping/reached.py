@@ -125,6 +125,7 @@ class Reached:
                 was = saved.get(key, _MISSING)
                 if value is not was and tensors_in(value):
                     found.places.append((f"{name}{key}", holder, key, was))
+                    found.is_state |= any(holder is table for _, table in self._tables)
         return found
 
     def put_back(self) -> None:
@@ -245,6 +246,8 @@ class Assigned:
     def __init__(self) -> None:
         self.places: list[tuple[str, Any, Any, Any]] = []
         """Name, holder, key, and what stood there before."""
+        self.is_state = False
+        """Whether one of them is a parameter or buffer."""
 
     def __bool__(self) -> bool:
         return bool(self.places)
@@ -253,7 +256,7 @@ class Assigned:
         """A place whose former tensor was used (its storage is among `reads`), or that is a new one in every
         call: state that is kept by assignment, which no replay would repeat."""
         for name, holder, _, was in self.places:
-            if isinstance(holder, list) and was is _MISSING:
+            if self.is_state or (isinstance(holder, list) and was is _MISSING):
                 return name
             if was is not _MISSING and any(storage_address(t) in reads for t in tensors_in(was)):
                 return name
