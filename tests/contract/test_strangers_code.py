@@ -4,6 +4,8 @@ import copy
 import functools
 import random
 import threading
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -627,3 +629,115 @@ def test_scripted_modules_are_served_or_run_as_they_are(device):
         f = wrap(lambda x, scripted=scripted: scripted(x), LADDER)
         for x in batches(device):
             assert agrees(f, module, x)
+
+
+# -- deeper --------------------------------------------------------------------------------------------
+
+
+class Cell:
+    """A cache of a layer."""
+
+    def __init__(self, device):
+        self.total = torch.zeros(WIDTH, device=device)
+
+
+class Layered(nn.Module):
+    """Caches in a list of objects."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, device=device)
+        self.caches = [Cell(device), Cell(device)]
+
+    def forward(self, x):
+        y = self.linear(x)
+        for cache in self.caches:
+            cache.total += 1
+            y = y + cache.total
+        return y
+
+
+def test_caches_in_a_list_of_objects_that_is_made_anew_are_noticed(device):
+    module = Layered(device)
+    f, x = wrap(module, LADDER), randn(3, WIDTH, device=device)
+    f(x)
+    module.caches = [Cell(device), Cell(device)]
+    with pytest.raises(AddressError, match="caches"):
+        f(x)
+
+
+class Slotted:
+    """State in a slot."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class InASlot(nn.Module):
+    """State that is kept by assignment where there is no dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.state = Slotted(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.state.value = self.state.value.to(x.device) + 1
+        return self.linear(x) + self.state.value
+
+
+class InAQueue(nn.Module):
+    """The results of the last calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.last = deque([torch.zeros(8, WIDTH)] * 3, maxlen=3)
+
+    def forward(self, x):
+        y = self.linear(x)
+        result = y + self.last[0][: len(x)].to(x.device)
+        self.last.append(y)
+        return result
+
+
+class InAnObject(nn.Module):
+    """Leaves its result in an object of its own making."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.info = None
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.info = SimpleNamespace(double=y * 2)
+        return y
+
+
+@pytest.mark.parametrize("kind", [InASlot, InAQueue])
+def test_state_in_slots_and_queues_is_right(device, kind):
+    f, plain = pair(kind(), device)
+    for x in batches(device, (4, 4, 4, 4, 4)):
+        assert agrees(f, plain, x)
+
+
+def test_what_is_left_in_an_object_of_every_call_is_that_of_the_call(device):
+    f, plain = pair(InAnObject(), device)
+    for x in batches(device):
+        assert agrees(f, plain, x)
+        assert torch.allclose(f.info.double, plain.info.double, atol=1e-5)
+
+
+def test_a_list_that_a_hook_fills_and_the_caller_clears(device):
+    found, module = [], nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).to(device)
+    module[0].register_forward_hook(lambda module, args, out: found.append(out))
+    f = wrap(module, LADDER)
+    for x in batches(device):
+        found.clear()
+        f(x)
+        with torch.no_grad():
+            assert torch.allclose(found[0], F.linear(x, module[0].weight, module[0].bias), atol=1e-5)
+        assert len(found) == 1

@@ -57,6 +57,10 @@ class Trials:
         """Whether something that an observed run made outlives it."""
         return any(journal.survivors() for journal in self._journals)
 
+    def made_last(self) -> set[int]:
+        """Addresses of storages that the last observed run made and that outlive it."""
+        return self._journals[-1].survivors()
+
     @property
     def unplain(self) -> str | None:
         """A kind of tensors that graphs do not know, if an observed run used one."""

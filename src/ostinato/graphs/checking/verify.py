@@ -56,10 +56,16 @@ class Verifiable(Protocol):
     graphs: dict[GraphKey, CapturedGraph]
     sinks: dict[str, torch.Tensor]
     outputs: Trimmer
-    arguments: Callable[[Mapping[str, torch.Tensor], BatchDescriptor], dict[str, Any]]
-    trials: Callable[[], Trials]
-    launch: Callable[[CapturedGraph], None]
-    poison_surroundings: Callable[[], None]
+
+    def arguments(
+        self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor
+    ) -> dict[str, Any]: ...
+
+    def trials(self) -> Trials: ...
+
+    def launch(self, graph: CapturedGraph) -> None: ...
+
+    def poison_surroundings(self) -> None: ...
 
 
 @dataclass(frozen=True)

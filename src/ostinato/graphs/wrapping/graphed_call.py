@@ -128,12 +128,12 @@ class GraphedCall:
         except EmptyBatchError:
             return self._eagerly(Reason.EMPTY_BATCH, args, kwargs)
         entry, batch, shape = found
-        reason = self._why_not(entry)
-        if reason is None:
+        why_not = self._why_not(entry)
+        if why_not is None:
             decision = entry.runner.decide(shape)
-            reason = decision.reason if decision.is_eager else None
-        if reason is not None:
-            return self._eagerly(reason, args, kwargs)
+            why_not = decision.reason if decision.is_eager else None
+        if why_not is not None:
+            return self._eagerly(why_not, args, kwargs)
         if not (entry.reached.is_unchanged() and entry.runner.reads_hold()):
             self.check_addresses()
         if entry.first.written:

@@ -14,6 +14,7 @@ and what trial runs have assigned is put back before a function that was refused
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from operator import attrgetter, is_
@@ -52,6 +53,7 @@ class Reached:
         self._values: list[_Place] = []
         self._holders: dict[int, tuple[str, Any]] = {}
         self._seen: dict[int, Any] = {}  # holds what was seen: identities must not be used again meanwhile
+        self._leads: set[int] = set()
         for root in roots:
             self._visit("", root)
         self._seen.clear()
@@ -93,7 +95,7 @@ class Reached:
             return
         before = dict(zip(map(id, self.tensors), zip(*self._geometry, strict=True), strict=True))
         saved = {id(holder): contents for _, holder, contents in self._saved}
-        now = [
+        now: list[tuple[str, Any, Any]] = [
             (f"{name}{key}", table.get(key), saved[id(table)].get(key))
             for name, table in self._tables
             for key in {**saved[id(table)], **table}
@@ -134,13 +136,14 @@ class Reached:
             now = _contents(holder)
             if list(now) == list(saved) and all(map(is_, now.values(), saved.values())):
                 continue
-            if isinstance(holder, types.CellType):
-                holder.cell_contents = saved["cell_contents"]
-            elif isinstance(holder, list):
-                holder[:] = saved.values()
-            else:
+            if isinstance(holder, list | deque):
                 holder.clear()
-                holder.update(saved)
+                holder.extend(saved.values())
+                continue
+            for key in now.keys() - saved.keys():
+                delattr(holder, key) if not isinstance(holder, dict) else holder.pop(key)
+            for key, value in saved.items():
+                _put(holder, key, value)
 
     # -- internals ---------------------------------------------------------------------------------
 
@@ -155,33 +158,43 @@ class Reached:
         tensors = self.tensors
         return list(map(_address, tensors)), list(map(_stride, tensors)), list(map(_numel, tensors))
 
-    def _visit(self, name: str, value: Any) -> None:
+    def _visit(self, name: str, value: Any) -> bool:
+        """Follow a value; whether that leads to a tensor or module."""
         if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
-            return
+            return id(value) in self._leads
         self._seen[id(value)] = value
-        if isinstance(value, torch.nn.Module):
-            self._visit_module(name, value)
-        elif isinstance(value, types.FunctionType):
-            self._visit_function(name, value)
-        elif isinstance(value, types.MethodType):
-            self._visit(name, value.__func__)
-            self._visit(f"{name}self", value.__self__)
-        elif isinstance(value, functools.partial):
-            self._visit(name, value.func)
-            self._visit(f"{name}args", value.args)
-            self._visit_holder(name, value.keywords)
-        elif isinstance(value, torch.optim.Optimizer):
-            self._visit_holder(f"{name}.state", value.state)
-        elif isinstance(value, dict | list | tuple):
-            self._visit_holder(name, value)
-        elif _is_users(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, type):
-            self._visit_holder(f"{name}.", vars(value))
-            self._visit_class(type(value))
+        found = self._follow(name, value)
+        if found:
+            self._leads.add(id(value))
+        return found
 
-    def _visit_module(self, name: str, module: torch.nn.Module) -> None:
+    def _follow(self, name: str, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return True
+        if isinstance(value, torch.nn.Module):
+            return self._follow_module(name, value)
+        if isinstance(value, types.FunctionType):
+            return self._follow_function(value)
+        if isinstance(value, types.MethodType):
+            return self._visit(f"{name}self", value.__self__) | self._visit(name, value.__func__)
+        if isinstance(value, functools.partial):
+            inside = self._visit(name, value.func) | self._visit(f"{name}args", value.args)
+            return inside | self._follow_holder(name, value.keywords)
+        if isinstance(value, torch.optim.Optimizer):
+            return self._follow_holder(f"{name}.state", value.state)
+        if isinstance(value, dict | list | tuple | deque):
+            return self._follow_holder(name, value)
+        if _is_users(type(value).__module__) and not isinstance(value, type | types.ModuleType):
+            found = self._follow_holder(f"{name}.", vars(value)) if hasattr(value, "__dict__") else False
+            found |= self._follow_holder(f"{name}.", value) if _slots(value) else False
+            return found | self._follow_class(type(value))
+        return False
+
+    def _follow_module(self, name: str, module: torch.nn.Module) -> bool:
         prefix = f"{name}." if name else ""
         for path, inner in module.named_modules():
             self._seen[id(inner)] = inner
+            self._leads.add(id(inner))
             self.modules.append(inner)
             own, inside = vars(inner), f"{prefix}{path}." if path else prefix
             tables = [own[table] for table in _TABLES if type(own.get(table)) is dict]  # not in TorchScript
@@ -193,51 +206,52 @@ class Reached:
                 self._visit("", hook)
             for key in own.keys() - _OF_EVERY_MODULE:
                 self._note(f"{inside}{key}", functools.partial(own.get, key), own[key])
-            self._visit_class(type(inner))
+            self._follow_class(type(inner))
+        return True
 
-    def _visit_class(self, kind: type) -> None:
+    def _follow_class(self, kind: type) -> bool:
         for base in kind.__mro__:
             if _is_users(base.__module__) and id(base) not in self._seen:
                 self._seen[id(base)] = base
                 for function in vars(base).values():
                     if isinstance(function, types.FunctionType):
                         self._visit("", function)
+        return False
 
-    def _visit_function(self, name: str, function: types.FunctionType) -> None:
+    def _follow_function(self, function: types.FunctionType) -> bool:
+        found = False
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._holders[id(cell)] = f"{variable} ", cell
-            get = functools.partial(_cell_contents, cell)
-            self._note(variable, get, _cell_contents(cell))
+            found |= self._note(variable, functools.partial(_item, cell, "contents"), _item(cell, "contents"))
         if not _is_users(function.__module__):
-            return
+            return found
         defaults = function.__defaults__ or ()
         named = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :]
-        for variable, default in (
-            *zip(named, defaults, strict=False),
-            *(function.__kwdefaults__ or {}).items(),
-        ):
-            self._note(variable, functools.partial(_item, (default,), 0), default)
+        given = dict(zip(named, defaults, strict=False)) | (function.__kwdefaults__ or {})
+        for variable, default in given.items():
+            found |= self._note(variable, functools.partial(_item, (default,), 0), default)
         for variable in _names_in(function.__code__):
             if variable in function.__globals__:
                 get = functools.partial(function.__globals__.get, variable)
-                self._note(variable, get, function.__globals__[variable])
+                found |= self._note(variable, get, function.__globals__[variable])
+        return found
 
-    def _visit_holder(self, name: str, holder: Any) -> None:
+    def _follow_holder(self, name: str, holder: Any) -> bool:
         self._seen[id(holder)] = holder
         if not isinstance(holder, tuple):
             self._holders[id(holder)] = name, holder
+        found = False
         for key, value in _items(holder):
-            get = functools.partial(holder.get, key) if isinstance(holder, dict) else None
-            get = get or functools.partial(_item, holder, key)
-            self._note(f"{name}{key}" if isinstance(key, str) else f"{name}[{key}]", get, value)
+            get = functools.partial(_item, holder, key)
+            found |= self._note(f"{name}{key}" if isinstance(key, str) else f"{name}[{key}]", get, value)
+        return found
 
-    def _note(self, name: str, get: Callable[[], Any], value: Any) -> None:
+    def _note(self, name: str, get: Callable[[], Any], value: Any) -> bool:
         if name in self._ignored or isinstance(value, types.ModuleType):
-            return
-        is_on_the_way = isinstance(value, torch.Tensor | torch.nn.Module) or bool(_tensors_below(value))
-        (self._places if is_on_the_way else self._values).append((name, get, value))
-        if not isinstance(value, torch.Tensor):
-            self._visit(name, value)
+            return False
+        leads = self._visit(name, value)
+        (self._places if leads else self._values).append((name, get, value))
+        return leads
 
 
 class Assigned:
@@ -253,45 +267,73 @@ class Assigned:
         return bool(self.places)
 
     def carried_on(self, reads: Collection[int]) -> str | None:
-        """A place whose former tensor was used (its storage is among `reads`), or that is a new one in every
-        call: state that is kept by assignment, which no replay would repeat."""
+        """A place whose former tensor was used (its storage is among `reads`), or that is in a list: state that
+        is kept by assignment, which no replay would carry on."""
         for name, holder, _, was in self.places:
-            if self.is_state or (isinstance(holder, list) and was is _MISSING):
+            if self.is_state or isinstance(holder, list | deque):
                 return name
             if was is not _MISSING and any(storage_address(t) in reads for t in tensors_in(was)):
                 return name
         return None
 
+    def storages(self) -> set[int]:
+        """Where the tensors that stand there now have their memory."""
+        values = (_item(holder, key) for _, holder, key, _ in self.places)
+        return {storage_address(tensor) for value in values for tensor in tensors_in(value)}
+
     def with_result(self, result: Any) -> tuple[Any, list[Any]]:
         """The function's result, and what stands in these places now."""
-        return result, [_contents(holder)[key] for _, holder, key, _ in self.places]
+        return result, [_item(holder, key) for _, holder, key, _ in self.places]
 
     def put(self, served: tuple[Any, list[Any]]) -> Any:
         """Let what a replay made stand there; the result."""
         result, values = served
         for (_, holder, key, _), value in zip(self.places, values, strict=True):
-            if isinstance(holder, types.CellType):
-                holder.cell_contents = value
-            else:
-                holder[key] = value
+            _put(holder, key, value)
         return result
-
-
-def _tensors_below(value: Any) -> list[torch.Tensor]:
-    """Tensors in a container or in an object of the user's, one level down."""
-    if _is_users(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, type):
-        value = vars(value)
-    return tensors_in(value) if isinstance(value, dict | list | tuple) else []
 
 
 def _contents(holder: Any) -> dict[Any, Any]:
     return dict(_items(holder))
 
 
+def _slots(value: Any) -> list[str]:
+    names = [getattr(base, "__slots__", ()) for base in type(value).__mro__]
+    listed = chain.from_iterable([name] if isinstance(name, str) else name for name in names)
+    return [name for name in listed if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+
+
 def _items(holder: Any) -> list[tuple[Any, Any]]:
+    """What a dictionary, list, closure or object with slots holds, by key."""
+    if isinstance(holder, dict):
+        return list(holder.items())
     if isinstance(holder, types.CellType):
-        return [("cell_contents", _cell_contents(holder))]
-    return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+        return [("contents", _item(holder, "contents"))]
+    if isinstance(holder, list | tuple | deque):
+        return list(enumerate(holder))
+    return [(name, getattr(holder, name)) for name in _slots(holder)]
+
+
+def _item(holder: Any, key: Any) -> Any:
+    if isinstance(holder, dict):
+        return holder.get(key)
+    if isinstance(holder, types.CellType):
+        try:
+            return holder.cell_contents
+        except ValueError:  # not assigned yet
+            return None
+    if isinstance(holder, list | tuple | deque):
+        return holder[key] if key < len(holder) else None
+    return getattr(holder, key, None)
+
+
+def _put(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[key] = value
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = value
+    else:
+        setattr(holder, key, value)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -300,17 +342,6 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
-
-
-def _cell_contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-def _item(sequence: Any, number: int) -> Any:
-    return sequence[number] if number < len(sequence) else None
 
 
 def _is_users(module: str | None) -> bool:

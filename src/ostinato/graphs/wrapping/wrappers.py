@@ -137,7 +137,8 @@ def wrap(function: Callable[..., Any], settings: Settings, pool: GraphPool | Non
         logger.warning("%s of the module is hidden by the wrapper's: use unwrap()", ", ".join(taken))
     if not isinstance(function, torch.nn.Module):
         return GraphedFunction(call)
-    kind = _wrapper_class(type(function))
+    wrapped: Any = type(function)
+    kind = _wrapper_class(wrapped)
     wrapper = kind.__new__(kind)
     object.__setattr__(wrapper, "__dict__", vars(function))
     object.__setattr__(wrapper, "graph_call", call)
