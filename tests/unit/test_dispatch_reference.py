@@ -174,6 +174,7 @@ def test_decisions_follow_the_rules(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @settings(max_examples=4000, deadline=None)
 @given(data=st.data())
 def test_many_decisions_follow_the_rules(data: st.DataObject) -> None:
