@@ -462,6 +462,10 @@ class CudaGraphRunner:
         """
         self._addresses.watch(tensors)
 
+    def storages_read(self) -> set[int]:
+        """Addresses of the storages that trial runs were seen to read, besides inputs."""
+        return self._addresses.storages_read
+
     def reads_hold(self) -> bool:
         """Whether what the step was seen to read besides what is watched by name is still there."""
         return self._addresses.reads_hold

@@ -96,7 +96,7 @@ class WriteJournal(DispatchMode):
         """Addresses of the storages among them that are written."""
         self.draws_from_default = False
         """Whether random numbers are drawn from a generator that nobody passes."""
-        self._generators: dict[torch.Generator, torch.Tensor] = {}
+        self.generators: dict[torch.Generator, torch.Tensor] = {}
         self.unplain: str | None = None
         """What kind of tensors without memory of the ordinary kind are used, if any are."""
         self.work: list[tuple[Any, str]] = []
@@ -134,14 +134,14 @@ class WriteJournal(DispatchMode):
     @property
     def draws_random(self) -> bool:
         """Whether random numbers are drawn at all."""
-        return self.draws_from_default or bool(self._generators)
+        return self.draws_from_default or bool(self.generators)
 
     def _note_draw(self, given: list[Any]) -> None:
         passed = [value for value in given if isinstance(value, torch.Generator)]
         self.draws_from_default = self.draws_from_default or not passed
         for generator in passed:
-            if generator not in self._generators:
-                self._generators[generator] = generator.get_state()
+            if generator not in self.generators:
+                self.generators[generator] = generator.get_state()
 
     def survivors(self) -> set[int]:
         """Addresses of what was made while active and still lives: state that the step keeps."""
@@ -173,5 +173,5 @@ class WriteJournal(DispatchMode):
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), writing_inference_tensors():
             for restore in reversed(self._undo):
                 restore()
-        for generator, state in self._generators.items():
+        for generator, state in self.generators.items():
             generator.set_state(state)

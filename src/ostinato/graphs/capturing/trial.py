@@ -57,6 +57,21 @@ class Trials:
         """Whether something that an observed run made outlives it."""
         return any(journal.survivors() for journal in self._journals)
 
+    @property
+    def draws_from_default(self) -> bool:
+        """Whether an observed run drew from a generator that nobody passed."""
+        return any(journal.draws_from_default for journal in self._journals)
+
+    @property
+    def generators(self) -> set[torch.Generator]:
+        """The generators that observed runs passed."""
+        return {generator for journal in self._journals for generator in journal.generators}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs."""
+        return self._backend.device
+
     def made_last(self) -> set[int]:
         """Addresses of storages that the last observed run made and that outlive it."""
         return self._journals[-1].survivors()
@@ -155,7 +170,7 @@ class Trials:
         draw from them meanwhile, and would draw the same numbers again."""
         for generator, state in self._generators:
             generator.set_state(state)
-        if not (self._rewinds or any(journal.draws_from_default for journal in self._journals)):
+        if not (self._rewinds or self.draws_from_default):
             return
         if not torch.equal(torch.get_rng_state(), self._host_rng):
             torch.set_rng_state(self._host_rng)

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ..errors import AddressError
+from ..memory import storage_address
 
 NamedTensors: TypeAlias = Mapping[str, torch.Tensor]
 Watched: TypeAlias = NamedTensors | torch.nn.Module | Callable[[], NamedTensors]
@@ -52,6 +53,12 @@ class AddressBook:
         """Do not watch these, though they were read."""
         for tensor in tensors:
             self._reads.pop(tensor.data_ptr(), None)
+
+    @property
+    def storages_read(self) -> set[int]:
+        """Where what steps read has its memory."""
+        tensors = (read.tensor() for read in self._reads.values())
+        return {storage_address(tensor) for tensor in tensors if tensor is not None}
 
     @property
     def reads_hold(self) -> bool:

@@ -44,8 +44,9 @@ UNPADDED = 10
 
 _GROSS = {torch.float16: 0.1, torch.bfloat16: 0.1}
 """Of an output's norm, 0.01 for other types: more is no matter of rounding."""
-_FLIPS = 0.2
-"""The share of integers that rounding may decide: the place of the largest of nearly equal numbers."""
+_FLIPS = 0.02
+"""The share of integers that rounding may decide: the place of the largest of nearly equal numbers. None in
+`verify`."""
 
 
 class Verifiable(Protocol):
@@ -182,9 +183,22 @@ def refuse_dependence_on_the_batch(runner: Verifiable, make: Callable[[BatchDesc
     """
     graph = max(runner.graphs.values(), key=lambda graph: graph.descriptor)
     full = shapes_to_try(graph.descriptor)[0]
-    shape, trials = _part_of(full, 2), runner.trials()
+    shape = _part_of(full, 2)
+    given = make(shape.as_descriptor())
+    # Both signs: zeros of padding win where all numbers are negative, or where all are positive.
+    negative = {name: -value if value.is_floating_point() else value for name, value in given.items()}
+    for batch in (given, negative):
+        _refuse_dependence(runner, graph, shape, batch)
+
+
+def _refuse_dependence(runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch) -> None:
+    trials = runner.trials()
+
+    def allowed(dtype: torch.dtype) -> float:
+        is_number = dtype.is_floating_point or dtype.is_complex
+        return _GROSS.get(dtype, 0.01) if is_number else _FLIPS
+
     with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
-        batch = make(shape.as_descriptor())
         try:
             unpadded = trials.run(lambda: _unpadded(runner, batch, shape))
         except Exception:
@@ -192,18 +206,18 @@ def refuse_dependence_on_the_batch(runner: Verifiable, make: Callable[[BatchDesc
         if trials.draws_random:
             return
         got = _replayed(runner, graph, batch, shape, trials, poison=False)
-        _, dependent = _dependence(runner.outputs.names, got, unpadded, lambda t: _GROSS.get(t, 0.01))
+        _, dependent = _dependence(runner.outputs.names, got, unpadded, allowed)
         if dependent is None:
             return
         runner.buffers.fill(batch, shape, graph.descriptor)
         padded = trials.run(lambda: _eager(runner, graph, shape))
-        _, wrong = _dependence(runner.outputs.names, got, padded, lambda t: _GROSS.get(t, 0.01))
+        _, wrong = _dependence(runner.outputs.names, got, padded, allowed)
     if wrong is not None:
         raise CaptureError(f"{wrong} of a replay is not what the step computes")
     if dependent is not None:
         raise CaptureError(
             f"{dependent} depends on the batch: its rows are others when {shape.num_reqs} rows are padded to "
-            f"{full.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is part of the "
+            f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is part of the "
             f"step: compute it outside, or capture without padding (a rung for every size)"
         )
 
@@ -324,7 +338,7 @@ def _dependence(
             difference, limit = (0.0 if same_constant(a, b) else float("inf")), 0.0
         else:
             difference = _relative_difference(a, b)
-            limit = allowed(a.dtype) if a.is_floating_point() or a.is_complex() else _FLIPS
+            limit = allowed(a.dtype)
         worst, dependent = max(worst, difference), dependent or (name if difference > limit else None)
     return worst, dependent
 

@@ -15,7 +15,7 @@ from ..dispatching.step_mode import step_mode
 from ..inputs.buffers import Batch
 from ..memory import storage_address
 from ..trees import map_tensors
-from .reached import Assigned, Reached
+from .reached import Assigned, Key, Reached
 from .signature import Signature
 
 
@@ -33,70 +33,87 @@ class FirstRun:
         may_stay: bool,
     ) -> None:
         """`may_stay`: whether this is a call, so that what cannot be undone may stand."""
-        self._function, self._signature, self._batch = function, signature, batch
-        self._roots = (function, *signature.functions)
-        self._before = Reached(*self._roots)
-        self._trials = Trials(backend_for(device), generators=generators)
         self.refusal: str | None = None
         """Why no graph can do what it does."""
         self.assigned: Assigned | None = None
         """Where it leaves tensors in every call, besides its result."""
+        self.changes: set[Key] = set()
+        """What it assigns in every call."""
+        self.reads: set[int] = set()
+        """Addresses of the storages that it used."""
+        backend = backend_for(device)
+        trials, before = Trials(backend, generators=generators), Reached(function, *signature.functions)
         drawn = _python_generators()
+        changed = None
         try:
-            result, copies = self._run(self._trials)
+            result, copies = _run(function, signature, batch, trials)
             # A clone: so whatever of it is alive afterwards is state of the function's.
             self.result = map_tensors(torch.Tensor.clone, result)
             del result
-            self.stays = may_stay and self._trials.makes_state
-            if self._trials.unplain is not None:
-                self.refusal = (
-                    f"the step works with {self._trials.unplain} tensors: graphs know dense ones only"
-                )
+            changed = before.changed()
+            self.stays = may_stay and trials.makes_state
+            self.written = tuple(n for n, copy in copies.items() if trials.wrote(storage_address(copy)))
+            """Arguments that it changes in place."""
+            own = {storage_address(copy) for copy in copies.values()}
+            self.reads = {storage_address(tensor) for tensor in trials.reads} - own
+            if trials.unplain is not None:
+                self.refusal = f"the step works with {trials.unplain} tensors: graphs know dense ones only"
             elif drawn != _python_generators():
                 self.refusal = (
                     "the step draws from Python's or NumPy's random generator, and a graph would repeat one "
                     "draw: draw with torch"
                 )
-            elif self._trials.makes_state or self._before.assigned():
-                self._look_twice(Trials(backend_for(device)) if self.stays else self._trials)
+            if changed or trials.makes_state or trials.draws_random:
+                second = Trials(backend) if self.stays else trials
+                self._look_twice(function, signature, batch, trials, second)
         except BaseException:
-            self.undo()
-            raise
-        self.written = tuple(n for n, copy in copies.items() if self._trials.wrote(storage_address(copy)))
-        """Arguments that it changes in place."""
-        self.writes_inference_tensors = self._trials.writes_inference_tensors
-        if not self.stays:
-            self.undo()
-
-    def undo(self) -> None:
-        """As if it had not run."""
-        self._trials.undo()
-        self._before.put_back()
-
-    def _run(self, trials: Trials) -> tuple[Any, Batch]:
-        copies = {name: tensor.detach().clone() for name, tensor in self._batch.items()}
-        with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache():
-            return trials.run_for_good(lambda: self._signature.call(self._function, copies)), copies
-
-    def _look_twice(self, trials: Trials) -> None:
-        """State made in the first run is there in the second: what is assigned then is assigned always."""
-        first = Reached(*self._roots)
-        try:
-            self._run(trials)
-            assigned = first.assigned()
-            carried_on = assigned.carried_on({storage_address(tensor) for tensor in trials.reads})
-            if carried_on is None and trials.made_last() - assigned.storages():
-                carried_on = "something that it reaches in a way of its own"
-        finally:
             trials.undo()
-            first.put_back()
+            before.put_back(self.changes or changed or before.changed())
+            raise
+        self.writes_inference_tensors = trials.writes_inference_tensors
+        if not self.stays:
+            trials.undo()
+            before.put_back(self.changes)
+
+    def _look_twice(
+        self, function: Callable[..., Any], signature: Signature, batch: Batch, first: Trials, second: Trials
+    ) -> None:
+        """What was made in the first run is there in the second: what is assigned then is assigned always."""
+        before = Reached(function, *signature.functions)
+        ended, generators = torch.get_rng_state(), first.generators
+        try:
+            _run(function, signature, batch, second)
+            self.changes, assigned = before.changed(), before.assigned()
+            carried_on = assigned.carried_on({storage_address(tensor) for tensor in second.reads})
+            if carried_on is None and second.made_last() - assigned.storages():
+                carried_on = "something that it reaches in a way of its own"
+            own_generator = first.draws_random and not (second.generators <= generators)
+            seeds = first.draws_from_default and torch.equal(torch.get_rng_state(), ended)
+        finally:
+            second.undo()
+            before.put_back(before.changed())
+        if self.refusal is not None:
+            return
         if carried_on is not None:
             self.refusal = (
                 f"the step keeps state by assigning a new tensor to {carried_on}, and a replay goes on from "
                 f"the old one: change it in place (copy_, index_copy_)"
             )
+        elif own_generator or (seeds and second.device.type == "cpu"):
+            self.refusal = (
+                "the step seeds its random numbers itself, and a replay would draw on: make the numbers, or "
+                "the generator, outside of it"
+            )
         elif assigned:
             self.assigned = assigned
+
+
+def _run(
+    function: Callable[..., Any], signature: Signature, batch: Batch, trials: Trials
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    copies = {name: tensor.detach().clone() for name, tensor in batch.items()}
+    with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache():
+        return trials.run_for_good(lambda: signature.call(function, copies)), copies
 
 
 def _python_generators() -> tuple[Any, ...]:

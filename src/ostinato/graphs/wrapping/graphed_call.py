@@ -200,8 +200,13 @@ class GraphedCall:
         for reason in map(self._why_not, self._entries):
             if reason is not None:
                 raise VerifyError(f"not as it was captured ({reason}): set it back, or recapture()")
-        with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
-            outcomes = [entry.runner.verify(tolerance=tolerance, seed=seed) for entry in self._entries]
+        before = [Reached(self.function, *entry.signature.functions) for entry in self._entries]
+        try:
+            with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
+                outcomes = [entry.runner.verify(tolerance=tolerance, seed=seed) for entry in self._entries]
+        finally:
+            for entry, state in zip(self._entries, before, strict=True):
+                state.put_back(entry.first.changes)
         return Verification(tuple(check for outcome in outcomes for check in outcome.checks))
 
     def graphs(self) -> list[CapturedGraph]:
@@ -269,23 +274,38 @@ class GraphedCall:
         try:
             if first.refusal is None:
                 runner.capture()
+                self._refuse_what_sizes_decide(runner, before, first)
             elif options.strict:
                 raise CaptureError(first.refusal)
             else:
                 runner.refuse(first.refusal)
         finally:
-            if not runner.graphs:  # what runs eagerly goes on from where it was
-                before.put_back()
-        reached = before.renewed()
-        if before.changed_values():
+            before.put_back(first.changes if runner.graphs else before.changed())
+        reads = first.reads | runner.storages_read()
+        reached = Reached(self.function, *signature.functions, reads=reads, ignored=first.changes)
+        if first.changes and runner.graphs:
             level = logging.WARNING if self.settings.debug else logging.INFO
-            logger.log(level, "replays do not change %s", ", ".join(before.changed_values()))
+            logger.log(level, "the function changes %d values in Python: replays do not", len(first.changes))
         runner.ignore_reads(reached.tensors)
         kept = {name: tensor.detach().clone() for name, tensor in batch.items()}
         surroundings = _surroundings(runner.pool.device, reached)
         self._entries.append(_Entry(signature, runner, kept, first, reached, surroundings))
         self.attributes_changed = False
         return first
+
+    def _refuse_what_sizes_decide(self, runner: CudaGraphRunner, before: Reached, first: FirstRun) -> None:
+        """Give up what the trial runs of several sizes showed that the first run did not."""
+        places = first.assigned.keys() if first.assigned else set()
+        elsewhere = [name for name, h, key, _ in before.assigned().places if (id(h), key) not in places]
+        cause = None
+        if not runner.reads_hold():
+            cause = "a tensor that the step reads is made anew for every size: keep one for each"
+        elif elsewhere and first.assigned:
+            cause = f"the step assigns a tensor to {elsewhere[0]} at some sizes only"
+        if cause is not None and runner.graphs:
+            if self.settings.options.strict:
+                raise CaptureError(cause)
+            runner.give_up(f"CaptureError: {cause}")
 
     def _runner(
         self, pool: GraphPool, signature: Signature, batch: Batch, assigned: Assigned | None

@@ -2,83 +2,107 @@
 
 Note [Noticing changes]
 A graph goes on doing what was captured. Before every call the wrapper compares, by identity, address and
-geometry, all tensors that the function reaches, the modules and containers on the way to them, and hooks:
-through itself, closures, partials, defaults, the object of a bound method, globals that its code names. These
-are a few comparisons in C for every tensor, where replaying a kernel on it takes a microsecond. Everything
-else that Python code may look at (numbers, functions, settings) is compared in debug mode only.
+geometry, the tensors that trial runs were seen to read, wherever the function reaches them (through itself,
+closures, partials, defaults, the object of a bound method, globals that its code loads), the containers and
+modules on the way to them, and the hooks of modules. These are a few comparisons in C for every tensor, where
+replaying a kernel on it takes a microsecond. Everything else that Python code may look at (numbers,
+functions, settings) is compared in debug mode only.
 
 Note [Python state]
-A replay runs no Python: what a function assigns stays as it was. So it may not assign tensors in every call;
-and what trial runs have assigned is put back before a function that was refused runs eagerly.
+A replay runs no Python: what a function assigns stays as it was. What it assigns in every call is put back
+after trial runs; what it assigns in the first call alone was made once, and stays.
 """
 
+import dis
 import functools
+import logging
+import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 
 from ..checking.addresses import moved_error
 from ..memory import storage_address
 from ..trees import tensors_in
 from ..trimming import same_constant
 
-_MOST_OBJECTS = 20_000
+logger = logging.getLogger("ostinato.graphs")
+
+_MOST_OBJECTS = 50_000
+_LARGE = 256
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-_NOT_USERS = ("builtins", "torch", "numpy", "typing", "collections", "functools", "ostinato", "transformers")
-_address, _stride, _numel = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel
-_training = attrgetter("training")
+_NOT_USERS = {*sys.stdlib_module_names, "torch", "numpy", "ostinato", "transformers"} - {"__main__"}
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    types.ModuleType,
+)
+_address, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+_training, _dtype = attrgetter("training"), attrgetter("dtype")
 _MISSING = object()
 
-_Place = tuple[str, Callable[[], Any], Any]
-"""A name, how to look there, and what stood there."""
+Key = tuple[int, Any]
+"""A holder by identity, and a place in it."""
 
 
 class Reached:
-    """A snapshot of what a function reaches."""
+    """A snapshot of what functions reach."""
 
-    def __init__(self, *roots: Any, ignored: Collection[str] = ()) -> None:
-        """`roots`: the function, and others that it is given. `ignored`: names of values that they change."""
-        self._roots, self._ignored = roots, ignored
+    def __init__(
+        self, *roots: Any, reads: Collection[int] | None = None, ignored: Collection[Key] = ()
+    ) -> None:
+        """`roots`: the function, and others that it is given. `reads`: addresses of the storages that count;
+        None: all. `ignored`: what the function changes itself."""
+        self._roots, self._reads, self._ignored = roots, reads, ignored
         self.modules: list[torch.nn.Module] = []
-        self._tables: list[tuple[str, dict[Any, Any]]] = []
-        self._hooks: list[dict[Any, Any]] = []
-        self._places: list[_Place] = []
-        self._values: list[_Place] = []
+        self._watched: list[tuple[Any, Any, Any, str]] = []
+        self._values: list[tuple[Any, Any, Any, str]] = []
         self._holders: dict[int, tuple[str, Any]] = {}
         self._seen: dict[int, Any] = {}  # holds what was seen: identities must not be used again meanwhile
         self._leads: set[int] = set()
         for root in roots:
             self._visit("", root)
+        if len(self._seen) > _MOST_OBJECTS:
+            logger.warning("more than %d objects are reached: not all are watched", _MOST_OBJECTS)
         self._seen.clear()
-        self._saved = [(name, holder, _contents(holder)) for name, holder in self._holders.values()]
-        self._in_tables = self._table_contents()
-        self._code = self._hooks_and_sizes()
-        found = [*self._in_tables, *(value for _, _, value in self._places)]
+        self._saved = [(name, holder, dict(_items(holder))) for name, holder in self._holders.values()]
+        found = [value for _, _, value, _ in self._watched]
         self.tensors = [value for value in found if isinstance(value, torch.Tensor) and _has_memory(value)]
-        self._geometry = self._geometry_now()
+        self._geometry, self._code = self._geometry_now(), self._code_now()
+        self._looks = [(look, [value for _, _, value, _ in group]) for look, group in self._grouped()]
 
     # -- before every call -------------------------------------------------------------------------
 
     def is_unchanged(self) -> bool:
-        """Whether every parameter, buffer, submodule and tensor is the same, in the same place."""
-        tables = [table for _, table in self._tables]
-        return (
-            sum(map(len, tables)) == len(self._in_tables)
-            and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._in_tables))
-            and self._geometry_now() == self._geometry
-            and all(get() is value for _, get, value in self._places)
-        )
+        """Whether everything that is read, and all on the way to it, is the same in the same place."""
+        try:
+            return (
+                all(all(map(is_, look(), values)) for look, values in self._looks)
+                and self._geometry == self._geometry_now()
+            )
+        except (LookupError, ReferenceError, RuntimeError):  # it is gone
+            return False
 
     def is_same_code(self) -> bool:
-        """Whether modules have the hooks that they had, and no attribute more or less."""
-        now = self._hooks_and_sizes()
+        """Whether modules have the classes, hooks and methods that they had."""
+        now = self._code_now()
         return len(now) == len(self._code) and all(map(is_, now, self._code))
 
     def training(self) -> list[bool]:
@@ -87,79 +111,93 @@ class Reached:
 
     def changed_values(self) -> list[str]:
         """The names of other Python values that are others now: debug mode."""
-        return [name for name, get, value in self._values if not same_constant(get(), value)]
+        return [name for h, key, value, name in self._values if not same_constant(_item(h, key), value)]
 
     def check(self) -> None:
         """Raise AddressError, naming what has moved or was replaced."""
         if self.is_unchanged():
             return
-        before = dict(zip(map(id, self.tensors), zip(*self._geometry, strict=True), strict=True))
-        saved = {id(holder): contents for _, holder, contents in self._saved}
-        now: list[tuple[str, Any, Any]] = [
-            (f"{name}{key}", table.get(key), saved[id(table)].get(key))
-            for name, table in self._tables
-            for key in {**saved[id(table)], **table}
-        ]
-        now += [(name, get(), value) for name, get, value in self._places]
-        changed = [f"{name} (replaced)" for name, value, old in now if value is not old]
-        changed += [
-            f"{name} (moved)"
-            for name, value, old in now
-            if value is old
-            and id(value) in before
-            and (_address(value), _stride(value), _numel(value)) != before[id(value)]
-        ]
-        raise moved_error(changed or ["parameters, buffers or submodules (added or taken away)"])
+        geometry = dict(zip(map(id, self.tensors), zip(*self._geometry, strict=True), strict=True))
+        changed = []
+        for holder, key, value, name in self._watched:
+            if _item(holder, key) is not value:
+                changed.append(f"{name} (replaced)")
+            elif id(value) in geometry and geometry[id(value)] != next(
+                zip(*_geometry_of([value]), strict=True)
+            ):
+                changed.append(f"{name} (moved)")
+        raise moved_error(changed)
 
     # -- around trial runs -------------------------------------------------------------------------
 
-    def renewed(self) -> "Reached":
-        """A snapshot of now, without values that have changed since this one: to be taken over trial runs, in
-        which the function has changed nothing but what it always changes."""
-        own = [name for name, get, value in self._places if get() is not value]
-        return Reached(*self._roots, ignored={*own, *self.changed_values()})
+    def changed(self) -> set[Key]:
+        """Where something else stands now, or nothing any more, or something that did not."""
+        found = set()
+        for _, holder, saved in self._saved:
+            now = dict(_items(holder))
+            for key in {**saved, **now}:
+                if now.get(key, _MISSING) is not saved.get(key, _MISSING):
+                    found.add((id(holder), key))
+        return found
 
     def assigned(self) -> "Assigned":
         """Where tensors stand now that did not stand there."""
-        found = Assigned()
+        places = []
         for name, holder, saved in self._saved:
             for key, value in _items(holder):
                 was = saved.get(key, _MISSING)
                 if value is not was and tensors_in(value):
-                    found.places.append((f"{name}{key}", holder, key, was))
-                    found.is_state |= any(holder is table for _, table in self._tables)
-        return found
+                    places.append((f"{name}{key}", holder, key, was))
+        return Assigned(places)
 
-    def put_back(self) -> None:
-        """Undo assignments: everything reached holds what it held."""
+    def put_back(self, keys: Collection[Key]) -> None:
+        """Undo assignments at these places, and at no others: somebody else may have made those."""
         for _, holder, saved in self._saved:
-            now = _contents(holder)
-            if list(now) == list(saved) and all(map(is_, now.values(), saved.values())):
-                continue
             if isinstance(holder, list | deque):
-                holder.clear()
-                holder.extend(saved.values())
+                if any(owner == id(holder) for owner, _ in keys):
+                    holder.clear()
+                    holder.extend(saved.values())
                 continue
-            for key in now.keys() - saved.keys():
-                delattr(holder, key) if not isinstance(holder, dict) else holder.pop(key)
-            for key, value in saved.items():
-                _put(holder, key, value)
+            for key, now in _items(holder):
+                if (id(holder), key) in keys and key not in saved:
+                    holder.pop(key) if isinstance(holder, dict) else delattr(holder, key)
+                elif (id(holder), key) in keys and now is not saved[key]:
+                    _put(holder, key, saved[key])
+            for key in saved.keys() - dict(_items(holder)).keys():
+                if (id(holder), key) in keys:
+                    _put(holder, key, saved[key])
 
     # -- internals ---------------------------------------------------------------------------------
 
-    def _table_contents(self) -> list[Any]:
-        return list(chain.from_iterable(table.values() for _, table in self._tables))
+    def _grouped(self) -> Iterator[tuple[Callable[[], Any], list[Any]]]:
+        """Entries of one dictionary are looked up together."""
+        of_holder: dict[int, list[Any]] = {}
+        for entry in self._watched:
+            of_holder.setdefault(id(entry[0]), []).append(entry)
+        for group in of_holder.values():
+            holder, keys = group[0][0], [key for _, key, _, _ in group]
+            if isinstance(holder, dict) and len(keys) > 1:
+                yield functools.partial(itemgetter(*keys), holder), group
+            else:
+                yield functools.partial(_all_items, holder, keys), group
 
-    def _hooks_and_sizes(self) -> list[Any]:
-        # Sizes are small numbers, of which there is one object each.
-        return [*chain.from_iterable(map(dict.values, self._hooks)), *(len(vars(m)) for m in self.modules)]
+    def _code_now(self) -> list[Any]:
+        tables = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+        found: list[Any] = list(chain.from_iterable(table.values() for table in tables))
+        for module in self.modules:
+            own = vars(module)
+            found += (type(module), own.get("forward"))
+            for hooks in _HOOKS:
+                found += own.get(hooks, {}).values()
+        return found
 
-    def _geometry_now(self) -> tuple[list[int], list[Any], list[int]]:
-        tensors = self.tensors
-        return list(map(_address, tensors)), list(map(_stride, tensors)), list(map(_numel, tensors))
+    def _geometry_now(self) -> tuple[list[Any], ...]:
+        return _geometry_of(self.tensors)
 
     def _visit(self, name: str, value: Any) -> bool:
-        """Follow a value; whether that leads to a tensor or module."""
+        """Follow a value; whether that leads to a tensor that counts."""
+        if isinstance(value, _PLAIN):
+            return False
         if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
             return id(value) in self._leads
         self._seen[id(value)] = value
@@ -170,7 +208,9 @@ class Reached:
 
     def _follow(self, name: str, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
-            return True
+            return self._reads is None or (_has_memory(value) and storage_address(value) in self._reads)
+        if isinstance(value, weakref.ProxyType | weakref.CallableProxyType):
+            return False
         if isinstance(value, torch.nn.Module):
             return self._follow_module(name, value)
         if isinstance(value, types.FunctionType):
@@ -184,93 +224,93 @@ class Reached:
             return self._follow_holder(f"{name}.state", value.state)
         if isinstance(value, dict | list | tuple | deque):
             return self._follow_holder(name, value)
-        if _is_users(type(value).__module__) and not isinstance(value, type | types.ModuleType):
+        if _is_users(type(value).__module__):
             found = self._follow_holder(f"{name}.", vars(value)) if hasattr(value, "__dict__") else False
             found |= self._follow_holder(f"{name}.", value) if _slots(value) else False
-            return found | self._follow_class(type(value))
+            self._follow_class(type(value))
+            return found
         return False
 
     def _follow_module(self, name: str, module: torch.nn.Module) -> bool:
-        prefix = f"{name}." if name else ""
-        for path, inner in module.named_modules():
-            self._seen[id(inner)] = inner
-            self._leads.add(id(inner))
-            self.modules.append(inner)
-            own, inside = vars(inner), f"{prefix}{path}." if path else prefix
-            tables = [own[table] for table in _TABLES if type(own.get(table)) is dict]  # not in TorchScript
-            self._tables += [(inside, table) for table in tables]
-            self._hooks += [own[hooks] for hooks in _HOOKS if isinstance(own.get(hooks), dict)]
-            for holder in (own, *tables):
-                self._holders[id(holder)] = inside, holder
-            for hook in chain.from_iterable(own.get(hooks, {}).values() for hooks in _HOOKS):
-                self._visit("", hook)
-            for key in own.keys() - _OF_EVERY_MODULE:
-                self._note(f"{inside}{key}", functools.partial(own.get, key), own[key])
-            self._follow_class(type(inner))
-        return True
+        self.modules.append(module)
+        prefix, own = f"{name}." if name else "", vars(module)
+        self._follow_class(type(module))
+        for hook in chain.from_iterable(own.get(hooks, {}).values() for hooks in _HOOKS):
+            self._visit("", hook)
+        found = False
+        for table in (own[table] for table in _TABLES if type(own.get(table)) is dict):  # not in TorchScript
+            found |= self._follow_holder(prefix, table)
+        self._holders[id(own)] = prefix, own
+        for key in own.keys() - _OF_EVERY_MODULE:
+            found |= self._note(f"{prefix}{key}", own, key, own[key])
+        return found
 
-    def _follow_class(self, kind: type) -> bool:
+    def _follow_class(self, kind: type) -> None:
         for base in kind.__mro__:
             if _is_users(base.__module__) and id(base) not in self._seen:
                 self._seen[id(base)] = base
                 for function in vars(base).values():
                     if isinstance(function, types.FunctionType):
                         self._visit("", function)
-        return False
 
     def _follow_function(self, function: types.FunctionType) -> bool:
         found = False
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._holders[id(cell)] = f"{variable} ", cell
-            found |= self._note(variable, functools.partial(_item, cell, "contents"), _item(cell, "contents"))
+            found |= self._note(variable, cell, "contents", _item(cell, "contents"))
         if not _is_users(function.__module__):
             return found
         defaults = function.__defaults__ or ()
         named = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :]
         given = dict(zip(named, defaults, strict=False)) | (function.__kwdefaults__ or {})
         for variable, default in given.items():
-            found |= self._note(variable, functools.partial(_item, (default,), 0), default)
-        for variable in _names_in(function.__code__):
+            found |= self._note(variable, (default,), 0, default)
+        for variable in _globals_of(function.__code__):
             if variable in function.__globals__:
-                get = functools.partial(function.__globals__.get, variable)
-                found |= self._note(variable, get, function.__globals__[variable])
+                found |= self._note(variable, function.__globals__, variable, function.__globals__[variable])
         return found
 
     def _follow_holder(self, name: str, holder: Any) -> bool:
         self._seen[id(holder)] = holder
+        items = _items(holder)
+        if len(items) > _LARGE and all(isinstance(value, _PLAIN) for _, value in items):
+            return False  # a vocabulary
         if not isinstance(holder, tuple):
             self._holders[id(holder)] = name, holder
         found = False
-        for key, value in _items(holder):
-            get = functools.partial(_item, holder, key)
-            found |= self._note(f"{name}{key}" if isinstance(key, str) else f"{name}[{key}]", get, value)
+        for key, value in items:
+            found |= self._note(
+                f"{name}{key}" if isinstance(key, str) else f"{name}[{key}]", holder, key, value
+            )
         return found
 
-    def _note(self, name: str, get: Callable[[], Any], value: Any) -> bool:
-        if name in self._ignored or isinstance(value, types.ModuleType):
+    def _note(self, name: str, holder: Any, key: Any, value: Any) -> bool:
+        if (id(holder), key) in self._ignored or isinstance(value, types.ModuleType):
             return False
         leads = self._visit(name, value)
-        (self._places if leads else self._values).append((name, get, value))
+        (self._watched if leads else self._values).append((holder, key, value, name))
         return leads
 
 
 class Assigned:
     """Places that a function assigns tensors to: results of another kind, which a replay hands out there."""
 
-    def __init__(self) -> None:
-        self.places: list[tuple[str, Any, Any, Any]] = []
+    def __init__(self, places: list[tuple[str, Any, Any, Any]]) -> None:
+        self.places = places
         """Name, holder, key, and what stood there before."""
-        self.is_state = False
-        """Whether one of them is a parameter or buffer."""
 
     def __bool__(self) -> bool:
         return bool(self.places)
 
+    def keys(self) -> set[Key]:
+        """The places."""
+        return {(id(holder), key) for _, holder, key, _ in self.places}
+
     def carried_on(self, reads: Collection[int]) -> str | None:
-        """A place whose former tensor was used (its storage is among `reads`), or that is in a list: state that
-        is kept by assignment, which no replay would carry on."""
+        """A place whose former tensor was used (its storage is among `reads`), or that is in a list or a table
+        of a module: state that is kept by assignment, which no replay would carry on."""
         for name, holder, _, was in self.places:
-            if self.is_state or isinstance(holder, list | deque):
+            if isinstance(holder, list | deque) or isinstance(was, torch.nn.Parameter | torch.nn.Buffer):
                 return name
             if was is not _MISSING and any(storage_address(t) in reads for t in tensors_in(was)):
                 return name
@@ -293,8 +333,8 @@ class Assigned:
         return result
 
 
-def _contents(holder: Any) -> dict[Any, Any]:
-    return dict(_items(holder))
+def _geometry_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
+    return tuple(list(map(question, tensors)) for question in (_address, _size, _stride, _dtype))
 
 
 def _slots(value: Any) -> list[str]:
@@ -327,6 +367,10 @@ def _item(holder: Any, key: Any) -> Any:
     return getattr(holder, key, None)
 
 
+def _all_items(holder: Any, keys: list[Any]) -> list[Any]:
+    return [_item(holder, key) for key in keys]
+
+
 def _put(holder: Any, key: Any, value: Any) -> None:
     if isinstance(holder, dict):
         holder[key] = value
@@ -336,12 +380,16 @@ def _put(holder: Any, key: Any, value: Any) -> None:
         setattr(holder, key, value)
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Global names that a function's code mentions, functions defined inside it included."""
-    yield from code.co_names
+@functools.cache
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """Global names that a function's code loads, functions defined inside it included."""
+    found = [
+        step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            found += _globals_of(constant)
+    return tuple(dict.fromkeys(found))
 
 
 def _is_users(module: str | None) -> bool:
@@ -350,7 +398,6 @@ def _is_users(module: str | None) -> bool:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
-        tensor.data_ptr()
-    except (RuntimeError, ValueError):  # sparse, lazy or of a subclass without memory of its own
+        return tensor.layout is torch.strided and not tensor.is_nested and tensor.data_ptr() is not None
+    except (RuntimeError, ValueError):  # lazy, or of a subclass without memory of its own
         return False
-    return True

@@ -10,7 +10,6 @@ import copy
 import functools
 import logging
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -71,17 +70,22 @@ class GraphedFunction(_GraphControls):
 
     def __init__(self, call: GraphedCall) -> None:
         self.graph_call = call
-        self._of_objects: weakref.WeakKeyDictionary[Any, GraphedFunction] = weakref.WeakKeyDictionary()
         functools.update_wrapper(self, call.function, updated=())
+
+    def __set_name__(self, owner: Any, name: str) -> None:
+        self._name = name
 
     def __get__(self, instance: Any, owner: Any = None) -> "GraphedFunction":
         if instance is None:
             return self
-        if instance not in self._of_objects:
-            # Bound to a proxy: the object must be free to go.
-            method = types.MethodType(self.graph_call.function, weakref.proxy(instance))
-            self._of_objects[instance] = GraphedFunction(GraphedCall(method, self.graph_call.settings))
-        return self._of_objects[instance]
+        if not hasattr(instance, "__dict__"):
+            raise TypeError(f"{type(instance).__name__} has no __dict__: wrap the bound method of an object")
+        place = f"_graphed_{getattr(self, '_name', id(self))}"
+        if place not in vars(instance):
+            method = types.MethodType(self.graph_call.function, instance)
+            vars(instance)[place] = GraphedFunction(GraphedCall(method, self.graph_call.settings))
+        found: GraphedFunction = vars(instance)[place]
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name == "graph_call":
