@@ -8,89 +8,59 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # Type checkers read imports, not the table below; `X as X` tells them that X is public.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # isort: off
     from .capturing.captured import CapturedGraph as CapturedGraph
-    from .capturing.gate import capture_gate as capture_gate
-    from .capturing.gate import frozen_gc as frozen_gc
+    from .capturing.gate import capture_gate as capture_gate, frozen_gc as frozen_gc
     from .capturing.options import CaptureOptions as CaptureOptions
     from .capturing.pool import GraphPool as GraphPool
-    from .capturing.segments import SegmentedGraph as SegmentedGraph
-    from .capturing.segments import eager_boundary as eager_boundary
+    from .capturing.segments import SegmentedGraph as SegmentedGraph, eager_boundary as eager_boundary
     from .checking.addresses import AddressBook as AddressBook
-    from .checking.verify import Verification as Verification
-    from .checking.verify import verify as verify
+    from .checking.verify import Verification as Verification, verify as verify
     from .current_stream import CurrentStream as CurrentStream
-    from .dispatching.descriptor import BatchDescriptor as BatchDescriptor
-    from .dispatching.descriptor import BatchShape as BatchShape
-    from .dispatching.dispatch import Decision as Decision
-    from .dispatching.dispatch import Dispatcher as Dispatcher
-    from .dispatching.dispatch import Reason as Reason
-    from .dispatching.keys import GraphKey as GraphKey
-    from .dispatching.keys import capture_keys as capture_keys
+    from .dispatching.descriptor import BatchDescriptor as BatchDescriptor, BatchShape as BatchShape
+    from .dispatching.dispatch import Decision as Decision, Dispatcher as Dispatcher, Reason as Reason
+    from .dispatching.keys import GraphKey as GraphKey, capture_keys as capture_keys
     from .dispatching.ladder import Ladder as Ladder
-    from .dispatching.mode import Capability as Capability
-    from .dispatching.mode import GraphMode as GraphMode
-    from .dispatching.mode import lower as lower
+    from .dispatching.mode import Capability as Capability, GraphMode as GraphMode, lower as lower
     from .dispatching.step_mode import step_mode as step_mode
     from .errors import (
         AddressError as AddressError,
-    )
-    from .errors import (
         BatchError as BatchError,
-    )
-    from .errors import (
         CaptureError as CaptureError,
-    )
-    from .errors import (
         ConfigError as ConfigError,
-    )
-    from .errors import (
         OstinatoError as OstinatoError,
-    )
-    from .errors import (
         StaleOutputError as StaleOutputError,
-    )
-    from .errors import (
         VerifyError as VerifyError,
     )
     from .inputs.buffers import InputBuffers as InputBuffers
-    from .inputs.fields import Extent as Extent
-    from .inputs.fields import Field as Field
+    from .inputs.fields import Extent as Extent, Field as Field
     from .report import Report as Report
     from .runner import CudaGraphRunner as CudaGraphRunner
     from .wrapping.graphed import graphed as graphed
 
-_PUBLIC: dict[str, tuple[str, ...]] = {
-    "capturing.captured": ("CapturedGraph",),
-    "capturing.gate": ("capture_gate", "frozen_gc"),
-    "capturing.options": ("CaptureOptions",),
-    "capturing.pool": ("GraphPool",),
-    "capturing.segments": ("SegmentedGraph", "eager_boundary"),
-    "checking.addresses": ("AddressBook",),
-    "checking.verify": ("Verification", "verify"),
-    "current_stream": ("CurrentStream",),
-    "dispatching.descriptor": ("BatchDescriptor", "BatchShape"),
-    "dispatching.dispatch": ("Decision", "Dispatcher", "Reason"),
-    "dispatching.keys": ("GraphKey", "capture_keys"),
-    "dispatching.ladder": ("Ladder",),
-    "dispatching.mode": ("Capability", "GraphMode", "lower"),
-    "dispatching.step_mode": ("step_mode",),
-    "errors": (
-        "AddressError",
-        "BatchError",
-        "CaptureError",
-        "ConfigError",
-        "OstinatoError",
-        "StaleOutputError",
-        "VerifyError",
-    ),
-    "inputs.buffers": ("InputBuffers",),
-    "inputs.fields": ("Extent", "Field"),
-    "report": ("Report",),
-    "runner": ("CudaGraphRunner",),
-    "wrapping.graphed": ("graphed",),
+_PUBLIC = {
+    "capturing.captured": "CapturedGraph",
+    "capturing.gate": "capture_gate frozen_gc",
+    "capturing.options": "CaptureOptions",
+    "capturing.pool": "GraphPool",
+    "capturing.segments": "SegmentedGraph eager_boundary",
+    "checking.addresses": "AddressBook",
+    "checking.verify": "Verification verify",
+    "current_stream": "CurrentStream",
+    "dispatching.descriptor": "BatchDescriptor BatchShape",
+    "dispatching.dispatch": "Decision Dispatcher Reason",
+    "dispatching.keys": "GraphKey capture_keys",
+    "dispatching.ladder": "Ladder",
+    "dispatching.mode": "Capability GraphMode lower",
+    "dispatching.step_mode": "step_mode",
+    "errors": "AddressError BatchError CaptureError ConfigError OstinatoError StaleOutputError VerifyError",
+    "inputs.buffers": "InputBuffers",
+    "inputs.fields": "Extent Field",
+    "report": "Report",
+    "runner": "CudaGraphRunner",
+    "wrapping.graphed": "graphed",
 }
-_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = sorted(_HOMES)
 

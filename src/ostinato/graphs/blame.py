@@ -7,25 +7,16 @@ from types import FrameType, TracebackType
 
 import torch
 
-_OURS = str(Path(__file__).resolve().parent)
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_HIDDEN_PREFIXES = (_OURS, _TORCH, "<frozen", "<string>")
+_PACKAGES = (str(Path(file).resolve().parent) for file in (__file__, torch.__file__))
+_HIDDEN_PREFIXES = (*_PACKAGES, "<frozen", "<string>")
 _HIDDEN_PARTS = ("/triton/", "/contextlib.py", "/functools.py")
-
-
-def _is_users(filename: str) -> bool:
-    return not filename.startswith(_HIDDEN_PREFIXES) and not any(part in filename for part in _HIDDEN_PARTS)
-
-
-def _describe(frame: traceback.FrameSummary) -> str:
-    line = f": {frame.line}" if frame.line else ""
-    return f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
 
 
 def _innermost(frames: traceback.StackSummary) -> str | None:
     for frame in reversed(frames):
-        if _is_users(frame.filename):
-            return _describe(frame)
+        file = frame.filename
+        if not file.startswith(_HIDDEN_PREFIXES) and not any(part in file for part in _HIDDEN_PARTS):
+            return f"{file}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
     return None
 
 

@@ -61,9 +61,6 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """The tensors among the arguments or results of an ATen call (nested lists and tuples only)."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_of(item)

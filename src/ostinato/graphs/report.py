@@ -105,12 +105,9 @@ class Report:
     @property
     def padding_waste(self) -> float:
         """Share of all replayed token rows that were padding."""
-        rows = sum(row.replays * row.num_tokens for row in self.graphs)
-        return (
-            sum(row.replays * row.num_tokens * row.padding_waste for row in self.graphs) / rows
-            if rows
-            else 0.0
-        )
+        rows = [row.replays * row.num_tokens for row in self.graphs]
+        padded = sum(n * row.padding_waste for n, row in zip(rows, self.graphs, strict=True))
+        return padded / sum(rows) if any(rows) else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, totals included, as plain values."""
@@ -143,12 +140,12 @@ class Report:
             nodes = "?" if row.nodes is None else f"{row.nodes:,}"
             cells = (str(row.segments), nodes, f"{row.bytes:,}", f"{row.capture_ms:.1f}", f"{row.replays:,}")
             table.add_row(row.mode, row.descriptor, *cells, f"{row.padding_waste:.1%}")
+        eager = ", ".join(f"{reason} {count:,}" for reason, count in self.eager_steps.items())
         lines = [
             f"replays {self.replays:,}, padding {self.padding_waste:.1%}, capture {self.capture_ms:.1f} ms, "
-            f"pool {self.pool_bytes:,} bytes, inputs {self.input_bytes:,} bytes"
+            f"pool {self.pool_bytes:,} bytes, inputs {self.input_bytes:,} bytes",
+            f"eager steps: {eager or 'none'}",
         ]
-        eager = ", ".join(f"{reason} {count:,}" for reason, count in self.eager_steps.items())
-        lines.append(f"eager steps: {eager or 'none'}")
         lines += [f"lowered: {self.lowered}"] if self.lowered else []
         lines += [f"given up: {key}: {cause}" for key, cause in self.failures.items()]
         return Group(table, *(Text(line) for line in lines))

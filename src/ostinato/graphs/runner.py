@@ -170,6 +170,7 @@ class CudaGraphRunner:
         before = self.pool.bytes
         captured: dict[GraphKey, CapturedGraph] = {}
         outputs, self.outputs = self.outputs, self.outputs.copy()
+        is_captured = False
         for key in missing:
             self.failures.pop(key, None)
         try:
@@ -181,14 +182,15 @@ class CudaGraphRunner:
                     bar.done(self.pool.bytes)
                 self.graphs |= captured
                 self._settle_outputs(captured)
+            is_captured = True
+            self._agree_on(captured)
         except BaseException:
             captured.clear()
             self._forget(missing)
             self.outputs = outputs
-            if self._agree is not None:
+            if self._agree is not None and not is_captured:
                 self._agree(())
             raise
-        self._agree_on(captured)
         for key in captured:
             self.dispatcher.add(key)
         self._addresses.renew()

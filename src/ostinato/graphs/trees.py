@@ -95,8 +95,14 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[tuple[Any, ...], str, Any]
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves alone."""
-    return flatten(tree)[0]
+    """The leaves alone; nothing is copied."""
+    leaves: list[Any] = []
+    for leaf in pytree.tree_leaves(tree):
+        if _is_record(leaf):
+            leaves += leaves_of([getattr(leaf, name) for name in _present_fields(leaf)])
+        else:
+            leaves.append(leaf)
+    return leaves
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:

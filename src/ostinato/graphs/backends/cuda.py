@@ -139,23 +139,21 @@ class CudaSession:
     def finish(self) -> Recording:
         self._close()
         self._context.close()
-        raw = [graph.raw_cuda_graph() for graph in self._graphs] if self._options.keep_graph else None
-        return Recording(tuple(self._graphs), self._nodes, raw)
+        recording = Recording(tuple(self._graphs), self._nodes)
+        if self._options.keep_graph:
+            recording.raw = [graph.raw_cuda_graph() for graph in self._graphs]
+        return recording
 
     def abort(self) -> None:
         try:
             if self._open:
                 self._open = False
-                self._end_or_heal()
+                self._end_capture()
+        except RuntimeError:
+            self._backend.heal_after_failed_capture(self._memory)
         finally:
             self._graphs.clear()
             self._context.close()
-
-    def _end_or_heal(self) -> None:
-        try:
-            self._end_capture()
-        except RuntimeError:
-            self._backend.heal_after_failed_capture(self._memory)
 
     def _close(self) -> None:
         counted = _nodes_being_captured(self._backend.own_stream)
@@ -181,7 +179,6 @@ class CudaBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.own_stream = torch.cuda.Stream(device)
-        self._index = device.index
         self._current = CurrentStream(device)
         self._last_stream: torch.cuda.Stream | None = None
 
@@ -225,7 +222,7 @@ class CudaBackend:
         generator; the allocator is told directly.
         """
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._index, memory.id)  # type: ignore[attr-defined]
+            torch._C._cuda_endAllocateToPool(self.device.index, memory.id)  # type: ignore[attr-defined]
         memory.renew()
 
 

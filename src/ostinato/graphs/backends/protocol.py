@@ -48,15 +48,15 @@ class Kept:
     """The same pytree with tensors at the addresses the replay uses. Valid after `finish`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recording:
     """A finished capture."""
 
     segments: Sequence[Segment]
     nodes: int | None
     """Graph nodes (recorded calls on the tape); None when the device cannot tell."""
-    raw: Any
-    """The raw graphs, one per segment, if they were asked for; else None."""
+    raw: Any = None
+    """The raw graphs, one per segment, if they were asked for."""
 
 
 class Session(Protocol):

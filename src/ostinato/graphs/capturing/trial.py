@@ -72,6 +72,11 @@ class Trials:
         """Where the step runs."""
         return self._backend.device
 
+    @property
+    def drew_last(self) -> bool:
+        """Whether the last observed run did."""
+        return self._journals[-1].draws_from_default
+
     def made_last(self) -> set[int]:
         """Addresses of storages that the last observed run made and that outlive it."""
         return self._journals[-1].survivors()

@@ -217,8 +217,8 @@ def _refuse_dependence(runner: Verifiable, graph: CapturedGraph, shape: BatchSha
     if dependent is not None:
         raise CaptureError(
             f"{dependent} depends on the batch: its rows are others when {shape.num_reqs} rows are padded to "
-            f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is part of the "
-            f"step: compute it outside, or capture without padding (a rung for every size)"
+            f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is "
+            f"part of the step: compute it outside, or capture without padding (a rung for every size)"
         )
 
 

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from functools import lru_cache
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -18,42 +19,33 @@ from .staging import Layout, Staging, array_dtype, as_array, as_tensor, raw_scal
 Batch: TypeAlias = Mapping[str, Any]
 
 _MOST_PLANS = 4096
-_SMALL_LAYOUT = 64 << 10
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
-
-class _DeviceGroup(NamedTuple):
-    """One grouped copy: fields seen as one type, and the padding behind them."""
-
-    positions_seen_as: list[tuple[int, torch.dtype | None]]
-    """The fields, and the type each one's value is reinterpreted as; None: as it is."""
-    targets: list[torch.Tensor]
-    padding: list[torch.Tensor]
+_Copy: TypeAlias = tuple[list[int], list[torch.Tensor], list[torch.Tensor]]
+"""One grouped copy: the fields whose values it takes, where to, and the padding that goes behind them."""
 
 
 class FillPlan:
     """Everything about filling one rung with one number of real rows that does not depend on the values."""
 
-    def __init__(self, buffers: "InputBuffers", layout: Layout, num_tokens: int, num_reqs: int) -> None:
+    def __init__(
+        self, fields: Sequence[Field], layout: Layout, views: Sequence[torch.Tensor], shape: BatchShape
+    ) -> None:
         self.layout = layout
+        self.expected = [field.full_shape(shape.num_tokens, shape.num_reqs) for field in fields]
         self.spans: dict[tuple[int, ...], tuple[int, int, torch.Tensor]] = {}
-        self.groups: dict[tuple[tuple[int, ...], bool, bool], list[_DeviceGroup]] = {}
-        self.rows = [field.rows(num_tokens, num_reqs) for field in buffers.fields]
-        self.expected = [field.full_shape(num_tokens, num_reqs) for field in buffers.fields]
-        self.slices: list[tuple[slice, ...]] = []
-        self.tail_slices: list[tuple[slice, ...] | None] = []
-        self.heads: list[torch.Tensor] = []
-        self.tails: list[torch.Tensor | None] = []
-        for field, view, rows in zip(buffers.fields, buffers.layout_views(layout), self.rows, strict=True):
-            total = field.rows(layout.num_tokens, layout.num_reqs)
-            before = (slice(None),) * field.dim
-            head, tail = (*before, slice(0, rows)), (*before, slice(rows, None))
-            padded = field.per is not Extent.FIXED and rows < total
-            whole = field.per is Extent.FIXED
-            self.slices.append((slice(None),) if whole and field.shape else () if whole else head)
-            self.tail_slices.append(tail if padded else None)
-            self.heads.append(view if whole else view[head])
-            self.tails.append(view[tail] if padded else None)
+        self.copies: dict[tuple[tuple[int, ...], bool], list[_Copy]] = {}
+        self.head_slices: list[tuple[Any, ...]] = []
+        self.tail_slices: list[tuple[Any, ...] | None] = []
+        for field in fields:
+            rows, before = field.rows(shape.num_tokens, shape.num_reqs), (slice(None),) * field.dim
+            fixed = field.per is Extent.FIXED
+            padded = rows < field.rows(layout.num_tokens, layout.num_reqs)
+            self.head_slices.append((...,) if fixed else (*before, slice(0, rows)))
+            self.tail_slices.append((*before, slice(rows, None)) if padded else None)
+        self.heads = [view[head] for view, head in zip(views, self.head_slices, strict=True)]
+        self.tails = [
+            None if tail is None else view[tail] for view, tail in zip(views, self.tail_slices, strict=True)
+        ]
 
 
 class InputBuffers:
@@ -87,11 +79,9 @@ class InputBuffers:
             self.arena = self._allocate(capacity).zero_()
         self._begins = self.arena.data_ptr()
         self._ends = self._begins + self.arena.nbytes
-        self._positions = tuple(range(len(self.fields)))
         self._staging: Staging | None = None
         self._layouts: dict[tuple[int, int], tuple[Layout, list[torch.Tensor]]] = {}
         self._plans: dict[tuple[int, int, int, int], FillPlan] = {}
-        self._shapes: dict[tuple[int | None, int | None], BatchShape] = {}
         self._token_field = next((field for field in fields if field.per is Extent.TOKEN), None)
         self._request_field = next((field for field in fields if field.per is Extent.REQUEST), None)
         self._templates: dict[tuple[int, bool], torch.Tensor] = {}
@@ -107,20 +97,14 @@ class InputBuffers:
 
     def views(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
         """The tensors a graph of this descriptor reads, by field name."""
-        views = self.layout_views(self._layout(descriptor.num_tokens, descriptor.num_reqs))
+        _, views = self._layout(descriptor)
         return {field.name: view for field, view in zip(self.fields, views, strict=True)}
-
-    def layout_views(self, layout: Layout) -> list[torch.Tensor]:
-        """The fields of one layout, in order."""
-        return self._layouts[layout.num_tokens, layout.num_reqs][1]
 
     def shape_of(self, batch: Batch) -> BatchShape:
         """The shape of a batch, from the rows of its fields. One token per request is uniform decode."""
         tokens = self._rows_given(batch, self._token_field)
         reqs = self._rows_given(batch, self._request_field)
-        size = (reqs if tokens is None else tokens, tokens if reqs is None else reqs)
-        shape = self._shapes.get(size)
-        return self._new_shape(*size) if shape is None else shape
+        return _shape_of(reqs if tokens is None else tokens, tokens if reqs is None else reqs)
 
     def fill(
         self, batch: Batch, shape: BatchShape, descriptor: BatchDescriptor, *, poison: bool = False
@@ -135,19 +119,19 @@ class InputBuffers:
         """`fill` for a batch whose plan is at hand."""
         values, host = self._checked(batch, plan.expected)
         self.holds = None
-        if self.device.type == "cpu":
-            self._fill_here(plan, values, poison)
-        else:
-            if host:
-                self._send_host(plan, values, tuple(host), poison)
-            if len(host) < len(values):
-                self._copy_device(plan, values, host, poison)
+        if host and self.device.type == "cpu":
+            for i in host:
+                values[i] = as_tensor(values[i], self.fields[i].dtype)
+            host = []
+        if host:
+            self._send_host(plan, values, tuple(host), poison)
+        if len(host) < len(values):
+            self._copy_device(plan, values, host, poison)
 
     def fill_padding(self, descriptor: BatchDescriptor) -> None:
         """Make every row of a rung a padded row."""
         self.holds = None
-        layout = self._layout(descriptor.num_tokens, descriptor.num_reqs)
-        for field, view in zip(self.fields, self.layout_views(layout), strict=True):
+        for field, view in zip(self.fields, self._layout(descriptor)[1], strict=True):
             view.fill_(field.pad)
 
     @contextmanager
@@ -180,9 +164,8 @@ class InputBuffers:
                 raise BatchError(f"a batch of {shape} does not fit the graph of {descriptor}")
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            layout = self._layout(descriptor.num_tokens, descriptor.num_reqs)
             with torch.inference_mode(False):
-                plan = FillPlan(self, layout, shape.num_tokens, shape.num_reqs)
+                plan = FillPlan(self.fields, *self._layout(descriptor), shape)
             self._plans[size] = plan
         return plan
 
@@ -204,15 +187,6 @@ class InputBuffers:
             raise BatchError(f"{field.name}: {shape[field.dim]} rows, a multiple of {field.each} is needed")
         return int(shape[field.dim]) // field.each
 
-    def _new_shape(self, tokens: int | None, reqs: int | None) -> BatchShape:
-        if tokens is None or reqs is None:
-            raise BatchError("no field of the batch has rows: pass the step's shape")
-        shape = BatchShape(num_tokens=tokens, num_reqs=reqs, query_len=1 if tokens == reqs else None)
-        if len(self._shapes) >= _MOST_PLANS:
-            self._shapes.clear()
-        self._shapes[tokens, reqs] = shape
-        return shape
-
     def _refuse_names(self, batch: Batch) -> NoReturn:
         declared = {field.name for field in self.fields}
         missing = sorted(declared - set(batch))
@@ -229,61 +203,47 @@ class InputBuffers:
         host: list[int] = []
         for position, field in enumerate(self.fields):
             value = batch.get(field.name)
-            if not isinstance(value, torch.Tensor):
-                values.append(self._checked_array(field, value, expected[position], batch))
-                host.append(position)
-                continue
-            if value.dtype is not field.dtype:
-                raise BatchError(f"{field.name}: expected {field.dtype}, got {value.dtype}")
+            dtype: Any = field.dtype
+            if isinstance(value, np.ndarray):
+                dtype = array_dtype(dtype)
+            elif field.name not in batch:
+                self._refuse_names(batch)
+            elif not isinstance(value, torch.Tensor):
+                raise BatchError(f"{field.name}: expected a tensor or array, got {type(value).__name__}")
+            if value.dtype != dtype:
+                raise BatchError(f"{field.name}: expected {dtype}, got {value.dtype}")
             if value.shape != expected[position]:
                 raise BatchError(
                     f"{field.name}: expected shape {expected[position]}, got {tuple(value.shape)}"
                 )
-            if value.device == self.device:
+            if isinstance(value, np.ndarray):
+                host.append(position)
+            elif value.device == self.device:
                 # A result that is an earlier input may come back as another one: it lies in the arena.
                 ours = self._begins <= value.data_ptr() < self._ends
                 value = value.detach() if value.requires_grad else value
-                values.append(value.clone() if ours else value)
+                value = value.clone() if ours else value
             elif value.device.type == "cpu":
-                values.append(as_array(value))
+                value = as_array(value)
                 host.append(position)
             else:
                 raise BatchError(f"{field.name}: expected {self.device} or cpu, got {value.device}")
+            values.append(value)
         return values, host
 
-    def _checked_array(
-        self, field: Field, value: Any, shape: tuple[int, ...], batch: Batch
-    ) -> np.ndarray[Any, Any]:
-        if field.name not in batch:
-            self._refuse_names(batch)
-        if not isinstance(value, np.ndarray):
-            raise BatchError(f"{field.name}: expected a tensor or array, got {type(value).__name__}")
-        if value.dtype != array_dtype(field.dtype):
-            raise BatchError(f"{field.name}: expected {array_dtype(field.dtype)}, got {value.dtype}")
-        if value.shape != shape:
-            raise BatchError(f"{field.name}: expected shape {shape}, got {value.shape}")
-        return value
-
-    def _layout(self, num_tokens: int, num_reqs: int) -> Layout:
+    def _layout(self, descriptor: BatchDescriptor) -> tuple[Layout, list[torch.Tensor]]:
+        """A rung's layout, and its fields in order."""
+        size = num_tokens, num_reqs = descriptor.num_tokens, descriptor.num_reqs
         if num_tokens > self.max_tokens or num_reqs > self.max_reqs:
             raise BatchError(
                 f"{num_tokens} tokens, {num_reqs} requests do not fit buffers for {self.max_tokens} tokens, "
                 f"{self.max_reqs} requests"
             )
-        size = (num_tokens, num_reqs)
         if size not in self._layouts:
             layout = Layout(self.fields, *size)
             with torch.inference_mode(False):
                 self._layouts[size] = (layout, layout.views(self.arena, self.fields))
-        return self._layouts[size][0]
-
-    def _fill_here(self, plan: FillPlan, values: Sequence[Any], poison: bool) -> None:
-        for i, field in enumerate(self.fields):
-            value = values[i]
-            plan.heads[i].copy_(as_tensor(value, field.dtype) if isinstance(value, np.ndarray) else value)
-            tail = plan.tails[i]
-            if tail is not None:
-                tail.fill_(field.poison_value if poison else field.pad)
+        return self._layouts[size]
 
     def _send_host(self, plan: FillPlan, values: Sequence[Any], host: tuple[int, ...], poison: bool) -> None:
         """Pack host fields into a pinned slot and send the span that covers them in one copy.
@@ -302,7 +262,7 @@ class InputBuffers:
         fillers = self._poisons if poison else self._pads
         for i in host:
             array = arrays[i]
-            array[plan.slices[i]] = values[i]
+            array[plan.head_slices[i]] = values[i]
             tail = plan.tail_slices[i]
             if tail is not None:
                 array[tail] = fillers[i]
@@ -310,56 +270,28 @@ class InputBuffers:
         self._staging.sent()
 
     def _copy_device(self, plan: FillPlan, values: Sequence[Any], host: Sequence[int], poison: bool) -> None:
-        """Grouped copies, as few as possible: real rows from the batch, padded rows from a template."""
-        given = tuple(i for i in self._positions if i not in host) if host else self._positions
-        try:
-            copies = self._copies(plan, values, given, True, poison)
-        except RuntimeError:  # a value whose rows are not contiguous cannot be seen as another type
-            copies = self._copies(plan, values, given, False, poison)
-        for targets, sources in copies:
-            torch._foreach_copy_(targets, sources)
-
-    def _copies(
-        self, plan: FillPlan, values: Sequence[Any], given: tuple[int, ...], one_type: bool, poison: bool
-    ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        groups = plan.groups.get((given, one_type, poison))
-        if groups is None:
+        """One grouped copy for each type: real rows from the batch, padded rows from a template."""
+        given = tuple(i for i in range(len(values)) if i not in host)
+        copies = plan.copies.get((given, poison))
+        if copies is None:
             with torch.inference_mode(False), torch.no_grad():
-                groups = self._device_groups(plan, given, one_type, poison)
-            plan.groups[given, one_type, poison] = groups
-        copies = []
-        for group in groups:
-            sources = [
-                values[i] if dtype is None else values[i].view(dtype) for i, dtype in group.positions_seen_as
-            ]
-            copies.append((group.targets, sources + group.padding))
-        return copies
+                copies = plan.copies[given, poison] = self._copies(plan, given, poison)
+        for positions, targets, padding in copies:
+            torch._foreach_copy_(targets, [values[i] for i in positions] + padding)
 
-    def _device_groups(
-        self, plan: FillPlan, given: Sequence[int], one_type: bool, poison: bool
-    ) -> list[_DeviceGroup]:
-        """A grouped copy needs one type; small contiguous fields are all seen as integers of one width.
-
-        Large fields keep their own type: the wider its elements, the faster a copy.
-        """
-        one_type &= plan.layout.nbytes <= _SMALL_LAYOUT
-        one_type &= all(plan.heads[i].is_contiguous() and plan.heads[i].dim() > 0 for i in given)
-        width = min(self.fields[i].dtype.itemsize for i in given)
-        groups: dict[torch.dtype, _DeviceGroup] = {}
-        tails: list[tuple[_DeviceGroup, torch.Tensor, torch.Tensor]] = []
+    def _copies(self, plan: FillPlan, given: Sequence[int], poison: bool) -> list[_Copy]:
+        copies: dict[torch.dtype, _Copy] = {}
         for i in given:
-            field, head, tail = self.fields[i], plan.heads[i], plan.tails[i]
-            dtype = _INTEGERS[width] if one_type else field.dtype
-            group = groups.setdefault(dtype, _DeviceGroup([], [], []))
-            group.positions_seen_as.append((i, None if dtype is field.dtype else dtype))
-            group.targets.append(head.view(dtype))
+            positions, targets, _ = copies.setdefault(self.fields[i].dtype, ([], [], []))
+            positions.append(i)
+            targets.append(plan.heads[i])
+        for i in given:
+            field, tail = self.fields[i], plan.tails[i]
             if tail is not None:
-                template = self._template(i, poison).narrow(field.dim, 0, tail.size(field.dim))
-                tails.append((group, tail.view(dtype), template.view(dtype)))
-        for group, tail, template in tails:
-            group.targets.append(tail)
-            group.padding.append(template)
-        return list(groups.values())
+                _, targets, padding = copies[field.dtype]
+                targets.append(tail)
+                padding.append(self._template(i, poison).narrow(field.dim, 0, tail.size(field.dim)))
+        return list(copies.values())
 
     def _template(self, position: int, poison: bool) -> torch.Tensor:
         """A whole field of padding, to copy padded rows from."""
@@ -371,3 +303,10 @@ class InputBuffers:
             memory = self._allocate(math.prod(shape) * field.dtype.itemsize)
             self._templates[key] = memory.view(field.dtype).view(shape).fill_(value)
         return self._templates[key]
+
+
+@lru_cache(_MOST_PLANS)
+def _shape_of(tokens: int | None, reqs: int | None) -> BatchShape:
+    if tokens is None or reqs is None:
+        raise BatchError("no field of the batch has rows: pass the step's shape")
+    return BatchShape(num_tokens=tokens, num_reqs=reqs, query_len=1 if tokens == reqs else None)

@@ -48,7 +48,7 @@ class FirstRun:
         try:
             result, copies = _run(function, signature, batch, trials)
             # A clone: so whatever of it is alive afterwards is state of the function's.
-            self.result = map_tensors(torch.Tensor.clone, result)
+            self.result: Any = map_tensors(torch.Tensor.clone, result)
             del result
             changed = before.changed()
             self.stays = may_stay and trials.makes_state
@@ -88,7 +88,7 @@ class FirstRun:
             if carried_on is None and second.made_last() - assigned.storages():
                 carried_on = "something that it reaches in a way of its own"
             own_generator = first.draws_random and not (second.generators <= generators)
-            seeds = first.draws_from_default and torch.equal(torch.get_rng_state(), ended)
+            seeds = second.drew_last and torch.equal(torch.get_rng_state(), ended)
         finally:
             second.undo()
             before.put_back(before.changed())
@@ -105,7 +105,7 @@ class FirstRun:
                 "the generator, outside of it"
             )
         elif assigned:
-            self.assigned = assigned
+            self.assigned = assigned.without_former()
 
 
 def _run(

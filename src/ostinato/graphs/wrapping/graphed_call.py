@@ -157,7 +157,8 @@ class GraphedCall:
             first = self._capture(signature, batch, may_stay=True)
         if first.stays:
             self.eager_steps[Reason.FIRST_CALL] += 1
-        return first.stays, first.result
+        result, first.result = first.result, None  # it is the caller's alone
+        return first.stays, result
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one; further signatures may be added the same way."""

@@ -74,9 +74,11 @@ class Reached:
         self.modules: list[torch.nn.Module] = []
         self._watched: list[tuple[Any, Any, Any, str]] = []
         self._values: list[tuple[Any, Any, Any, str]] = []
-        self._holders: dict[int, tuple[str, Any]] = {}
+        self._holders: dict[Any, tuple[str, Any]] = {}
         self._seen: dict[int, Any] = {}  # holds what was seen: identities must not be used again meanwhile
         self._leads: set[int] = set()
+        self._is_beside = False
+        """Inside a module that another one merely refers to: of that, only what is read counts."""
         for root in roots:
             self._visit("", root)
         if len(self._seen) > _MOST_OBJECTS:
@@ -160,7 +162,7 @@ class Reached:
                 continue
             for key, now in _items(holder):
                 if (id(holder), key) in keys and key not in saved:
-                    holder.pop(key) if isinstance(holder, dict) else delattr(holder, key)
+                    _drop(holder, key)
                 elif (id(holder), key) in keys and now is not saved[key]:
                     _put(holder, key, saved[key])
             for key in saved.keys() - dict(_items(holder)).keys():
@@ -241,14 +243,17 @@ class Reached:
         for table in (own[table] for table in _TABLES if type(own.get(table)) is dict):  # not in TorchScript
             found |= self._follow_holder(prefix, table)
         self._holders[id(own)] = prefix, own
+        before, self._is_beside = self._is_beside, True
         for key in own.keys() - _OF_EVERY_MODULE:
             found |= self._note(f"{prefix}{key}", own, key, own[key])
+        self._is_beside = before
         return found
 
     def _follow_class(self, kind: type) -> None:
         for base in kind.__mro__:
             if _is_users(base.__module__) and id(base) not in self._seen:
                 self._seen[id(base)] = base
+                self._holders[id(base)] = f"{base.__name__}.", base
                 for function in vars(base).values():
                     if isinstance(function, types.FunctionType):
                         self._visit("", function)
@@ -265,9 +270,13 @@ class Reached:
         given = dict(zip(named, defaults, strict=False)) | (function.__kwdefaults__ or {})
         for variable, default in given.items():
             found |= self._note(variable, (default,), 0, default)
-        for variable in _globals_of(function.__code__):
+        for variable in _names_in(function.__code__, ("LOAD_GLOBAL", "LOAD_NAME")):
             if variable in function.__globals__:
                 found |= self._note(variable, function.__globals__, variable, function.__globals__[variable])
+        assigned = _names_in(function.__code__, ("STORE_GLOBAL",))
+        if assigned:
+            part = _PartOf(function.__globals__, assigned)
+            self._holders[id(function), 0] = "", part
         return found
 
     def _follow_holder(self, name: str, holder: Any) -> bool:
@@ -287,7 +296,7 @@ class Reached:
     def _note(self, name: str, holder: Any, key: Any, value: Any) -> bool:
         if (id(holder), key) in self._ignored or isinstance(value, types.ModuleType):
             return False
-        leads = self._visit(name, value)
+        leads = self._visit(name, value) or (isinstance(value, torch.nn.Module) and not self._is_beside)
         (self._watched if leads else self._values).append((holder, key, value, name))
         return leads
 
@@ -307,14 +316,18 @@ class Assigned:
         return {(id(holder), key) for _, holder, key, _ in self.places}
 
     def carried_on(self, reads: Collection[int]) -> str | None:
-        """A place whose former tensor was used (its storage is among `reads`), or that is in a list or a table
-        of a module: state that is kept by assignment, which no replay would carry on."""
+        """A place whose former tensor was used (its storage is among `reads`), or that is in a list or is a
+        parameter or buffer: state that is kept by assignment, which no replay would carry on."""
         for name, holder, _, was in self.places:
             if isinstance(holder, list | deque) or isinstance(was, torch.nn.Parameter | torch.nn.Buffer):
                 return name
             if was is not _MISSING and any(storage_address(t) in reads for t in tensors_in(was)):
                 return name
         return None
+
+    def without_former(self) -> "Assigned":
+        """The places alone: what stood there is free to go."""
+        return Assigned([(name, holder, key, None) for name, holder, key, _ in self.places])
 
     def storages(self) -> set[int]:
         """Where the tensors that stand there now have their memory."""
@@ -331,6 +344,13 @@ class Assigned:
         for (_, holder, key, _), value in zip(self.places, values, strict=True):
             _put(holder, key, value)
         return result
+
+
+class _PartOf:
+    """Some entries of a dictionary: the global variables that a function assigns."""
+
+    def __init__(self, whole: dict[str, Any], names: Collection[str]) -> None:
+        self.whole, self.names = whole, names
 
 
 def _geometry_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
@@ -351,6 +371,11 @@ def _items(holder: Any) -> list[tuple[Any, Any]]:
         return [("contents", _item(holder, "contents"))]
     if isinstance(holder, list | tuple | deque):
         return list(enumerate(holder))
+    if isinstance(holder, _PartOf):
+        return [(name, holder.whole[name]) for name in holder.names if name in holder.whole]
+    if isinstance(holder, type):
+        entries = vars(holder).items()
+        return [(key, value) for key, value in entries if not key.startswith("__") and not callable(value)]
     return [(name, getattr(holder, name)) for name in _slots(holder)]
 
 
@@ -364,7 +389,7 @@ def _item(holder: Any, key: Any) -> Any:
             return None
     if isinstance(holder, list | tuple | deque):
         return holder[key] if key < len(holder) else None
-    return getattr(holder, key, None)
+    return holder.whole.get(key) if isinstance(holder, _PartOf) else getattr(holder, key, None)
 
 
 def _all_items(holder: Any, keys: list[Any]) -> list[Any]:
@@ -376,19 +401,26 @@ def _put(holder: Any, key: Any, value: Any) -> None:
         holder[key] = value
     elif isinstance(holder, types.CellType):
         holder.cell_contents = value
+    elif isinstance(holder, _PartOf):
+        holder.whole[key] = value
     else:
         setattr(holder, key, value)
 
 
+def _drop(holder: Any, key: Any) -> None:
+    if isinstance(holder, dict | _PartOf):
+        (holder if isinstance(holder, dict) else holder.whole).pop(key)
+    else:
+        delattr(holder, key)
+
+
 @functools.cache
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """Global names that a function's code loads, functions defined inside it included."""
-    found = [
-        step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    ]
+def _names_in(code: types.CodeType, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Names in instructions of these kinds of a function's code, functions defined inside it included."""
+    found = [step.argval for step in dis.get_instructions(code) if step.opname in kinds]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found += _globals_of(constant)
+            found += _names_in(constant, kinds)
     return tuple(dict.fromkeys(found))
 
 

@@ -78,19 +78,14 @@ class TapeSession:
         for kept, leaves, structure in self._kept:
             # Tensors of its own, never the program's: the holder may change their metadata in place.
             tensors = {spec: layout.tensor(spec) for spec in leaves if isinstance(spec, TensorSpec)}
-            kept.tree = structure.filled(
-                [tensors[leaf] if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
-            )
-        self._memory.count_held(
-            record.held for record in records if record.inside and record.held is not None
-        )
-        return Recording(
-            segments=[TapeSegment([call.run for call in calls]) for calls in segments],
-            nodes=sum(map(len, segments)),
-            raw=[[describe(call.op) for call in calls] for calls in segments]
-            if self._options.keep_graph
-            else None,
-        )
+            filled = [tensors[leaf] if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
+            kept.tree = structure.filled(filled)
+        self._memory.count_held(r.held for r in records if r.inside and r.held is not None)
+        runs = [TapeSegment([call.run for call in calls]) for calls in segments]
+        recording = Recording(runs, nodes=sum(map(len, segments)))
+        if self._options.keep_graph:
+            recording.raw = [[describe(call.op) for call in calls] for calls in segments]
+        return recording
 
     def abort(self) -> None:
         self._close()

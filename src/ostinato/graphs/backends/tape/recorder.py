@@ -57,7 +57,9 @@ class Recorder(DispatchMode):
         frozen = None if writes else self._freeze_inputs(args, kwargs)
         result = func(*args, **kwargs)
         if writes:
-            self._note_written(func, args, kwargs)
+            for tensor in written_arguments(func, args, kwargs):
+                if (record := self.storages.known(tensor)) is not None:
+                    record.written = True
             frozen = self._freeze_inputs(args, kwargs)
         self._record(func, frozen, inputs, result)
         return result
@@ -85,7 +87,8 @@ class Recorder(DispatchMode):
         def freeze_output(tensor: torch.Tensor) -> TensorSpec:
             return storages.spec(tensor, self._position, fresh=True)
 
-        frozen_result = map_leaves(_as_plain(result), torch.Tensor, freeze_output)
+        plain = tuple(result) if isinstance(result, tuple) else result  # not a named one
+        frozen_result = map_leaves(plain, torch.Tensor, freeze_output)
         fresh = frozenset(spec.storage for spec in specs_of(frozen_result) if spec.storage >= known)
         args, kwargs = frozen
         op = RecordedOp(func, args, kwargs, frozen_result, fresh)
@@ -95,17 +98,6 @@ class Recorder(DispatchMode):
         self.segments[-1].append(op)
         self._position += 1
 
-    def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for tensor in written_arguments(func, args, kwargs):
-            record = self.storages.known(tensor)
-            if record is not None:
-                record.written = True
-
-
-def _as_plain(result: Any) -> Any:
-    """Named result tuples as plain ones."""
-    return tuple(result) if isinstance(result, tuple) else result
-
 
 def specs_of(value: Any) -> list[TensorSpec]:
     found: list[TensorSpec] = []
@@ -114,12 +106,6 @@ def specs_of(value: Any) -> list[TensorSpec]:
 
 
 _UNDECLARED_ALIASES = {"aten::_unsafe_view", "_c10d_functional::wait_tensor"}
-
-
-@cache
-def _never_works(func: Any) -> bool:
-    """An op that changes only metadata, whatever its arguments."""
-    return torch.Tag.inplace_view in func.tags
 
 
 @cache
@@ -134,4 +120,4 @@ def _may_alias(func: Any) -> bool:
 
 def is_alias(op: RecordedOp) -> bool:
     """Whether a call only gives another view of memory, so that replay has nothing to do."""
-    return _never_works(op.func) or (not op.fresh and _may_alias(op.func))
+    return torch.Tag.inplace_view in op.func.tags or (not op.fresh and _may_alias(op.func))

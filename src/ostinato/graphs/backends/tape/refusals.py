@@ -35,39 +35,33 @@ _HOST_DATA = (
     "the step read it, or build it on the device (torch.arange, torch.full)"
 )
 
-_Tensor = torch.Tensor
-_REFUSED_FUNCTIONS: dict[Any, str] = {
-    _Tensor.item: _READ,
-    _Tensor.tolist: _READ,
-    _Tensor.__bool__: _READ,
-    _Tensor.__int__: _READ,
-    _Tensor.__float__: _READ,
-    _Tensor.__complex__: _READ,
-    _Tensor.__index__: _READ,
-    _Tensor.__contains__: _READ,
-    _Tensor.numpy: _COPY_OUT,
-    _Tensor.__array__: _COPY_OUT,
-    _Tensor.cpu: _COPY_OUT,
-    _Tensor.__repr__: _PRINT,
-    _Tensor.__format__: _PRINT,
+_REFUSED_FUNCTIONS = {
+    getattr(torch.Tensor, name): why
+    for why, names in {
+        _READ: "item tolist __bool__ __int__ __float__ __complex__ __index__ __contains__",
+        _COPY_OUT: "numpy __array__ cpu",
+        _PRINT: "__repr__ __format__",
+    }.items()
+    for name in names.split()
 }
 
+_FOR_PYTHON = "compares values for Python: use"
+_DYNAMIC = "has a shape that depends on values:"
 _REFUSED_OPS: dict[str, str] = {
     "aten::_local_scalar_dense": _READ,
     "aten::item": _READ,
     "aten::is_nonzero": _READ,
     "aten::_linalg_check_errors": "looks for errors in every row, padding included: use the variant that "
     "returns them (torch.linalg.inv_ex, cholesky_ex, solve_ex, lu_factor_ex)",
-    "aten::equal": "compares values for Python: use torch.eq(...).all(), which stays a tensor",
-    "aten::allclose": "compares values for Python: use torch.isclose(...).all(), which stays a tensor",
-    "aten::nonzero": "has a shape that depends on values: use torch.where with three arguments, or "
-    "torch.nonzero_static",
-    "aten::masked_select": "has a shape that depends on values: use torch.where or a multiplication by the "
-    "mask, which keep the shape",
-    "aten::repeat_interleave": "has a shape that depends on values: pass output_size=",
-    "aten::bincount": "has a shape that depends on values: use scatter_add_ into a buffer of fixed size",
+    "aten::_pack_padded_sequence": "reads lengths on the host: pack outside the captured step",
+    "aten::equal": f"{_FOR_PYTHON} torch.eq(...).all(), which stays a tensor",
+    "aten::allclose": f"{_FOR_PYTHON} torch.isclose(...).all(), which stays a tensor",
+    "aten::nonzero": f"{_DYNAMIC} use torch.where with three arguments, or torch.nonzero_static",
+    "aten::masked_select": f"{_DYNAMIC} use torch.where or multiply by the mask, which keep the shape",
+    "aten::repeat_interleave": f"{_DYNAMIC} pass output_size=",
+    "aten::bincount": f"{_DYNAMIC} use scatter_add_ into a buffer of fixed size",
 }
-_UNIQUE = "has a shape that depends on values: do it outside the captured step"
+_UNIQUE = f"{_DYNAMIC} do it outside the captured step"
 _MASK_READ = (
     "indexes with a boolean mask, so its shape depends on values: use torch.where, which keeps the shape"
 )
@@ -78,14 +72,9 @@ _MOVES = (
 )
 
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_INDEX_READS = {aten.index.Tensor, aten._unsafe_index.Tensor}
-_INDEX_WRITES = {
-    aten.index_put_.default,
-    aten.index_put.default,
-    aten._index_put_impl_.default,
-    aten._unsafe_index_put.default,
-}
-_LIFTS = {aten.lift_fresh.default, aten.lift.default}
+_INDEX_READS = {aten.index, aten._unsafe_index}
+_INDEX_WRITES = {aten.index_put_, aten.index_put, aten._index_put_impl_, aten._unsafe_index_put}
+_LIFTS = {aten.lift_fresh, aten.lift}
 
 
 def refuse(what: str, why: str) -> CaptureError:
@@ -98,14 +87,14 @@ def _has_mask(indices: Any) -> bool:
 
 def check_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], storages: StorageTable) -> None:
     """Raise if an ATen call could not be part of a CUDA graph."""
-    name = func._schema.name
-    if func in _INDEX_READS:
+    name, packet = func._schema.name, func.overloadpacket
+    if packet in _INDEX_READS:
         if _has_mask(args[1]):
             raise refuse("tensor[mask]", _MASK_READ)
-    elif func in _INDEX_WRITES:
+    elif packet in _INDEX_WRITES:
         if _has_mask(args[1]):
             raise refuse("tensor[mask] = value", _MASK_WRITE)
-    elif func in _LIFTS:
+    elif packet in _LIFTS:
         if args[0].dim() > 0 and args[0].numel() > 0 and storages.known(args[0]) is None:
             raise refuse("a tensor of host data", _HOST_DATA)
     elif func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
@@ -133,6 +122,9 @@ class RefusalMode(TorchFunctionMode):
         why = _REFUSED_FUNCTIONS.get(func)
         if why is not None and self._is_active():
             raise refuse(f"Tensor.{func.__name__}", why)
+        if func in (torch.tensor_split, _Tensor.tensor_split) and self._is_active():
+            if any(isinstance(value, torch.Tensor) for value in (*args[1:], *(kwargs or {}).values())):
+                raise refuse("tensor_split", _READ)
         if func is torch._C._nn.one_hot and self._is_active() and _classes(*args, **(kwargs or {})) > 0:
             # Only on a CPU does it look at the values, to check them.
             index, classes = args[0], _classes(*args, **(kwargs or {}))
