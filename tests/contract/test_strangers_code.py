@@ -2,9 +2,13 @@
 
 import copy
 import functools
+import gc
 import random
 import threading
+import time
+import weakref
 from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -742,3 +746,203 @@ def test_a_list_that_a_hook_fills_and_the_caller_clears(device):
         with torch.no_grad():
             assert torch.allclose(found[0], F.linear(x, module[0].weight, module[0].bias), atol=1e-5)
         assert len(found) == 1
+
+
+POSITION = 0
+
+
+def counting_globally(x):
+    """A position that is a global variable."""
+    global POSITION
+    POSITION += 1
+    return x + POSITION
+
+
+class OnTheClass(nn.Module):
+    """A position that belongs to the class."""
+
+    position = 0
+
+    def forward(self, x):
+        OnTheClass.position += 1
+        return x + OnTheClass.position
+
+
+def test_positions_in_globals_and_on_classes_are_right(device):
+    global POSITION
+    POSITION = OnTheClass.position = 0
+    x = randn(3, WIDTH, device=device)
+    for f in (wrap(counting_globally, LADDER), wrap(OnTheClass(), LADDER)):
+        for count in (1, 2, 3):
+            assert same(f(x), x + count)
+
+
+def test_what_is_initialised_once_stays_initialised(device):
+    ready = []
+
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.is_ready = False
+
+        def forward(self, x):
+            if not self.is_ready:
+                assert not ready, "initialised twice"
+                ready.append(True)
+                self.is_ready = True
+            return x * 2
+
+    f = wrap(Once(), LADDER)
+    for x in batches(device):
+        assert same(f(x), x * 2)
+    assert f.report().replays >= 5
+
+
+def test_what_another_thread_does_meanwhile_is_not_undone(device):
+    class Engine:
+        def __init__(self):
+            self.pending, self.begun = {}, threading.Event()
+            self.weight = randn(WIDTH, device=device)
+
+        def step(self, x):
+            self.begun.set()
+            time.sleep(0.01)
+            return x * self.weight
+
+    engine = Engine()
+    f, x = wrap(engine.step, LADDER), randn(3, WIDTH, device=device)
+
+    def put():
+        engine.begun.wait()
+        engine.pending["request"] = "from elsewhere"
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    f(x)
+    thread.join()
+    assert engine.pending == {"request": "from elsewhere"}
+
+
+def test_after_a_capture_ahead_of_time_attributes_are_as_before(device):
+    module = Aux().to(device)
+    f, x = wrap(module, LADDER), randn(3, WIDTH, device=device)
+    f.capture(x)
+    assert module.aux is None
+    f(x)
+    with torch.no_grad():
+        assert torch.allclose(module.aux, (module.linear(x) ** 2).sum(-1), atol=1e-4)
+
+
+def test_after_the_first_call_attributes_are_those_of_that_call(device):
+    module = Aux().to(device)
+    f, x = wrap(module, LADDER), randn(3, WIDTH, device=device)
+    f(x)
+    with torch.no_grad():
+        assert torch.allclose(
+            module.aux, (F.linear(x, module.linear.weight, module.linear.bias) ** 2).sum(-1)
+        )
+
+
+def test_attributes_that_only_some_sizes_get_are_right(device):
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.aux, self.always = nn.Linear(WIDTH, WIDTH), None, None
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.always = y * 3
+            if len(x) <= 2:
+                self.aux = y * 2
+            return y
+
+    f, plain = pair(Some(), device)
+    for x in batches(device, (3, 2, 4, 1)):
+        assert agrees(f, plain, x)
+        assert (f.aux is None) == (plain.aux is None)
+        assert f.aux is None or torch.allclose(f.aux, plain.aux, atol=1e-5)
+
+
+def test_steps_that_seed_themselves_give_the_same_numbers_every_time(device):
+    def seeded(x):
+        generator = torch.Generator(device).manual_seed(0)
+        return x + torch.randn(WIDTH, generator=generator, device=device)
+
+    f, x = wrap(seeded, LADDER), randn(3, WIDTH, device=device)
+    for _ in range(3):
+        assert same(f(x), seeded(x))
+
+
+def test_the_largest_of_a_batch_is_refused_also_where_zeros_do_not_show(device):
+    step = lambda x: x + x.max(0).values  # noqa: E731
+    f = wrap(step, LADDER)
+    for n in (3, 5, 8, 1):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert same(f(x), step(x))
+
+
+def test_a_table_for_the_last_size_alone_is_right(device):
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.size, self.table = 0, None
+
+        def forward(self, x):
+            if len(x) != self.size:
+                self.size, self.table = len(x), torch.ones(len(x), 1, device=x.device) * 2
+            return x * self.table
+
+    f, plain = pair(Remembering(), device)
+    for x in batches(device):
+        assert agrees(f, plain, x)
+
+
+def test_objects_that_compare_equal_have_wrappers_of_their_own(device):
+    @dataclass
+    class Encoder:
+        name: str
+
+        @functools.partial(graphed, ladder=LADDER)
+        def encode(self, x):
+            return x * self.weight
+
+    one, two = Encoder("same"), Encoder("same")
+    one.weight, two.weight = randn(WIDTH, device=device), randn(WIDTH, device=device, seed=1)
+    x = randn(3, WIDTH, device=device)
+    assert same(one.encode(x), x * one.weight)
+    assert same(two.encode(x), x * two.weight)
+
+
+def test_a_wrapper_keeps_neither_arguments_nor_results_of_its_first_call(device):
+    f = wrap(nn.Linear(WIDTH, WIDTH).to(device), LADDER)
+    x = randn(3, WIDTH, device=device)
+    held = weakref.ref(x)
+    f(x)
+    del x
+    gc.collect()
+    assert held() is None
+
+
+def test_a_large_vocabulary_does_not_make_the_first_call_slow(device):
+    module = nn.Linear(WIDTH, WIDTH).to(device)
+    module.vocabulary = {f"token {i}": i for i in range(200_000)}
+    f = wrap(module, LADDER)
+    began = time.perf_counter()
+    f(randn(3, WIDTH, device=device))
+    assert time.perf_counter() - began < 20
+
+
+def test_globals_that_only_share_a_name_with_an_attribute_may_change(device):
+    global logits
+    module = nn.Linear(WIDTH, WIDTH).to(device)
+
+    def step(x):
+        return SimpleNamespace(logits=module(x)).logits
+
+    x = randn(3, WIDTH, device=device)
+    logits = step(x)
+    f = wrap(step, LADDER)
+    f(x)
+    logits = f(x)
+    assert f(x) is not None
+    assert f.report().replays == 3

@@ -297,7 +297,7 @@ class GraphedCall:
     def _refuse_what_sizes_decide(self, runner: CudaGraphRunner, before: Reached, first: FirstRun) -> None:
         """Give up what the trial runs of several sizes showed that the first run did not."""
         places = first.assigned.keys() if first.assigned else set()
-        elsewhere = [name for name, h, key, _ in before.assigned().places if (id(h), key) not in places]
+        elsewhere = before.assigned().besides(places)
         cause = None
         if not runner.reads_hold():
             cause = "a tensor that the step reads is made anew for every size: keep one for each"

@@ -139,7 +139,7 @@ class Reached:
             now = dict(_items(holder))
             for key in {**saved, **now}:
                 if now.get(key, _MISSING) is not saved.get(key, _MISSING):
-                    found.add((id(holder), key))
+                    found.add((_identity(holder), key))
         return found
 
     def assigned(self) -> "Assigned":
@@ -161,12 +161,12 @@ class Reached:
                     holder.extend(saved.values())
                 continue
             for key, now in _items(holder):
-                if (id(holder), key) in keys and key not in saved:
+                if (_identity(holder), key) in keys and key not in saved:
                     _drop(holder, key)
-                elif (id(holder), key) in keys and now is not saved[key]:
+                elif (_identity(holder), key) in keys and now is not saved[key]:
                     _put(holder, key, saved[key])
             for key in saved.keys() - dict(_items(holder)).keys():
-                if (id(holder), key) in keys:
+                if (_identity(holder), key) in keys:
                     _put(holder, key, saved[key])
 
     # -- internals ---------------------------------------------------------------------------------
@@ -313,7 +313,11 @@ class Assigned:
 
     def keys(self) -> set[Key]:
         """The places."""
-        return {(id(holder), key) for _, holder, key, _ in self.places}
+        return {(_identity(holder), key) for _, holder, key, _ in self.places}
+
+    def besides(self, keys: Collection[Key]) -> list[str]:
+        """The names of other places than these."""
+        return [name for name, holder, key, _ in self.places if (_identity(holder), key) not in keys]
 
     def carried_on(self, reads: Collection[int]) -> str | None:
         """A place whose former tensor was used (its storage is among `reads`), or that is in a list or is a
@@ -351,6 +355,10 @@ class _PartOf:
 
     def __init__(self, whole: dict[str, Any], names: Collection[str]) -> None:
         self.whole, self.names = whole, names
+
+
+def _identity(holder: Any) -> int:
+    return id(holder.whole if isinstance(holder, _PartOf) else holder)
 
 
 def _geometry_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:

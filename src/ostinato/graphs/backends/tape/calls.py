@@ -16,7 +16,7 @@ from ...capturing.dispatch_mode import DispatchMode
 
 _BINDINGS: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 _SCALAR_OPERATORS = {"add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge"}
-# Out-variants that write beyond what they are given, or leave part of it, when several results lie in one slab.
+# Out-variants that write beyond what they are given, or only part of it, where results lie in one slab.
 _BROKEN_OUT_VARIANTS = {"linalg_qr", "binary_cross_entropy", "huber_loss", "soft_margin_loss"}
 # An out-variant takes these from the tensor it writes to.
 _FACTORY_ARGUMENTS = ("dtype", "layout", "device", "pin_memory")

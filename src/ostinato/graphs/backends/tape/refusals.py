@@ -122,9 +122,11 @@ class RefusalMode(TorchFunctionMode):
         why = _REFUSED_FUNCTIONS.get(func)
         if why is not None and self._is_active():
             raise refuse(f"Tensor.{func.__name__}", why)
-        if func in (torch.tensor_split, _Tensor.tensor_split) and self._is_active():
-            if any(isinstance(value, torch.Tensor) for value in (*args[1:], *(kwargs or {}).values())):
-                raise refuse("tensor_split", _READ)
+        is_split = func in (torch.tensor_split, torch.Tensor.tensor_split) and self._is_active()
+        if is_split and any(
+            isinstance(value, torch.Tensor) for value in (*args[1:], *(kwargs or {}).values())
+        ):
+            raise refuse("tensor_split", _READ)
         if func is torch._C._nn.one_hot and self._is_active() and _classes(*args, **(kwargs or {})) > 0:
             # Only on a CPU does it look at the values, to check them.
             index, classes = args[0], _classes(*args, **(kwargs or {}))
