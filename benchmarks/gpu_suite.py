@@ -8,13 +8,15 @@ With several jobs the files run side by side, each in a process of its own: a th
 import argparse
 import collections
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from ostinato.tools.machine import machine
 
@@ -24,43 +26,51 @@ LONGEST = ("test_verify", "test_cascade", "test_fragments", "test_engine", "test
 
 
 def main(result_file: Path, jobs: int, options: list[str]) -> int:
-    """Run, summarise, write; 0 if everything passed."""
+    """Run, and write what has ended after each file; 0 if everything passed."""
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: file.stem not in LONGEST)
-    began = time.perf_counter()
+    groups = [[file] for file in files] if jobs > 1 else [files]
+    began, codes, suites = time.perf_counter(), dict[str, int](), list[ElementTree.Element]()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        groups = [[file] for file in files] if jobs > 1 else [files]
-        reports = [Path(folder) / f"{number}.xml" for number in range(len(groups))]
-        codes = list(pool.map(lambda pair: _run(*pair, options), zip(groups, reports, strict=True)))
-        suites = [ElementTree.parse(report).getroot()[0] for report in reports if report.exists()]
+        running = {
+            pool.submit(_run, group, Path(folder) / f"{number}.xml", options, jobs): (group, number)
+            for number, group in enumerate(groups)
+        }
+        for ended in as_completed(running):
+            group, number = running[ended]
+            codes[group[0].stem] = ended.result()
+            report = Path(folder) / f"{number}.xml"
+            suites += [ElementTree.parse(report).getroot()[0]] if report.exists() else []
+            result = _summary(suites, codes)
+            result |= {"jobs": jobs, "files": len(groups), "ended": len(codes)}
+            result["seconds"] = round(time.perf_counter() - began, 1)
+            result_file.parent.mkdir(parents=True, exist_ok=True)
+            result_file.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"{result['total']} in {result['seconds']} s", *result["failed"], sep="\n")
+    return 1 if any(codes.values()) else 0
+
+
+def _summary(suites: list[ElementTree.Element], codes: dict[str, int]) -> dict[str, Any]:
     outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    failed = [
-        f"{group[0].stem} ended with {code}" for group, code in zip(groups, codes, strict=True) if code > 1
-    ]
+    failed = [f"{name} ended with {code}" for name, code in codes.items() if code not in (0, 1)]
     for case in (case for suite in suites for case in suite.iter("testcase")):
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
         outcome = kinds.pop() if kinds else "passed"
         outcomes[case.get("classname", "").split(".")[-1]][outcome] += 1
         if outcome in ("failure", "error"):
             failed.append(f"{case.get('classname')}::{case.get('name')}")
-    total = sum(outcomes.values(), collections.Counter[str]())
-    result = {
+    return {
         "command": "pytest tests/gpu",
-        "jobs": jobs,
         "machine": machine(),
-        "seconds": round(time.perf_counter() - began, 1),
-        "total": dict(total),
+        "total": dict(sum(outcomes.values(), collections.Counter[str]())),
         "failed": failed,
         "modules": {name: dict(counts) for name, counts in sorted(outcomes.items())},
     }
-    result_file.parent.mkdir(parents=True, exist_ok=True)
-    result_file.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{dict(total)} in {result['seconds']} s", *failed, sep="\n")
-    return 1 if failed or any(codes) else 0
 
 
-def _run(files: list[Path], report: Path, options: list[str]) -> int:
+def _run(files: list[Path], report: Path, options: list[str], jobs: int) -> int:
     command = [sys.executable, "-m", "pytest", *map(str, files), "-q", f"--junitxml={report}", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=len(files) == 1, text=True)
+    environment = {**os.environ, "OSTINATO_GPU_TEST_JOBS": str(jobs)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=jobs > 1, text=True, env=environment)
     if done.returncode and done.stdout:
         print(done.stdout[-6000:], done.stderr[-1000:])
     return done.returncode

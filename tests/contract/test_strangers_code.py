@@ -274,21 +274,22 @@ def test_an_object_that_holds_a_cache_and_is_made_anew_is_noticed(device):
         f(x)
 
 
-SCALE = torch.tensor(2.0)
+SCALE = None
 
 
 class Scaled(nn.Module):
     """Uses a tensor of its file."""
 
     def forward(self, x):
-        return x * SCALE.to(x.device)
+        return x * SCALE
 
 
 def test_a_tensor_of_the_file_that_a_method_uses_is_watched(device):
     global SCALE
+    SCALE = torch.full((), 2.0, device=device)
     f, x = wrap(Scaled(), LADDER), randn(3, WIDTH, device=device)
     f(x)
-    SCALE = torch.tensor(5.0)
+    SCALE = torch.full((), 5.0, device=device)
     with pytest.raises(AddressError, match="SCALE"):
         f(x)
 

@@ -1,5 +1,8 @@
 """The contract suite again, on a CUDA device: the modules here re-run the tests of `tests/contract`."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -15,3 +18,21 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def share_of_the_memory() -> Iterator[None]:
+    """Where files run side by side (`benchmarks/gpu_suite.py --jobs`), engines see their share of the memory:
+    each takes nearly all that it sees."""
+    jobs = int(os.environ.get("OSTINATO_GPU_TEST_JOBS", "1"))
+    if jobs == 1 or not torch.cuda.is_available():
+        yield
+        return
+
+    def mem_get_info(device: object = None) -> tuple[int, int]:
+        total = real()[1] // jobs
+        return max(0, total - torch.cuda.memory_reserved()), total
+
+    real, torch.cuda.mem_get_info = torch.cuda.mem_get_info, mem_get_info
+    yield
+    torch.cuda.mem_get_info = real

@@ -89,6 +89,7 @@ class WriteJournal(DispatchMode):
         # Memory allocated while active, by address. What existed before is never freed and reused for it
         # without becoming new, so an address is enough to tell the two apart.
         self._created: dict[int, StorageWeakRef] = {}
+        self._made: list[weakref.ref[torch.Tensor]] = []
         self._undo: list[Callable[[], Any]] = []
         self.reads: dict[int, weakref.ref[torch.Tensor]] = {}
         """What was there before and is used, by the address of its storage: the tensor seen first."""
@@ -129,6 +130,8 @@ class WriteJournal(DispatchMode):
                 continue
             if storage_address(tensor) not in known:
                 self._created[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+            if storage_address(tensor) in self._created:
+                self._made.append(weakref.ref(tensor))
         return result
 
     @property
@@ -146,6 +149,10 @@ class WriteJournal(DispatchMode):
     def survivors(self) -> set[int]:
         """Addresses of what was made while active and still lives: state that the step keeps."""
         return {address for address, ref in self._created.items() if address and not ref.expired()}
+
+    def kept(self) -> set[int]:
+        """Those of them that somebody holds in Python: libraries keep memory of their own, too."""
+        return {storage_address(tensor) for ref in self._made if (tensor := ref()) is not None}
 
     def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         if storage_address(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):

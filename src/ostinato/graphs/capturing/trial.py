@@ -78,8 +78,8 @@ class Trials:
         return self._journals[-1].draws_from_default
 
     def made_last(self) -> set[int]:
-        """Addresses of storages that the last observed run made and that outlive it."""
-        return self._journals[-1].survivors()
+        """Addresses of storages that the last observed run made and that Python still holds."""
+        return self._journals[-1].kept()
 
     @property
     def unplain(self) -> str | None:
