@@ -22,7 +22,7 @@ from ostinato.tools.machine import machine
 
 ROOT = Path(__file__).parents[1]
 ALONE = ("test_verify", "test_engine_full_size", "test_accuracy_models")
-"""Whole models: they want the memory for themselves, and run one after the other when all others have ended."""
+"""Whole models: they want the memory for themselves, and run one by one when all others have ended."""
 LONGEST = ("test_cascade", "test_fragments", "test_engine", "test_wide", "test_streamed")
 """Begun first."""
 
