@@ -947,3 +947,25 @@ def test_globals_that_only_share_a_name_with_an_attribute_may_change(device):
     logits = f(x)
     assert f(x) is not None
     assert f.report().replays == 3
+
+
+def test_attention_that_could_drop_out_and_does_not_is_served(device):
+    def step(x):
+        heads = x.view(len(x), 1, 2, WIDTH // 2)
+        return F.scaled_dot_product_attention(heads, heads, heads).flatten(1)
+
+    f = wrap(step, LADDER)
+    for x in batches(device):
+        assert agrees(f, step, x)
+    assert f.report().replays == 6
+
+
+def test_a_seed_set_inside_is_kept_to(device):
+    def seeded(x):
+        torch.manual_seed(0)
+        return x + torch.randn(WIDTH).to(x.device)
+
+    f, x = wrap(seeded, LADDER), randn(3, WIDTH, device=device)
+    wanted = seeded(x)
+    for _ in range(3):
+        assert same(f(x), wanted)

@@ -81,15 +81,20 @@ class FirstRun:
         """What was made in the first run is there in the second: what is assigned then is assigned always."""
         before = Reached(function, *signature.functions)
         ended, generators = torch.get_rng_state(), first.generators
+        draws = first.draws_from_default
         try:
+            if draws:
+                torch.rand(1)  # begin elsewhere: who ends in the same place nevertheless has seeded
             _run(function, signature, batch, second)
             self.changes, assigned = before.changed(), before.assigned()
             carried_on = assigned.carried_on({storage_address(tensor) for tensor in second.reads})
             if carried_on is None and second.made_last() - assigned.storages():
                 carried_on = "something that it reaches in a way of its own"
             own_generator = first.draws_random and not (second.generators <= generators)
-            seeds = second.drew_last and torch.equal(torch.get_rng_state(), ended)
+            seeds = draws and second.drew_last and torch.equal(torch.get_rng_state(), ended)
         finally:
+            if draws:
+                torch.set_rng_state(ended)
             second.undo()
             before.put_back(before.changed())
         if self.refusal is not None:
