@@ -32,6 +32,7 @@ from ..checking.addresses import moved_error
 from ..memory import storage_address
 from ..trees import tensors_in
 from ..trimming import same_constant
+from .holders import PartOf, drop, identity, item_of, items_of, put, slots_of
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -84,7 +85,7 @@ class Reached:
         if len(self._seen) > _MOST_OBJECTS:
             logger.warning("more than %d objects are reached: not all are watched", _MOST_OBJECTS)
         self._seen.clear()
-        self._saved = [(name, holder, dict(_items(holder))) for name, holder in self._holders.values()]
+        self._saved = [(name, holder, dict(items_of(holder))) for name, holder in self._holders.values()]
         found = [value for _, _, value, _ in self._watched]
         self.tensors = [value for value in found if isinstance(value, torch.Tensor) and _has_memory(value)]
         self._geometry, self._code = self._geometry_now(), self._code_now()
@@ -113,7 +114,7 @@ class Reached:
 
     def changed_values(self) -> list[str]:
         """The names of other Python values that are others now: debug mode."""
-        return [name for h, key, value, name in self._values if not same_constant(_item(h, key), value)]
+        return [name for h, key, value, name in self._values if not same_constant(item_of(h, key), value)]
 
     def check(self) -> None:
         """Raise AddressError, naming what has moved or was replaced."""
@@ -122,7 +123,7 @@ class Reached:
         geometry = dict(zip(map(id, self.tensors), zip(*self._geometry, strict=True), strict=True))
         changed = []
         for holder, key, value, name in self._watched:
-            if _item(holder, key) is not value:
+            if item_of(holder, key) is not value:
                 changed.append(f"{name} (replaced)")
             elif id(value) in geometry and geometry[id(value)] != next(
                 zip(*_geometry_of([value]), strict=True)
@@ -136,17 +137,17 @@ class Reached:
         """Where something else stands now, or nothing any more, or something that did not."""
         found = set()
         for _, holder, saved in self._saved:
-            now = dict(_items(holder))
+            now = dict(items_of(holder))
             for key in {**saved, **now}:
                 if now.get(key, _MISSING) is not saved.get(key, _MISSING):
-                    found.add((_identity(holder), key))
+                    found.add((identity(holder), key))
         return found
 
     def assigned(self) -> "Assigned":
         """Where tensors stand now that did not stand there."""
         places = []
         for name, holder, saved in self._saved:
-            for key, value in _items(holder):
+            for key, value in items_of(holder):
                 was = saved.get(key, _MISSING)
                 if value is not was and tensors_in(value):
                     places.append((f"{name}{key}", holder, key, was))
@@ -160,14 +161,14 @@ class Reached:
                     holder.clear()
                     holder.extend(saved.values())
                 continue
-            for key, now in _items(holder):
-                if (_identity(holder), key) in keys and key not in saved:
-                    _drop(holder, key)
-                elif (_identity(holder), key) in keys and now is not saved[key]:
-                    _put(holder, key, saved[key])
-            for key in saved.keys() - dict(_items(holder)).keys():
-                if (_identity(holder), key) in keys:
-                    _put(holder, key, saved[key])
+            for key, now in items_of(holder):
+                if (identity(holder), key) in keys and key not in saved:
+                    drop(holder, key)
+                elif (identity(holder), key) in keys and now is not saved[key]:
+                    put(holder, key, saved[key])
+            for key in saved.keys() - dict(items_of(holder)).keys():
+                if (identity(holder), key) in keys:
+                    put(holder, key, saved[key])
 
     # -- internals ---------------------------------------------------------------------------------
 
@@ -228,7 +229,7 @@ class Reached:
             return self._follow_holder(name, value)
         if _is_users(type(value).__module__):
             found = self._follow_holder(f"{name}.", vars(value)) if hasattr(value, "__dict__") else False
-            found |= self._follow_holder(f"{name}.", value) if _slots(value) else False
+            found |= self._follow_holder(f"{name}.", value) if slots_of(value) else False
             self._follow_class(type(value))
             return found
         return False
@@ -262,7 +263,7 @@ class Reached:
         found = False
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._holders[id(cell)] = f"{variable} ", cell
-            found |= self._note(variable, cell, "contents", _item(cell, "contents"))
+            found |= self._note(variable, cell, "contents", item_of(cell, "contents"))
         if not _is_users(function.__module__):
             return found
         defaults = function.__defaults__ or ()
@@ -275,13 +276,13 @@ class Reached:
                 found |= self._note(variable, function.__globals__, variable, function.__globals__[variable])
         assigned = _names_in(function.__code__, ("STORE_GLOBAL",))
         if assigned:
-            part = _PartOf(function.__globals__, assigned)
+            part = PartOf(function.__globals__, assigned)
             self._holders[id(function), 0] = "", part
         return found
 
     def _follow_holder(self, name: str, holder: Any) -> bool:
         self._seen[id(holder)] = holder
-        items = _items(holder)
+        items = items_of(holder)
         if len(items) > _LARGE and all(isinstance(value, _PLAIN) for _, value in items):
             return False  # a vocabulary
         if not isinstance(holder, tuple):
@@ -313,11 +314,11 @@ class Assigned:
 
     def keys(self) -> set[Key]:
         """The places."""
-        return {(_identity(holder), key) for _, holder, key, _ in self.places}
+        return {(identity(holder), key) for _, holder, key, _ in self.places}
 
     def besides(self, keys: Collection[Key]) -> list[str]:
         """The names of other places than these."""
-        return [name for name, holder, key, _ in self.places if (_identity(holder), key) not in keys]
+        return [name for name, holder, key, _ in self.places if (identity(holder), key) not in keys]
 
     def carried_on(self, reads: Collection[int]) -> str | None:
         """A place whose former tensor was used (its storage is among `reads`), or that is in a list or is a
@@ -335,91 +336,27 @@ class Assigned:
 
     def storages(self) -> set[int]:
         """Where the tensors that stand there now have their memory."""
-        values = (_item(holder, key) for _, holder, key, _ in self.places)
+        values = (item_of(holder, key) for _, holder, key, _ in self.places)
         return {storage_address(tensor) for value in values for tensor in tensors_in(value)}
 
     def with_result(self, result: Any) -> tuple[Any, list[Any]]:
         """The function's result, and what stands in these places now."""
-        return result, [_item(holder, key) for _, holder, key, _ in self.places]
+        return result, [item_of(holder, key) for _, holder, key, _ in self.places]
 
     def put(self, served: tuple[Any, list[Any]]) -> Any:
         """Let what a replay made stand there; the result."""
         result, values = served
         for (_, holder, key, _), value in zip(self.places, values, strict=True):
-            _put(holder, key, value)
+            put(holder, key, value)
         return result
-
-
-class _PartOf:
-    """Some entries of a dictionary: the global variables that a function assigns."""
-
-    def __init__(self, whole: dict[str, Any], names: Collection[str]) -> None:
-        self.whole, self.names = whole, names
-
-
-def _identity(holder: Any) -> int:
-    return id(holder.whole if isinstance(holder, _PartOf) else holder)
 
 
 def _geometry_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
     return tuple(list(map(question, tensors)) for question in (_address, _size, _stride, _dtype))
 
 
-def _slots(value: Any) -> list[str]:
-    names = [getattr(base, "__slots__", ()) for base in type(value).__mro__]
-    listed = chain.from_iterable([name] if isinstance(name, str) else name for name in names)
-    return [name for name in listed if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
-
-
-def _items(holder: Any) -> list[tuple[Any, Any]]:
-    """What a dictionary, list, closure or object with slots holds, by key."""
-    if isinstance(holder, dict):
-        return list(holder.items())
-    if isinstance(holder, types.CellType):
-        return [("contents", _item(holder, "contents"))]
-    if isinstance(holder, list | tuple | deque):
-        return list(enumerate(holder))
-    if isinstance(holder, _PartOf):
-        return [(name, holder.whole[name]) for name in holder.names if name in holder.whole]
-    if isinstance(holder, type):
-        entries = vars(holder).items()
-        return [(key, value) for key, value in entries if not key.startswith("__") and not callable(value)]
-    return [(name, getattr(holder, name)) for name in _slots(holder)]
-
-
-def _item(holder: Any, key: Any) -> Any:
-    if isinstance(holder, dict):
-        return holder.get(key)
-    if isinstance(holder, types.CellType):
-        try:
-            return holder.cell_contents
-        except ValueError:  # not assigned yet
-            return None
-    if isinstance(holder, list | tuple | deque):
-        return holder[key] if key < len(holder) else None
-    return holder.whole.get(key) if isinstance(holder, _PartOf) else getattr(holder, key, None)
-
-
 def _all_items(holder: Any, keys: list[Any]) -> list[Any]:
-    return [_item(holder, key) for key in keys]
-
-
-def _put(holder: Any, key: Any, value: Any) -> None:
-    if isinstance(holder, dict):
-        holder[key] = value
-    elif isinstance(holder, types.CellType):
-        holder.cell_contents = value
-    elif isinstance(holder, _PartOf):
-        holder.whole[key] = value
-    else:
-        setattr(holder, key, value)
-
-
-def _drop(holder: Any, key: Any) -> None:
-    if isinstance(holder, dict | _PartOf):
-        (holder if isinstance(holder, dict) else holder.whole).pop(key)
-    else:
-        delattr(holder, key)
+    return [item_of(holder, key) for key in keys]
 
 
 @functools.cache

@@ -1,0 +1,76 @@
+"""What holds values in Python, and how to look there: dictionaries, lists, closures, objects."""
+
+import types
+from collections import deque
+from collections.abc import Collection
+from itertools import chain
+from typing import Any
+
+
+class PartOf:
+    """Some entries of a dictionary: the global variables that a function assigns."""
+
+    def __init__(self, whole: dict[str, Any], names: Collection[str]) -> None:
+        self.whole, self.names = whole, names
+
+
+def identity(holder: Any) -> int:
+    """Who it is: part of a dictionary is that dictionary."""
+    return id(holder.whole if isinstance(holder, PartOf) else holder)
+
+
+def slots_of(value: Any) -> list[str]:
+    """The names of an object's slots that are filled."""
+    names = [getattr(base, "__slots__", ()) for base in type(value).__mro__]
+    listed = chain.from_iterable([name] if isinstance(name, str) else name for name in names)
+    return [name for name in listed if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+
+
+def items_of(holder: Any) -> list[tuple[Any, Any]]:
+    """What a dictionary, list, closure or object with slots holds, by key."""
+    if isinstance(holder, dict):
+        return list(holder.items())
+    if isinstance(holder, types.CellType):
+        return [("contents", item_of(holder, "contents"))]
+    if isinstance(holder, list | tuple | deque):
+        return list(enumerate(holder))
+    if isinstance(holder, PartOf):
+        return [(name, holder.whole[name]) for name in holder.names if name in holder.whole]
+    if isinstance(holder, type):
+        entries = vars(holder).items()
+        return [(key, value) for key, value in entries if not key.startswith("__") and not callable(value)]
+    return [(name, getattr(holder, name)) for name in slots_of(holder)]
+
+
+def item_of(holder: Any, key: Any) -> Any:
+    """What stands there, or None."""
+    if isinstance(holder, dict):
+        return holder.get(key)
+    if isinstance(holder, types.CellType):
+        try:
+            return holder.cell_contents
+        except ValueError:  # not assigned yet
+            return None
+    if isinstance(holder, list | tuple | deque):
+        return holder[key] if key < len(holder) else None
+    return holder.whole.get(key) if isinstance(holder, PartOf) else getattr(holder, key, None)
+
+
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Let a value stand there."""
+    if isinstance(holder, dict):
+        holder[key] = value
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = value
+    elif isinstance(holder, PartOf):
+        holder.whole[key] = value
+    else:
+        setattr(holder, key, value)
+
+
+def drop(holder: Any, key: Any) -> None:
+    """Let nothing stand there."""
+    if isinstance(holder, dict | PartOf):
+        (holder if isinstance(holder, dict) else holder.whole).pop(key)
+    else:
+        delattr(holder, key)
