@@ -78,7 +78,8 @@ def test_splits_fill_the_chip_and_never_outnumber_the_blocks_of_the_longest_pref
             assert short <= 256 // (tile.key_block * tile.least_blocks)
 
 
-def test_the_kernels_are_right_in_the_interpreter():
+@pytest.mark.parametrize("cases", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_the_kernels_are_right_in_the_interpreter(cases):
     """In a process of its own: the interpreter is chosen when a kernel is defined."""
     triton = pytest.importorskip("triton")
     from kernels.test_triton_kernels import KNOWN_INTERPRETER_FAULT
@@ -89,7 +90,7 @@ def test_the_kernels_are_right_in_the_interpreter():
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
     result = subprocess.run(
-        [sys.executable, "-m", "kernels.cascade_interpreter_checks"],
+        [sys.executable, "-m", "kernels.cascade_interpreter_checks", cases],
         env=environment,
         capture_output=True,
         text=True,
