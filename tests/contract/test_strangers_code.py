@@ -925,12 +925,15 @@ def test_a_wrapper_keeps_neither_arguments_nor_results_of_its_first_call(device)
 
 
 def test_a_large_vocabulary_does_not_make_the_first_call_slow(device):
-    module = nn.Linear(WIDTH, WIDTH).to(device)
-    module.vocabulary = {f"token {i}": i for i in range(200_000)}
-    f = wrap(module, LADDER)
-    began = time.perf_counter()
-    f(randn(3, WIDTH, device=device))
-    assert time.perf_counter() - began < 20
+    seconds = []
+    for entries in (0, 0, 300_000):
+        module = nn.Linear(WIDTH, WIDTH).to(device)
+        module.vocabulary = {f"token {i}": i for i in range(entries)}
+        f = wrap(module, LADDER)
+        began = time.perf_counter()
+        f(randn(3, WIDTH, device=device))
+        seconds.append(time.perf_counter() - began)
+    assert seconds[2] < seconds[1] + 1, "it is looked at once and passed over"
 
 
 def test_globals_that_only_share_a_name_with_an_attribute_may_change(device):

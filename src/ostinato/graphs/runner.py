@@ -223,11 +223,11 @@ class CudaGraphRunner:
         with turn:
             self._forget(dropped)
 
-    def give_up(self, cause: str, reason: Reason = Reason.CAPTURE_FAILED) -> None:
+    def give_up(self, cause: str) -> None:
         """Drop all graphs, because none of them can be right."""
         for key in list(self.graphs):
             self._forget([key])
-            self._give_up(key, reason, cause)
+            self._give_up(key, Reason.CAPTURE_FAILED, cause)
 
     def refuse(self, cause: str) -> None:
         """Capture nothing: say why, and run eagerly."""

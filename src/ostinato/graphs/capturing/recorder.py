@@ -128,9 +128,7 @@ class StepRecorder:
                     # One more: only a second run tells state from what is made once and only read later.
                     trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
             if trials.unplain is not None:
-                raise CaptureError(
-                    f"the step works with {trials.unplain} tensors: graphs know dense ones only"
-                )
+                raise CaptureError(trials.unplain)
             if not self._compiled.applies(key):
                 trials.repeat_until_steady(lambda: step(**arguments))
             self._reads |= {

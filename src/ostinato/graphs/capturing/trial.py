@@ -74,7 +74,7 @@ class Trials:
 
     @property
     def drew_last(self) -> bool:
-        """Whether the last observed run did."""
+        """Whether the last observed run did so."""
         return self._journals[-1].draws_from_default
 
     def made_last(self) -> set[int]:
@@ -83,8 +83,9 @@ class Trials:
 
     @property
     def unplain(self) -> str | None:
-        """A kind of tensors that graphs do not know, if an observed run used one."""
-        return next((journal.unplain for journal in self._journals if journal.unplain), None)
+        """Why no graph can do it, if an observed run used tensors that graphs do not know."""
+        kind = next((journal.unplain for journal in self._journals if journal.unplain), None)
+        return kind and f"the step works with {kind} tensors: graphs know dense ones only"
 
     def wrote(self, address: int) -> bool:
         """Whether an observed run wrote to the storage at this address."""
@@ -179,5 +180,5 @@ class Trials:
             return
         if not torch.equal(torch.get_rng_state(), self._host_rng):
             torch.set_rng_state(self._host_rng)
-        if self._backend.name != "tape" and not torch.equal(self._backend.rng_state(), self._rng):
+        if not torch.equal(self._backend.rng_state(), self._rng):
             self._backend.set_rng_state(self._rng)

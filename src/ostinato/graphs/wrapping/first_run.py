@@ -57,7 +57,7 @@ class FirstRun:
             own = {storage_address(copy) for copy in copies.values()}
             self.reads = {storage_address(tensor) for tensor in trials.reads} - own
             if trials.unplain is not None:
-                self.refusal = f"the step works with {trials.unplain} tensors: graphs know dense ones only"
+                self.refusal = trials.unplain
             elif drawn != _python_generators():
                 self.refusal = (
                     "the step draws from Python's or NumPy's random generator, and a graph would repeat one "

@@ -71,7 +71,7 @@ class Reached:
     ) -> None:
         """`roots`: the function, and others that it is given. `reads`: addresses of the storages that count;
         None: all. `ignored`: what the function changes itself."""
-        self._roots, self._reads, self._ignored = roots, reads, ignored
+        self._reads, self._ignored = reads, ignored
         self.modules: list[torch.nn.Module] = []
         self._watched: list[tuple[Any, Any, Any, str]] = []
         self._values: list[tuple[Any, Any, Any, str]] = []
@@ -88,7 +88,7 @@ class Reached:
         self._saved = [(name, holder, dict(items_of(holder))) for name, holder in self._holders.values()]
         found = [value for _, _, value, _ in self._watched]
         self.tensors = [value for value in found if isinstance(value, torch.Tensor) and _has_memory(value)]
-        self._geometry, self._code = self._geometry_now(), self._code_now()
+        self._geometry, self._code = _geometry_of(self.tensors), self._code_now()
         self._looks = [(look, [value for _, _, value, _ in group]) for look, group in self._grouped()]
 
     # -- before every call -------------------------------------------------------------------------
@@ -96,10 +96,9 @@ class Reached:
     def is_unchanged(self) -> bool:
         """Whether everything that is read, and all on the way to it, is the same in the same place."""
         try:
-            return (
-                all(all(map(is_, look(), values)) for look, values in self._looks)
-                and self._geometry == self._geometry_now()
-            )
+            return all(
+                all(map(is_, look(), values)) for look, values in self._looks
+            ) and self._geometry == _geometry_of(self.tensors)
         except (LookupError, ReferenceError, RuntimeError):  # it is gone
             return False
 
@@ -129,7 +128,7 @@ class Reached:
                 zip(*_geometry_of([value]), strict=True)
             ):
                 changed.append(f"{name} (moved)")
-        raise moved_error(changed)
+        raise moved_error(changed or ["something that the step reads"])
 
     # -- around trial runs -------------------------------------------------------------------------
 
@@ -193,9 +192,6 @@ class Reached:
             for hooks in _HOOKS:
                 found += own.get(hooks, {}).values()
         return found
-
-    def _geometry_now(self) -> tuple[list[Any], ...]:
-        return _geometry_of(self.tensors)
 
     def _visit(self, name: str, value: Any) -> bool:
         """Follow a value; whether that leads to a tensor that counts."""
@@ -375,6 +371,6 @@ def _is_users(module: str | None) -> bool:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
-        return tensor.layout is torch.strided and not tensor.is_nested and tensor.data_ptr() is not None
+        return tensor.layout is torch.strided and not tensor.is_nested and tensor.data_ptr() >= 0
     except (RuntimeError, ValueError):  # lazy, or of a subclass without memory of its own
         return False
