@@ -877,9 +877,9 @@ def test_steps_that_seed_themselves_give_the_same_numbers_every_time(device):
 def test_the_largest_of_a_batch_is_refused_also_where_zeros_do_not_show(device):
     step = lambda x: x + x.max(0).values  # noqa: E731
     f = wrap(step, LADDER)
-    for n in (3, 5, 8, 1):
-        x = randn(n, WIDTH, device=device, seed=n)
-        assert same(f(x), step(x))
+    for n, sign in ((3, 1), (5, -1), (8, 1), (3, -1)):
+        x = sign * (randn(n, WIDTH, device=device, seed=n).abs() + 1)
+        assert same(f(x), step(x)), "zeros of padding are the largest of negative numbers alone"
 
 
 def test_a_table_for_the_last_size_alone_is_right(device):

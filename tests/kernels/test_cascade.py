@@ -1,14 +1,11 @@
 """Attention over a prefix that requests share: the torch reference, and the kernels without a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.interpreted import assert_passes
 from kernels.paged_cases import dense_attention, make_case
 from ostinato.kernels.attention import PAGE_SIZE, decode_tiles, get_backend
 
@@ -80,25 +77,7 @@ def test_splits_fill_the_chip_and_never_outnumber_the_blocks_of_the_longest_pref
 
 @pytest.mark.parametrize("cases", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_the_kernels_are_right_in_the_interpreter(cases):
-    """In a process of its own: the interpreter is chosen when a kernel is defined."""
-    triton = pytest.importorskip("triton")
-    from kernels.test_triton_kernels import KNOWN_INTERPRETER_FAULT
-
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    result = subprocess.run(
-        [sys.executable, "-m", "kernels.cascade_interpreter_checks", cases],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    if KNOWN_INTERPRETER_FAULT in result.stderr:
-        pytest.skip(f"Triton {triton.__version__}'s interpreter does not work with this NumPy")
-    assert "all checks passed" in result.stdout, result.stdout + result.stderr[-4000:]
+    assert_passes("kernels.cascade_interpreter_checks", cases, 110)
 
 
 @pytest.mark.parametrize(

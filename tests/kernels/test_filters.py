@@ -1,19 +1,16 @@
 """Cuts without a sort: right in Triton's interpreter, and accepted by the compiler for Hopper."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from kernels.filter_checks import KINDS, Filtering, counts_kept, logits_of
+from kernels.interpreted import assert_passes
 from ostinato.kernels import filters
 from ostinato.kernels.sampling import GREEDY_BELOW
 
 triton = pytest.importorskip("triton")
 
-from kernels.test_triton_kernels import KNOWN_INTERPRETER_FAULT, compiles, pointers  # noqa: E402
+from kernels.test_triton_kernels import compiles, pointers  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -31,22 +28,7 @@ def test_the_sorted_reference_keeps_what_the_definition_says(kind):
     ids=["few", "many"],
 )
 def test_the_kernels_are_right_in_the_interpreter(examples):
-    """In a process of its own: the interpreter is chosen when a kernel is defined."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    result = subprocess.run(
-        [sys.executable, "-m", "kernels.filter_interpreter_checks", str(examples)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1100 if examples else 110,
-    )
-    if KNOWN_INTERPRETER_FAULT in result.stderr:
-        pytest.skip(f"Triton {triton.__version__}'s interpreter does not work with this NumPy")
-    assert "all checks passed" in result.stdout, result.stdout + result.stderr[-4000:]
+    assert_passes("kernels.filter_interpreter_checks", str(examples), 1100 if examples else 110)
 
 
 def test_the_kernels_compile_for_hopper():

@@ -1,16 +1,13 @@
 """The Triton kernels without a GPU: right in the interpreter, and accepted by the compiler for Hopper."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from kernels.interpreted import assert_passes
 
 triton = pytest.importorskip("triton")
 
 # Triton 3.6's interpreter with NumPy 2.4: a fault of that pair, not of a kernel.
-KNOWN_INTERPRETER_FAULT = "only 0-dimensional arrays can be converted to Python scalars"
 
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 
@@ -19,22 +16,7 @@ POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf
     "which", ["few", pytest.param("all", marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
 def test_kernels_are_right_in_the_interpreter(which):
-    """In a process of its own: the interpreter is chosen when a kernel is defined."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    result = subprocess.run(
-        [sys.executable, "-m", "kernels.triton_interpreter_checks", which],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110 if which == "few" else 280,
-    )
-    if KNOWN_INTERPRETER_FAULT in result.stderr:
-        pytest.skip(f"Triton {triton.__version__}'s interpreter does not work with this NumPy")
-    assert "all checks passed" in result.stdout, result.stdout + result.stderr[-4000:]
+    assert_passes("kernels.triton_interpreter_checks", which, 110 if which == "few" else 280)
 
 
 def compiled(kernel, types, constants, **options):
