@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato import LLM, SamplingParams
-from ostinato.engine import shared_prefix
+from ostinato.engine.stepping import shared_prefix
 from ostinato.tools.machine import machine
 
 MODELS = Path(__file__).parent / "models"

@@ -6,11 +6,11 @@ from unittest.mock import patch
 import pytest
 
 from engine.test_scheduler import Engine
-from ostinato.engine.decode_batch import DecodeBatch
-from ostinato.engine.request import FinishReason, IntArray
 from ostinato.engine.sampling_params import SamplingParams
-from ostinato.engine.scheduled_step import ScheduledStep
-from ostinato.engine.scheduler import Scheduler
+from ostinato.engine.scheduling.decode_batch import DecodeBatch
+from ostinato.engine.scheduling.request import FinishReason, IntArray
+from ostinato.engine.scheduling.scheduled_step import ScheduledStep
+from ostinato.engine.scheduling.scheduler import Scheduler
 
 
 def steps_of(seed: int, *, ahead: int) -> list[tuple[object, ...]]:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.engine.device_rows import DeviceRows, RowField
+from ostinato.engine.stepping.device_rows import DeviceRows, RowField
 from ostinato.graphs import GraphMode, GraphPool
 
 FIELDS = (

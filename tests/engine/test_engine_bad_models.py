@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from models.small_models import saved_model
 from ostinato.engine.llm import LLM
-from ostinato.engine.loading import ModelLoadError
+from ostinato.engine.loading.load import ModelLoadError
 from ostinato.models.config import SUPPORTED_ARCHITECTURES
 
 from .conftest import TINY, TinyModel, prompts_of, write_byte_tokenizer

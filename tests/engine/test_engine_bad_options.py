@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.loading import ModelLoadError
+from ostinato.engine.loading.load import ModelLoadError
 from ostinato.graphs import ConfigError
 
 from .conftest import TinyModel

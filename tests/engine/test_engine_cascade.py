@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import pytest
 
-from ostinato.engine import shared_prefix
 from ostinato.engine.llm import LLM
 from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.stepping import shared_prefix
 from ostinato.graphs import GraphKey
 
 from .conftest import TinyModel, prompts_of

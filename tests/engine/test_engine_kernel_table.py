@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 import torch
+from ostinato.engine.loading.load.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
 
-from ostinato.engine import kernel_table
-from ostinato.engine.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
-from ostinato.engine.model_runner import ModelRunner
+from ostinato.engine.loading import kernel_table
+from ostinato.engine.stepping.model_runner import ModelRunner
 from ostinato.graphs import BatchDescriptor, ConfigError, GraphKey, GraphMode
 from ostinato.kernels.linear import choice
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable

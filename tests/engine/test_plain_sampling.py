@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampled_tokens import Launched, Sampled, TokenReturn
-from ostinato.engine.sampler import Kind
+from ostinato.engine.sampling.sampler import Kind
 from ostinato.engine.sampling_params import SamplingParams, StructuredOutputs
+from ostinato.engine.stepping.token_return import Launched, Sampled, TokenReturn
 
 from .conftest import TinyModel, prompts_of
 from .expected_steps import sampling_of

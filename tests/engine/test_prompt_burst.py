@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.request import RequestStatus
 from ostinato.engine.sampling_params import SamplingParams
-from ostinato.engine.scheduled_step import ScheduledStep
+from ostinato.engine.scheduling.request import RequestStatus
+from ostinato.engine.scheduling.scheduled_step import ScheduledStep
 
 from .conftest import TinyModel, prompts_of
 from .expected_steps import Setup, Step, expected_steps, service_of

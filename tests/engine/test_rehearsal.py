@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.engine import loading, rehearsal
 from ostinato.engine.config import EngineConfig, ResolvedConfig
 from ostinato.engine.llm import LLM
-from ostinato.engine.loading import kv_shape
-from ostinato.engine.model_runner import KVCache, ModelRunner
-from ostinato.engine.times import StartupTimes
+from ostinato.engine.loading import load as loading
+from ostinato.engine.loading import rehearsal
+from ostinato.engine.loading.load import kv_shape
+from ostinato.engine.stepping.model_runner import KVCache, ModelRunner
+from ostinato.engine.stepping.times import StartupTimes
 
 from .conftest import TinyModel
 from .test_engine_greedy import SMALL

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ostinato.cache.pages import PageAllocator
-from ostinato.engine.request import FinishReason, Request, RequestError, RequestStatus
 from ostinato.engine.sampling_params import SamplingParams
-from ostinato.engine.scheduled_step import PLACEHOLDER, CompletedStep, ScheduledStep
-from ostinato.engine.scheduler import Scheduler
-from ostinato.engine.scheduler_config import SchedulerConfig
+from ostinato.engine.scheduling.request import FinishReason, Request, RequestError, RequestStatus
+from ostinato.engine.scheduling.scheduled_step import PLACEHOLDER, CompletedStep, ScheduledStep
+from ostinato.engine.scheduling.scheduler import Scheduler
+from ostinato.engine.scheduling.scheduler_config import SchedulerConfig
 from ostinato.graphs.errors import ConfigError
 
 GRAMMAR: Any = object()

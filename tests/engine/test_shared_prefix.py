@@ -7,11 +7,11 @@ import pytest
 
 from engine.test_decode_batch import do_something
 from engine.test_scheduler import Engine
-from ostinato.engine.request import Request
-from ostinato.engine.request_pages import RequestPages
 from ostinato.engine.sampling_params import SamplingParams
-from ostinato.engine.scheduled_step import ScheduledStep
-from ostinato.engine.shared_prefix import pays
+from ostinato.engine.scheduling.request import Request
+from ostinato.engine.scheduling.request_pages import RequestPages
+from ostinato.engine.scheduling.scheduled_step import ScheduledStep
+from ostinato.engine.stepping.shared_prefix import pays
 
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 

@@ -6,7 +6,7 @@ import pytest
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.sampling_params import SamplingParams
-from ostinato.engine.times import StepClock
+from ostinato.engine.stepping.times import StepClock
 
 from .conftest import TinyModel, prompts_of
 from .test_engine_greedy import SMALL

@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from ostinato.cli.main import app
-from ostinato.engine.device_rows import DeviceRows
 from ostinato.engine.llm import LLM
-from ostinato.engine.row_fields import row_fields
 from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.stepping.device_rows import DeviceRows
+from ostinato.engine.stepping.row_fields import row_fields
 from ostinato.engine.verifying import expected_results
 from ostinato.engine.verifying.made_requests import Room, make_requests, num_pages_of
 from ostinato.engine.verifying.reference_model import rotation

@@ -11,7 +11,7 @@ from engine.test_engine_cascade import *  # noqa: F403
 from engine.test_engine_cascade import _any_cascade_pays, replays, sharing  # noqa: F401
 from kernels import fused_checks
 from ostinato import LLM, SamplingParams
-from ostinato.engine import shared_prefix
+from ostinato.engine.stepping import shared_prefix
 from ostinato.kernels.attention import cuda_decode, triton_decode
 
 # (query heads, KV heads, head size)

@@ -13,20 +13,20 @@ import torch
 from ostinato.cache.pages import PageAllocator
 from ostinato.graphs import OstinatoError, Report, frozen_gc
 
-from .device_memory import DeviceMemory
-from .loading import LoadedModel, allocate_kv
-from .model_runner import ModelRunner
+from .loading.device_memory import DeviceMemory
+from .loading.load import LoadedModel, allocate_kv
+from .loading.rehearsal import rehearse
 from .outputs import Logprob
-from .prompt_logprobs import prompt_logprobs_of
-from .rehearsal import rehearse
-from .request import FinishReason, Request
-from .sampled_tokens import Launched, Sampled
-from .sampler import Sampler
+from .sampling.prompt_logprobs import prompt_logprobs_of
+from .sampling.sampler import Sampler
 from .sampling_params import RequestError, SamplingParams
-from .scheduled_step import CompletedStep, ScheduledStep
-from .scheduler import Scheduler
-from .scheduler_config import SchedulerConfig
-from .times import StartupTimes, StepClock
+from .scheduling.request import FinishReason, Request
+from .scheduling.scheduled_step import CompletedStep, ScheduledStep
+from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler_config import SchedulerConfig
+from .stepping.model_runner import ModelRunner
+from .stepping.times import StartupTimes, StepClock
+from .stepping.token_return import Launched, Sampled
 
 logger = logging.getLogger("ostinato.engine")
 

@@ -15,11 +15,11 @@ import torch
 from ostinato.graphs import ConfigError, Report
 
 from .config import EngineConfig
+from .delivery.request_progress import RequestProgress
 from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
-from .request_progress import RequestProgress
 from .sampling_params import RequestError, SamplingParams
+from .stepping.times import StepTimes
 from .text_engine import Prompt, TextEngine
-from .times import StepTimes
 
 if TYPE_CHECKING:
     from .verifying.outcome import EngineVerification

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ostinato.graphs.errors import OstinatoError
 from ostinato.text.structured import StructuredOutputs
-
-from ..graphs.errors import OstinatoError
 
 MAX_LOGPROBS = 20
 """The most alternatives per token that can be asked for."""

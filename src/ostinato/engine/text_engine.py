@@ -13,17 +13,17 @@ import numpy as np
 from ostinato.text.errors import GrammarError, TokenizerError
 from ostinato.text.grammar import Grammar, GrammarCompiler
 
-from .completion_text import CompletionText
 from .config import EngineConfig
 from .core import EngineCore
-from .delivery import Delivery
-from .loading import load
+from .delivery.completion_text import CompletionText
+from .delivery.delivery import Delivery
+from .delivery.pooling import check_pooling, pooled
+from .delivery.served_completion import ServedCompletion
+from .loading.load import load
 from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
-from .pooling import check_pooling, pooled
-from .request import Request
 from .sampling_params import RequestError, SamplingParams
-from .served_completion import ServedCompletion
-from .times import StartupTimes
+from .scheduling.request import Request
+from .stepping.times import StartupTimes
 
 Prompt = str | Mapping[str, Any]
 """A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""

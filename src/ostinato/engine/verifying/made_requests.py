@@ -12,7 +12,7 @@ import numpy as np
 
 from ostinato.cache.pages import PAGE_SIZE
 
-from ..request import IntArray
+from ..scheduling.request import IntArray
 
 _FIRST = (3, 17, 0, 16, 1, 15, 33, 40, 2, 130, 32, 65)
 """Lengths of the first requests, 0: the longest. The first ones serve the small graphs, so a short context,

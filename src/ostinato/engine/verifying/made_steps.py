@@ -9,8 +9,8 @@ import numpy as np
 
 from ostinato.graphs import BatchDescriptor
 
-from ..request import IntArray, Request
-from ..scheduled_step import ScheduledStep
+from ..scheduling.request import IntArray, Request
+from ..scheduling.scheduled_step import ScheduledStep
 from .made_requests import MadeRequest
 
 _MOST_BATCHES = 4

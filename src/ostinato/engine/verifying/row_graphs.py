@@ -9,7 +9,7 @@ import torch
 
 from ostinato.graphs import BatchShape, CapturedGraph
 
-from ..device_rows import RESERVED_CELLS, DeviceRows
+from ..stepping.device_rows import RESERVED_CELLS, DeviceRows
 from .outcome import Check
 
 

@@ -11,8 +11,8 @@ from ostinato.graphs import CapturedGraph
 from ostinato.kernels.request_rows import LINE_HEAD
 
 from ..core import EngineCore
-from ..device_rows import RESERVED_CELLS
-from ..request import IntArray, Request
+from ..scheduling.request import IntArray, Request
+from ..stepping.device_rows import RESERVED_CELLS
 from .made_steps import MadeStep
 from .reference_sampling import SampledFrom
 

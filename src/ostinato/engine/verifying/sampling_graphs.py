@@ -14,9 +14,9 @@ from ostinato.graphs import BatchShape, CapturedGraph, CudaGraphRunner
 from ostinato.text.grammar import Grammar
 
 from ..core import EngineCore
-from ..request import IntArray, Request
-from ..sampler import Kind
+from ..sampling.sampler import Kind
 from ..sampling_params import MAX_LOGPROBS, SamplingParams
+from ..scheduling.request import IntArray, Request
 from .borrowed_pages import HOSTILE
 from .outcome import Check
 from .reference_sampling import SampledFrom

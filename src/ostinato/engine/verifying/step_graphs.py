@@ -12,9 +12,9 @@ from ostinato.cache.pages import PAGE_SIZE
 from ostinato.graphs import CapturedGraph
 
 from ..core import EngineCore
-from ..request import IntArray, Request
 from ..sampling_params import SamplingParams
-from ..scheduled_step import PageUpdate
+from ..scheduling.request import IntArray, Request
+from ..scheduling.scheduled_step import PageUpdate
 from .borrowed_pages import BorrowedPages, relative_errors
 from .expected_results import ExpectedResults, logit_errors
 from .made_requests import MadeRequest

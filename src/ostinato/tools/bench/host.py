@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from ostinato.engine.times import OneStep
+from ostinato.engine.stepping.times import OneStep
 
 from .check import STEPS, checked_part, compare_with
 from .contest import Ours

@@ -33,7 +33,7 @@ import numpy as np
 
 from ostinato.text.grammar import Grammar
 
-from .sampling_params import RequestError, SamplingParams
+from ..sampling_params import RequestError, SamplingParams
 
 __all__ = ["FinishReason", "Request", "RequestError", "RequestRows", "RequestStatus"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .sampling_params import RequestError
+from ..sampling_params import RequestError
 
 POOLINGS = ("last", "mean")
 """The state of the last token, or the mean of all."""

@@ -17,7 +17,7 @@ from ostinato.graphs import CurrentStream
 from ostinato.kernels import request_rows
 from ostinato.kernels.request_rows import LINE_HEAD, TokenLines
 
-from .request import IntArray
+from ..scheduling.request import IntArray
 
 
 @dataclass(frozen=True)

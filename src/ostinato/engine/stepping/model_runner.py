@@ -38,15 +38,15 @@ from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.variants import kernel_class
 from ostinato.models.transformer import Attend, StepAttention, Transformer
 
+from ..config import ResolvedConfig
+from ..scheduling.request import IntArray
+from ..scheduling.scheduled_step import PageUpdate, ScheduledStep
 from . import shared_prefix
-from .config import ResolvedConfig
 from .device_rows import DeviceRows
 from .plain_sampling import PlainSampling
-from .request import IntArray
 from .row_fields import row_fields
-from .sampled_tokens import TokenReturn
-from .scheduled_step import PageUpdate, ScheduledStep
 from .times import StartupTimes
+from .token_return import TokenReturn
 
 
 def step_fields(vocab_size: int, max_model_len: int) -> tuple[Field, ...]:

@@ -36,12 +36,12 @@ from ostinato.kernels import sampling
 from ostinato.kernels.sampling import Penalties, SamplingSettings
 from ostinato.text.grammar import mask_words
 
-from .model_runner import ModelRunner
-from .request import IntArray, Request
-from .row_fields import MAX_BANNED, MAX_BIASES
-from .sampled_tokens import Launched
-from .sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
-from .scheduled_step import ScheduledStep
+from ..sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
+from ..scheduling.request import IntArray, Request
+from ..scheduling.scheduled_step import ScheduledStep
+from ..stepping.model_runner import ModelRunner
+from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
+from ..stepping.token_return import Launched
 
 PIECE_BYTES = 24 << 20
 """What an intermediate over the vocabulary may take: sorting all rows of a large batch at once takes GBs."""

@@ -9,7 +9,7 @@ import torch
 from ostinato.kernels import sampling
 from ostinato.models.transformer import Transformer
 
-from .outputs import Logprob
+from ..outputs import Logprob
 
 _PIECE = 256
 """Tokens whose logits are held at the same time."""

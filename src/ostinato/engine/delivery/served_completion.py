@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..outputs import CompletionOutput, RequestOutput
+from ..scheduling.request import Request
 from .completion_text import CompletionText
-from .outputs import CompletionOutput, RequestOutput
-from .request import Request
 
 
 @dataclass(frozen=True, eq=False, slots=True)

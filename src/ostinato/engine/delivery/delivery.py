@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from ostinato.text.tokenizer import Tokenizer
 
-from .core import Extras, Progress
-from .outputs import Logprob, RequestOutput
-from .request import Request
+from ..core import Extras, Progress
+from ..outputs import Logprob, RequestOutput
+from ..scheduling.request import Request
 from .served_completion import ServedCompletion
 
 

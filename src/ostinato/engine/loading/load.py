@@ -22,7 +22,7 @@ from ostinato.models.weights import load_model
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
 
-from .config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig, ResolvedConfig
 from .kernel_table import use_table_of_user
 
 logger = logging.getLogger("ostinato.engine")

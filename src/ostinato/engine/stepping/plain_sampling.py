@@ -10,7 +10,7 @@ from ostinato.kernels import sampling
 from ostinato.kernels.sampling import PlainSettings
 
 from .device_rows import DeviceRows
-from .sampled_tokens import TokenReturn
+from .token_return import TokenReturn
 
 
 class PlainSampling:

@@ -13,11 +13,11 @@ from ostinato.cache.kv import KVCache
 from ostinato.graphs import GraphKey
 from ostinato.kernels.compile_ahead import compiling_only
 
+from ..sampling.sampler import Sampler
+from ..stepping.model_runner import ModelRunner
+from ..stepping.times import StartupTimes
 from .device_memory import DeviceMemory
-from .loading import LoadedModel, kv_shape
-from .model_runner import ModelRunner
-from .sampler import Sampler
-from .times import StartupTimes
+from .load import LoadedModel, kv_shape
 
 _BYTES_PER_GRAPH = 1 << 20
 """What a graph takes outside the pool, at most."""

@@ -31,7 +31,7 @@ from ostinato.graphs import (
     capture_keys,
 )
 
-from .request import IntArray
+from ..scheduling.request import IntArray
 
 RESERVED_CELLS = 2
 """Nobody reads these: padded pairs are written there."""

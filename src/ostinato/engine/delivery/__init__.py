@@ -1,0 +1,1 @@
+"""From tokens to what callers read: text, stop strings, growing outputs."""

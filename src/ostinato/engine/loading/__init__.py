@@ -1,0 +1,1 @@
+"""Before the first step: weights, KV cache, kernels compiled, memory divided."""
