@@ -85,7 +85,7 @@ def _decode_ladder(config: EngineConfig, mode: GraphMode, running: int, on_gpu: 
             asked = list(config.cudagraph_capture_sizes)
             raise ConfigError(f"no size of {asked} is a decode batch: at most {running} requests run")
         return Ladder(sizes)
-    wanted = config.cuda_graph_max_bs or config.max_cudagraph_capture_size or 256
+    wanted = config.cuda_graph_max_bs or config.max_cudagraph_capture_size or running
     if config.cuda_graph_max_bs is not None and wanted > running and mode is not GraphMode.NONE:
         logger.warning(
             "cuda_graph_max_bs %d is cut: max_running_requests is %d, so no larger batch ever runs",

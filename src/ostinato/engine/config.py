@@ -76,7 +76,8 @@ class EngineConfig:
     disable_cuda_graph: bool = False
     """The same as mode none."""
     cuda_graph_max_bs: int | None = None
-    """Largest captured decode batch, in requests; default: 256. Never more than max_running_requests."""
+    """Largest captured decode batch, in requests; default, and at most: max_running_requests. Larger ones run
+    from prefill graphs, or without a graph."""
     cuda_graph_bs: tuple[int, ...] | None = None
     """Captured decode batches, in requests, instead of the default list."""
     cuda_graph_prefill_tokens: tuple[int, ...] | None = None
