@@ -117,6 +117,17 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks"])
+def test_what_is_imported_from_the_package_exists(folder: str) -> None:
+    existing = {module_name(path) for path in modules()} | {"ostinato"}
+    root = PACKAGE.parents[1] / folder
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
+                is_ours = node.module.split(".")[0] == "ostinato"
+                assert not is_ours or node.module in existing, f"{path}: there is no {node.module}"
+
+
 def test_no_module_imports_itself_in_a_circle() -> None:
     assert not circles(module_graph())
 
