@@ -53,11 +53,10 @@ class Item:
 
 
 def test_one_case_of_each_stays_and_everything_of_other_folders() -> None:
-    slow, first = (
-        Item("tests/kernels/test_a.py::test_x[0]", is_slow=True),
-        Item("tests/kernels/test_a.py::test_x[1]"),
-    )
-    second, outside = [Item(f"tests/unit/test_c.py::test_x[{number}]") for number in range(3)]
+    slow = Item("tests/kernels/test_a.py::test_x[0]", is_slow=True)
+    first, second = (Item(f"tests/kernels/test_a.py::test_x[{number}]") for number in (1, 2))
+    other = Item("tests/kernels/test_b.py::test_x")
+    outside = [Item(f"tests/unit/test_c.py::test_x[{number}]") for number in range(3)]
     kept, left = unchanged.one_of_each([slow, first, second, other, *outside])
     assert kept == [slow, first, other, *outside]
     assert left == [second]
