@@ -21,6 +21,7 @@ from ostinato.engine.stepping.device_rows import RESERVED_CELLS, DeviceRows
 from .conftest import TinyModel, prompts_of, write_byte_tokenizer
 from .interrupted_launch import Launches, Point
 from .test_engine_greedy import assert_all_back
+from .test_plain_sampling import counts
 
 
 class Arrival(NamedTuple):
@@ -84,7 +85,7 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     directory: Path = tmp_path_factory.mktemp("one-layer")
-    model = TinyModel(directory, "Llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    model = TinyModel(directory, "Llama", num_hidden_layers=1)
     write_byte_tokenizer(directory)
     return model
 
@@ -127,16 +128,16 @@ def check_survivors(outputs: list[RequestOutput], wanted: list[list[int]], error
 
 def check_mirror(rows: DeviceRows) -> None:
     """What the host takes the device to have is there."""
-    known = torch.from_numpy(rows._mirror.copy())
+    known, cells = torch.from_numpy(rows._mirror.copy()), rows.cells.cpu()
     for name, field in rows._fields.items():
         if field.advances:
             begin = rows._starts[name]
             end = begin + rows[name].nbytes // 4
-            known[begin:end] = rows.cells[begin:end]
+            known[begin:end] = cells[begin:end]
     if rows._changes:  # nobody was left to need it
         unsent = rows._changes.places()
-        known[unsent] = rows.cells[unsent]
-    differing = (known != rows.cells)[RESERVED_CELLS:].nonzero()
+        known[unsent] = cells[unsent]
+    differing = (known != cells)[RESERVED_CELLS:].nonzero()
     assert not len(differing), f"{len(differing)} cells of the rows are not what the host takes them for"
 
 
@@ -187,6 +188,8 @@ def test_whatever_line_of_a_launch_fails_all_others_get_their_tokens(
         assert num_reached > 0.8 * len(tried)
         assert num_failed >= num_reached
         assert tokens_of(serve(llm, arrivals)) == wanted
+        on_device, on_host = counts(llm)
+        assert on_device == on_host > 0
 
 
 def faults_of(points: list[list[Point]]) -> Iterator[tuple[int, Point]]:
