@@ -34,7 +34,6 @@ from ostinato.graphs import (
 )
 from ostinato.kernels import sampling
 from ostinato.kernels.sampling import Penalties, SamplingSettings
-from ostinato.text.grammar import mask_words
 
 from ..sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
 from ..scheduling.request import IntArray, Request
@@ -42,6 +41,7 @@ from ..scheduling.scheduled_step import ScheduledStep
 from ..stepping.model_runner import ModelRunner
 from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
 from ..stepping.token_return import Launched
+from .token_masks import TokenMasks
 
 PIECE_BYTES = 24 << 20
 """What an intermediate over the vocabulary may take: sorting all rows of a large batch at once takes GBs."""
@@ -87,10 +87,7 @@ class Sampler:
         self.generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
         """How often each row generated each token, of rows that ask for penalties."""
         self._in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
-        # -1 is all bits: every token allowed.
-        words = mask_words(vocab)
-        self._masks = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
-        self._masked_rows: set[int] = set()
+        self._masks = TokenMasks(num_rows, vocab, device)
         self._biased_rows: set[int] = set()
         self._buffers = InputBuffers(
             SAMPLING_FIELDS,
@@ -152,21 +149,22 @@ class Sampler:
     @property
     def num_bytes(self) -> int:
         """Bytes of what the rows' tokens were so far; the parameters are in the rows."""
-        return self.generated.nbytes + self._in_prompt.nbytes + self._masks.nbytes
+        return self.generated.nbytes + self._in_prompt.nbytes + self._masks.num_bytes
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Whoever joins inside is gone at the end, and the graphs' inputs are held by nobody."""
-        tensors = (self.generated, self._in_prompt, self._masks)
+        tensors = (self.generated, self._in_prompt)
         before, kinds = [tensor.clone() for tensor in tensors], self._kinds.copy()
-        masked, biased = set(self._masked_rows), set(self._biased_rows)
+        biased = set(self._biased_rows)
         try:
-            yield
+            with self._masks.unchanged():
+                yield
         finally:
             for tensor, content in zip(tensors, before, strict=True):
                 tensor.copy_(content)
             self._kinds[:] = kinds
-            self._masked_rows, self._biased_rows = masked, biased
+            self._biased_rows = biased
             self._decided, self._held = (None, Kind.PLAIN), None
 
     def drop(self) -> None:
@@ -211,19 +209,17 @@ class Sampler:
         write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
         if params.has_penalties:
             self._count_tokens_of(request)
-        if row in self._masked_rows and request.grammar is None:
-            self._masked_rows.remove(row)
-            self._masks[row] = -1
+        if request.grammar is None:
+            self._masks.allow_all(row)
 
     def _write_biases(self, row: int, biases: Mapping[int, float]) -> None:
         if not biases and row not in self._biased_rows:
             return
+        self._biased_rows.add(row)  # whatever of this fails, the next tenant writes it again
         rest = MAX_BIASES - len(biases)
         self._rows.write("bias_ids", row, [*biases, *[0] * rest])
         self._rows.write("bias_values", row, [*biases.values(), *[0.0] * rest])
-        if biases:
-            self._biased_rows.add(row)
-        else:
+        if not biases:
             self._biased_rows.remove(row)
 
     def _banned(self, request: Request, params: SamplingParams) -> list[int]:
@@ -245,19 +241,11 @@ class Sampler:
     # -- steps -------------------------------------------------------------------------------------
 
     def mask(self, requests: Sequence[Request]) -> None:
-        """Allow these requests, each under a grammar, only what may follow; before `launch`."""
-        if not requests:
-            return
-        masks = torch.empty(
-            len(requests), self._masks.size(1), dtype=torch.int32, pin_memory=self._masks.is_cuda
-        )
-        for request, mask in zip(requests, masks.numpy(), strict=True):
+        """Allow these requests, each under a grammar, only what may follow; before every `launch`."""
+        for request in requests:
             assert request.grammar is not None
-            request.grammar.fill(mask)
-        rows = torch.tensor([request.row for request in requests])
-        device = self._masks.device
-        self._masks.index_copy_(0, rows.to(device), masks.to(device, non_blocking=True))
-        self._masked_rows.update(rows.tolist())
+            self._masks.follow(request.row, request.grammar)
+        self._masks.send()
 
     def launch(self, step: ScheduledStep) -> Launched:
         """Sample from the logits of the step just run, one row per request, unless that has been done.
@@ -329,7 +317,7 @@ class Sampler:
         logits = sampling.apply_penalties(
             logits, penalties, of_rows(self.generated), of_rows(self._in_prompt)
         )
-        logits = sampling.allow(logits, of_rows(self._masks))
+        logits = sampling.allow(logits, of_rows(self._masks.tensor))
         tokens = self._draw(rows, logits)
         found = sampling.token_logprobs(raw, tokens, min(MAX_LOGPROBS, self._vocab))
         return tokens, found.chosen, found.rank, found.top, found.top_tokens

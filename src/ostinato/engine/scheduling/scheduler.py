@@ -195,7 +195,9 @@ class Scheduler:
         return CompletedStep(step, tokens, accepted, tuple(finished))
 
     def fail(self, step: ScheduledStep, error: str) -> tuple[Request, ...]:
-        """Instead of `complete`: the step did not run. Ends its requests with `error` and returns them."""
+        """Instead of `complete`: the step did not run, or who knows how far. Ends its requests with `error`
+        and returns them. Others may have got pages with it: they are told again."""
+        self._taken.put_back_updates(step.page_updates)
         failed = tuple(step.requests[at] for at in np.flatnonzero(self._land(step, step.rows)).tolist())
         for request in failed:
             self.finish(request, FinishReason.ERROR, error=error)
@@ -243,17 +245,11 @@ class Scheduler:
         return min(self.max_len, request.num_prompt_tokens + request.params.max_tokens)
 
     def _ready_decodes(self) -> tuple[tuple[Request, ...], IntArray]:
-        """Requests that decode in the next step: all but those whose last token is pending, and those under a
-        grammar whose every token has to be seen before the next."""
+        """Requests that decode in the next step: all but those whose last token is pending."""
         if self._decode_batch is None:
             self._decode_batch = DecodeBatch(self._decoding, self.rows)
         requests, rows = self._decode_batch.requests, self._decode_batch.rows
-        state = self.rows
-        promised = state.num_promised[rows]
-        ready = promised < state.max_tokens[rows]
-        if state.num_waiting:
-            # A grammar has to see the last token before it can say which may follow.
-            ready &= ~state.waits[rows] | (promised == state.num_tokens[rows])
+        ready = self.rows.num_promised[rows] < self.rows.max_tokens[rows]
         if ready.all():
             return requests, rows
         return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]

@@ -248,7 +248,8 @@ class ModelRunner:
     def run(self, step: ScheduledStep) -> torch.Tensor:
         """One step; the logits of each request's last token, good until the next step."""
         # While the rows stay the same, a decode graph needs nothing new; its bucket of contexts may change.
-        held = self._held
+        # If this fails on the way, nobody knows what the inputs are.
+        held, self._held = self._held, _NOTHING
         is_same = step.rows is held.rows and step.shared_prefix == held.shared_prefix
         shape = held.shape if is_same and not self._contexts else self.shape_of(step)
         if self._why_no_cascade is not None:
@@ -256,13 +257,13 @@ class ModelRunner:
         if is_same and self.graphs.can_rerun(shape):
             logits = self.graphs.rerun(shape)
             self._count_line()
+            self._held = held
             return logits
         decision = self.graphs.decide(shape)
         self.notes_beginning = decision.descriptor is not None and decision.descriptor.is_uniform
         self.has_sampled = self.samples(decision.descriptor or shape.as_descriptor())
         # Only a full graph has attention inside; between segments and eagerly it needs the real lengths.
         self._host = None if decision.mode is GraphMode.FULL else host_lengths(step)
-        self._held = _NOTHING
         logits = self.graphs.run(inputs_of(step), shape)
         self._count_line()
         if self.notes_beginning:

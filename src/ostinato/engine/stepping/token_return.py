@@ -111,7 +111,10 @@ class TokenReturn:
         self._is_in_doubt = True
 
     def settle(self) -> None:
-        """After a doubt, before the next step: the device takes over the host's count."""
+        """After a doubt, before the next step: the device takes over the host's count.
+
+        That waits for the device, so that nothing a failed step has queued still reads pinned memory.
+        """
         if self._is_in_doubt:
             self.lines.counts.copy_(torch.tensor([self._num_launched, 0]))
             self._is_in_doubt = False

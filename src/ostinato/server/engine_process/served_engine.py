@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ostinato.engine.core import EngineCore, Extras, Progress
+from ostinato.engine.core import EngineCore
 from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
 from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.request import Request
+from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.text.grammar import Grammar
 
 from ..wire.messages import Embed, Generate, News, StepNews, TokenLogprobs
