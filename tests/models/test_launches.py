@@ -20,7 +20,8 @@ from ostinato.kernels.linear import choice, products
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.tiles import FragmentsTile, GemvTile, MatrixShape, SkinnyTile, WideTile
 from ostinato.models.config import ModelConfig
-from ostinato.models.transformer import StepAttention, Transformer
+from ostinato.models.mixing import StepAttention
+from ostinato.models.transformer import Transformer
 
 from .launch_record import LaunchRecord
 
@@ -39,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "biased": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
 }
-QKV, O, GATE_UP, DOWN = (
+QKV, OUT, GATE_UP, DOWN = (
     MatrixShape(512, 256),
     MatrixShape(256, 256),
     MatrixShape(512, 256, gated=True),
@@ -51,7 +52,7 @@ TABLE = KernelTable(
     "",
     {
         QKV: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3, parts=2))),
-        O: (*LAYER, Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=4)), Choice(49, 64, WIDE)),
+        OUT: (*LAYER, Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=4)), Choice(49, 64, WIDE)),
         GATE_UP: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3))),
         DOWN: (*LAYER, Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=2)), Choice(49, 64, FRAGMENTS)),
         MatrixShape(640, 256): (
@@ -73,9 +74,9 @@ CASES = [
 def on_a_hopper() -> Iterator[None]:
     """A GPU that has all kernels and no table but this one."""
     with (
-        mock.patch.object(choice, "_table_of_package", lambda _: None),
-        mock.patch.object(compiled, "is_supported", lambda _: True),
-        mock.patch.object(compiled, "has_warpgroup_products", lambda _: True),
+        mock.patch.object(choice, "_table_of_package", return_value=None),
+        mock.patch.object(compiled, "is_supported", return_value=True),
+        mock.patch.object(compiled, "has_warpgroup_products", return_value=True),
         choice.using(TABLE),
     ):
         yield

@@ -1,7 +1,7 @@
 """Where memory that lives as long as a model comes from: torch, or somebody who places it.
 
-Weights and KV cache ask here for every tensor by name. Whoever keeps memory in arenas of their own, to release
-and take it back at the same addresses, gives an `Allocate`.
+Weights and KV cache ask for every tensor by name. Whoever keeps memory in arenas, to release it and take it
+back at the same addresses, gives an `Allocate`.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ def allocated(
 ) -> Tensor:
     """What the allocator gives, if kernels can use it."""
     tensor = allocate(shape, dtype, name)
-    wanted, given = (tuple(shape), dtype, device.type), (tuple(tensor.shape), tensor.dtype, tensor.device.type)
-    if given != wanted or (device.index is not None and tensor.device.index != device.index):
+    is_there = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+    if tensor.shape != shape or tensor.dtype != dtype or not is_there:
         raise AllocationError(
-            f"{name}: asked for {list(shape)} of {dtype} on {device}, the allocator gave {list(tensor.shape)} "
-            f"of {tensor.dtype} on {tensor.device}"
+            f"{name}: asked for {list(shape)} of {dtype} on {device}, the allocator gave "
+            f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
         )
     if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
         raise AllocationError(f"{name}: the allocator gave memory with gaps or not at {ALIGNMENT} bytes")

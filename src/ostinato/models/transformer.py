@@ -96,7 +96,7 @@ class Transformer(nn.Module):
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """Inside, steps launch every kernel that they would, and no layer whose kernels another has launched.
 
-        What they return is of no use. The first layer differs from others of its kind in having nothing to add.
+        What they return is of no use. The first layer has nothing to add, unlike others of its kind.
         """
         kinds = self.config.layers
         first_of_each = {kinds.index(kind) for kind in kinds}

@@ -1,7 +1,7 @@
 """The forms of a step: how the steps of a layer are joined, chosen by the number of tokens.
 
-`few`: norms and sums are parts of the linear layers. `scaled`: a layer adds to what came in and leaves half of
-the next norm to the one behind it. `general`: norms are steps of their own; runs anything.
+`few`: norms and sums are parts of the linear layers. `scaled`: a layer adds to what came in and leaves half
+of the next norm to the one behind it. `general`: norms are steps of their own; runs anything.
 """
 
 from typing import Any
