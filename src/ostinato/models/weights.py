@@ -57,14 +57,14 @@ def load_model(
 
 def checkpoint_tensors(model: Transformer) -> dict[str, Tensor]:
     """Every weight under its checkpoint name, as a view of the parameter that holds it: copy into a view to
-    load, read it to export. Fused layers appear as their parts."""
-    names, views = model.config.family.tensors, {}
+    load, read it to export. Fused layers appear as their parts, where the checkpoint has them apart."""
+    views: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
-        parts = module.matrix.parts if isinstance(module, Linear) else ()
         for kind, parameter in module.named_parameters(recurse=False):
-            tensors = parameter.split(list(parts)) if parts else (parameter,)
-            for name, view in zip(names.of(module_name), tensors, strict=True):
-                views[f"{name}.{kind}"] = view
+            names = model.config.family.tensors.of(module_name)
+            is_apart = isinstance(module, Linear) and len(names) > 1
+            tensors = parameter.split(list(module.matrix.parts)) if is_apart else (parameter,)
+            views |= {f"{name}.{kind}": view for name, view in zip(names, tensors, strict=True)}
     return views
 
 
