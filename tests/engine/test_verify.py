@@ -21,8 +21,9 @@ from ostinato.engine.verifying.reference_model import rotation
 from ostinato.engine.verifying.row_graphs import check_row_graph
 from ostinato.engine.verifying.verification import EngineBusyError, verify
 from ostinato.graphs import ConfigError, GraphMode, GraphPool, VerifyError
-from ostinato.models.config import ModelConfig, RopeConfig
+from ostinato.models.config import ModelConfig
 from ostinato.models.layers import inverse_frequencies
+from ostinato.models.rope import RopeConfig
 
 from .conftest import TinyModel, prompts_of
 from .model_shapes import config_of
@@ -342,10 +343,10 @@ def test_row_graphs_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_configs_are_what_they_are_called() -> None:
     shapes = {name: ModelConfig.from_dict(config) for name, config in CONFIGS.items()}
     assert shapes["llama3 rope, tied"].rope.kind == "llama3"
-    assert shapes["qwen3, tied"].qk_norm
+    assert shapes["qwen3, tied"].layers[0].qk_norm
     assert shapes["qwen3, tied"].tie_word_embeddings
-    assert shapes["qwen2 biases"].qkv_bias
-    assert shapes["all biases"].mlp_bias
-    assert shapes["all biases"].output_bias
+    assert shapes["qwen2 biases"].layers[0].qkv_bias
+    assert shapes["all biases"].layers[0].mlp_bias
+    assert shapes["all biases"].layers[0].output_bias
     assert shapes["mistral window"].layer_windows == (20, 20)
     assert not shapes["embeddings only"].has_lm_head

@@ -18,6 +18,7 @@ from ostinato.kernels.linear.tiles import (
     WideTile,
     default_gemv_tile,
 )
+from ostinato.kernels.linear.weight import Weight
 
 # (query heads, KV heads, head size), as in Qwen3-0.6B, Llama-3.2-1B, Qwen2-0.5B, Phi-2, Phi-3-mini.
 QWEN3, LLAMA, QWEN2, PHI2, PHI3 = (16, 8, 128), (32, 8, 64), (14, 2, 64), (32, 32, 80), (32, 32, 96)
@@ -124,9 +125,9 @@ def test_logits_are_float32_whoever_makes_them(device, num_rows):
     )
     wanted = hidden.double() @ weight.double().T
     out = torch.full((num_rows, 5000), float("nan"), device=device)
-    assert products.float_linear(hidden, weight, out) is out
+    assert products.float_linear(hidden, Weight(weight), out) is out
     torch.testing.assert_close(out.double(), wanted, atol=1e-3, rtol=1e-4)
-    assert torch.equal(products.float_linear(hidden, weight), out)
+    assert torch.equal(products.float_linear(hidden, Weight(weight)), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

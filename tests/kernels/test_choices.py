@@ -20,6 +20,7 @@ from ostinato.kernels.linear.tiles import (
     MatrixShape,
     SkinnyTile,
 )
+from ostinato.kernels.linear.weight import Weight
 from ostinato.kernels.variants import kernel_class
 
 GPU = torch.device("cuda", 0)
@@ -49,6 +50,11 @@ def _on(monkeypatch, name):
     choice.use_table(None)
     yield
     choice.use_table(None)
+
+
+def fused_sizes(shapes, dtype, device):
+    """The numbers of tokens at which a layer of these matrices runs fused."""
+    return [count for count in range(1, 100) if few_tokens.are_the_choice(shapes, count, dtype, device)]
 
 
 def test_the_committed_table_divides_its_matrices_evenly():
@@ -86,7 +92,7 @@ def test_without_a_table_there_is_a_rule():
         assert isinstance(gemv, GemvTile)
         assert all(value & (value - 1) == 0 for value in vars(gemv).values())
         assert choice.choose(shape, 2, torch.bfloat16, GPU) == Library()
-    assert few_tokens.most_tokens(QWEN3, torch.bfloat16, GPU) == 1
+    assert fused_sizes(QWEN3, torch.bfloat16, GPU) == [1]
 
 
 @pytest.mark.usefixtures("_on_h200")
@@ -103,18 +109,18 @@ def test_a_table_given_by_the_user_comes_first_where_it_says_something():
 
 
 @pytest.mark.usefixtures("_on_another_gpu")
-def test_a_step_is_fused_as_far_as_all_its_matrices_are():
+def test_a_step_is_fused_where_all_its_matrices_are():
     fragments, gemv = FragmentsTile(16, 2, 4, 1, 128), GemvTile(4, 1024, 4)
     long = (Choice(1, 1, CudaGemvTile(1, 4, 128)), Choice(2, 64, fragments))
     short = (Choice(1, 1, gemv), Choice(2, 40, fragments))
     with choice.using(KernelTable("", dict.fromkeys(QWEN3, long))):
-        assert few_tokens.most_tokens(QWEN3, torch.bfloat16, GPU) == 64
-        assert few_tokens.most_tokens([*QWEN3, MatrixShape(7, 9)], torch.bfloat16, GPU) == 1
-        assert few_tokens.most_tokens(QWEN3, torch.float16, GPU) == 1
-        assert few_tokens.most_tokens(QWEN3, torch.float32, GPU) == 0
-        assert few_tokens.most_tokens(QWEN3, torch.bfloat16, torch.device("cpu")) == 0
+        assert fused_sizes(QWEN3, torch.bfloat16, GPU) == list(range(1, 65))
+        assert fused_sizes([*QWEN3, MatrixShape(7, 9)], torch.bfloat16, GPU) == [1]
+        assert fused_sizes(QWEN3, torch.float16, GPU) == [1]
+        assert fused_sizes(QWEN3, torch.float32, GPU) == []
+        assert fused_sizes(QWEN3, torch.bfloat16, torch.device("cpu")) == []
     with choice.using(KernelTable("", {**dict.fromkeys(QWEN3, long), QWEN3[2]: short})):
-        assert few_tokens.most_tokens(QWEN3, torch.bfloat16, GPU) == 40
+        assert fused_sizes(QWEN3, torch.bfloat16, GPU) == list(range(1, 41))
 
 
 @pytest.mark.usefixtures("_on_another_gpu")
@@ -159,12 +165,12 @@ def test_what_a_warp_of_cuda_gemv_can_hold(tile, shape, fits):
 def test_one_warm_up_serves_a_whole_class(dtype, num_kv_heads):
     """Everything that is compiled in is equal for all steps of a class."""
     variants_of = defaultdict(set)
-    few = few_tokens.most_tokens(QWEN3, dtype, GPU)
+    few = fused_sizes(QWEN3, dtype, GPU)
     for num_tokens in range(1, 600):
         attention = decode_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
         tiles = [choice.choose(shape, num_tokens, dtype, GPU) for shape in QWEN3]
         passes = [t.tokens_at_a_time(num_tokens) for t in tiles if isinstance(t, FragmentsTile)]
-        linear = (num_tokens <= few, *tiles, *passes)
+        linear = (num_tokens in few, *tiles, *passes)
         heads = 2 * num_kv_heads, num_kv_heads
         step = [(shape, num_tokens) for shape in QWEN3], num_tokens, *heads, dtype, GPU
         variants_of[kernel_class(*step, is_decode=True)].add((attention, linear))
@@ -258,14 +264,15 @@ def test_on_a_cpu_everything_is_plain_torch():
         return torch.randn(*shape, generator=generator)
 
     x, weight, norm, residual = random(5, 1024), random(64, 1024) / 32, random(1024), random(5, 1024)
-    assert torch.equal(products.linear(x, weight), x @ weight.T)
+    held = Weight(weight)
+    assert torch.equal(products.linear(x, held), x @ weight.T)
     gate, up = (x @ weight.T).chunk(2, dim=-1)
-    assert torch.equal(products.gated_linear(x, weight), torch.nn.functional.silu(gate) * up)
+    assert torch.equal(products.gated_linear(x, held), torch.nn.functional.silu(gate) * up)
     out = torch.empty(5, 64)
-    assert products.float_linear(x, weight, out) is out
-    assert torch.equal(products.float_linear(x, weight), out)
+    assert products.float_linear(x, held, out) is out
+    assert torch.equal(products.float_linear(x, held), out)
     normed, total = rows.add_rms_norm(x, residual, norm, 1e-6)
     assert torch.equal(total, residual + x)
     assert torch.equal(normed, rows.rms_norm(total, norm, 1e-6))
-    projected = few_tokens.project(x, weight, norm_weight=norm, eps=1e-6, gated=True)
-    torch.testing.assert_close(projected, products.gated_linear(rows.rms_norm(x, norm, 1e-6), weight))
+    projected = few_tokens.project(x, held, norm_weight=norm, eps=1e-6, gated=True)
+    torch.testing.assert_close(projected, products.gated_linear(rows.rms_norm(x, norm, 1e-6), held))

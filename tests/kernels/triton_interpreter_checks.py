@@ -15,6 +15,7 @@ from ostinato.kernels import triton_rows
 from ostinato.kernels.attention import decode_tiles, get_backend, triton_paged
 from ostinato.kernels.linear import products, triton_linear
 from ostinato.kernels.linear.tiles import GemvTile, MatrixShape, SkinnyTile, default_gemv_tile
+from ostinato.kernels.linear.weight import Weight
 
 TRITON = get_backend("triton", "cpu")
 
@@ -125,22 +126,22 @@ def check_layers_by_choice() -> None:
     ):
         x, residual = torch.randn(num_tokens, 64), torch.randn(num_tokens, 24)
         with (
-            patch.object(products, "_choice", lambda *_, tile=tile, **__: tile),
+            patch.object(products, "tile_for", lambda *_, tile=tile, **__: tile),
             patch.object(triton_linear, "choose", lambda *_, tile=tile: tile),
         ):
-            product = products.linear_in_parts(x, weight, bias)
+            product = products.linear_in_parts(x, Weight(weight), bias)
             rows = (num_tokens, 24)
             assert product.shape == ((2, *rows) if getattr(tile, "parts", 1) > 1 else rows)
             total = residual.clone()
             added = triton_rows.add_rms_norm(product, total, norm, 1e-5)
             wanted = torch.nn.functional.linear(x, weight, bias)
-            torch.testing.assert_close(products.linear(x, weight, bias), wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(products.linear(x, Weight(weight), bias), wanted, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(total, wanted + residual, atol=1e-5, rtol=1e-5)
             expected = torch.nn.functional.rms_norm(total, (24,), norm, 1e-5)
             torch.testing.assert_close(added, expected, atol=1e-5, rtol=1e-5)
             if getattr(tile, "parts", 1) == 1:
                 gate, up = wanted.chunk(2, dim=-1)
-                gated = products.gated_linear(x, weight, bias)
+                gated = products.gated_linear(x, Weight(weight), bias)
                 torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, atol=1e-5, rtol=1e-5)
 
 

@@ -72,7 +72,7 @@ class EngineCore:
         loaded, config = self.loaded, self.config
         graph_bytes = rehearse(loaded, self.startup)
         with self.startup.phase("kv"):
-            kv = allocate_kv(loaded.model, config, graph_bytes)
+            kv = allocate_kv(loaded.model, config, graph_bytes, loaded.arenas)
         self.runner = ModelRunner(loaded.model, kv, loaded.attention, config)
         self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
         self.scheduler = Scheduler(

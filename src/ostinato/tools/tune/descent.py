@@ -195,9 +195,7 @@ class Tuner:
 
     @contextmanager
     def _running(self, tiles: Tiles, num_tokens: int) -> Iterator[None]:
-        """The model with these tiles, in the form that they allow; that of `wide` it finds by itself."""
-        is_fused = all(isinstance(tiles.get(shape), FUSED) for shape in self.shapes)
-        self.model.most_few_tokens = num_tokens if is_fused else 0
+        """The model with these tiles, in the form that follows from them."""
         choices = {shape: (Choice(num_tokens, num_tokens, tile),) for shape, tile in tiles.items()}
         with using(KernelTable("", choices)):
             yield
