@@ -14,9 +14,8 @@ SIZE = 4
 
 def commit_chain(pages: PageAllocator, owned: list[int], token_ids: list[int]) -> list[int]:
     """Commit all full pages of a request from the first on, as the scheduler does."""
-    for at in range(len(token_ids) // pages.page_size):
-        ids = token_ids[at * pages.page_size : (at + 1) * pages.page_size]
-        owned[at] = pages.commit(owned[at], owned[at - 1] if at else 0, ids)
+    for at, content in enumerate(pages.contents(token_ids)):
+        owned[at] = pages.commit(owned[at], owned[at - 1] if at else 0, content)
     return owned
 
 
@@ -63,12 +62,34 @@ def test_equal_tokens_behind_a_different_beginning_do_not_match() -> None:
     assert pages.match([7, 7, 7, 7, 0]) == []
 
 
-def test_tokens_with_equal_hashes_do_not_match() -> None:
-    assert hash(-1) == hash(-2)
+class SameHash(bytes):
+    """Content that differs and hashes alike."""
+
+    def __hash__(self) -> int:
+        return 7
+
+
+def test_tokens_with_equal_hashes_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = PageAllocator.contents
+    monkeypatch.setattr(
+        PageAllocator, "contents", lambda self, ids: [SameHash(each) for each in contents(self, ids)]
+    )
     pages = PageAllocator(10, SIZE)
-    cached(pages, [-1, -1, -1, -1])
-    assert hash((0, (-1,) * 4)) == hash((0, (-2,) * 4))
-    assert pages.match([-2, -2, -2, -2, 0]) == []
+    chain = cached(pages, [1, 1, 1, 1])
+    assert pages.match([2, 2, 2, 2, 0]) == []
+    assert pages.match([1, 1, 1, 1, 0]) == chain
+
+
+def test_a_page_whose_predecessor_is_gone_is_not_found_behind_another_in_its_place() -> None:
+    """A request that gives up its beginning leaves a page behind a page number that others may get."""
+    pages = PageAllocator(4, SIZE)
+    first, second = commit_chain(pages, pages.allocate(2), [1, 1, 1, 1, 7, 7, 7, 7])
+    pages.free([first])
+    [_, again] = pages.allocate(2)
+    assert again == first
+    commit_chain(pages, [first], [2, 2, 2, 2])
+    assert pages.match([2, 2, 2, 2, 7, 7, 7, 7, 0]) == [first]
+    pages.check_integrity([[second], [first], [_]], chains_are_whole=False)
 
 
 def test_a_shared_page_is_free_when_its_last_owner_leaves() -> None:
@@ -223,7 +244,8 @@ class Pages(RuleBasedStateMachine):
         owned = found + self.pages.allocate(needed)
         for at in range(len(found), len(token_ids) // 2):
             prefix = tuple(token_ids[: 2 * at + 2])
-            page = self.pages.commit(owned[at], owned[at - 1] if at else 0, prefix[-2:])
+            [content] = self.pages.contents(prefix[-2:])
+            page = self.pages.commit(owned[at], owned[at - 1] if at else 0, content)
             assert page == owned[at] or self.content[page] == prefix
             owned[at] = page
             self.content[page] = prefix

@@ -127,9 +127,9 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
         vocab = self.loaded.model.config.vocab_size
-        if max(request.prompt_ids) >= vocab:
+        if request.prompt_ids.max() >= vocab:
             raise RequestError(
-                f"request {request.request_id}: token id {max(request.prompt_ids)} is outside the model's "
+                f"request {request.request_id}: token id {request.prompt_ids.max()} is outside the model's "
                 f"vocabulary of {vocab}"
             )
         if request.params is not None:

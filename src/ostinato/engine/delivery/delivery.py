@@ -111,9 +111,11 @@ class Delivery:
             completion.hidden.append(extras.hidden)
         if extras.prompt_logprobs is not None and output.index == 0:
             assert whole.prompt_logprobs is not None
+            # Snapshots have the list as it is.
+            grown = whole.prompt_logprobs = whole.prompt_logprobs.copy()
             # By position: a preempted request computes its prompt again.
             for position, found in extras.prompt_logprobs.items():
-                whole.prompt_logprobs[position] = self._named(found)
+                grown[position] = self._named(found)
         if extras.logprobs is not None:
             assert output.logprobs is not None
             output.logprobs.append(self._named(extras.logprobs))

@@ -141,7 +141,11 @@ class DeviceRows:
             self._changed_cells.append(self._starts[name] + changed.astype(np.int64))
 
     def write_cells(
-        self, name: str, rows: Sequence[int], columns: Sequence[int], values: Sequence[int]
+        self,
+        name: str,
+        rows: Sequence[int] | IntArray,
+        columns: Sequence[int] | IntArray,
+        values: Sequence[int] | IntArray,
     ) -> None:
         """Set single values of a list field of 32 bits in many rows; of equal places the last one counts."""
         field = self._fields[name]
@@ -196,7 +200,9 @@ class DeviceRows:
             lengths = ends - begins
             offsets = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
             places = [*places, np.repeat(begins, lengths) + offsets]
-        return np.unique(np.concatenate(places, dtype=np.int64))
+        # Sorted, which is several times as fast as numpy's `unique`, and mostly in order already.
+        ordered = np.sort(np.concatenate(places, dtype=np.int64), kind="stable")
+        return ordered[np.append(True, ordered[1:] != ordered[:-1])]
 
     def _put(self, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         self._state.index_copy_(0, places, values)

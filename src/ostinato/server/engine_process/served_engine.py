@@ -12,6 +12,7 @@ from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
 from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.request import Request
+from ostinato.engine.token_ids import token_array
 from ostinato.text.grammar import Grammar
 
 from ..wire.messages import Embed, Generate, News, StepNews, TokenLogprobs
@@ -126,8 +127,8 @@ class ServedEngine:
     ) -> News | None:
         try:
             eos = self.core.loaded.eos_token_ids
-            self.core.add(Request(str(id), tuple(prompt_ids), params, eos, grammar))
-        except RequestError as error:
+            self.core.add(Request(str(id), token_array(prompt_ids), params, eos, grammar))
+        except (RequestError, OverflowError) as error:
             return News(id, finish_reason="error", error=str(error), refused=True)
         return None
 
