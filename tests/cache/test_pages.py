@@ -180,6 +180,18 @@ def test_a_flush_leaves_shared_pages_with_all_their_owners() -> None:
     pages.check_integrity([])
 
 
+def test_a_prefix_that_is_used_all_the_time_leaves_no_trace() -> None:
+    pages = PageAllocator(8, SIZE)
+    busy, idle = cached(pages, list(range(12))), cached(pages, [7] * 4)
+    for _ in range(100):
+        pages.share(busy, 13)
+        pages.free(busy)
+        pages.check_integrity([])
+    assert len(pages._evictable) <= 2 * pages.num_pages
+    pages.allocate(3)
+    assert pages.allocate(4) == [*idle, *reversed(busy)]
+
+
 def test_a_private_page_cannot_be_shared() -> None:
     pages = PageAllocator(6, SIZE)
     with pytest.raises(AssertionError, match="never committed"):
@@ -210,7 +222,7 @@ def test_integrity_names_a_lost_page() -> None:
 def test_integrity_names_an_eviction_in_the_wrong_order() -> None:
     pages = PageAllocator(4, SIZE)
     first, second = cached(pages, list(range(8)))
-    pages._evictable.move_to_end(second)
+    pages._evictable.rotate()  # `second` is the first
     with pytest.raises(PageIntegrityError, match=f"page {first} would be evicted before page {second}"):
         pages.check_integrity([])
 

@@ -28,7 +28,7 @@ alone give up the beginning of their chain early; they are the exception that `c
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +90,10 @@ class PageAllocator:
         self._owners = np.zeros(num_pages, dtype=np.int32)
         # Every page but 0 is in exactly one place: owned, empty, or evictable (unused, with content).
         self._empty = list(range(num_pages - 1, 0, -1))
-        # In the order in which they lost their last owner. Who has one again may stay here: it is passed over.
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        # In the order in which they lost their last owner. A page that was used again since is in it more than
+        # once, or has an owner: only the last entry of an unused page counts.
+        self._evictable: deque[int] = deque()
+        self._entries = np.zeros(num_pages, dtype=np.int32)
         self._num_evictable = 0
         self._page_of: dict[_PageKey, int] = {}
         self._key_of: dict[int, _PageKey] = {}
@@ -149,10 +151,13 @@ class PageAllocator:
         unused = given[left == 0]
         has_content = self._is_cached[unused]
         self._empty += unused[~has_content].tolist()
-        for page in unused[has_content].tolist():
-            self._evictable[page] = None
-            self._evictable.move_to_end(page)
-            self._num_evictable += 1
+        kept = unused[has_content]
+        self._evictable += kept.tolist()
+        self._entries[kept] += 1
+        self._num_evictable += len(kept)
+        if len(self._evictable) > 2 * self.num_pages:
+            self._evictable = deque(self._in_order())
+            self._entries[self._evictable] = 1
 
     def contents(self, token_ids: Sequence[int] | IntArray) -> list[bytes]:
         """The token ids of each page that these fill, as they are compared."""
@@ -221,8 +226,9 @@ class PageAllocator:
 
         An owner must not commit pages that build on ones from before the flush.
         """
-        self._empty += [page for page in reversed(self._evictable) if not self._owners[page]]
+        self._empty += reversed(self._in_order())
         self._evictable.clear()
+        self._entries[:] = 0
         self._num_evictable = 0
         self._is_cached[:] = False
         self._page_of.clear()
@@ -237,7 +243,7 @@ class PageAllocator:
         """
         held = Counter(page for pages in owners for page in pages)
         empty = Counter(self._empty)
-        evictable = Counter(page for page in self._evictable if not self._owners[page])
+        evictable = Counter(self._in_order())
         if evictable.total() != self._num_evictable:
             raise PageIntegrityError(
                 f"{self._num_evictable} pages are said to be evictable, {evictable.total()} are"
@@ -265,11 +271,11 @@ class PageAllocator:
             raise PageIntegrityError("the two directions of the index of cached pages disagree")
         if np.flatnonzero(self._is_cached).tolist() != sorted(self._key_of):
             raise PageIntegrityError("some pages are marked as cached and are not, or the other way round")
-        if not self._evictable.keys() <= self._key_of.keys():
-            raise PageIntegrityError("a page without content is to be evicted")
+        if Counter(self._evictable) != Counter(dict(enumerate(self._entries.tolist()))):
+            raise PageIntegrityError("entries of evictable pages are counted wrongly")
 
     def _check_order(self) -> None:
-        age = {page: at for at, page in enumerate(self._evictable) if not self._owners[page]}
+        age = {page: at for at, page in enumerate(self._in_order())}
         page_of_number = {self._numbers[page]: page for page in self._key_of}
         for page, (number, _) in self._key_of.items():
             if number == 0:
@@ -280,12 +286,22 @@ class PageAllocator:
             if parent in age and not age.get(page, self.num_pages) < age[parent]:
                 raise PageIntegrityError(f"page {parent} would be evicted before page {page} behind it")
 
+    def _in_order(self) -> list[int]:
+        """The evictable pages, the next to be evicted first."""
+        last_entries = dict.fromkeys(reversed(self._evictable))
+        return [page for page in reversed(last_entries) if not self._owners[page]]
+
     def _evict(self) -> int:
-        page, _ = self._evictable.popitem(last=False)
-        while self._owners[page]:
-            page, _ = self._evictable.popitem(last=False)
+        page = self._next_entry()
+        while self._entries[page] or self._owners[page]:
+            page = self._next_entry()
         self._num_evictable -= 1
         del self._page_of[self._key_of.pop(page)]
         self._is_cached[page] = False
         self._counts["evictions"] += 1
+        return page
+
+    def _next_entry(self) -> int:
+        page = self._evictable.popleft()
+        self._entries[page] -= 1
         return page
