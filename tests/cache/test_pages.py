@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ostinato.cache.pages import OutOfPages, PageAllocator, PageIntegrityError
+from ostinato.cache.prefix_index import PrefixIndex
 
 SIZE = 4
 
@@ -70,9 +71,9 @@ class SameHash(bytes):
 
 
 def test_tokens_with_equal_hashes_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = PageAllocator.contents
+    contents = PrefixIndex.contents
     monkeypatch.setattr(
-        PageAllocator, "contents", lambda self, ids: [SameHash(each) for each in contents(self, ids)]
+        PrefixIndex, "contents", lambda self, *ids: [SameHash(each) for each in contents(self, *ids)]
     )
     pages = PageAllocator(10, SIZE)
     chain = cached(pages, [1, 1, 1, 1])
@@ -192,6 +193,18 @@ def test_a_prefix_that_is_used_all_the_time_leaves_no_trace() -> None:
     assert pages.allocate(4) == [*idle, *reversed(busy)]
 
 
+def test_long_prefixes_are_found_block_by_block() -> None:
+    pages = PageAllocator(200, SIZE)
+    tokens = list(range(70 * SIZE))
+    chain = cached(pages, tokens)
+    for count in (0, 1, 15, 16, 17, 32, 47, 48, 69, 70):
+        assert pages.match([*tokens[: count * SIZE], -1]) == chain[:count]
+        assert pages.match([*tokens[: count * SIZE + 1], -1, *tokens[count * SIZE + 2 :]]) == chain[:count]
+    taken = pages.allocate(199 - 30)
+    assert pages.match([*tokens, -1]) == chain[:30], "the last 40 were evicted, and with them two blocks"
+    pages.check_integrity([taken])
+
+
 def test_a_private_page_cannot_be_shared() -> None:
     pages = PageAllocator(6, SIZE)
     with pytest.raises(AssertionError, match="never committed"):
@@ -238,25 +251,31 @@ def test_freeing_twice_is_caught() -> None:
 class Pages(RuleBasedStateMachine):
     """Random requests over few pages; what `match` finds must hold exactly the tokens asked for."""
 
+    num_pages, page_size = 9, 2
+
     def __init__(self) -> None:
         super().__init__()
-        self.pages = PageAllocator(9, 2)
+        self.pages = PageAllocator(self.num_pages, self.page_size)
         self.owners: list[list[int]] = []
         self.content: dict[int, tuple[int, ...]] = {}
 
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def serve(self, token_ids: list[int]) -> None:
+        self.compute(token_ids)
+
+    def compute(self, token_ids: list[int]) -> None:
+        size = self.page_size
         found = self.pages.match(token_ids)
         for at, page in enumerate(found):
-            assert self.content[page] == tuple(token_ids[: 2 * at + 2])
+            assert self.content[page] == tuple(token_ids[: size * at + size])
         needed = self.pages.pages_for(len(token_ids)) - len(found)
         if needed + self.pages.num_unowned(found) > self.pages.num_free:
             return
         self.pages.share(found, len(token_ids))
         owned = found + self.pages.allocate(needed)
-        for at in range(len(found), len(token_ids) // 2):
-            prefix = tuple(token_ids[: 2 * at + 2])
-            [content] = self.pages.contents(prefix[-2:])
+        for at in range(len(found), len(token_ids) // size):
+            prefix = tuple(token_ids[: size * at + size])
+            [content] = self.pages.contents(prefix[-size:])
             page = self.pages.commit(owned[at], owned[at - 1] if at else 0, content)
             assert page == owned[at] or self.content[page] == prefix
             owned[at] = page
@@ -279,6 +298,34 @@ class Pages(RuleBasedStateMachine):
     def books_agree(self) -> None:
         self.pages.check_integrity(self.owners)
 
+
+class LongPages(Pages):
+    """Requests of up to five blocks of pages (Note [Blocks]), of which at most two fit with all their pages."""
+
+    num_pages, page_size = 150, 1
+
+    @rule(
+        beginning=st.integers(0, 1), length=st.integers(0, 80), end=st.lists(st.integers(0, 1), max_size=3)
+    )
+    def serve_long(self, beginning: int, length: int, end: list[int]) -> None:
+        self.compute([beginning + at // 7 for at in range(length)] + [3, *end])
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def forget_beginning(self, data: st.DataObject) -> None:
+        """As requests do that look back through windows only; then the order of eviction is theirs."""
+        owned = self.owners[data.draw(st.integers(0, len(self.owners) - 1))]
+        count = data.draw(st.integers(0, len(owned) // 2))
+        self.pages.free(owned[:count])
+        del owned[:count]
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pages.check_integrity(self.owners, chains_are_whole=False)
+
+
+TestLongPages = LongPages.TestCase
+TestLongPages.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 TestPages = Pages.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -13,17 +13,12 @@ A request of 75 tokens with pages of 16, admitted with a prefix hit of two pages
                |<----- committed: never written again --->|<-- private, written slot by slot
                |<----- may have other owners ------------>|<-- exactly one owner
 
-Note [Exact prefixes]
-Every page that is committed gets a number of its own, which is never used again. It is found under the key
-(number of the page before it, bytes of its token ids), where 0 stands before the first page. A dictionary
-compares keys, not only hashes, so by induction over the pages a hit means that every token from the start of
-the request is equal. A page whose predecessor was evicted is found no more, whatever has taken the place of
-that page since: the number is gone with it.
-
-So that this does not happen while memory is short, the end of a chain goes first: an owner of a page owns all
-pages before it (`match` returns whole chains, and `commit` swaps a page for its cached twin where an equal
-one is cached already), and `free` releases the last page first. Requests that look back through a window
-alone give up the beginning of their chain early; they are the exception that `check_integrity` is told of.
+Note [What is evicted first]
+A page is found through all pages before it (Note [Exact prefixes] in prefix_index), so one whose predecessor
+was evicted is lost, and takes memory until it is evicted itself. Hence the end of a chain goes first: an owner
+of a page owns all pages before it (`match` returns whole chains, and `commit` swaps a page for its cached twin
+where an equal one is cached already), and `free` releases the last page first. Requests that look back through windows only give up the beginning of their chain early; they
+are the exception that `check_integrity` is told of.
 """
 
 from __future__ import annotations
@@ -31,20 +26,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from .prefix_index import IntArray, PrefixIndex
 
 PAGE_SIZE = 16
 """Tokens in a page."""
 
 RESERVED_PAGE = 0
 """Padding reads and writes this page; no request ever owns it. As a parent it means: no page before."""
-
-IntArray = np.ndarray[Any, np.dtype[Any]]
-
-_PageKey = tuple[int, bytes]
-_ID = np.dtype(np.int32)
 
 
 class OutOfPages(RuntimeError):
@@ -95,11 +86,8 @@ class PageAllocator:
         self._evictable: deque[int] = deque()
         self._entries = np.zeros(num_pages, dtype=np.int32)
         self._num_evictable = 0
-        self._page_of: dict[_PageKey, int] = {}
-        self._key_of: dict[int, _PageKey] = {}
+        self._index = PrefixIndex(num_pages, page_size)
         self._is_cached = np.zeros(num_pages, dtype=bool)
-        self._numbers = [0] * num_pages
-        self._num_committed = 0
         self._counts: Counter[str] = Counter()
 
     @property
@@ -115,7 +103,7 @@ class PageAllocator:
     @property
     def num_cached(self) -> int:
         """Pages whose content can be found by `match`."""
-        return len(self._key_of)
+        return len(self._index)
 
     @property
     def statistics(self) -> PageStatistics:
@@ -160,27 +148,15 @@ class PageAllocator:
             self._entries[self._evictable] = 1
 
     def contents(self, token_ids: Sequence[int] | IntArray) -> list[bytes]:
-        """The token ids of each page that these fill, as they are compared."""
-        num_pages = len(token_ids) // self.page_size
-        ids = np.ascontiguousarray(token_ids[: num_pages * self.page_size], dtype=_ID)
-        found: list[bytes] = ids.view(f"V{self.page_size * _ID.itemsize}").tolist()
-        return found
+        """The token ids of each page that these fill, for `commit`."""
+        return self._index.contents(token_ids)
 
     def match(self, token_ids: Sequence[int] | IntArray) -> list[int]:
         """The cached pages of the longest known prefix, without taking them (see `share`).
 
         Never the whole prompt: the last token is always left to compute, as its logits are needed.
         """
-        find, numbers = self._page_of.get, self._numbers
-        pages: list[int] = []
-        before = 0
-        for content in self.contents(token_ids[:-1]):
-            page = find((before, content))
-            if page is None:
-                break
-            pages.append(page)
-            before = numbers[page]
-        return pages
+        return self._index.find(token_ids[:-1])
 
     def num_unowned(self, pages: Sequence[int] | IntArray) -> int:
         """How many of these pages `share` would take from the free ones."""
@@ -201,22 +177,15 @@ class PageAllocator:
         `parent` is the page before it (0 for the first), itself committed. Where an equal page is cached
         already, the caller's reference moves to that twin. Returns the page the caller owns from now on.
         """
-        assert len(content) == self.page_size * _ID.itemsize, "only a full page can be shared"
         assert self._owners[page] == 1, "a page is private until it is committed"
-        assert page not in self._key_of, "a page is committed once"
-        assert parent == RESERVED_PAGE or parent in self._key_of, "the page before must be committed"
-        key = (self._numbers[parent], content)
-        twin = self._page_of.get(key)
+        twin = self._index.behind(parent, content)
         if twin is not None:
             self._num_evictable -= not self._owners[twin]
             self._owners[twin] += 1
             self.free([page])
             self._counts["twins"] += 1
             return twin
-        self._num_committed += 1
-        self._numbers[page] = self._num_committed
-        self._page_of[key] = page
-        self._key_of[page] = key
+        self._index.enter(page, parent, content)
         self._is_cached[page] = True
         self._counts["commits"] += 1
         return page
@@ -231,8 +200,7 @@ class PageAllocator:
         self._entries[:] = 0
         self._num_evictable = 0
         self._is_cached[:] = False
-        self._page_of.clear()
-        self._key_of.clear()
+        self._index.clear()
 
     def check_integrity(
         self, owners: Iterable[Sequence[int]], *, chains_are_whole: bool = True
@@ -260,27 +228,24 @@ class PageAllocator:
                     f"page {page} is in {places} places: {held[page]} owners, "
                     f"{empty[page]} times empty, {evictable[page]} times evictable"
                 )
-            if (empty[page] and page in self._key_of) or (evictable[page] and page not in self._key_of):
+            if (empty[page] and page in self._index) or (evictable[page] and page not in self._index):
                 raise PageIntegrityError(f"unused page {page} is in the wrong list for its content")
         self._check_keys()
         if chains_are_whole:
             self._check_order()
 
     def _check_keys(self) -> None:
-        if {page: key for key, page in self._page_of.items()} != self._key_of:
-            raise PageIntegrityError("the two directions of the index of cached pages disagree")
-        if np.flatnonzero(self._is_cached).tolist() != sorted(self._key_of):
+        if not self._index.is_sound():
+            raise PageIntegrityError("the parts of the index of cached pages disagree")
+        if np.flatnonzero(self._is_cached).tolist() != sorted(self._index.pages):
             raise PageIntegrityError("some pages are marked as cached and are not, or the other way round")
         if Counter(self._evictable) != Counter(dict(enumerate(self._entries.tolist()))):
             raise PageIntegrityError("entries of evictable pages are counted wrongly")
 
     def _check_order(self) -> None:
         age = {page: at for at, page in enumerate(self._in_order())}
-        page_of_number = {self._numbers[page]: page for page in self._key_of}
-        for page, (number, _) in self._key_of.items():
-            if number == 0:
-                continue
-            parent = page_of_number.get(number)
+        for page in self._index.pages:
+            parent = self._index.parent_of(page)
             if parent is None:
                 raise PageIntegrityError(f"page {page} is cached behind a page which is not")
             if parent in age and not age.get(page, self.num_pages) < age[parent]:
@@ -296,7 +261,7 @@ class PageAllocator:
         while self._entries[page] or self._owners[page]:
             page = self._next_entry()
         self._num_evictable -= 1
-        del self._page_of[self._key_of.pop(page)]
+        self._index.remove(page)
         self._is_cached[page] = False
         self._counts["evictions"] += 1
         return page
