@@ -124,6 +124,12 @@ class EngineCore:
         """Whether a request is unfinished or a step under way."""
         return self.scheduler.has_work
 
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would do something: requests that are paused wait without one."""
+        scheduler = self.scheduler
+        return scheduler.has_work and (not scheduler.is_paused or scheduler.num_steps_in_flight > 0)
+
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
         vocab = self.loaded.model.config.vocab_size

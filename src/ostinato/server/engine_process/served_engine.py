@@ -41,9 +41,8 @@ class ServedEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step would do something: paused requests wait without one."""
-        scheduler = self.core.scheduler
-        return self.core.has_work and (not scheduler.is_paused or scheduler.num_steps_in_flight > 0)
+        """Whether a step would do something."""
+        return self.core.can_step
 
     def generate(self, command: Generate) -> News | None:
         """Queue a completion; news only if it is refused."""
