@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ostinato.cache.pages import PageAllocator
 from ostinato.graphs import OstinatoError, Report, frozen_gc
@@ -25,6 +24,7 @@ from .scheduling.scheduled_step import CompletedStep, ScheduledStep
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig
 from .stepping.model_runner import ModelRunner
+from .stepping.prompt_states import PromptStates, PromptSums
 from .stepping.times import StartupTimes, StepClock
 from .stepping.token_return import Launched, Sampled
 
@@ -38,8 +38,8 @@ class Extras(NamedTuple):
     """Of that token and of the likeliest ones, if asked for."""
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     """By position in the prompt, those that this step brought, if asked for; the first token has none."""
-    hidden: torch.Tensor | None = None
-    """For an embedding: the hidden states of the tokens computed in this step [t, H]."""
+    hidden: PromptStates | None = None
+    """For an embedding whose prompt is computed: its hidden states."""
 
 
 class Progress(NamedTuple):
@@ -62,7 +62,7 @@ class _Flight:
     step: ScheduledStep
     launched: Launched | None
     prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]]
-    hidden: dict[str, torch.Tensor]
+    hidden: dict[str, PromptStates]
     constrained: list[int]
     is_timed: bool
     """Whether the device notes its beginning, and another step was under way when it was launched."""
@@ -110,6 +110,7 @@ class EngineCore:
             PageAllocator(kv.num_pages),
         )
         self._flights: deque[_Flight] = deque()
+        self._prompt_sums = PromptSums(config.max_rows)
         before = DeviceMemory.now(config.device)
         report = self.runner.capture(self.startup, progress=progress)
         if self.sampler is not None:
@@ -246,19 +247,20 @@ class EngineCore:
 
     def _beside_tokens(
         self, step: ScheduledStep
-    ) -> tuple[dict[str, dict[int, dict[int, Logprob]]], dict[str, torch.Tensor]]:
+    ) -> tuple[dict[str, dict[int, dict[int, Logprob]]], dict[str, PromptStates]]:
         """What embeddings and prompt logprobs need of this step, before the next one overwrites it."""
         logprobs: dict[str, dict[int, dict[int, Logprob]]] = {}
-        hidden: dict[str, torch.Tensor] = {}
+        hidden: dict[str, PromptStates] = {}
         if step.is_uniform_decode:
             return logprobs, hidden
         for at, (request, count) in enumerate(step.items):
             begin = int(step.query_starts[at])
             states = self.runner.hidden[begin : begin + count]
+            start = int(step.starts[at])
             if request.params is None:
-                hidden[request.request_id] = states.float().cpu().clone()
+                if (embedded := self._prompt_sums.add(request, states, start)) is not None:
+                    hidden[request.request_id] = embedded
             elif request.params.prompt_logprobs is not None:
-                start = int(step.starts[at])
                 found = prompt_logprobs_of(
                     self.loaded.model, states, request.prompt_ids, start, request.params.prompt_logprobs
                 )

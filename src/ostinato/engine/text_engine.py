@@ -245,8 +245,8 @@ def _output(name: str, text: str | None, ids: IntArray) -> RequestOutput:
 
 def _embedding(served: ServedCompletion, pooling: str) -> EmbeddingOutput:
     output = served.whole
-    if output.error is not None or not served.hidden:
+    if output.error is not None or not served.states:
         reason = output.error or "the request was aborted"
         return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, [], reason)
-    vector = pooled(served.hidden, len(output.prompt_token_ids), pooling).tolist()
+    vector = pooled(served.states[0], pooling).tolist()
     return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, vector)

@@ -108,7 +108,7 @@ class Delivery:
     def _add_extras(self, completion: ServedCompletion, extras: Extras) -> None:
         output, whole = completion.output, completion.whole
         if extras.hidden is not None:
-            completion.hidden.append(extras.hidden)
+            completion.states.append(extras.hidden)
         if extras.prompt_logprobs is not None and output.index == 0:
             assert whole.prompt_logprobs is not None
             # Snapshots have the list as it is.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
-
 from ostinato.engine.core import EngineCore, Extras, Progress
 from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
@@ -27,7 +25,8 @@ class ServedEngine:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self._embeddings: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        self._poolings: dict[int, str] = {}
+        """Of the embeddings being computed."""
         vocab_size = core.loaded.model.config.vocab_size
         self._grammars = GrammarThread(core.loaded.tokenizer, vocab_size)
         self._compiling: dict[int, Generate] = {}
@@ -74,14 +73,14 @@ class ServedEngine:
         """Queue an embedding; news only if it is refused."""
         refused = self._add(command.id, command.prompt_ids, None)
         if refused is None:
-            self._embeddings[command.id] = command.pooling, []
+            self._poolings[command.id] = command.pooling
         return refused
 
     def abort(self, ids: list[int]) -> list[News]:
         """End these requests; news of those that were unfinished."""
         ended = [id for id in ids if self._compiling.pop(id, None) or self.core.abort(str(id))]
         for id in ended:
-            self._embeddings.pop(id, None)
+            self._poolings.pop(id, None)
             self._begun.discard(id)
         return [News(id, finish_reason="abort") for id in ended]
 
@@ -134,7 +133,10 @@ class ServedEngine:
     def _news(self, request: Request, token: int | None, extras: Extras | None, has_ended: bool) -> News:
         id = int(request.request_id)
         logprobs, prompt_logprobs, hidden = extras or Extras()
-        embedding = self._pooled(id, request, hidden, has_ended) if request.is_embedding else None
+        pooling = self._poolings.pop(id, None) if has_ended else None
+        embedding = None
+        if pooling is not None and hidden is not None:
+            embedding = pooled(hidden, pooling).numpy().astype("<f4").tobytes()
         return News(
             id,
             token,
@@ -147,20 +149,6 @@ class ServedEngine:
             request.error if has_ended else None,
             request.is_at_fault,
         )
-
-    def _pooled(
-        self, id: int, request: Request, hidden: torch.Tensor | None, has_ended: bool
-    ) -> bytes | None:
-        pooling, states = self._embeddings[id]
-        if hidden is not None:
-            states.append(hidden)
-        if not has_ended:
-            return None
-        del self._embeddings[id]
-        if request.error is not None:
-            return None
-        vector = pooled(states, request.num_prompt_tokens, pooling)
-        return vector.numpy().astype("<f4").tobytes()
 
 
 def _listed(logprobs: dict[int, Logprob]) -> TokenLogprobs:
