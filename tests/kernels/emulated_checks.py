@@ -191,4 +191,4 @@ def check_attention(
             CPU, dtype, requests, heads, norm=norm, max_query_len=1, window=window, parts=parts
         )
         assert cuda_decode._counters_of_caches
-        assert not any(counters.any() for counters in cuda_decode._counters_of_caches.values())
+        assert not any(counters.any() for _, counters in cuda_decode._counters_of_caches.values())

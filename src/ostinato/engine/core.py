@@ -41,6 +41,7 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig
 from .stepping.flight import Flight, Progress
 from .stepping.model_runner import ModelRunner
+from .stepping.prompt_states import PromptSums
 from .stepping.times import StartupTimes, StepClock
 from .stepping.token_return import Sampled
 
@@ -90,6 +91,7 @@ class EngineCore:
         )
         self._flights: deque[Flight] = deque()
         self._arrived: list[Progress] = []
+        self._prompt_sums = PromptSums(config.max_rows)
         before = DeviceMemory.now(config.device)
         report = self.runner.capture(self.startup, progress=progress)
         if self.sampler is not None:
@@ -104,12 +106,19 @@ class EngineCore:
         """Whether a request is unfinished, a step under way, or what it brought not fetched."""
         return self.scheduler.has_work or bool(self._arrived)
 
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would do something: requests that are paused wait without one."""
+        scheduler = self.scheduler
+        is_under_way = bool(self._arrived) or scheduler.num_steps_in_flight > 0
+        return is_under_way or (scheduler.has_work and not scheduler.is_paused)
+
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
         vocab = self.loaded.model.config.vocab_size
-        if max(request.prompt_ids) >= vocab:
+        if request.prompt_ids.max() >= vocab:
             raise RequestError(
-                f"request {request.request_id}: token id {max(request.prompt_ids)} is outside the model's "
+                f"request {request.request_id}: token id {request.prompt_ids.max()} is outside the model's "
                 f"vocabulary of {vocab}"
             )
         if request.params is not None:
@@ -251,10 +260,11 @@ class EngineCore:
         for at, (request, count) in enumerate(step.items):
             begin = int(step.query_starts[at])
             states = self.runner.hidden[begin : begin + count]
+            start = int(step.starts[at])
             if request.params is None:
-                flight.hidden[request.request_id] = states.float().cpu().clone()
+                if (embedded := self._prompt_sums.add(request, states, start)) is not None:
+                    flight.hidden[request.request_id] = embedded
             elif request.params.prompt_logprobs is not None:
-                start = int(step.starts[at])
                 found = prompt_logprobs_of(
                     self.loaded.model, states, request.prompt_ids, start, request.params.prompt_logprobs
                 )

@@ -19,6 +19,7 @@ from .scheduled_step import PageUpdate
 _AT_A_TIME = 4
 _PLENTY = 4 * _AT_A_TIME
 """Free pages per running request from which a decode may take several."""
+_NO_PAGES = np.array([], dtype=np.intp)
 
 
 class RequestPages:
@@ -35,15 +36,18 @@ class RequestPages:
         """Pages that the request needs besides its own to hold so many tokens."""
         return self._pages.pages_for(num_tokens) - len(request.pages)
 
-    def cached_prefix(self, request: Request) -> list[int]:
+    def cached_prefix(self, request: Request) -> IntArray:
         """Full pages that hold the first tokens of the request already."""
         # Prompt logprobs and pooled embeddings need the hidden states of every token of the prompt.
         needs_all = request.params is None or request.params.prompt_logprobs is not None
         if needs_all or not self._prefix_caching:
-            return []
-        return self._pages.match((*request.prompt_ids, *request.output_ids))
+            return _NO_PAGES
+        tokens, output = request.prompt_ids, request.output_ids
+        if output:
+            tokens = np.concatenate([tokens, output])
+        return np.array(self._pages.match(tokens), dtype=np.intp)
 
-    def start(self, request: Request, prefix: list[int], count: int) -> None:
+    def start(self, request: Request, prefix: IntArray, count: int) -> None:
         """Give a request that has moved in a cached prefix, and room for `count` tokens behind it."""
         rows, row = self._rows, request.row
         cached = len(prefix) * self._pages.page_size
@@ -57,15 +61,19 @@ class RequestPages:
 
     def take(self, request: Request, count: int) -> None:
         """Give the request so many free pages."""
-        self._extend(request, self._pages.allocate(count))
+        self._extend(request, np.array(self._pages.allocate(count), dtype=np.intp))
 
     def grow(self, requests: Sequence[Request], num_running: int) -> None:
         """Give each of these a page at least; there must be as many free."""
         # As long as there is plenty, several at a time: each change costs an upload.
-        plenty = self._pages.num_free > _PLENTY * num_running
-        for request in requests:
-            wanted = self.missing(request, int(self._rows.max_tokens[request.row]))
-            self.take(request, min(_AT_A_TIME, wanted) if plenty else 1)
+        counts = [1] * len(requests)
+        if self._pages.num_free > _PLENTY * num_running:
+            longest = [self.missing(request, int(self._rows.max_tokens[request.row])) for request in requests]
+            counts = [min(_AT_A_TIME, wanted) for wanted in longest]
+        taken, end = np.array(self._pages.allocate(sum(counts)), dtype=np.intp), 0
+        for request, count in zip(requests, counts, strict=True):
+            end += count
+            self._extend(request, taken[end - count : end])
 
     def commit_full(self, rows: IntArray, computed: IntArray) -> bool:
         """Offer pages that have become full as prefixes. Whether one came free, for its like was there."""
@@ -109,10 +117,10 @@ class RequestPages:
         """These were taken, and the step that was to apply them may not have done so: they are due again."""
         self._updates[:0] = updates
 
-    def _extend(self, request: Request, pages: list[int]) -> None:
-        if pages:
-            self._updates.append(PageUpdate(request.row, len(request.pages), tuple(pages)))
-            request.pages += pages
+    def _extend(self, request: Request, pages: IntArray) -> None:
+        if len(pages):
+            self._updates.append(PageUpdate(request.row, len(request.pages), pages))
+            request.pages += pages.tolist()
             self._rows.capacity[request.row] = len(request.pages) * self._pages.page_size
 
     def _commit(self, row: int) -> bool:
@@ -121,14 +129,15 @@ class RequestPages:
         assert request is not None
         has_freed = False
         first, last = int(rows.num_committed_pages[row]), request.num_computed // size
-        for at in range(first, last):
-            ids = rows.token_ids[row, at * size : (at + 1) * size].tolist()
+        for at, content in enumerate(
+            self._pages.contents(rows.token_ids[row, first * size : last * size]), first
+        ):
             parent = request.pages[at - 1] if at else RESERVED_PAGE
-            page = self._pages.commit(request.pages[at], parent, ids)
+            page = self._pages.commit(request.pages[at], parent, content)
             if page != request.pages[at]:
                 # Steps in flight still read the page given up: it holds the same.
                 request.pages[at] = page
-                self._updates.append(PageUpdate(row, at, (page,)))
+                self._updates.append(PageUpdate(row, at, np.array([page])))
                 self.num_twins += 1
                 has_freed = True
         rows.num_committed_pages[row] = last

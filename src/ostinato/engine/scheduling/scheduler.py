@@ -317,7 +317,7 @@ class Scheduler:
             budget -= count
         return chunks
 
-    def _has_room_for(self, request: Request, prefix: Sequence[int]) -> bool:
+    def _has_room_for(self, request: Request, prefix: IntArray) -> bool:
         """Whether a newcomer fits behind what a running prefill still needs and a page for every decode.
 
         Admitting one that has to be preempted soon after would compute its prompt twice.
@@ -330,7 +330,7 @@ class Scheduler:
             promised = self._taken.missing(self._prefilling, self._prefilling.num_tokens)
         return needed + promised + len(self._decoding) <= self.pages.num_free
 
-    def _join(self, request: Request, prefix: list[int], count: int) -> None:
+    def _join(self, request: Request, prefix: IntArray, count: int) -> None:
         """Move the first waiting request to the running ones, with pages for its first chunk."""
         assert self.waiting.popleft() is request
         if request.num_preemptions == 0:

@@ -77,7 +77,9 @@ class _Changes:
             lengths = ends - begins
             offsets = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
             places = [*places, np.repeat(begins, lengths) + offsets]
-        return np.unique(np.concatenate(places, dtype=np.int64))
+        # Sorted, which is several times as fast as numpy's `unique`, and mostly in order already.
+        ordered = np.sort(np.concatenate(places, dtype=np.int64), kind="stable")
+        return ordered[np.append(True, ordered[1:] != ordered[:-1])]
 
 
 class DeviceRows:
@@ -162,7 +164,11 @@ class DeviceRows:
             self._views[name][changed] = value
 
     def write_cells(
-        self, name: str, rows: Sequence[int], columns: Sequence[int], values: Sequence[int]
+        self,
+        name: str,
+        rows: Sequence[int] | IntArray,
+        columns: Sequence[int] | IntArray,
+        values: Sequence[int] | IntArray,
     ) -> None:
         """Set single values of a list field of 32 bits in many rows; of equal places the last one counts."""
         field = self._fields[name]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ..outputs import Logprob
 from ..scheduling.request import Request
 from ..scheduling.scheduled_step import CompletedStep, ScheduledStep
+from .prompt_states import PromptStates
 from .token_return import Launched, Sampled
 
 
@@ -21,8 +21,8 @@ class Extras(NamedTuple):
     """Of that token and of the likeliest ones, if asked for."""
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     """By position in the prompt, those that this step brought, if asked for; the first token has none."""
-    hidden: torch.Tensor | None = None
-    """For an embedding: the hidden states of the tokens computed in this step [t, H]."""
+    hidden: PromptStates | None = None
+    """For an embedding whose prompt is computed: its hidden states."""
 
 
 class Progress(NamedTuple):
@@ -57,7 +57,7 @@ class Flight:
     """Its tokens on their way; None if it samples nothing."""
     prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]] = field(default_factory=dict)
     """By request and position."""
-    hidden: dict[str, torch.Tensor] = field(default_factory=dict)
+    hidden: dict[str, PromptStates] = field(default_factory=dict)
     """By request, of embeddings."""
     constrained: list[int] = field(default_factory=list)
     """Which of its requests get their token from a grammar."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ostinato.cache.kv import KVCache
@@ -221,10 +222,10 @@ class ModelRunner:
     def update_pages(self, updates: Sequence[PageUpdate]) -> None:
         """Enter changes into the page table; `rows.send` brings them to the device."""
         if updates:
-            rows = [row for row, _, pages in updates for _ in pages]
-            columns = [first + offset for _, first, pages in updates for offset in range(len(pages))]
-            pages = [page for update in updates for page in update.pages]
-            self.rows.write_cells("page_table", rows, columns, pages)
+            rows, firsts, pages = zip(*updates, strict=True)
+            lengths = np.array([len(each) for each in pages])
+            columns = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths - firsts, lengths)
+            self.rows.write_cells("page_table", np.repeat(rows, lengths), columns, np.concatenate(pages))
 
     def update_prefix(self, step: ScheduledStep) -> None:
         """Enter what the step's requests share, if it pays to know; `rows.send` brings it to the device."""

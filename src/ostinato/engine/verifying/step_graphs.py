@@ -149,7 +149,7 @@ class StepGraphs:
             own = [self.pages.numbers[place] for place in part.request.places]
             others = self.generator.integers(0, len(self.pages.numbers), _STALE_COLUMNS)
             pages = [*own, *(self.pages.numbers[place] for place in others)][:columns]
-            updates.append(PageUpdate(row, 0, tuple(pages)))
+            updates.append(PageUpdate(row, 0, np.array(pages)))
             runner.rows.write("lengths", row, part.start)
             runner.rows.write("last_tokens", row, int(part.request.tokens[part.start]))
             request.row = row

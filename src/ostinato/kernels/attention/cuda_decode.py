@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..cuda.compiled import CudaError, CudaKernel, cuda_kernel, is_supported
 from ..on_chip_memory import AS_IT_IS
@@ -151,20 +152,22 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_counters_of_caches: dict[tuple[torch.device, int, int], Tensor] = {}
+_counters_of_caches: dict[tuple[torch.device, int, int], tuple[StorageWeakRef, Tensor]] = {}
 
 
 def _counters(k_cache: Tensor) -> Tensor:
     """Zeros before and after every launch on these keys, none of which begins before the last one ended.
 
-    Kept for good, because graphs point to them.
+    Kept as long as the keys have their memory, because graphs point to both.
     """
     device, num_kv_heads = k_cache.device, k_cache.size(2)
     place = device, num_kv_heads, k_cache.data_ptr()
-    counters = _counters_of_caches.get(place)
-    if counters is None:
+    known = _counters_of_caches.get(place)
+    if known is None or known[0].expired():
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CudaError("attention is captured before it has run on this cache: run the step once before")
         counters = torch.zeros(1 + CUDA_MAX_TOKENS[-1] * num_kv_heads, dtype=torch.int32, device=device)
-        _counters_of_caches[place] = counters
-    return counters
+        for other in [other for other, (memory, _) in _counters_of_caches.items() if memory.expired()]:
+            del _counters_of_caches[other]
+        known = _counters_of_caches[place] = StorageWeakRef(k_cache.untyped_storage()), counters
+    return known[1]
