@@ -8,11 +8,12 @@ from typing import cast
 
 import pytest
 import torch
-from ostinato.engine.loading.load.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
+from ostinato.engine.loading.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
 
 from ostinato.engine.loading import kernel_table
 from ostinato.engine.stepping.model_runner import ModelRunner
 from ostinato.graphs import BatchDescriptor, ConfigError, GraphKey, GraphMode
+from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import choice
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.table_file import save_table
@@ -21,12 +22,15 @@ from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Transformer
 
 GPU = torch.device("cuda", 0)
+MADE_UP = Gpu((8, 9), 142)
 SHAPE = MatrixShape(64, 32)
 
 
 @pytest.fixture(autouse=True)
 def _machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Made-Up 1")
+    for module in (kernel_table, choice):
+        monkeypatch.setattr(module, "gpu_of", lambda _: MADE_UP)
     monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(TABLE_VARIABLE, raising=False)
     choice.use_table(None)
@@ -34,7 +38,7 @@ def _machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     choice.use_table(None)
 
 
-def table_with(stages: int, file: Path, gpu: str = "NVIDIA Made-Up 1") -> str:
+def table_with(stages: int, file: Path, gpu: str = str(MADE_UP)) -> str:
     save_table(KernelTable(gpu, {SHAPE: (Choice(2, 8, SkinnyTile(16, 64, 64, 4, stages)),)}), file)
     return str(file)
 
@@ -46,7 +50,7 @@ def stages_chosen() -> int | None:
 def test_what_is_asked_for_beats_the_environment_which_beats_the_tuned_one(monkeypatch, tmp_path):
     use_table_of_user(None, GPU)
     assert stages_chosen() is None
-    assert tuned_table(GPU) == tmp_path / "cache" / "kernel-tables" / "nvidia-made-up-1.json"
+    assert tuned_table(GPU) == tmp_path / "cache" / "kernel-tables" / "sm89-142.json"
     table_with(2, tuned_table(GPU))
     use_table_of_user(None, GPU)
     assert stages_chosen() == 2
@@ -64,13 +68,40 @@ def test_what_is_asked_for_beats_the_environment_which_beats_the_tuned_one(monke
 def test_a_tuned_table_that_cannot_be_read_is_ignored_with_a_warning(caplog, tmp_path):
     """Nobody asked for it: it may be left from another version."""
     tuned_table(GPU).parent.mkdir(parents=True)
-    tuned_table(GPU).write_text('{"gpu": "NVIDIA Made-Up 1", "matrices": [')
+    tuned_table(GPU).write_text('{"gpu": "sm89-142", "matrices": [')
     with caplog.at_level(logging.WARNING):
         use_table_of_user(None, GPU)
     assert stages_chosen() is None
     assert "ostinato tune" in caplog.text
     with pytest.raises(ConfigError, match="cannot be read"):
         use_table_of_user(str(tuned_table(GPU)), GPU)
+
+
+def test_a_tuned_table_that_is_called_by_its_gpus_name_is_told_of(caplog, tmp_path):
+    """It would be passed over without a word."""
+    old = tmp_path / "cache" / "kernel-tables" / "nvidia-made-up-1.json"
+    table_with(2, old)
+    with caplog.at_level(logging.WARNING):
+        use_table_of_user(None, GPU)
+    assert stages_chosen() is None
+    assert str(old) in caplog.text
+    assert "`ostinato tune`" in caplog.text
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_all_tables_can_be_switched_off(monkeypatch, tmp_path, by):
+    table_with(2, tuned_table(GPU))
+    package = KernelTable(str(MADE_UP), {SHAPE: (Choice(2, 8, SkinnyTile(16, 64, 64, 4, 5)),)})
+    monkeypatch.setattr(choice, "package_table", lambda _: package)
+    choice.use_table(None)
+    assert stages_chosen() == 5
+    if by == "environment":
+        monkeypatch.setenv(TABLE_VARIABLE, "none")
+    use_table_of_user("none" if by == "option" else None, GPU)
+    assert stages_chosen() is None, "neither the tuned table nor that of the package"
+    monkeypatch.delenv(TABLE_VARIABLE, raising=False)
+    use_table_of_user(None, GPU)
+    assert stages_chosen() == 2, "the next engine has tables again"
 
 
 def test_an_engine_on_a_cpu_leaves_the_table_of_one_on_a_gpu_alone(tmp_path):
@@ -102,7 +133,7 @@ def test_a_table_that_cannot_be_used_is_an_error_of_the_configuration(monkeypatc
     with pytest.raises(ConfigError, match=r"absent\.json cannot be read"):
         use_table_of_user(str(tmp_path / "absent.json"), GPU)
     broken = tmp_path / "broken.json"
-    broken.write_text('{"gpu": "x"}')
+    broken.write_text('{"gpu": "sm89-142"}')
     monkeypatch.setenv(TABLE_VARIABLE, str(broken))
     with pytest.raises(ConfigError, match=r"broken\.json: it has no list"):
         use_table_of_user(None, GPU)
@@ -110,9 +141,9 @@ def test_a_table_that_cannot_be_used_is_an_error_of_the_configuration(monkeypatc
 
 def test_a_table_of_another_gpu_is_used_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, kernel_table.logger.name):
-        use_table_of_user(table_with(4, tmp_path / "other.json", gpu="NVIDIA Other"), GPU)
+        use_table_of_user(table_with(4, tmp_path / "other.json", gpu="sm90-132"), GPU)
     assert stages_chosen() == 4
-    assert "was made on NVIDIA Other, not on NVIDIA Made-Up 1" in caplog.text
+    assert "was made on sm90-132, not on sm89-142" in caplog.text
 
 
 def test_on_a_cpu_there_is_nothing_to_choose(monkeypatch, tmp_path):

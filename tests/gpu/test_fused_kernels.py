@@ -7,6 +7,7 @@ from kernels import fused_checks
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import rows
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import choice, products
 from ostinato.kernels.linear.tiles import (
     FUSED,
@@ -22,7 +23,7 @@ from ostinato.kernels.linear.tiles import (
 # (query heads, KV heads, head size), as in Qwen3-0.6B, Llama-3.2-1B, Qwen2-0.5B, Phi-2, Phi-3-mini.
 QWEN3, LLAMA, QWEN2, PHI2, PHI3 = (16, 8, 128), (32, 8, 64), (14, 2, 64), (32, 32, 80), (32, 32, 96)
 DECODE = [(1, 1), (17, 1), (256, 1), (257, 1), (1000, 1), (2049, 1), (4096, 1)]
-H200 = choice.package_table("nvidia-h200.json")
+H200 = choice.package_table(Gpu((9, 0), 132))
 MIXED = [(1500, 1), (700, 200), (64, 64), (33, 1), (90, 0), (513, 2)]
 
 

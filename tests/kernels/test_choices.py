@@ -1,6 +1,7 @@
 """Kernels are chosen by shape alone, and steps of one class run the same compiled kernels."""
 
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ostinato.kernels import rows
 from ostinato.kernels.attention.decode_tiles import MAX_SPLITS, decode_tile, num_splits_of
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import Gpu, gpu_of
 from ostinato.kernels.linear import choice, few_tokens, products, scaled_rows
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.tiles import (
@@ -23,7 +25,7 @@ from ostinato.kernels.linear.tiles import (
 from ostinato.kernels.variants import kernel_class
 
 GPU = torch.device("cuda", 0)
-H200 = choice.package_table("nvidia-h200.json")
+H200 = choice.package_table(Gpu((9, 0), 132))
 QWEN3 = [
     MatrixShape(4096, 1024),
     MatrixShape(1024, 2048),
@@ -34,16 +36,16 @@ QWEN3 = [
 
 @pytest.fixture
 def _on_h200(monkeypatch):
-    yield from _on(monkeypatch, "NVIDIA H200")
+    yield from _on(monkeypatch, Gpu((9, 0), 132))
 
 
 @pytest.fixture
 def _on_another_gpu(monkeypatch):
-    yield from _on(monkeypatch, "NVIDIA Made-Up 1")
+    yield from _on(monkeypatch, Gpu((10, 0), 148))
 
 
-def _on(monkeypatch, name):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+def _on(monkeypatch, gpu):
+    monkeypatch.setattr(choice, "gpu_of", lambda _: gpu)
     monkeypatch.setattr(compiled, "is_supported", lambda _: True)
     monkeypatch.setattr(compiled, "has_warpgroup_products", lambda _: True)
     choice.use_table(None)
@@ -54,7 +56,7 @@ def _on(monkeypatch, name):
 def test_the_committed_table_divides_its_matrices_evenly():
     """Where work is no multiple of a tile, kernels are right and slow."""
     assert H200 is not None
-    assert H200.gpu == "NVIDIA H200"
+    assert H200.gpu == "sm90-132"
     assert set(QWEN3) <= set(H200.choices)
     for shape, choices in H200.choices.items():
         for entry in choices:
@@ -79,6 +81,23 @@ def test_the_table_of_the_gpu_decides_in_bfloat16_alone():
     assert choice.choose(first, 100_000, torch.bfloat16, GPU) == Library()
 
 
+def test_a_table_is_found_by_what_a_gpu_has_and_not_by_its_name(monkeypatch):
+    """An H100 is an H200 with less memory."""
+    names = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    for name, multiprocessors, known in ((names[0], 132, True), (names[1], 132, True), (names[0], 114, False)):
+        has = SimpleNamespace(name=name, multi_processor_count=multiprocessors)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, has=has: has)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        gpu_of.cache_clear()
+        assert (choice.package_table(gpu_of(GPU)) is H200) is known
+        assert choice.table_name(gpu_of(GPU)) == f"sm90-{multiprocessors}.json"
+        assert Gpu.named(f"sm90-{multiprocessors}") == gpu_of(GPU)
+    gpu_of.cache_clear()
+    assert Gpu.named("NVIDIA H200") is None
+    assert Gpu.named("sm120-170") == Gpu((12, 0), 170)
+
+
 @pytest.mark.usefixtures("_on_another_gpu")
 def test_without_a_table_there_is_a_rule():
     for shape in (*QWEN3, MatrixShape(7, 9), MatrixShape(5, 40_000)):
@@ -94,7 +113,7 @@ def test_a_table_given_by_the_user_comes_first_where_it_says_something():
     [first, second, *_] = QWEN3
     assert H200 is not None
     mine = SkinnyTile(16, 64, 64, 4, 3)
-    table = KernelTable("NVIDIA H200", {first: (Choice(4, 6, mine),)})
+    table = KernelTable("sm90-132", {first: (Choice(4, 6, mine),)})
     with choice.using(table):
         assert choice.choose(first, 5, torch.bfloat16, GPU) == mine
         assert choice.choose(first, 7, torch.bfloat16, GPU) == H200.find(first, 7)

@@ -32,7 +32,7 @@ def test_every_kind_of_choice_survives_a_file(tmp_path: Path) -> None:
         Choice(65, 4096, Library()),
     )
     table = KernelTable(
-        "a GPU",
+        "sm90-132",
         {
             MatrixShape(8, 128): choices,
             MatrixShape(8, 128, True): choices[:1],
@@ -50,7 +50,7 @@ def test_every_kind_of_choice_survives_a_file(tmp_path: Path) -> None:
 
 def written(tmp_path: Path, *choices: object, **changes: object) -> Path:
     file = tmp_path / "table.json"
-    content = {"gpu": "a GPU", "matrices": [SHAPE | {"choices": choices}]} | changes
+    content = {"gpu": "sm90-132", "matrices": [SHAPE | {"choices": choices}]} | changes
     file.write_text(json.dumps(content))
     return file
 
@@ -103,6 +103,7 @@ def test_a_wrong_choice_is_named_with_its_file(tmp_path: Path, choices: list[obj
     ("changes", "told"),
     [
         ({"gpu": None}, 'no "gpu"'),
+        ({"gpu": "NVIDIA H200"}, "like sm90-132 (H100, H200): make the table again with `ostinato tune`"),
         ({"matrices": {}}, 'no list "matrices"'),
         ({"matrices": [SHAPE]}, "a matrix needs"),
         ({"matrices": [SHAPE | {"gated": 0, "choices": []}]}, "a matrix needs"),

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from ostinato.cli.main import main
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import cuda_wide
 from ostinato.kernels.linear.choice import choose, package_table
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
@@ -137,7 +138,7 @@ def test_what_is_found_from_one_size_to_the_next_can_be_loaded(monkeypatch, tiny
         for tile in found[-1].tiles.values():
             assert num_tokens <= MOST_TOKENS.get(type(tile), num_tokens)
         assert all(isinstance(found[-1].tiles[shape], kind) for shape in QWEN3)
-    save_table(tuning.filled(KernelTable("a GPU", {}), found), tmp_path / "table.json")
+    save_table(tuning.filled(KernelTable("sm90-132", {}), found), tmp_path / "table.json")
     load_table(tmp_path / "table.json")
 
 
@@ -149,7 +150,7 @@ def test_a_wide_tile_from_one_size_to_the_next_can_be_loaded(monkeypatch, tiny_c
     for num_tokens in (16, 48, 600):
         found.append(tuner.find(num_tokens, found[-1].tiles))
         assert all(isinstance(found[-1].tiles[shape], WideTile) for shape in QWEN3)
-    save_table(tuning.filled(KernelTable("a GPU", {}), found), tmp_path / "table.json")
+    save_table(tuning.filled(KernelTable("sm90-132", {}), found), tmp_path / "table.json")
     table = load_table(tmp_path / "table.json")
     for shape in QWEN3:
         few, wide = table.choices[shape]
@@ -257,7 +258,7 @@ def cuda_gemv_tiles(shape: MatrixShape) -> list[CudaGemvTile]:
 
 
 def test_candidates_of_cuda_gemv_are_few_and_enough():
-    table = package_table("nvidia-h200.json")
+    table = package_table(Gpu((9, 0), 132))
     for shape, choices in table.choices.items():
         tiles = cuda_gemv_tiles(shape)
         assert 3 <= len(tiles) <= 15
@@ -270,7 +271,7 @@ def test_candidates_of_cuda_gemv_are_few_and_enough():
 
 
 def test_candidates_of_streamed_are_few_and_enough():
-    table = package_table("nvidia-h200.json")
+    table = package_table(Gpu((9, 0), 132))
     for shape, choices in table.choices.items():
         for choice in choices:
             if not isinstance(choice.tile, StreamedTile):
@@ -284,7 +285,7 @@ def test_candidates_of_streamed_are_few_and_enough():
 
 
 def test_candidates_of_wide_are_few_and_enough():
-    table = package_table("nvidia-h200.json")
+    table = package_table(Gpu((9, 0), 132))
     measured = [
         (shape, choice)
         for shape, choices in table.choices.items()
@@ -343,11 +344,11 @@ def test_the_table_has_ranges_from_one_measured_size_to_the_next(monkeypatch, ti
         tiny_config,
         lambda shape, tile: 1.0 if isinstance(tile, GemvTile | Library) else 2.0,
     )
-    table = tuning.filled(KernelTable("a GPU", {}), [tuner.find(tokens, {}) for tokens in (1, 8, 32)])
+    table = tuning.filled(KernelTable("sm90-132", {}), [tuner.find(tokens, {}) for tokens in (1, 8, 32)])
     [one, more] = table.choices[QWEN3[0]]
     assert (one.first, one.last, type(one.tile)) == (1, 1, GemvTile)
     assert more == Choice(2, 32, Library()), "equal neighbours are one range"
-    assert tuning.filled(KernelTable("a GPU", {}), [tuner.find(8, {})]).find(QWEN3[0], 1) is None
+    assert tuning.filled(KernelTable("sm90-132", {}), [tuner.find(8, {})]).find(QWEN3[0], 1) is None
 
 
 def test_without_a_gpu_it_is_refused_in_one_line(monkeypatch, capsys):

@@ -1,6 +1,6 @@
 """Tables of choices as JSON files, a line for each choice:
 
-{"gpu": "NVIDIA H200",
+{"gpu": "sm90-132",
  "matrices": [
   {"out_features": 1024, "in_features": 2048, "gated": false, "choices": [
    {"tokens": [1, 1], "kernel": "gemv", "tile": {"rows": 4, "block": 2048, "num_warps": 8}},
@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..gpu import Gpu
 from . import cuda_fragments, cuda_streamed, cuda_wide
 from .kernel_table import Choice, KernelTable
 from .tiles import (
@@ -80,7 +81,13 @@ def _lines(choices: Iterable[Choice]) -> Iterator[str]:
 
 def _table(content: Any) -> KernelTable:
     if not isinstance(content, dict) or not isinstance(content.get("gpu"), str):
-        raise KernelTableError('it has no "gpu", the name of the GPU it is for')
+        raise KernelTableError('it has no "gpu", what it is for: compute capability and multiprocessors')
+    if Gpu.named(content["gpu"]) is None:
+        raise KernelTableError(
+            f'its "gpu" is {content["gpu"]!r}, where it must be a compute capability and a number of '
+            "multiprocessors, like sm90-132 (H100, H200): make the table again with `ostinato tune`, or put "
+            "that in its place"
+        )
     if not isinstance(content.get("matrices"), list):
         raise KernelTableError('it has no list "matrices"')
     choices: dict[MatrixShape, tuple[Choice, ...]] = {}

@@ -10,7 +10,8 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from ostinato.engine.loading.load.kernel_table import tuned_table
+from ostinato.engine.loading.kernel_table import tuned_table
+from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.table_file import KernelTableError, as_entry, load_table, save_table
 from ostinato.kernels.linear.tiles import MatrixShape, Tile
@@ -37,7 +38,7 @@ def tune(
     device = torch.device("cuda", torch.cuda.current_device())
     file = file or tuned_table(device)
     try:
-        table = load_table(file) if file.is_file() else KernelTable(torch.cuda.get_device_name(device), {})
+        table = load_table(file) if file.is_file() else KernelTable(str(gpu_of(device)), {})
         directory = locate_model(model_name)
         model = load_model(directory, device=device, dtype=torch.bfloat16, load_format="dummy")
     except (ModelError, DownloadError, KernelTableError) as error:
