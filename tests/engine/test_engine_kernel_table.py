@@ -8,11 +8,12 @@ from typing import cast
 
 import pytest
 import torch
-from ostinato.engine.loading.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
 
 from ostinato.engine.loading import kernel_table
+from ostinato.engine.loading.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
 from ostinato.engine.stepping.model_runner import ModelRunner
 from ostinato.graphs import BatchDescriptor, ConfigError, GraphKey, GraphMode
+from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import choice
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
@@ -31,6 +32,7 @@ def _machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Made-Up 1")
     for module in (kernel_table, choice):
         monkeypatch.setattr(module, "gpu_of", lambda _: MADE_UP)
+    monkeypatch.setattr(compiled, "is_supported", lambda _: False)
     monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(TABLE_VARIABLE, raising=False)
     choice.use_table(None)

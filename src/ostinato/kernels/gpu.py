@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 

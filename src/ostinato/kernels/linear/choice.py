@@ -15,11 +15,11 @@ import torch
 from ..cuda import compiled
 from ..gpu import Gpu, gpu_of
 from .kernel_table import KernelTable
+from .rules import gemv_tile, tile_by_rule
 from .table_file import load_table
-from .tiles import IN_CUDA, Library, MatrixShape, Tile, WideTile, default_gemv_tile
+from .tiles import IN_CUDA, Library, MatrixShape, Tile, WideTile
 
 _FOLDER = Path(__file__).parent / "tables"
-_LIBRARY = Library()
 _given: KernelTable | None = None
 _asks_package = True
 
@@ -45,9 +45,9 @@ def _found(
             tile = table.find(shape, num_tokens) if table is not None else None
             if tile is not None and _runs(tile, device):
                 return tile
-    if num_tokens == 1 and dtype in (torch.bfloat16, torch.float16):
-        return default_gemv_tile(shape)
-    return _LIBRARY
+    if gpu and dtype == torch.bfloat16:
+        return tile_by_rule(shape, num_tokens, gpu, cuda=compiled.is_supported(device))
+    return gemv_tile(shape, gpu) if gpu and dtype == torch.float16 and num_tokens == 1 else Library()
 
 
 def _runs(tile: Tile, device: torch.device) -> bool:
@@ -64,8 +64,8 @@ _found.__wrapped__._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def use_table(table: KernelTable | None, *, package: bool = True) -> None:
     """Let this table decide first, in this process; None: no table of a user.
 
-    `package`: whether the package's table decides next, or the rules do. Graphs captured before keep what they
-    were captured with.
+    `package`: whether the package's table decides next, or the rules do. Graphs captured before keep what
+    they were captured with.
     """
     global _given, _asks_package
     _given, _asks_package = table, package

@@ -43,8 +43,7 @@ def tune(
         model = load_model(directory, device=device, dtype=torch.bfloat16, load_format="dummy")
     except (ModelError, DownloadError, KernelTableError) as error:
         raise TuneError(str(error)) from error
-    properties: Any = torch.cuda.get_device_properties(device)
-    tuner = Tuner(model, properties.shared_memory_per_block_optin)
+    tuner = Tuner(model, gpu_of(device))
     all_found: list[Found] = []
     for num_tokens in sorted(set(tokens)):
         found = tuner.find(num_tokens, all_found[-1].tiles if all_found else {})
