@@ -18,7 +18,7 @@ from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import choice
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.table_file import save_table
-from ostinato.kernels.linear.tiles import MatrixShape, SkinnyTile
+from ostinato.kernels.linear.tiles import Library, MatrixShape, SkinnyTile, StreamedTile
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Transformer
 
@@ -33,6 +33,7 @@ def _machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for module in (kernel_table, choice):
         monkeypatch.setattr(module, "gpu_of", lambda _: MADE_UP)
     monkeypatch.setattr(compiled, "is_supported", lambda _: False)
+    monkeypatch.setattr(compiled, "why_unsupported", lambda _: "kernels in CUDA C++ do not run here")
     monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(TABLE_VARIABLE, raising=False)
     choice.use_table(None)
@@ -104,6 +105,26 @@ def test_all_tables_can_be_switched_off(monkeypatch, tmp_path, by):
     monkeypatch.delenv(TABLE_VARIABLE, raising=False)
     use_table_of_user(None, GPU)
     assert stages_chosen() == 2, "the next engine has tables again"
+
+
+def test_what_does_not_run_on_a_gpu_is_told_with_the_reason(caplog, tmp_path):
+    """Slower than it could be, and nobody would know why."""
+    choices = Choice(2, 8, StreamedTile(32, 2, 1, 128, 3, 8, 64)), Choice(9, 16, Library())
+    save_table(KernelTable(str(MADE_UP), {MatrixShape(64, 512): choices}), tmp_path / "asked.json")
+    with caplog.at_level(logging.WARNING):
+        use_table_of_user(str(tmp_path / "asked.json"), GPU)
+    assert "kernels in CUDA C++ do not run here" in caplog.text
+    assert "on sm89-142 cuBLAS runs what no table has (`ostinato tune` makes one)" in caplog.text
+    assert "1 of 2 choices of the table do not run on sm89-142" in caplog.text
+
+
+def test_on_hopper_there_is_nothing_to_tell(caplog, monkeypatch):
+    for module in (kernel_table, choice):
+        monkeypatch.setattr(module, "gpu_of", lambda _: Gpu((9, 0), 132))
+    monkeypatch.setattr(compiled, "why_unsupported", lambda _: None)
+    with caplog.at_level(logging.WARNING):
+        use_table_of_user(None, GPU)
+    assert caplog.text == ""
 
 
 def test_an_engine_on_a_cpu_leaves_the_table_of_one_on_a_gpu_alone(tmp_path):

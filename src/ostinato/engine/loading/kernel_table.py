@@ -9,7 +9,7 @@ import torch
 
 from ostinato.graphs import ConfigError
 from ostinato.kernels.gpu import gpu_of
-from ostinato.kernels.linear.choice import table_name, use_table
+from ostinato.kernels.linear.choice import fallbacks, table_name, use_table
 from ostinato.kernels.linear.table_file import KernelTableError, load_table
 from ostinato.models.cache_folder import cache_folder
 
@@ -35,7 +35,13 @@ def use_table_of_user(asked: str | None, device: torch.device) -> None:
     if named == NO_TABLE:
         use_table(None, package=False)
         logger.info("kernels by rules: all tables are switched off")
-        return
+    else:
+        _use_file(named, device)
+    for told in fallbacks(device):
+        logger.warning("linear layers: %s", told)
+
+
+def _use_file(named: str | None, device: torch.device) -> None:
     file = Path(named).expanduser() if named else tuned_table(device)
     try:
         table = load_table(file) if named or file.is_file() else None

@@ -15,7 +15,7 @@ import torch
 from ..cuda import compiled
 from ..gpu import Gpu, gpu_of
 from .kernel_table import KernelTable
-from .rules import gemv_tile, tile_by_rule
+from .rules import HOPPER, gemv_tile, tile_by_rule
 from .table_file import load_table
 from .tiles import IN_CUDA, Library, MatrixShape, Tile, WideTile
 
@@ -55,6 +55,24 @@ def _runs(tile: Tile, device: torch.device) -> bool:
     if isinstance(tile, WideTile):
         return compiled.has_warpgroup_products(device)
     return not isinstance(tile, IN_CUDA) or compiled.is_supported(device)
+
+
+def fallbacks(device: torch.device) -> list[str]:
+    """What of this package's kernels, or of the table in use, does not run on a GPU, and why."""
+    gpu, told = gpu_of(device), []
+    if (reason := compiled.why_unsupported(device)) is not None:
+        told.append(reason)
+    if gpu.capability != HOPPER:
+        told.append(
+            f"rules for two and more tokens were measured on sm_90 alone: on {gpu} cuBLAS runs what no table "
+            "has (`ostinato tune` makes one)"
+        )
+    tiles = [choice.tile for choices in _given.choices.values() for choice in choices] if _given else []
+    if left_out := sum(not _runs(tile, device) for tile in tiles):
+        told.append(
+            f"{left_out} of {len(tiles)} choices of the table do not run on {gpu}: rules decide there"
+        )
+    return told
 
 
 # For torch.compile: what `torch.compiler.assume_constant_result` does, without importing all of dynamo.
