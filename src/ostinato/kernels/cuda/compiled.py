@@ -63,12 +63,8 @@ def why_unsupported(device: torch.device) -> str | None:
         return f"kernels in CUDA C++ do not run on {device}"
     major, minor = torch.cuda.get_device_capability(device)
     if major not in (9, 10):
-        return (
-            f"kernels in CUDA C++ need clusters and 227 KiB of shared memory, which sm_{major}{minor} has not"
-        )
-    return (
-        None if has_nvrtc() else "kernels in CUDA C++ need NVRTC and cuda-bindings, which are not installed"
-    )
+        return f"kernels in CUDA C++ need clusters and 227 KiB of shared memory, sm_{major}{minor} has less"
+    return None if has_nvrtc() else "kernels in CUDA C++ need NVRTC and cuda-bindings to be installed"
 
 
 def has_warpgroup_products(device: torch.device) -> bool:

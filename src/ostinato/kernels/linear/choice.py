@@ -69,9 +69,7 @@ def fallbacks(device: torch.device) -> list[str]:
         )
     tiles = [choice.tile for choices in _given.choices.values() for choice in choices] if _given else []
     if left_out := sum(not _runs(tile, device) for tile in tiles):
-        told.append(
-            f"{left_out} of {len(tiles)} choices of the table do not run on {gpu}: rules decide there"
-        )
+        told.append(f"{left_out} of {len(tiles)} choices of the table do not run on {gpu}: rules decide")
     return told
 
 

@@ -54,6 +54,16 @@ class Form(NamedTuple):
     """What it can run them with."""
     candidates: Mapping[MatrixShape, list[Tile]]
 
+    def beside(self, present: Tiles) -> Form:
+        """The same, and what is the choice at present tried too, where it is of this form."""
+        return Form(
+            self.kinds,
+            {
+                shape: [*tiles, present[shape]] if isinstance(present[shape], self.kinds) else tiles
+                for shape, tiles in self.candidates.items()
+            },
+        )
+
 
 @dataclass
 class Descent:
@@ -105,18 +115,18 @@ class Tuner:
         start = present | start
 
         def layers_us(tiles: Tiles) -> float:
-            return self._us(step.run_layers, tiles, num_tokens)
+            return self.us(step.run_layers, tiles, num_tokens)
 
         before_us = layers_us(present)
         library_us = layers_us({shape: Library() for shape in self.shapes})
         descents = [
-            self._descent(num_tokens, step.run_layers, start, form)
+            self._descent(num_tokens, step.run_layers, start, form.beside(present))
             for form in self._forms(num_tokens)
             if all(form.candidates.values())
         ]
         best = min(descents, key=lambda descent: descent.us)
-        head_before_us = self._us(step.run_head, present, num_tokens)
-        head = self._descent(num_tokens, step.run_head, start, self._head_form(num_tokens))
+        head_before_us = self.us(step.run_head, present, num_tokens)
+        head = self._descent(num_tokens, step.run_head, start, self._head_form(num_tokens).beside(present))
         return Found(
             num_tokens=num_tokens,
             tiles=best.tiles | head.tiles,
@@ -177,18 +187,19 @@ class Tuner:
                 for tile in tiles:
                     with self._running({**descent.tiles, shape: tile}, num_tokens):
                         descent.run()
-        descent.us = self._us(descent.run, descent.tiles, num_tokens)
+        descent.us = self.us(descent.run, descent.tiles, num_tokens)
         for shape, tiles in candidates.items():
             times = descent.tried.setdefault(shape, {})
             times[descent.tiles[shape]] = descent.us
             for tile in tiles:
                 if tile not in times:
-                    times[tile] = self._us(descent.run, {**descent.tiles, shape: tile}, num_tokens)
+                    times[tile] = self.us(descent.run, {**descent.tiles, shape: tile}, num_tokens)
             best = min(times, key=lambda tile: times[tile])
             if times[best] < descent.us * KEPT:
                 descent.tiles[shape], descent.us = best, times[best]
 
-    def _us(self, run: Callable[[], Any], tiles: Tiles, num_tokens: int) -> float:
+    def us(self, run: Callable[[], Any], tiles: Tiles, num_tokens: int) -> float:
+        """Microseconds of a run with these tiles."""
         with self._running(tiles, num_tokens):
             return graph_us(run, replays=5, rounds=3)
 

@@ -81,9 +81,9 @@ def result(model: str, all_found: Sequence[Found]) -> dict[str, Any]:
                     "found": round(found.layer_us, 2),
                 },
                 "head_us": {"before": round(found.head_before_us, 2), "found": round(found.head_us, 2)},
-                "found": {_matrix(shape): _kernel(tile) for shape, tile in found.tiles.items()},
+                "found": {matrix_text(shape): kernel_text(tile) for shape, tile in found.tiles.items()},
                 "tried_us": {
-                    _matrix(shape): {_kernel(tile): round(us, 2) for tile, us in times.items()}
+                    matrix_text(shape): {kernel_text(tile): round(us, 2) for tile, us in times.items()}
                     for shape, times in found.tried.items()
                 },
             }
@@ -92,11 +92,13 @@ def result(model: str, all_found: Sequence[Found]) -> dict[str, Any]:
     }
 
 
-def _matrix(shape: MatrixShape) -> str:
+def matrix_text(shape: MatrixShape) -> str:
+    """A matrix as results name it."""
     return f"{shape.out_features} x {shape.in_features}" + (" gated" if shape.gated else "")
 
 
-def _kernel(tile: Tile) -> str:
+def kernel_text(tile: Tile) -> str:
+    """A kernel and its tile as results name them."""
     entry = as_entry(tile)
     values = ", ".join(f"{name} {value}" for name, value in entry.get("tile", {}).items())
     return f"{entry['kernel']}: {values}" if values else entry["kernel"]
