@@ -13,6 +13,7 @@ from ostinato.engine.loading import kernel_table
 from ostinato.engine.loading.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
 from ostinato.engine.stepping.model_runner import ModelRunner
 from ostinato.graphs import BatchDescriptor, ConfigError, GraphKey, GraphMode
+from ostinato.kernels import variants
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import choice
@@ -30,7 +31,7 @@ SHAPE = MatrixShape(64, 32)
 @pytest.fixture(autouse=True)
 def _machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Made-Up 1")
-    for module in (kernel_table, choice):
+    for module in (kernel_table, choice, variants):
         monkeypatch.setattr(module, "gpu_of", lambda _: MADE_UP)
     monkeypatch.setattr(compiled, "is_supported", lambda _: False)
     monkeypatch.setattr(compiled, "why_unsupported", lambda _: "kernels in CUDA C++ do not run here")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ostinato.kernels import rows
+from ostinato.kernels import rows, variants
 from ostinato.kernels.attention.decode_tiles import MAX_SPLITS, decode_tile, num_splits_of
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu, gpu_of
@@ -60,7 +60,8 @@ def _on_another_gpu(monkeypatch):
 
 
 def _on(monkeypatch, gpu):
-    monkeypatch.setattr(choice, "gpu_of", lambda _: gpu)
+    for module in (choice, variants):
+        monkeypatch.setattr(module, "gpu_of", lambda _: gpu)
     monkeypatch.setattr(compiled, "is_supported", lambda _: True)
     monkeypatch.setattr(compiled, "has_warpgroup_products", lambda _: True)
     choice.use_table(None)
