@@ -126,11 +126,11 @@ def test_linear_layers_compile_for_hopper():
     operands = pointers(torch.bfloat16, "x", "weight", "bias", "out")
     norms = {**pointers(torch.bfloat16, "norm_weight", "residual"), "eps": "fp32"}
     assert compiles(_gemv, operands | norms, {**sizes, **flags}, GemvTile(4, 1024, 4))
-    for tile in (SkinnyTile(64, 16, 128, 4, 4, prefetch=True), SkinnyTile(16, 64, 64, 4, 3, early=128)):
+    for tile in (SkinnyTile(64, 16, 128, 4, 4), SkinnyTile(16, 64, 64, 4, 3)):
         assert compiles(_skinny, operands, dict(sizes), tile)
     in_parts = {**operands, "out": "*fp32"}
     plain = {**sizes, "gated": False, "has_bias": True}
-    assert compiles(_skinny, in_parts, plain, SkinnyTile(32, 64, 128, 4, 3, parts=2, early=128))
+    assert compiles(_skinny, in_parts, plain, SkinnyTile(32, 64, 128, 4, 3, parts=2))
 
 
 def test_row_kernels_compile_for_hopper():

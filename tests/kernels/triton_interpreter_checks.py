@@ -13,8 +13,10 @@ from kernels import fused_checks, small_kernel_checks, unchanged
 from kernels.paged_cases import dense_attention, make_case, written_caches
 from ostinato.kernels import triton_rows
 from ostinato.kernels.attention import decode_tiles, get_backend, triton_paged
+from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import products, triton_linear
-from ostinato.kernels.linear.tiles import GemvTile, MatrixShape, SkinnyTile, default_gemv_tile
+from ostinato.kernels.linear.rules import gemv_tile
+from ostinato.kernels.linear.tiles import GemvTile, MatrixShape, SkinnyTile
 from ostinato.kernels.linear.weight import Weight
 
 TRITON = get_backend("triton", "cpu")
@@ -34,9 +36,9 @@ PROJECTIONS = (
 )
 FLAGS = ({"gated": True, "bias": True}, {"bias": True}, {})
 SKINNY = (
-    SkinnyTile(16, 8, 32, 4, 2, prefetch=True),
-    SkinnyTile(16, 32, 16, 4, 2, early=32),
-    SkinnyTile(16, 16, 16, 4, 2, parts=2, early=16),
+    SkinnyTile(16, 8, 32, 4, 2),
+    SkinnyTile(16, 32, 16, 4, 2),
+    SkinnyTile(16, 16, 16, 4, 2, parts=2),
     SkinnyTile(16, 32, 32, 4, 2, parts=4),
 )
 # (batch, heads and their size, window, type): every batch, size, window and type; then the rest of them.
@@ -149,7 +151,7 @@ def check_projections() -> None:
     for shape in ((1, 13, 40), (1, 16, 128)):
         for flags in PROJECTIONS:
             fused_checks.check_projection("cpu", torch.float32, shape, GemvTile(2, 32, 4), **flags)
-    tile = default_gemv_tile(MatrixShape(24, 5000))
+    tile = gemv_tile(MatrixShape(24, 5000), Gpu((9, 0), 132))
     fused_checks.check_projection("cpu", torch.float16, (1, 24, 5000), tile, norm=True, gated=True)
 
 

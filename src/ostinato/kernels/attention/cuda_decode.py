@@ -59,7 +59,7 @@ def attend_tokens(
     """Attention [T, Hq, D] of tokens whose QKV rows are `rows`, or the sum of it: float32 [parts, T, ...]."""
     num_tokens, num_kv_heads, head_dim = rows.size(-2), k_cache.size(2), k_cache.size(3)
     group = num_heads // num_kv_heads
-    tile = cuda_decode_tile(num_tokens, num_kv_heads, group)
+    tile = cuda_decode_tile(num_tokens, num_kv_heads, group, _num_sms(rows.device))
     out = k_cache.new_empty(num_tokens, num_heads, head_dim)
     chunks = min(tile.max_chunks, -(-page_table.size(1) // tile.chunk_tiles))
     partial = partial_sums = out

@@ -11,6 +11,7 @@ from ..host_sizes import cdiv, next_power_of_2
 _PROGRAMS_WANTED = 256
 _ENOUGH_PROGRAMS = 96
 _MULTIPROCESSORS = 132
+"""Of the GPU that all this was measured on."""
 MAX_SPLITS = 32
 """Parts of the context per token and KV head, at most."""
 
@@ -64,17 +65,19 @@ class CudaDecodeTile:
     """...unless that makes more than so many."""
 
 
-def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int) -> CudaDecodeTile:
+def cuda_decode_tile(
+    num_tokens: int, num_kv_heads: int, group: int, multiprocessors: int = _MULTIPROCESSORS
+) -> CudaDecodeTile:
     """The CUDA kernel's tile for a batch; measured on an H200 (docs/kernels.md)."""
     pairs = num_tokens * num_kv_heads
     if group > 8:  # twice the registers
-        return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, 132 // pairs))
+        return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, multiprocessors // pairs))
     if pairs <= 32:
         # 256 keys are on their way before the wait; short contexts are joined in one program.
-        return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=132 // pairs)
-    if pairs <= 132:
-        return CudaDecodeTile(4, 6, 2, chunk_tiles=32, max_chunks=264 // pairs)
-    if pairs <= 264 and group > 2:
+        return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=max(1, multiprocessors // pairs))
+    if pairs <= multiprocessors:
+        return CudaDecodeTile(4, 6, 2, chunk_tiles=32, max_chunks=2 * multiprocessors // pairs)
+    if pairs <= 2 * multiprocessors and group > 2:
         return CudaDecodeTile(4, 4, 2, chunk_tiles=64, max_chunks=8)
     chunk_tiles = 32 if pairs < 1024 else 64
     # Four programs leave a thread 128 registers: not enough for 8 queries, says NVRTC 13.4.
@@ -131,12 +134,14 @@ def cascade_class(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: tor
     return decode_tile(dtype, num_tokens), prefix_tile(dtype, num_tokens, num_heads // num_kv_heads)
 
 
-def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype) -> Hashable:
+def decode_class(
+    num_tokens: int, num_kv_heads: int, dtype: torch.dtype, multiprocessors: int = _MULTIPROCESSORS
+) -> Hashable:
     """Equal for batches that run the same compiled kernels, whichever of the two kernels that is."""
     triton = decode_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
     if dtype == torch.float32:
         return triton
     # Between them, groups of 1 and of 3 have all the differences there are; above 8 there is one tile only.
-    tiles = (cuda_decode_tile(num_tokens, num_kv_heads, group) for group in (1, 3))
+    tiles = (cuda_decode_tile(num_tokens, num_kv_heads, group, multiprocessors) for group in (1, 3))
     room = next((limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit), None)
     return triton, room, tuple((tile.warps, tile.slots, tile.programs) for tile in tiles)
