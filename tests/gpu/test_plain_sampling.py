@@ -16,7 +16,7 @@ from engine.test_plain_sampling import (  # noqa: F401
 from kernels.small_kernel_checks import PlainCase, lines_of
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import sampling
-from ostinato.kernels.request_rows import LINE_HEAD
+from ostinato.kernels.token_lines import LINE_HEAD
 
 VOCAB = 151_936
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.kernels import request_rows, sampling, triton_request_rows, triton_sampling
-from ostinato.kernels.request_rows import LINE_HEAD, TokenLines
+from ostinato.kernels.token_lines import LINE_HEAD, TokenLines
 from ostinato.kernels.sampling import PlainSettings
 
 

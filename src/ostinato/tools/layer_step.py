@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ostinato.kernels import sampling
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
-from ostinato.kernels.request_rows import TokenLines
+from ostinato.kernels.token_lines import TokenLines
 from ostinato.kernels.sampling import PlainSettings
 from ostinato.models.transformer import FromRows, Layer, StepAttention, Transformer
 
