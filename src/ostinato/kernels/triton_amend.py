@@ -27,6 +27,7 @@ from .triton_best import joined_block, token_of_row
 _NOTHING = tl.constexpr(-9223372036854775808)
 """Less than any token."""
 _LAST_ID = tl.constexpr(2147483647)
+"""Smaller ids first: their bits are turned around."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "places"])
@@ -64,7 +65,7 @@ def _logprobs_of_block(
         tl.store(part_best + to, best)
         tl.store(part_sum + to, tl.sum(tl.exp(x - shift), 0))
         tl.store(part_rank + to, tl.sum((x > chosen).to(tl.int32), 0))
-        ordered = (key_of(x).to(tl.int64) << 32) | (_LAST_ID - column).to(tl.int64)
+        ordered = (key_of(x).to(tl.int64) << 32) | (column ^ _LAST_ID).to(tl.int64)
         ordered = tl.where(column < width, ordered, _NOTHING)
         for i in range(asked):
             likeliest = tl.max(ordered, 0)
@@ -144,7 +145,7 @@ def _amend(
             for nth in range(1, asked + 1):
                 likeliest = tl.max(tl.max(ordered, 1), 0)
                 tl.store(values + to * num_values + nth, value_of((likeliest >> 32).to(tl.int32)) - whole)
-                tl.store(tokens + to * num_values + nth, _LAST_ID - (likeliest & _LAST_ID))
+                tl.store(tokens + to * num_values + nth, (likeliest ^ _LAST_ID) & _LAST_ID)
                 ordered = tl.where(ordered == likeliest, _NOTHING, ordered)
         tl.store(line + 3, 1)
         if timed:
