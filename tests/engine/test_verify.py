@@ -86,7 +86,7 @@ def test_right_graphs_pass(tmp_path: Path, name: str) -> None:
         assert outcome.passed
         names = set(outcome.by_graph())
         assert {f"{row.mode} {row.descriptor}" for row in llm.graph_report().graphs} <= names
-        kinds = () if name == "embeddings only" else ("plain", "filtered", "complete")
+        kinds = () if name == "embeddings only" else ("plain", "adjusted", "filtered")
         assert {f"sampling {kind} decode {n}x1" for kind in kinds for n in (1, 2, 4)} <= names
         assert max(check.error for check in outcome.checks) < 1e-4
         assert {check.kind for check in outcome.checks} == {"plain", "poison", "both"}
@@ -175,7 +175,8 @@ def state_of(llm: LLM) -> dict[str, torch.Tensor]:
     found |= {"rows": runner.rows.cells, "mirror": torch.from_numpy(runner.rows._mirror)}
     found |= {"generated": sampler.generated, "in_prompt": sampler._in_prompt, "masks": sampler._masks}
     found |= {"counts": runner.returned.lines.counts, "ring": runner.returned.lines.ring}
-    found |= {"kinds": torch.from_numpy(sampler._kinds)}
+    found |= {"kinds": torch.from_numpy(sampler._kinds.kinds)}
+    found |= {"wants logprobs": torch.from_numpy(sampler._kinds.wants_logprobs)}
     return {name: tensor.clone() for name, tensor in found.items()}
 
 

@@ -123,7 +123,7 @@ class ModelRunner:
         """Of one layer."""
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
-        # Two lines a step: one from its decode graph, one from a sampling graph.
+        # A line a step, and as many again: a step that failed may have written one, too.
         self.returned = TokenReturn(self.last_tokens, self.began, running, 2 * (config.lookahead + 2))
         self.sample_plain = PlainSampling(self.rows, self.logits, self.returned)
         self.has_sampled = False

@@ -175,4 +175,4 @@ def _most_context(step: MadeStep) -> tuple[int, int]:
 
 
 def _request(part: Part, params: SamplingParams) -> Request:
-    return Request("verify", tuple(part.request.tokens[: part.start + 1].tolist()), params)
+    return Request("verify", part.request.tokens[: part.start + 1], params)
