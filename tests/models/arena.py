@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
-from ostinato.kernels.allocation import ALIGNMENT
+ALIGNMENT = 512
+"""As torch places tensors on a GPU."""
 
 
 class Arena:
-    """Filled with ones, so that nobody mistakes its memory for zeros."""
+    """Filled with something, so that nobody mistakes its memory for zeros."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.memory = torch.full((num_bytes,), 0x3F, dtype=torch.uint8)
+    def __init__(self, num_bytes: int, device: str = "cpu") -> None:
+        self.memory = torch.full((num_bytes,), 0x3F, dtype=torch.uint8, device=device)
         self.asked: list[str] = []
         self.taken = 0
 
