@@ -160,16 +160,20 @@ class PageAllocator:
 
     def num_unowned(self, pages: Sequence[int] | IntArray) -> int:
         """How many of these pages `share` would take from the free ones."""
-        return len(pages) - int(np.count_nonzero(self._owners[np.asarray(pages, dtype=np.intp)]))
+        wanted = _without_page_0(pages)
+        return len(wanted) - int(np.count_nonzero(self._owners[wanted]))
 
     def share(self, pages: Sequence[int] | IntArray, queried_tokens: int) -> None:
-        """Add an owner to each page that `match` returned for a request of `queried_tokens` tokens."""
-        found = np.asarray(pages, dtype=np.intp)
+        """Add an owner to each page that `match` returned for a request of `queried_tokens` tokens.
+
+        Page 0 stands for one that was found and is not needed.
+        """
+        found = _without_page_0(pages)
         assert self._is_cached[found].all(), "a page is shared but was never committed"
         self._num_evictable -= self.num_unowned(found)
         self._owners[found] += 1
         self._counts["queried_tokens"] += queried_tokens
-        self._counts["hit_tokens"] += len(found) * self.page_size
+        self._counts["hit_tokens"] += len(pages) * self.page_size
 
     def commit(self, page: int, parent: int, content: bytes) -> int:
         """Make a page shareable once the KV of all its tokens, see `contents`, has been computed.
@@ -270,3 +274,8 @@ class PageAllocator:
         page = self._evictable.popleft()
         self._entries[page] -= 1
         return page
+
+
+def _without_page_0(pages: Sequence[int] | IntArray) -> IntArray:
+    listed = np.asarray(pages, dtype=np.intp)
+    return listed[listed != RESERVED_PAGE]
