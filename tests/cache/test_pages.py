@@ -300,13 +300,11 @@ class Pages(RuleBasedStateMachine):
 
 
 class LongPages(Pages):
-    """Requests of up to five blocks of pages (Note [Blocks]), of which at most two fit with all their pages."""
+    """Requests of up to five blocks of pages (Note [Blocks]), of which at most two fit."""
 
     num_pages, page_size = 150, 1
 
-    @rule(
-        beginning=st.integers(0, 1), length=st.integers(0, 80), end=st.lists(st.integers(0, 1), max_size=3)
-    )
+    @rule(beginning=st.integers(0, 1), length=st.integers(0, 80), end=st.lists(st.integers(0, 1), max_size=3))
     def serve_long(self, beginning: int, length: int, end: list[int]) -> None:
         self.compute([beginning + at // 7 for at in range(length)] + [3, *end])
 

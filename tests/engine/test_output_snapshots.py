@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from text.small_tokenizers import small_tokenizer
 
 from ostinato.engine.delivery import completion_text
 from ostinato.engine.delivery.completion_text import CompletionText
 from ostinato.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from ostinato.engine.sampling_params import SamplingParams
 from ostinato.server.openai.completion import Completion
+from text.small_tokenizers import small_tokenizer
 
 TOKENIZER = small_tokenizer("byte-level")
 TEXT = "So it goes on, and on. Ça continue. 🙂\n" * 60

@@ -109,7 +109,7 @@ def test_tokens_are_the_same_and_pages_are_those_of_the_windows(
     draw = np.random.default_rng(3)
     beginning = draw.integers(1, VOCAB, 400).tolist()
     asked = [(beginning + draw.integers(1, VOCAB, 30).tolist(), 200), ([5, 6], 300), (beginning, 20)]
-    asked += [(draw.integers(1, VOCAB, 100).tolist(), 150), (beginning + [3], 60)]
+    asked += [(draw.integers(1, VOCAB, 100).tolist(), 150), ([*beginning, 3], 60)]
     requests = [engine.add(*each) for each in asked]
     engine.drain()
     for request, (prompt, count) in zip(requests, asked, strict=True):

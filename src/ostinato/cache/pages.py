@@ -15,10 +15,11 @@ A request of 75 tokens with pages of 16, admitted with a prefix hit of two pages
 
 Note [What is evicted first]
 A page is found through all pages before it (Note [Exact prefixes] in prefix_index), so one whose predecessor
-was evicted is lost, and takes memory until it is evicted itself. Hence the end of a chain goes first: an owner
-of a page owns all pages before it (`match` returns whole chains, and `commit` swaps a page for its cached twin
-where an equal one is cached already), and `free` releases the last page first. Requests that look back through windows only give up the beginning of their chain early; they
-are the exception that `check_integrity` is told of.
+was evicted is lost, and takes memory until it is evicted itself. Hence the end of a chain goes first: an
+owner of a page owns all pages before it (`match` returns whole chains, and `commit` swaps a page for its
+cached twin where an equal one is cached already), and `free` releases the last page first. Requests that look
+back through windows only give up the beginning of their chain early; they are the exception that
+`check_integrity` is told of.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class PageAllocator:
         self._owners = np.zeros(num_pages, dtype=np.int32)
         # Every page but 0 is in exactly one place: owned, empty, or evictable (unused, with content).
         self._empty = list(range(num_pages - 1, 0, -1))
-        # In the order in which they lost their last owner. A page that was used again since is in it more than
-        # once, or has an owner: only the last entry of an unused page counts.
+        # In the order in which they lost their last owner. A page that was used again since is in it more
+        # than once, or has an owner: only the last entry of an unused page counts.
         self._evictable: deque[int] = deque()
         self._entries = np.zeros(num_pages, dtype=np.int32)
         self._num_evictable = 0
@@ -206,9 +207,7 @@ class PageAllocator:
         self._is_cached[:] = False
         self._index.clear()
 
-    def check_integrity(
-        self, owners: Iterable[Sequence[int]], *, chains_are_whole: bool = True
-    ) -> None:
+    def check_integrity(self, owners: Iterable[Sequence[int]], *, chains_are_whole: bool = True) -> None:
         """Raise PageIntegrityError unless the books agree with the page lists of all owners.
 
         `chains_are_whole`: whoever owns a page owns those before it.

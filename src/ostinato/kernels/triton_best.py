@@ -52,6 +52,7 @@ def join_best(values: Tensor, tokens: Tensor, width: int) -> Tensor:
         width,
         block=joined_block(num_blocks),
         num_warps=4,
+        enable_fp_fusion=True,
         **dependent_launch.options(values.device),
     )
     return out

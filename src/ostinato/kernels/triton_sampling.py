@@ -124,6 +124,7 @@ def _best_of_blocks(
         greedy_below=greedy_below,
         num_warps=4,
         maxnreg=_REGISTERS,
+        enable_fp_fusion=True,
         **dependent_launch.options(logits.device),
     )
     return best, best_at

@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+
 import numpy as np
 
 from ostinato.text.grammar import Grammar

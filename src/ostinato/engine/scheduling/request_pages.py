@@ -6,9 +6,9 @@ device. The first two change here at once; what the device has to be told is col
 Note [Windows]
 Where every layer of a model looks back on so many tokens only (`SchedulerConfig.window`), pages before all
 windows are never read again. A request gives them back while it runs: in their place its list and the page
-table have page 0. Steps under way may still read them, as in Note [One step ahead]. With prefix caching a page
-is committed first, and the last one committed stays, for the next is entered behind it. Kernels read keys in
-blocks, so what is given back ends at a multiple of `WINDOW_ALIGNMENT`: page 0 is never read in its place.
+table have page 0. Steps under way may still read them, as in Note [One step ahead]. With prefix caching a
+page is committed first, and the last one committed stays, for the next is entered behind it. Kernels read
+keys in blocks, so what is given back ends at a multiple of `WINDOW_ALIGNMENT`: page 0 is never read instead.
 
 Where one layer sees everything, all pages stay.
 """

@@ -17,6 +17,7 @@ from ..core import EngineCore
 from ..sampling.sampler import Kind
 from ..sampling_params import MAX_LOGPROBS, SamplingParams
 from ..scheduling.request import IntArray, Request
+from ..token_ids import token_array
 from .borrowed_pages import HOSTILE
 from .outcome import Check
 from .reference_sampling import SampledFrom
@@ -140,7 +141,7 @@ class SamplingGraphs:
             asked = choice[(row + 5 * launch) % len(choice)]
             prompt = self.generator.integers(2, vocab, _PROMPT).tolist()
             output = self.generator.integers(2, vocab, 6).tolist()
-            request = Request("verify", tuple(prompt), asked.params, frozenset([_EOS]))
+            request = Request("verify", token_array(prompt), asked.params, frozenset([_EOS]))
             request.row = row
             request._settled_output = output
             allowed: Tensor | None = None

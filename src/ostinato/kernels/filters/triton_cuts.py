@@ -70,7 +70,8 @@ def find_cuts(
     found = empty(num_rows, _CAPACITY, dtype=torch.int32)
 
     sizes = (logits.stride(0), num_groups, num_blocks)
-    constants = {"width": width, "greedy_below": greedy_below, **dependent_launch.options(logits.device)}
+    constants = {"width": width, "greedy_below": greedy_below, "enable_fp_fusion": True}
+    constants |= dependent_launch.options(logits.device)
     survey[(num_blocks, num_rows)](
         logits, *filters, group_best, *of_blocks, *sizes, **constants, group=_GROUP, block=block, num_warps=8
     )

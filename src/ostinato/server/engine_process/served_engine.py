@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+
 from ostinato.engine.core import EngineCore, Extras, Progress
 from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
