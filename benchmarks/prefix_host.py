@@ -1,4 +1,4 @@
-"""What a prompt that is cached but for its last 16 tokens costs the host, by part, and on a GPU to its first token.
+"""What a prompt costs the host, by part, that is cached but for its last 16 tokens; on a GPU its first token.
 
 python benchmarks/prefix_host.py benchmarks/results/prefix-host-cpu.json
 python benchmarks/prefix_host.py benchmarks/results/prefix-host-h200.json --model qwen3-0.6b
@@ -134,7 +134,9 @@ def first_token(llm: LLM, length: int, repeats: int) -> float:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", help="a directory of benchmarks/models; default: a tiny one")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
@@ -143,7 +145,11 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as tiny:
         (Path(tiny) / "config.json").write_text(json.dumps(TINY))
-        options = {"load_format": "dummy", "max_model_len": max(asked.lengths) + NEW, "max_running_requests": 8}
+        options = {
+            "load_format": "dummy",
+            "max_model_len": max(asked.lengths) + NEW,
+            "max_running_requests": 8,
+        }
         if not on_gpu:
             options |= {"cuda_graph_mode": "none", "num_pages": 4 * max(asked.lengths) // 16}
         with LLM(str(MODELS / asked.model) if asked.model else tiny, **options) as llm:
@@ -155,7 +161,9 @@ def main() -> None:
         parts = ", ".join(f"{part} {value:.0f}" for part, value in row["us"].items())
         print(f"{row['tokens']}: {parts}; {row['sum_us']:.0f} us; {row.get('first_token_ms')} ms")
     settings = {"model": asked.model or "tiny", "new_tokens": NEW, "repeats": asked.repeats}
-    asked.file.write_text(json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=1) + "\n")
+    asked.file.write_text(
+        json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ class Pages(RuleBasedStateMachine):
 
 
 class LongPages(Pages):
-    """Requests of up to five blocks of pages (Note [Blocks]), of which at most two fit with all their pages."""
+    """Requests of up to five blocks of pages (Note [Blocks]), of which at most two fit."""
 
     num_pages, page_size = 150, 1
 

@@ -15,10 +15,11 @@ A request of 75 tokens with pages of 16, admitted with a prefix hit of two pages
 
 Note [What is evicted first]
 A page is found through all pages before it (Note [Exact prefixes] in prefix_index), so one whose predecessor
-was evicted is lost, and takes memory until it is evicted itself. Hence the end of a chain goes first: an owner
-of a page owns all pages before it (`match` returns whole chains, and `commit` swaps a page for its cached twin
-where an equal one is cached already), and `free` releases the last page first. Requests that look back through windows only give up the beginning of their chain early; they
-are the exception that `check_integrity` is told of.
+was evicted is lost, and takes memory until it is evicted itself. Hence the end of a chain goes first: an
+owner of a page owns all pages before it (`match` returns whole chains, and `commit` swaps a page for its
+cached twin where an equal one is cached already), and `free` releases the last page first. Requests that look
+back through windows only give up the beginning of their chain early; they are the exception that
+`check_integrity` is told of.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class PageAllocator:
         self._owners = np.zeros(num_pages, dtype=np.int32)
         # Every page but 0 is in exactly one place: owned, empty, or evictable (unused, with content).
         self._empty = list(range(num_pages - 1, 0, -1))
-        # In the order in which they lost their last owner. A page that was used again since is in it more than
-        # once, or has an owner: only the last entry of an unused page counts.
+        # In the order in which they lost their last owner. A page that was used again since is in it more
+        # than once, or has an owner: only the last entry of an unused page counts.
         self._evictable: deque[int] = deque()
         self._entries = np.zeros(num_pages, dtype=np.int32)
         self._num_evictable = 0
@@ -160,16 +161,20 @@ class PageAllocator:
 
     def num_unowned(self, pages: Sequence[int] | IntArray) -> int:
         """How many of these pages `share` would take from the free ones."""
-        return len(pages) - int(np.count_nonzero(self._owners[np.asarray(pages, dtype=np.intp)]))
+        wanted = _without_page_0(pages)
+        return len(wanted) - int(np.count_nonzero(self._owners[wanted]))
 
     def share(self, pages: Sequence[int] | IntArray, queried_tokens: int) -> None:
-        """Add an owner to each page that `match` returned for a request of `queried_tokens` tokens."""
-        found = np.asarray(pages, dtype=np.intp)
+        """Add an owner to each page that `match` returned for a request of `queried_tokens` tokens.
+
+        Page 0 stands for one that was found and is not needed.
+        """
+        found = _without_page_0(pages)
         assert self._is_cached[found].all(), "a page is shared but was never committed"
         self._num_evictable -= self.num_unowned(found)
         self._owners[found] += 1
         self._counts["queried_tokens"] += queried_tokens
-        self._counts["hit_tokens"] += len(found) * self.page_size
+        self._counts["hit_tokens"] += len(pages) * self.page_size
 
     def commit(self, page: int, parent: int, content: bytes) -> int:
         """Make a page shareable once the KV of all its tokens, see `contents`, has been computed.
@@ -268,3 +273,8 @@ class PageAllocator:
         page = self._evictable.popleft()
         self._entries[page] -= 1
         return page
+
+
+def _without_page_0(pages: Sequence[int] | IntArray) -> IntArray:
+    listed = np.asarray(pages, dtype=np.intp)
+    return listed[listed != RESERVED_PAGE]

@@ -38,7 +38,7 @@ from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import FinishReason, Request
 from .scheduling.scheduled_step import ScheduledStep
 from .scheduling.scheduler import Scheduler
-from .scheduling.scheduler_config import SchedulerConfig
+from .scheduling.scheduler_config import SchedulerConfig, window_of
 from .stepping.flight import Flight, Progress
 from .stepping.model_runner import ModelRunner
 from .stepping.prompt_states import PromptSums
@@ -86,6 +86,7 @@ class EngineCore:
                 shared_prefixes=config.config.enable_cascade_attention,
                 lookahead=config.lookahead,
                 prompt_burst=config.config.prompt_burst,
+                window=window_of(loaded.model.config.layer_windows, config.max_model_len),
             ),
             PageAllocator(kv.num_pages),
         )

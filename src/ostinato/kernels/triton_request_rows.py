@@ -58,7 +58,15 @@ def begin_decode(
     outputs = _outputs(rows)
     num_rows = rows.size(0)
     _begin_decode[(cdiv(num_rows, _BLOCK),)](
-        rows, lengths, last_tokens, *outputs, began, num_rows, block=_BLOCK, timed=rows.is_cuda
+        rows,
+        lengths,
+        last_tokens,
+        *outputs,
+        began,
+        num_rows,
+        block=_BLOCK,
+        timed=rows.is_cuda,
+        enable_fp_fusion=True,
     )
     return outputs
 
@@ -138,6 +146,7 @@ def _launch_return(
         rows_block=_ROWS_BLOCK,
         block=block,
         timed=rows.is_cuda,
+        enable_fp_fusion=True,
         **dependent_launch.options(rows.device),
     )
 

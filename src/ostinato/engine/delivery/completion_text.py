@@ -10,7 +10,7 @@ from ostinato.text.detokenizer import Detokenizer
 
 
 class _Pieces:
-    """A text in the pieces in which it came; only ever appended to, so that threads may read while one writes.
+    """A text in the pieces in which it came; only appended to, so that others may read while one writes.
 
     To add to a string is to copy it: for a text of n tokens as often as it has tokens.
     """

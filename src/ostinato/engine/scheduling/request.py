@@ -91,7 +91,7 @@ class Request:
     row: int = field(default=RESERVED_ROW, init=False)
     """Its row while it runs, else 0."""
     pages: list[int] = field(default_factory=list, init=False)
-    """Its pages in the order of positions, while it runs."""
+    """Its pages in the order of positions, while it runs; 0 for one that it has given back."""
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens found in the prefix cache when it was first admitted."""
     num_preemptions: int = field(default=0, init=False)
@@ -208,6 +208,8 @@ class RequestRows:
         """Tokens that its pages can hold."""
         self.num_committed_pages = np.zeros(rows, dtype=np.int32)
         """Pages that are in the prefix cache."""
+        self.num_given_back = np.zeros(rows, dtype=np.int32)
+        """Pages, its first ones, that it no longer has."""
         self.max_tokens = np.zeros(rows, dtype=np.int32)
         """Length, prompt included, at which it ends."""
         self.stops_from = np.zeros(rows, dtype=np.int32)
@@ -236,7 +238,7 @@ class RequestRows:
         self.token_ids[row, len(prompt) : length] = output
         self.num_tokens[row] = self.num_promised[row] = length
         self.num_computed[row] = self.num_scheduled[row] = 0
-        self.capacity[row] = self.num_committed_pages[row] = 0
+        self.capacity[row] = self.num_committed_pages[row] = self.num_given_back[row] = 0
         self.max_tokens[row] = max_tokens
         self.waits[row] = request.grammar is not None
         self.num_waiting += request.grammar is not None

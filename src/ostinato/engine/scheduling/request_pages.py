@@ -2,6 +2,15 @@
 
 What a request has is in three places: its list of pages, the capacity in its row, and the page table on the
 device. The first two change here at once; what the device has to be told is collected for the next step.
+
+Note [Windows]
+Where every layer of a model looks back on so many tokens only (`SchedulerConfig.window`), pages before all
+windows are never read again. A request gives them back while it runs: in their place its list and the page
+table have page 0. Steps under way may still read them, as in Note [One step ahead]. With prefix caching a
+page is committed first, and the last one committed stays, for the next is entered behind it. Kernels read
+keys in blocks, so what is given back ends at a multiple of `WINDOW_ALIGNMENT`: page 0 is never read instead.
+
+Where one layer sees everything, all pages stay.
 """
 
 from __future__ import annotations
@@ -12,9 +21,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ostinato.cache.pages import RESERVED_PAGE, PageAllocator
+from ostinato.kernels.attention.batch import WINDOW_ALIGNMENT
 
 from .request import IntArray, Request, RequestRows
 from .scheduled_step import PageUpdate
+from .scheduler_config import SchedulerConfig
 
 _AT_A_TIME = 4
 _PLENTY = 4 * _AT_A_TIME
@@ -25,9 +36,11 @@ _NO_PAGES = np.array([], dtype=np.intp)
 class RequestPages:
     """Who has which pages."""
 
-    def __init__(self, pages: PageAllocator, rows: RequestRows, *, prefix_caching: bool) -> None:
+    def __init__(self, pages: PageAllocator, rows: RequestRows, config: SchedulerConfig) -> None:
         """Take pages from this allocator, which nobody else may use."""
-        self._pages, self._rows, self._prefix_caching = pages, rows, prefix_caching
+        self._pages, self._rows, self._prefix_caching = pages, rows, config.prefix_caching
+        self._window = config.window
+        self._most_at_once = most_pages_at_once(config, pages)
         self._updates: list[PageUpdate] = []
         self.num_twins = 0
         """Pages exchanged for equal ones of others: only then do running requests come to share more."""
@@ -35,6 +48,11 @@ class RequestPages:
     def missing(self, request: Request, num_tokens: int) -> int:
         """Pages that the request needs besides its own to hold so many tokens."""
         return self._pages.pages_for(num_tokens) - len(request.pages)
+
+    def missing_at_once(self, request: Request, num_tokens: int) -> int:
+        """The same, less what it will have given back by then."""
+        missing = self.missing(request, num_tokens)
+        return missing if self._most_at_once is None else min(missing, self._most_at_once)
 
     def cached_prefix(self, request: Request) -> IntArray:
         """Full pages that hold the first tokens of the request already."""
@@ -45,7 +63,11 @@ class RequestPages:
         tokens, output = request.prompt_ids, request.output_ids
         if output:
             tokens = np.concatenate([tokens, output])
-        return np.array(self._pages.match(tokens), dtype=np.intp)
+        prefix = np.array(self._pages.match(tokens), dtype=np.intp)
+        if self._window is not None and len(prefix):
+            needed = self._first_needed(np.array(len(prefix) * self._pages.page_size))
+            prefix[: min(int(needed), len(prefix) - 1)] = RESERVED_PAGE
+        return prefix
 
     def start(self, request: Request, prefix: IntArray, count: int) -> None:
         """Give a request that has moved in a cached prefix, and room for `count` tokens behind it."""
@@ -56,6 +78,7 @@ class RequestPages:
         self.take(request, self.missing(request, cached + count))
         rows.num_computed[row] = rows.num_scheduled[row] = cached
         rows.num_committed_pages[row] = len(prefix)
+        rows.num_given_back[row] = np.count_nonzero(prefix == RESERVED_PAGE)
         if not self._prefix_caching:
             rows.never_commit(row)
 
@@ -88,8 +111,31 @@ class RequestPages:
 
     def leave(self, request: Request) -> None:
         """Take all pages from the request."""
-        self._pages.free(request.pages)
+        self._pages.free(request.pages[self._rows.num_given_back[request.row] :])
         request.pages = []
+
+    def give_back(self, requests: Sequence[Request]) -> bool:
+        """Take from these the pages that no token to come can see. Whether there were any."""
+        if self._window is None or not requests:
+            return False
+        rows = np.array([request.row for request in requests], dtype=np.intp)
+        needed = self._first_needed(self._rows.num_scheduled[rows])
+        ends = np.minimum(needed, self._rows.num_committed_pages[rows] - 1)
+        begins = self._rows.num_given_back[rows]
+        ready = np.flatnonzero(ends > begins).tolist()
+        for at in ready:
+            request, begin, end = requests[at], int(begins[at]), int(ends[at])
+            self._pages.free(request.pages[begin:end])
+            request.pages[begin:end] = [RESERVED_PAGE] * (end - begin)
+            self._rows.num_given_back[request.row] = end
+            self._updates.append(PageUpdate(request.row, begin, np.full(end - begin, RESERVED_PAGE)))
+        return bool(ready)
+
+    def _first_needed(self, positions: IntArray) -> IntArray:
+        """The first page that tokens at these positions or behind can see."""
+        assert self._window is not None
+        first = np.maximum(0, positions - self._window + 1)
+        return first // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT // self._pages.page_size
 
     def shared_prefix(self, requests: Sequence[Request]) -> int:
         """So many tokens all of these begin with, in the same pages. O(R log pages).
@@ -97,7 +143,7 @@ class RequestPages:
         Whoever shares a page shares all before it (Note [Exact prefixes] in cache/pages.py), so the end is
         found by bisection. Shared pages are full and computed: the next token of each stands behind them.
         """
-        if len(requests) < 2:
+        if len(requests) < 2 or self._window is not None:
             return 0
         first = requests[0].pages
         num_pages = min(len(request.pages) for request in requests)
@@ -129,9 +175,8 @@ class RequestPages:
         assert request is not None
         has_freed = False
         first, last = int(rows.num_committed_pages[row]), request.num_computed // size
-        for at, content in enumerate(
-            self._pages.contents(rows.token_ids[row, first * size : last * size]), first
-        ):
+        full = rows.token_ids[row, first * size : last * size]
+        for at, content in enumerate(self._pages.contents(full), start=first):
             parent = request.pages[at - 1] if at else RESERVED_PAGE
             page = self._pages.commit(request.pages[at], parent, content)
             if page != request.pages[at]:
@@ -142,3 +187,19 @@ class RequestPages:
                 has_freed = True
         rows.num_committed_pages[row] = last
         return has_freed
+
+
+def most_pages_at_once(config: SchedulerConfig, pages: PageAllocator) -> int | None:
+    """More a request does not need to go on, however long it is; None: as many as it is long."""
+    if config.window is None:
+        return None
+    # A window, begun at a multiple; what one step adds; and the pages at either end that these only touch.
+    return pages.pages_for(config.window + WINDOW_ALIGNMENT + config.max_batched_tokens) + 3
+
+
+def longest_request(config: SchedulerConfig, pages: PageAllocator) -> int:
+    """The most tokens that a request can have: max_model_len, or less where the KV cache is smaller."""
+    most = most_pages_at_once(config, pages)
+    if most is not None and most <= pages.num_usable:
+        return config.max_model_len
+    return min(config.max_model_len, pages.num_usable * pages.page_size)

@@ -15,6 +15,7 @@ from ..core import EngineCore
 from ..sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate
+from ..token_ids import token_array
 from .borrowed_pages import BorrowedPages, relative_errors
 from .expected_results import ExpectedResults, logit_errors
 from .made_requests import MadeRequest
@@ -175,4 +176,4 @@ def _most_context(step: MadeStep) -> tuple[int, int]:
 
 
 def _request(part: Part, params: SamplingParams) -> Request:
-    return Request("verify", part.request.tokens[: part.start + 1], params)
+    return Request("verify", token_array(part.request.tokens[: part.start + 1].tolist()), params)

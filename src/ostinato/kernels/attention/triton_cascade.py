@@ -220,6 +220,7 @@ def launch_prefix(
         dim_block=max(16, next_power_of_2(head_dim)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,
         **dependent_launch.options(q.device),
     )
 
@@ -256,6 +257,7 @@ def launch_merge(
         part_block=_PARTS_AT_A_TIME,
         dim_block=next_power_of_2(head_dim),
         num_warps=4,
+        enable_fp_fusion=True,
         **dependent_launch.options(out.device),
     )
 

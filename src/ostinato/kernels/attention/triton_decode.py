@@ -311,6 +311,7 @@ def launch_decode(
         ahead=tile.ahead,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,
         **dependent_launch.options(rows.device),
     )
 
@@ -342,6 +343,7 @@ def launch_combine(
         split_block=MAX_SPLITS,
         dim_block=triton.next_power_of_2(head_dim),
         num_warps=4,
+        enable_fp_fusion=True,
         **dependent_launch.options(out.device),
     )
 

@@ -72,4 +72,5 @@ def launch_write_kv(
         head_dim=head_dim,
         page_size=PAGE_SIZE,
         block=triton.next_power_of_2(num_kv_heads * head_dim),
+        enable_fp_fusion=True,
     )

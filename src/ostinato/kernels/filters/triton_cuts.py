@@ -112,6 +112,7 @@ def find_cuts(
     sizes = (logits.stride(0), num_groups, num_blocks)
     constants = {"width": width, "greedy_below": greedy_below, **dependent_launch.options(logits.device)}
     constants |= {"segment": _SEGMENT, "capacity": _CAPACITY, "parts_block": joined_block(num_blocks)}
+    constants["enable_fp_fusion"] = True
     for number in range(_PASSES + 1):
         narrow[(cdiv(num_blocks, blocks_each), num_rows)](
             logits,

@@ -134,6 +134,7 @@ def _launch_few_tokens(
                 rows=rows,
                 block=block,
                 num_warps=num_warps,
+                enable_fp_fusion=True,
                 **dependent_launch.options(x.device),
             )
             prefer_l1(launched)
@@ -191,5 +192,6 @@ def _launch_skinny(
         parts=tile.parts,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,
         **dependent_launch.options(x.device),
     )
