@@ -176,12 +176,14 @@ def _streamed_in(shape: MatrixShape, tokens: int, gpu: Gpu, ways: int) -> Iterat
     few_rows = 32 if shape.gated and tokens == 8 else 64
     best_rows = 128 // shares if slices == 1 and not shape.gated else few_rows
     depths = sorted(STREAMED_DEPTHS, key=lambda depth: depth[2] != (12 if ways == 1 else 8))
-    for rows, (chunk, slots, ahead) in product((best_rows, 48, 32, 16, 128), depths):
+    all_rows = (best_rows, 48, 32, 16, 128)
+    # As many beside each other as there are of a multiprocessor, as far as there is room.
+    for rows, beside, (chunk, slots, ahead) in product(all_rows, (4, 3, 2, 1), depths):
         tile = StreamedTile(rows, slices, shares, chunk, slots, ahead, STREAMED_REGISTERS[tokens])
         programs = shape.out_features // rows * slices
-        beside = min(4, cdiv(programs, gpu.multiprocessors))
         if (
             tile.fits(shape)
+            and beside <= cdiv(programs, gpu.multiprocessors)
             and tile.num_warps(shape) in range(4, 17)
             and 4 * programs >= 3 * gpu.multiprocessors
             and cuda_streamed.shared_bytes(tile, shape, tokens, norm=True) <= room(gpu, beside)
