@@ -13,6 +13,7 @@ elsewhere one token runs `gemv` and the rest cuBLAS. How far the rules are from 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 from ..gpu import Gpu
@@ -72,9 +73,10 @@ def tile_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -
     tile: Tile | None = None
     if cuda and not is_head:
         if num_tokens <= MOST_TOKENS[StreamedTile]:
-            tile = _fragments(shape, num_tokens, gpu) or _streamed(shape, num_tokens, gpu)
+            tokens = StreamedTile.compiled_tokens(num_tokens)
+            tile = _fragments(shape, tokens, gpu) or _streamed(shape, tokens, gpu)
         elif num_tokens <= MOST_TOKENS[WideTile]:
-            tile = _wide(shape, num_tokens, gpu)
+            tile = _wide(shape, 32 if num_tokens <= 32 else 64, gpu)
     return tile or _skinny(shape, num_tokens, gpu, is_head) or Library()
 
 
@@ -130,7 +132,8 @@ def _cuda_gemv(shape: MatrixShape, gpu: Gpu) -> CudaGemvTile | None:
     return None
 
 
-def _fragments(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> FragmentsTile | None:
+@cache
+def _fragments(shape: MatrixShape, tokens: int, gpu: Gpu) -> FragmentsTile | None:
     """A program for each multiprocessor, with many rows, so that few read the same columns of the tokens."""
     is_long = shape.in_features > _FRAGMENTS_COLUMNS
     if not _is_small(shape, gpu, share=0.5 if is_long else 1):
@@ -138,7 +141,6 @@ def _fragments(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> FragmentsTile |
     found: dict[FragmentsTile, int] = {}
     for rows, slices, num_warps in product((64, 48, 32, 24, 16), (1, 2, 4, 8), (8, 4)):
         tile = FragmentsTile(rows, slices, num_warps, min(4, rows * _halves(shape) // 8), 128)
-        tokens = tile.compiled_tokens(num_tokens)
         if num_warps == 4 and tokens == 16:
             tile = replace(tile, registers=160)
         programs = shape.out_features // rows * slices
@@ -151,7 +153,8 @@ def _fragments(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> FragmentsTile |
     return max(found, key=lambda tile: found[tile], default=None)
 
 
-def _streamed(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> StreamedTile | None:
+@cache
+def _streamed(shape: MatrixShape, tokens: int, gpu: Gpu) -> StreamedTile | None:
     """Warps enough to keep the memory busy, each with columns enough to be worth its start."""
     tiles, ways = cdiv(shape.out_features, 8 if shape.gated else 16), 1
     while tiles * ways < _STREAMED_WARPS * gpu.multiprocessors:
@@ -160,26 +163,27 @@ def _streamed(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> StreamedTile | N
         if shape.in_features >= ways * _STREAMED_COLUMNS and shape.in_features % (ways * 64) == 0:
             break
         ways //= 2
-    return next(_streamed_in(shape, num_tokens, gpu, ways), None)
+    return next(_streamed_in(shape, tokens, gpu, ways), None)
 
 
-def _streamed_in(shape: MatrixShape, num_tokens: int, gpu: Gpu, ways: int) -> Iterator[StreamedTile]:
+def _streamed_in(shape: MatrixShape, tokens: int, gpu: Gpu, ways: int) -> Iterator[StreamedTile]:
     """Tiles whose columns are shared in so many ways: by programs, where rows are few, else by warps."""
     if shape.gated or shape.in_features >= shape.out_features:
         slices = min(ways, 8)
     else:  # with more tokens to read, programs have more rows and fewer columns
-        slices = 1 if num_tokens <= 8 else max(1, ways // 2)
+        slices = 1 if tokens == 8 else max(1, ways // 2)
     shares = ways // slices
-    few_rows = 32 if shape.gated and num_tokens <= 8 else 64
-    all_rows = [few_rows] if shape.gated or slices == 8 else [128 // shares if slices == 1 else few_rows]
+    few_rows = 32 if shape.gated and tokens == 8 else 64
+    best_rows = 128 // shares if slices == 1 and not shape.gated else few_rows
     depths = sorted(STREAMED_DEPTHS, key=lambda depth: depth[2] != (12 if ways == 1 else 8))
-    for rows, (chunk, slots, ahead) in product([*all_rows, 48, 32, 16, 128], depths):
-        tokens = StreamedTile.compiled_tokens(num_tokens)
+    all_rows = (best_rows, 48, 32, 16, 128)
+    # As many beside each other as there are of a multiprocessor, as far as there is room.
+    for rows, beside, (chunk, slots, ahead) in product(all_rows, (4, 3, 2, 1), depths):
         tile = StreamedTile(rows, slices, shares, chunk, slots, ahead, STREAMED_REGISTERS[tokens])
         programs = shape.out_features // rows * slices
-        beside = min(4, cdiv(programs, gpu.multiprocessors))
         if (
             tile.fits(shape)
+            and beside <= cdiv(programs, gpu.multiprocessors)
             and tile.num_warps(shape) in range(4, 17)
             and 4 * programs >= 3 * gpu.multiprocessors
             and cuda_streamed.shared_bytes(tile, shape, tokens, norm=True) <= room(gpu, beside)
@@ -187,15 +191,16 @@ def _streamed_in(shape: MatrixShape, num_tokens: int, gpu: Gpu, ways: int) -> It
             yield tile
 
 
-def _wide(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> WideTile | None:
+@cache
+def _wide(shape: MatrixShape, tokens: int, gpu: Gpu) -> WideTile | None:
     """A program for each multiprocessor; rather some with two than half of them with none."""
-    tokens = next(width for width in (16, 32, 64) if num_tokens <= width)
     found: dict[WideTile, tuple[float, ...]] = {}
     is_deep = shape.out_features > shape.in_features >= 2048 or shape.in_features > 8192
     for all_rows, slices in product((64, 128, 256), (1, 2, 4, 8)):
         rows = all_rows // _halves(shape)
         fill = shape.out_features // rows * slices / gpu.multiprocessors
-        if not 0.45 <= fill <= 2:
+        is_largest = all_rows == 256 and slices == 1
+        if fill < 0.45 or (fill > 2 and not is_largest):
             continue
         most = room(gpu, 1 if is_deep and fill <= 1 else 2)
         tile = _wide_in(WideTile(tokens, rows, 128, 2, 2, slices), shape, most)
