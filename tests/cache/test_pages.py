@@ -205,6 +205,20 @@ def test_long_prefixes_are_found_block_by_block() -> None:
     pages.check_integrity([taken])
 
 
+def test_pages_in_use_are_evicted_in_their_turn_once_they_are_free() -> None:
+    """Though they were unused, and used again, while others came and went often."""
+    pages = PageAllocator(8, SIZE)
+    held, busy = cached(pages, list(range(8))), cached(pages, [7] * 4)
+    pages.share(held, 9)
+    for _ in range(100):
+        pages.share(busy, 5)
+        pages.free(busy)
+        pages.check_integrity([held])
+    pages.free(held)
+    pages.check_integrity([])
+    assert pages.allocate(7)[-3:] == [*busy, *reversed(held)]
+
+
 def test_a_private_page_cannot_be_shared() -> None:
     pages = PageAllocator(6, SIZE)
     with pytest.raises(AssertionError, match="never committed"):

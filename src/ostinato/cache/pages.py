@@ -145,8 +145,10 @@ class PageAllocator:
         self._entries[kept] += 1
         self._num_evictable += len(kept)
         if len(self._evictable) > 2 * self.num_pages:
-            self._evictable = deque(self._in_order())
-            self._entries[self._evictable] = 1
+            in_order = self._in_order()
+            self._evictable = deque(in_order)
+            self._entries[:] = 0
+            self._entries[in_order] = 1
 
     def contents(self, token_ids: Sequence[int] | IntArray) -> list[bytes]:
         """The token ids of each page that these fill, for `commit`."""
