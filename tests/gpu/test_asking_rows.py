@@ -82,9 +82,7 @@ def test_a_graph_does_what_is_done_outside(device: torch.device, num_asking: int
         )
         case.asked.lengths.add_(1)
         torch.cuda.synchronize()
-        one, other = (
-            case.amended(rows, *lines) for rows, lines in ((asked, inside), (case.asked, outside))
-        )
+        one, other = (case.amended(rows, *lines) for rows, lines in ((asked, inside), (case.asked, outside)))
         for part in ("last_tokens", "generated", "values", "tokens", "ranks"):
             assert torch.equal(getattr(one, part), getattr(other, part)), part
         assert one.line[LINE_HEAD:].tolist() == other.line[LINE_HEAD:].tolist()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.kernels import request_rows, sampling, triton_request_rows, triton_sampling
-from ostinato.kernels.token_lines import LINE_HEAD, TokenLines
 from ostinato.kernels.sampling import PlainSettings
+from ostinato.kernels.token_lines import LINE_HEAD, TokenLines
 
 
 def check_begin_decode(device: torch.device | str) -> None:

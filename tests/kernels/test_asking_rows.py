@@ -1,4 +1,4 @@
-"""Requests that ask for more than plain sampling: kernels in the interpreter and for Hopper, and the reference."""
+"""Requests that ask for more: kernels in the interpreter and for Hopper, and the reference."""
 
 import pytest
 import torch
@@ -21,11 +21,13 @@ def test_kernels_are_right_in_the_interpreter(which: str) -> None:
     assert_passes("kernels.asking_interpreter_checks", which, 110 if which == "few" else 580)
 
 
-FIELDS = {name: "*fp32" for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")}
-FIELDS |= {name: "*i32" for name in ("rows", "places", "lengths", "top_k", "num_logprobs", "num_biases")}
+FIELDS = dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "presence", "frequency"), "*fp32")
+FIELDS |= dict.fromkeys(("rows", "places", "lengths", "top_k", "num_logprobs", "num_biases"), "*i32")
 FIELDS |= {"seeds": "*i64", "bias_ids": "*i32", "bias_values": "*fp32", "banned": "*i32"}
 FIELDS |= {"banned_before": "*i32", "generated": "*i32", "in_prompt": "*u8", "masks": "*i32"}
-FIELDS |= dict.fromkeys(("logits", "adjusted", "group_best", "block_best", "block_sum", "block_lead"), "*fp32")
+FIELDS |= dict.fromkeys(
+    ("logits", "adjusted", "group_best", "block_best", "block_sum", "block_lead"), "*fp32"
+)
 FIELDS |= {"drawn": "*fp32", "drawn_at": "*i32", "top": "*i64"}
 FIELDS |= {"part_best": "*fp32", "part_sum": "*fp32", "part_rank": "*i32"}
 FIELDS |= dict.fromkeys(("last_tokens", "ring", "counts", "tokens", "ranks"), "*i64") | {"values": "*fp32"}
@@ -47,7 +49,6 @@ def test_kernels_compile_for_hopper(name: str) -> None:
     assert compiles(kernel, types, constants, num_warps=8, **options)
 
 
-
 def test_who_does_not_ask_is_left_alone() -> None:
     """By the reference, on a CPU."""
     for seed in range(20):
@@ -66,7 +67,7 @@ def test_together_and_alone_are_the_same_by_the_reference() -> None:
 
 
 def test_the_order_is_bias_bans_penalties_grammar() -> None:
-    """Token 0 may have a bias beside padding's (0, 0.0); a ban is stronger than a bias; penalties come last."""
+    """Token 0 may have a bias beside padding's (0, 0.0); a ban is stronger than a bias."""
     raw = torch.tensor([[1.0, -1.0, 2.0, 0.5]])
     asked = nothing_asked(2, 4)
     asked.num_biases[1] = 2

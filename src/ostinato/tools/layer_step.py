@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ostinato.kernels import sampling
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
-from ostinato.kernels.token_lines import TokenLines
 from ostinato.kernels.sampling import PlainSettings
+from ostinato.kernels.token_lines import TokenLines
 from ostinato.models.transformer import FromRows, Layer, StepAttention, Transformer
 
 Part = tuple[Callable[[int], Any], int]

@@ -42,9 +42,7 @@ def range_before(
     return low, high, above
 
 
-@triton.jit(
-    do_not_specialize=("round", "num_rows", "blocks_each"), do_not_specialize_on_alignment=("rows",)
-)
+@triton.jit(do_not_specialize=("round", "num_rows", "blocks_each"), do_not_specialize_on_alignment=("rows",))
 def narrow(
     logits,
     rows,
@@ -109,9 +107,7 @@ def narrow(
                 tl.store(ranges + 2 * place, low.to(tl.int32))
                 tl.store(ranges + 2 * place + 1, high.to(tl.int32))
                 tl.store(range_sums + place, above)
-            drawn_x, drawn_token = candidate_of(
-                row, logits, drawn, drawn_at, num_blocks, width, parts_block
-            )
+            drawn_x, drawn_token = candidate_of(row, logits, drawn, drawn_at, num_blocks, width, parts_block)
             drawn_key = key_of(drawn_x)
             pivots = even_values(low, high, best, worst, heat, p, mass, by_count, width, PIVOTS)
             for number in range(part * blocks_each, tl.minimum((part + 1) * blocks_each, num_blocks)):
