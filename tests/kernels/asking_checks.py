@@ -71,7 +71,7 @@ class AskingCase:
             bias_values=torch.where(counts, 3 * torch.randn(n, MOST_BIASES, generator=draw), 0.0),
             banned=banned.int(),
             banned_before=integers(0, 60, n).int(),
-            num_logprobs=one_of(-1, -1, 0, 2, min(MOST_TOP, vocab)).int(),
+            num_logprobs=one_of(-1, -1, 0, min(2, vocab), min(MOST_TOP, vocab)).int(),
             generated=(integers(0, 3, n, vocab) * (torch.rand(n, vocab, generator=draw) < 0.3)).int(),
             in_prompt=torch.rand(n, vocab, generator=draw) < 0.2,
             masks=torch.where(words >= 2**31, words - 2**32, words).int(),

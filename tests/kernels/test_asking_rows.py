@@ -1,4 +1,4 @@
-"""Requests that ask for more than plain sampling: kernels in the interpreter and for Hopper, and the reference."""
+"""Requests that ask for more: kernels in the interpreter and for Hopper, and the reference."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_together_and_alone_are_the_same_by_the_reference() -> None:
 
 
 def test_the_order_is_bias_bans_penalties_grammar() -> None:
-    """Token 0 may have a bias beside padding's (0, 0.0); a ban is stronger than a bias; penalties come last."""
+    """Token 0 may have a bias beside padding's (0, 0.0); a ban is stronger than a bias."""
     raw = torch.tensor([[1.0, -1.0, 2.0, 0.5]])
     asked = nothing_asked(2, 4)
     asked.num_biases[1] = 2

@@ -37,7 +37,7 @@ class Asked(NamedTuple):
     banned_before: Tensor
     """int32 [n]: the length from which on they may."""
     num_logprobs: Tensor
-    """int32 [n]: of so many of the likeliest tokens the log-probability is told; -1: not even of the chosen."""
+    """int32 [n]: of so many likeliest tokens the log-probability is told; -1: not even of the chosen one."""
     generated: Tensor
     """int32 [n, vocab]: how often each token was generated, of rows with penalties."""
     in_prompt: Tensor

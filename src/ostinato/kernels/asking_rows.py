@@ -139,7 +139,7 @@ def reference(
     logprobs: LogprobLines,
     has_filters: bool,
 ) -> None:
-    """`sample_asking` in plain torch. It looks at numbers: padding costs nothing, nor does what nobody asks."""
+    """`sample_asking` in plain torch. It looks at numbers: what nobody asks for is not done."""
     real = (rows != 0).nonzero().squeeze(1)
     if not real.numel():
         return

@@ -3,7 +3,8 @@
 The order is that of the HuggingFace processors: bias and penalties on the raw logits, then temperature, then
 top-k, top-p over what top-k left, min-p (`filters`). Every setting is a tensor with one value a row, so one
 captured graph serves any mix of requests; a row with temperature 0 is greedy. Plain requests have a
-temperature and a seed and ask for nothing else: theirs is a path of its own, `return_plain`; `asking_rows` puts the rest together for those who ask.
+temperature and a seed and ask for nothing else: theirs is a path of its own, `return_plain`. `asking_rows`
+puts the rest together, for those who ask.
 
 Note [Counter-based randomness]
 A draw depends on (seed, position, token id) and on nothing else: not on the batch, the row, or earlier draws.

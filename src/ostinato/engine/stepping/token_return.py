@@ -69,17 +69,16 @@ class Launched:
         span = None if self._done is None else (int(self._line[1]), int(self._line[2]))
         if self._amendment is None or not len(self._amendment.told):
             return Sampled(tokens, span=span)
-        return Sampled(tokens, *self._logprobs(self._amendment), span)
+        told = self._amendment.told
+        values, named, ranks = (self._placed(lines, told) for lines in self._amendment.logprobs)
+        return Sampled(tokens, values, named, ranks, span)
 
-    def _logprobs(self, amendment: Amendment) -> tuple[IntArray, ...]:
-        """Values, tokens and ranks, each where its request is in the step."""
-        found = []
-        for lines in amendment.logprobs:
-            compact = lines[self._count % lines.size(0), : len(amendment.told)].numpy()
-            placed = np.zeros((len(self._line) - LINE_HEAD, *compact.shape[1:]), compact.dtype)
-            placed[amendment.told] = compact
-            found.append(placed)
-        return tuple(found)
+    def _placed(self, lines: Tensor, told: IntArray) -> IntArray:
+        """What came back one after another, each where its request is in the step."""
+        compact = lines[self._count % lines.size(0), : len(told)].numpy()
+        placed = np.zeros((len(self._line) - LINE_HEAD, *compact.shape[1:]), compact.dtype)
+        placed[told] = compact
+        return placed
 
 
 class TokenReturn:

@@ -123,6 +123,8 @@ class SamplingGraphs:
         detail = f"request {wrong[0]} with {_told(sources[wrong[0]].params)}" if wrong else ""
         yield "tokens", float(len(wrong)), 0.0, detail
         yield "line", float(written != number), 0.0, ""
+        mark = int(runner.returned.lines.ring[number % runner.returned.lines.ring.size(0), 3])
+        yield "mark of amended lines", float(mark != (kind is not Kind.PLAIN)), 0.0, ""
         now = int(runner.returned.lines.counts[0])
         yield "number of lines", float(abs(now - number - 1)), 0.0, ""
         before.last_tokens[rows] = torch.tensor(tokens, device=before.lengths.device)
@@ -158,11 +160,8 @@ class SamplingGraphs:
         """Put requests with their parameters into rows; what each one's token must come from."""
         runner, sampler = self.core.runner, self.core.sampler
         assert sampler is not None
-        choice = [
-            asked
-            for asked in _ASKED
-            if asked.kind <= kind and (kind is asked.kind or asked.kind > Kind.PLAIN)
-        ]
+        least = Kind.PLAIN if kind is Kind.PLAIN else Kind.ADJUSTED
+        choice = [asked for asked in _ASKED if least <= asked.kind <= kind]
         vocab = runner.logits.size(1)
         requests, sources, masked = [], [], []
         for row in rows:

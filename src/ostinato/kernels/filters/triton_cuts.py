@@ -2,7 +2,7 @@
 
 | kernel | programs | does |
 |---|---|---|
-| `triton_adjusted` | many a row | makes the logits; the best of each group of 128, the sum of weights, a draw |
+| `triton_adjusted` | many a row | makes logits and a draw; the best of groups of 128, the sum of weights |
 | `narrow` | many a row, four times | whether that draw stays; wide rows: narrows the range of the cut |
 | `settle` | one a row | collects what reaches a bound, and finds the cut among that |
 
@@ -46,7 +46,7 @@ _PROGRAMS_WANTED, _MOST_BLOCKS = 512, 8
 
 
 class Surveyed(NamedTuple):
-    """What the kernel that makes the logits [n, vocab] leaves for filters, by `triton_survey.survey_block`."""
+    """What the kernel that makes logits [n, vocab] leaves for filters, by `triton_survey.survey_block`."""
 
     group_best: Tensor
     """float32 [n, groups]: of each group of tokens."""
