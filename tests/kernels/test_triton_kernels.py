@@ -94,14 +94,14 @@ def test_decode_attention_compiles_for_hopper(dtype, num_tokens, head_dim, windo
 
 
 def test_prompt_attention_compiles_for_hopper():
-    from ostinato.kernels.attention import triton_prefill, triton_write
+    from ostinato.kernels.attention import triton_queries, triton_write
 
     dtype, rows, window = torch.bfloat16, 64, 0
     shape = {**HEADS, "head_dim": 64}
     assert compiles(
-        triton_prefill._prefill,
+        triton_queries._prefill,
         pointers(dtype, "q", "k_cache", "v_cache", "out")
-        | dict.fromkeys(triton_prefill.INDEX_BUFFERS, "*i32")
+        | dict.fromkeys(triton_queries.INDEX_BUFFERS, "*i32")
         | {"scale": "fp32"},
         shape
         | {"window": window, "query_block": rows // 8, "group_block": 8, "key_block": rows}

@@ -35,7 +35,9 @@ from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
 from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.attention.query_tiles import Queries, gpu_of, query_class
 from ostinato.kernels.variants import kernel_class
+from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Attend, StepAttention, Transformer
 
 from ..config import ResolvedConfig
@@ -207,7 +209,9 @@ class ModelRunner:
             is_decode=is_decode,
             is_cascade=key.descriptor.cascade,
         )
-        return key.mode, is_decode, kernels
+        queries = queries_of(self.model.config, self.config, key.descriptor)
+        attention = None if is_decode else query_class(queries, gpu_of(device))
+        return key.mode, is_decode, kernels, attention
 
     def capture(
         self, times: StartupTimes, *, keys: Sequence[GraphKey] | None = None, progress: bool | None = None
@@ -352,7 +356,7 @@ class ModelRunner:
             query_starts=query_starts,
             query_lens=query_lens,
             max_query_len=descriptor.query_len or descriptor.num_tokens,
-            max_context=min(descriptor.context or self.config.max_model_len, self.config.page_columns * 16),
+            max_context=max_context(self.config, descriptor),
             prefix_lens=self.rows["prefix_lens"] if descriptor.cascade else None,
         )
         hidden = self.model(input_ids, positions, self._attention_over(batch))
@@ -410,6 +414,25 @@ class ModelRunner:
         return {
             field.name: torch.full_like(views[field.name], field.pad) for field in self.graphs.buffers.fields
         }
+
+
+def max_context(config: ResolvedConfig, descriptor: BatchDescriptor) -> int:
+    """No request of a step is longer."""
+    return min(descriptor.context or config.max_model_len, config.page_columns * PAGE_SIZE)
+
+
+def queries_of(model: ModelConfig, config: ResolvedConfig, descriptor: BatchDescriptor) -> Queries:
+    """What attention of a prompt or a mixed batch knows."""
+    return Queries(
+        dtype=config.dtype,
+        num_tokens=descriptor.num_tokens,
+        num_requests=descriptor.num_reqs,
+        max_query_len=descriptor.query_len or descriptor.num_tokens,
+        max_context=max_context(config, descriptor),
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
 
 
 def inputs_of(step: ScheduledStep) -> dict[str, IntArray]:

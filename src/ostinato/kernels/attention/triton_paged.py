@@ -4,7 +4,7 @@
 |---|---|---|
 | single tokens (`max_query_len` 1) | `triton_write`, `triton_decode` | `cuda_decode`, else `triton_decode` |
 | single tokens behind a shared prefix | as if there was none | `triton_cascade` |
-| anything | `triton_write`, `triton_prefill` | `triton_heads`, `triton_prefill` |
+| anything | `triton_write`, `triton_queries` | `triton_heads`, `triton_queries` |
 
 Grids follow from the rung (tokens, requests, heads); what varies is read from the batch's buffers. The Triton
 interpreter (TRITON_INTERPRET=1 before Python starts) runs all of it without a GPU.
@@ -16,11 +16,10 @@ from torch import Tensor
 from ..custom_op import custom_op
 from ..dependent_launch import INTERPRETED
 from ..linear.products import joined
-from . import cuda_decode, triton_cascade, triton_decode
+from . import cuda_decode, triton_cascade, triton_decode, triton_queries
 from .batch import AttentionBatch, HostLengths
 from .heads import HeadPreparation
 from .triton_heads import launch_prepare_heads
-from .triton_prefill import launch_prefill
 from .triton_write import launch_write_kv
 
 __all__ = ["INTERPRETED", "attend", "attend_eager", "attend_rows", "write_kv"]
@@ -166,30 +165,24 @@ def attend_queries(
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
     req_rows: Tensor,
     seq_lens: Tensor,
     query_starts: Tensor,
     query_lens: Tensor,
     scale: float,
     sliding_window: int,
+    max_query_len: int,
+    max_context: int,
 ) -> Tensor:
     """Attention of q [T, Hq, D], any number of tokens per request, the step's KV already written."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if q.size(0):
-        launch_prefill(
-            _side_by_side(q),
-            out,
-            k_cache,
-            v_cache,
-            page_table,
-            req_rows,
-            seq_lens,
-            query_starts,
-            query_lens,
-            scale=scale,
-            sliding_window=sliding_window,
-        )
-    return out
+    tokens = (page_table, token_rows, positions)
+    requests = (req_rows, seq_lens, query_starts, query_lens)
+    limits = (sliding_window, max_query_len, max_context)
+    return triton_queries.attend_queries(
+        _side_by_side(q), k_cache, v_cache, *tokens, *requests, scale, *limits
+    )
 
 
 @attend_queries.register_fake
@@ -261,11 +254,12 @@ def attend(
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over the cache, for any batch, in a graph or out of it."""
     window = sliding_window or 0
+    tokens = (batch.page_table, batch.token_rows, batch.positions)
     if batch.max_query_len == 1:
-        tokens = (batch.page_table, batch.token_rows, batch.positions)
         return attend_single_tokens(q, k_cache, v_cache, *tokens, scale, window)
     requests = (batch.req_rows, batch.seq_lens, batch.query_starts, batch.query_lens)
-    return attend_queries(q, k_cache, v_cache, batch.page_table, *requests, scale, window)
+    limits = (window, batch.max_query_len, batch.max_context)
+    return attend_queries(q, k_cache, v_cache, *tokens, *requests, scale, *limits)
 
 
 def attend_eager(

@@ -122,3 +122,89 @@ def fold_in(
     total = total * faded + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * faded[:, None], input_precision="ieee")
     return new_best, total, acc
+
+
+@triton.jit
+def attend_to_keys(
+    q_tile,
+    position,
+    first_position,
+    last_position,
+    begin,
+    end,
+    k_cache,
+    v_cache,
+    pages,
+    kv_head,
+    scale,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    window: tl.constexpr,
+    key_block: tl.constexpr,
+    dim_block: tl.constexpr,
+):
+    """(best, total, acc) of queries at `position` [n] over the positions from `begin`, a multiple of a block,
+    to `end`. Blocks that all queries between `first_position` and `last_position` see need no mask."""
+    offsets = tl.arange(0, key_block)
+    best = tl.full([q_tile.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q_tile.shape[0]], tl.float32)
+    acc = tl.zeros([q_tile.shape[0], dim_block], tl.float32)
+    begin_whole = begin
+    end_whole = tl.maximum(tl.minimum(first_position + 1, end) // key_block * key_block, begin)
+    if window > 0:
+        begin_whole = tl.cdiv(tl.maximum(0, last_position + 1 - window), key_block) * key_block
+        begin_whole = tl.minimum(tl.maximum(begin_whole, begin), end_whole)
+        for start in range(begin, begin_whole, key_block):
+            k_tile, v_tile = keys_and_values(
+                k_cache, v_cache, pages, start, end, kv_head,
+                num_kv_heads, head_dim, page_size, key_block, dim_block,
+            )  # fmt: skip
+            best, total, acc = fold_in(
+                q_tile, k_tile, v_tile, start + offsets, position, end, best, total, acc, scale, window, True
+            )
+    for start in range(begin_whole, end_whole, key_block):
+        k_tile, v_tile = keys_and_values(
+            k_cache, v_cache, pages, start, end, kv_head,
+            num_kv_heads, head_dim, page_size, key_block, dim_block,
+        )  # fmt: skip
+        best, total, acc = fold_in(
+            q_tile, k_tile, v_tile, start + offsets, position, end, best, total, acc, scale, window, False
+        )
+    for start in range(end_whole, end, key_block):
+        k_tile, v_tile = keys_and_values(
+            k_cache, v_cache, pages, start, end, kv_head,
+            num_kv_heads, head_dim, page_size, key_block, dim_block,
+        )  # fmt: skip
+        best, total, acc = fold_in(
+            q_tile, k_tile, v_tile, start + offsets, position, end, best, total, acc, scale, window, True
+        )
+    return best, total, acc
+
+
+@triton.jit
+def join_parts(
+    partial, partial_lse, first, count, head_dim: tl.constexpr, part_block: tl.constexpr, dim_block: tl.constexpr
+):
+    """[dim_block]: `count` parts of a head's context from number `first` on, each with its weight."""
+    dims = tl.arange(0, dim_block)
+    in_head = dims < head_dim
+    best = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([dim_block], tl.float32)
+    for done in range(0, count, part_block):
+        part = done + tl.arange(0, part_block)
+        written = part < count
+        lse = tl.load(partial_lse + first + part, mask=written, other=float("-inf"))
+        values = tl.load(
+            partial + (first + part)[:, None] * head_dim + dims[None, :],
+            mask=written[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_best)
+        faded = tl.exp2(best - new_best)
+        total = total * faded + tl.sum(weights, 0)
+        acc = acc * faded + tl.sum(values * weights[:, None], 0)
+        best = new_best
+    return acc / total
