@@ -8,9 +8,9 @@ from typing import cast
 
 import pytest
 import torch
-from ostinato.engine.loading.load.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
 
 from ostinato.engine.loading import kernel_table
+from ostinato.engine.loading.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
 from ostinato.engine.stepping import model_runner
 from ostinato.engine.stepping.model_runner import ModelRunner
 from ostinato.graphs import BatchDescriptor, ConfigError, GraphKey, GraphMode

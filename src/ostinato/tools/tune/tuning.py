@@ -10,7 +10,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from ostinato.engine.loading.load.kernel_table import tuned_table
+from ostinato.engine.loading.kernel_table import tuned_table
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.table_file import KernelTableError, as_entry, load_table, save_table
 from ostinato.kernels.linear.tiles import MatrixShape, Tile
