@@ -14,7 +14,7 @@ from ostinato.engine.loading.kernel_table import TABLE_VARIABLE, tuned_table, us
 from ostinato.engine.stepping import model_runner
 from ostinato.engine.stepping.model_runner import ModelRunner
 from ostinato.graphs import BatchDescriptor, ConfigError, GraphKey, GraphMode
-from ostinato.kernels.attention import query_tiles
+from ostinato.kernels.attention import shared_memory
 from ostinato.kernels.linear import choice
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.table_file import save_table
@@ -85,7 +85,7 @@ def test_graphs_share_warm_ups_as_far_as_the_table_says(tiny, monkeypatch):
     """A range that ends between two sizes, of layers or of the head, makes their kernels differ."""
     model = Transformer(ModelConfig.load(Path(tiny.directory)))
     config = SimpleNamespace(device=GPU, dtype=torch.bfloat16, max_model_len=256, page_columns=16)
-    monkeypatch.setattr(model_runner, "gpu_of", lambda _: query_tiles.H200)
+    monkeypatch.setattr(model_runner, "gpu_of", lambda _: shared_memory.H200)
     runner = cast("ModelRunner", SimpleNamespace(model=model, config=config))
     (layer, _), *_, (head, _) = model.products_of(1, 1)
     one, other = SkinnyTile(16, 64, 64, 4, 2), SkinnyTile(16, 64, 64, 4, 3)

@@ -7,7 +7,7 @@ import torch
 
 from kernels import fused_checks
 from kernels.paged_cases import Case, make_case
-from ostinato.kernels.attention import HeadPreparation, cuda_decode, decode_tiles, triton_decode, triton_paged
+from ostinato.kernels.attention import HeadPreparation, cuda_decode, decode_tiles, gpu_ops, triton_decode
 from ostinato.kernels.cuda import compiled
 
 # (query heads, KV heads, head size)
@@ -101,7 +101,7 @@ class Layer:
 
     def attend(self) -> torch.Tensor:
         case = self.case
-        return triton_paged.attend_rows(
+        return gpu_ops.attend_rows(
             self.rows, self.heads, case.k_cache, case.v_cache, case.batch, num_heads=16, scale=case.scale
         )
 

@@ -1,6 +1,7 @@
 """Runs in a process with TRITON_INTERPRET=1 (see `test_cascade`): attention over a shared prefix."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -8,7 +9,7 @@ import torch
 
 from kernels import fused_checks
 from kernels.paged_cases import make_case
-from ostinato.kernels.attention import decode_tiles, triton_paged
+from ostinato.kernels.attention import decode_tiles, gpu_ops, shared_memory, triton_decode
 
 CASES = (
     # shared pages, lengths of contexts, (query heads, KV heads, size of a head), norm
@@ -52,19 +53,19 @@ def check_the_op_is_declared_truthfully() -> None:
     rows, rotary, weight = torch.randn(1, 8 * 16), torch.randn(32, 16), torch.randn(16)
     tokens = (b.page_table, b.token_rows, b.positions, b.prefix_lens)
     torch.library.opcheck(
-        torch.ops.ostinato.attend_behind_prefix.default,
-        (rows, rotary, weight, weight, 1e-5, case.k_cache, case.v_cache, *tokens, 4, case.scale, 32),
+        torch.ops.ostinato.attend_tokens.default,
+        (rows, rotary, weight, weight, 1e-5, case.k_cache, case.v_cache, *tokens, 4, case.scale, 0, 32),
         test_utils=("test_schema", "test_faketensor"),
     )
 
 
 if __name__ == "__main__":
-    assert triton_paged.INTERPRETED
+    assert gpu_ops.INTERPRETED
     torch.set_num_threads(1)
     # A few splits show what many do.
     with (
         patch.object(decode_tiles, "_PROGRAMS_WANTED", 60),
-        patch.object(decode_tiles, "_MULTIPROCESSORS", 6),
+        patch.object(triton_decode, "gpu_of", lambda _: replace(shared_memory.H200, multiprocessors=6)),
     ):
         is_all = sys.argv[1] == "all"
         check_contexts(CASES if is_all else FEW)

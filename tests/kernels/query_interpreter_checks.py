@@ -13,9 +13,11 @@ from unittest.mock import patch
 
 import torch
 
+from kernels import unchanged
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
-from ostinato.kernels.attention import get_backend, query_tiles, triton_paged, triton_queries
-from ostinato.kernels.attention.query_tiles import Gpu, Queries
+from ostinato.kernels.attention import get_backend, gpu_ops, query_tiles, shared_memory, triton_queries
+from ostinato.kernels.attention.query_tiles import Queries
+from ostinato.kernels.attention.shared_memory import Gpu
 
 TRITON = get_backend("triton", "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -26,10 +28,10 @@ SHAPES = ((4, 4, 16), (6, 2, 24), (2, 1, 128), (8, 1, 64), (7, 1, 80), (2, 2, 25
 @contextmanager
 def division(keys: int, multiprocessors: int) -> Any:
     """Contexts are cut at multiples of so many keys, where there are so few tiles that they are cut."""
-    gpu = replace(query_tiles.H200, multiprocessors=multiprocessors)
+    gpu = replace(shared_memory.H200, multiprocessors=multiprocessors)
     with (
         patch.object(query_tiles, "_LEAST_KEYS", keys),
-        patch.object(query_tiles, "_KEYS_PER_ROW", 0),
+        patch.object(query_tiles, "_KEYS_PER_QUERY", 0),
         patch.object(triton_queries, "gpu_of", lambda _: gpu),
     ):
         yield
@@ -78,7 +80,7 @@ def check_random_batches(seeds: range) -> None:
             head_dim=size,
             padded_tokens=draw.choice((0, 3)),
             padded_requests=draw.choice((0, 2)),
-            slack_context=draw.choice((0, 5, 150)),
+            slack_context=draw.choice((40, 150)),
             dtype=torch.float16 if seed % 4 == 3 else torch.float32,
             seed=seed,
             poison=float("nan"),
@@ -88,12 +90,12 @@ def check_random_batches(seeds: range) -> None:
             case = replace(case, batch=replace(case.batch, max_query_len=max(1, case.q.size(0))))
         if not case.q.size(0):
             continue
-        window = draw.choice((None, None, 1, 9, 70))
-        keys = draw.choice((64, 128))
-        with division(keys, multiprocessors=draw.choice((4, 24))):
+        window = draw.choice((None, None, None, 9, 70, 100))
+        keys = draw.choice((64, 64, 128))
+        with division(keys, multiprocessors=draw.choice((4, 20, 60))):
             num_cut += is_cut(case, window, triton_queries.gpu_of(torch.device("cpu")))
             check(case, window)
-    assert len(seeds) // 3 <= num_cut <= len(seeds) * 0.9, "both forms are checked"
+    assert len(seeds) // 3 <= num_cut <= max(1, len(seeds) * 0.9), "both forms are checked"
 
 
 def check_uniform_batches(lengths: Sequence[int]) -> None:
@@ -137,10 +139,14 @@ def check_a_step_of_padding_alone() -> None:
 
 
 if __name__ == "__main__":
-    assert triton_paged.INTERPRETED
+    assert gpu_ops.INTERPRETED
     torch.set_num_threads(1)
     is_all = sys.argv[1] == "all"
     check_a_step_of_padding_alone()
+    if unchanged.is_brief():
+        check_random_batches(range(2))
+        print("all checks passed")
+        sys.exit()
     check_uniform_batches((2, 5, 16) if is_all else (5,))
     check_bits_follow_from_the_position((None, 50) if is_all else (50,))
     check_random_batches(range(80) if is_all else range(6))

@@ -35,7 +35,8 @@ from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
 from ostinato.kernels.attention.heads import HeadPreparation
-from ostinato.kernels.attention.query_tiles import Queries, gpu_of, query_class
+from ostinato.kernels.attention.query_tiles import Queries, query_class
+from ostinato.kernels.attention.shared_memory import gpu_of
 from ostinato.kernels.variants import kernel_class
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Attend, StepAttention, Transformer

@@ -9,11 +9,8 @@ from torch import Tensor
 
 from . import torch_reference
 from .batch import AttentionBatch, HostLengths
+from .errors import BackendError
 from .heads import HeadPreparation
-
-
-class BackendError(ValueError):
-    """A backend that does not exist, or that cannot run on this device."""
 
 
 class Attend(Protocol):
@@ -126,12 +123,12 @@ def get_backend(name: str, device: torch.device | str) -> AttentionBackend:
 
 def _triton(device: torch.device) -> AttentionBackend:
     try:
-        from . import triton_paged
+        from . import gpu_ops
     except ImportError as error:
         raise BackendError(
             "the triton attention backend needs the package triton (pip install triton), or use torch"
         ) from error
-    if device.type != "cuda" and not triton_paged.INTERPRETED:
+    if device.type != "cuda" and not gpu_ops.INTERPRETED:
         raise BackendError(
             f"the triton attention backend needs a CUDA device, not {device}: use torch, or set "
             "TRITON_INTERPRET=1 before Python starts to run its kernels slowly anywhere"
@@ -139,9 +136,9 @@ def _triton(device: torch.device) -> AttentionBackend:
     return AttentionBackend(
         name="triton",
         capability="ALWAYS",
-        write_kv=triton_paged.write_kv,
-        attend=triton_paged.attend,
-        attend_eager=triton_paged.attend_eager,
-        attend_rows=triton_paged.attend_rows,
+        write_kv=torch_reference.write_kv,
+        attend=gpu_ops.attend,
+        attend_eager=gpu_ops.attend_eager,
+        attend_rows=gpu_ops.attend_rows,
         reads_prefix_once=True,
     )

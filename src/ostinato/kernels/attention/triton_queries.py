@@ -9,10 +9,10 @@
 Which request a tile belongs to is found on the device, by counting the tiles of those before it. There are at
 most `tokens / query_block + requests` tiles. Two forms, chosen by what is known of the rung (`query_tiles`):
 
-- `_attend_whole`: one program per tile and KV head reads all that the tile sees. The surplus of the grid gives
-  padded tokens zeros.
-- `_attend_chunks`: for few tokens, whose tiles would leave most of a GPU idle. Contexts are cut at multiples of
-  `chunk_keys`, and as many programs as the GPU holds take tiles and chunks in turn. A token that sees one
+- `_attend_whole`: one program per tile and KV head reads all that the tile sees. The surplus of the grid
+  gives padded tokens zeros.
+- `_attend_chunks`: for few tokens, whose tiles would leave most of a GPU idle. Contexts are cut at multiples
+  of `chunk_keys`, and as many programs as the GPU holds take tiles and chunks in turn. A token that sees one
   chunk is done; the parts of others are joined by `_join_chunks`, which also gives padded tokens zeros.
 
 Where a token's context is cut follows from its position and the rung, so that its bits depend neither on its
@@ -32,25 +32,18 @@ from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
-from .query_tiles import Queries, gpu_of, request_block_of
-from .triton_tiles import LOG2_E, attend_to_keys, join_parts
+from .query_tiles import Queries, request_block_of
+from .shared_memory import gpu_of
+from .triton_tiles import INDEX_BUFFERS, LOG2_E, PARTS_AT_A_TIME, attend_to_keys, fold_parts
 
-INDEX_BUFFERS = (
-    "page_table",
-    "req_rows",
-    "seq_lens",
-    "query_starts",
-    "query_lens",
-    "token_rows",
-    "positions",
-)
+REQUEST_BUFFERS = ("req_rows", "seq_lens", "query_starts", "query_lens")
+BUFFERS = INDEX_BUFFERS + REQUEST_BUFFERS
 VARYING = ("num_tokens", "num_requests", "num_parts")
-_PARTS_AT_A_TIME = 32
 _TOKENS_WITH_A_PROGRAM_A_HEAD = 64
 """More of them join several heads in one program: where nothing is split there are fewer to start in vain."""
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=INDEX_BUFFERS)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BUFFERS)
 def _attend_whole(
     q,
     k_cache,
@@ -119,7 +112,7 @@ def _attend_whole(
     q_tile = tl.load(
         q + token[:, None] * token_stride + head[:, None] * head_dim + dims[None, :], mask=mask, other=0.0
     )
-    best, total, acc = attend_to_keys(
+    _, total, acc = attend_to_keys(
         q_tile, first_position + tile_row // group_block, first_position, end - 1, begin, end,
         k_cache, v_cache, pages, kv_head, scale,
         num_kv_heads, head_dim, page_size, window, key_block, dim_block,
@@ -133,13 +126,13 @@ def _attend_whole(
 @triton.jit
 def first_chunk(position, chunk_keys, window: tl.constexpr):
     """The first chunk of a context that a token at `position` sees; the last one has its own position."""
+    first = position * 0
     if window > 0:
-        return tl.maximum(0, position - window + 1) // chunk_keys
-    else:
-        return position * 0
+        first = tl.maximum(0, position - window + 1) // chunk_keys
+    return first
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=INDEX_BUFFERS)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BUFFERS)
 def _attend_chunks(
     q,
     k_cache,
@@ -233,7 +226,7 @@ def _attend_chunks(
         tl.store(partial_lse + part, best + tl.log2(total), real & is_part)
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=INDEX_BUFFERS)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BUFFERS)
 def _join_chunks(
     partial,
     partial_lse,
@@ -266,10 +259,13 @@ def _join_chunks(
         if is_padding:
             tl.store(target, tl.zeros([dim_block], out.dtype.element_ty), dims < head_dim)
         else:
-            result = join_parts(
-                partial, partial_lse, place * num_parts, count, head_dim, part_block, dim_block
-            )
-            tl.store(target, result.to(out.dtype.element_ty), dims < head_dim)
+            best = tl.full([1], float("-inf"), tl.float32)
+            _, total, acc = fold_parts(
+                partial, partial_lse, place * num_parts, count,
+                best, tl.zeros([1], tl.float32), tl.zeros([dim_block], tl.float32),
+                head_dim, part_block, dim_block,
+            )  # fmt: skip
+            tl.store(target, (acc / total).to(out.dtype.element_ty), dims < head_dim)
 
 
 def attend_queries(
@@ -349,7 +345,7 @@ def attend_queries(
         head_dim=head_dim,
         window=sliding_window,
         heads_each=heads_each,
-        part_block=_PARTS_AT_A_TIME,
+        part_block=PARTS_AT_A_TIME,
         dim_block=next_power_of_2(head_dim),
         num_warps=4,
         enable_fp_fusion=False,

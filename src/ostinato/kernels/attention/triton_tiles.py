@@ -8,13 +8,16 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 """Softmax is computed in powers of two."""
 
-INDEX_BUFFERS = ("page_table", "token_rows", "positions", "prefix_lens")
+INDEX_BUFFERS = ("page_table", "token_rows", "positions")
 """Views of these may begin anywhere; specialising on their alignment would compile while serving."""
+
+PARTS_AT_A_TIME = 32
+"""That are joined."""
 
 
 @triton.jit
-def load_heads(rows, real, head_dim: tl.constexpr, dim_block: tl.constexpr):
-    """Heads at the pointers `rows` [n], each element beside its partner of the rotation: two [n, dim_block].
+def load_heads(places, real, head_dim: tl.constexpr, dim_block: tl.constexpr):
+    """Heads at pointers `places` [n], each element beside its partner of the rotation: two [n, dim_block].
 
     Element i turns together with i +- head_dim / 2; loading it a second time needs no exchange of registers.
     """
@@ -22,8 +25,8 @@ def load_heads(rows, real, head_dim: tl.constexpr, dim_block: tl.constexpr):
     dims = tl.arange(0, dim_block)
     partner = tl.where(dims < half, dims + half, dims - half)
     mask = real[:, None] & (dims < head_dim)[None, :]
-    x = tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
-    y = tl.load(rows[:, None] + partner[None, :], mask=mask, other=0.0)
+    x = tl.load(places[:, None] + dims[None, :], mask=mask, other=0.0)
+    y = tl.load(places[:, None] + partner[None, :], mask=mask, other=0.0)
     return x, y
 
 
@@ -32,9 +35,9 @@ def load_turn(rotary, position, head_dim: tl.constexpr, dim_block: tl.constexpr)
     """cos and signed sin of positions [n], each [n, dim_block]."""
     half: tl.constexpr = head_dim // 2
     dims = tl.arange(0, dim_block)[None, :]
-    row = rotary + position.to(tl.int64)[:, None] * head_dim
-    cos = tl.load(row + dims % half, mask=dims < head_dim, other=0.0)
-    sin = tl.load(row + half + dims % half, mask=dims < head_dim, other=0.0)
+    turn = rotary + position.to(tl.int64)[:, None] * head_dim
+    cos = tl.load(turn + dims % half, mask=dims < head_dim, other=0.0)
+    sin = tl.load(turn + half + dims % half, mask=dims < head_dim, other=0.0)
     return cos, tl.where(dims < half, -sin, sin)
 
 
@@ -115,7 +118,7 @@ def fold_in(
     new_best = tl.maximum(best, tl.max(scores, 1))
     shift = new_best
     if masked:
-        # A row may have seen nothing yet: -inf minus -inf would be NaN.
+        # A query may have seen nothing yet: -inf minus -inf would be NaN.
         shift = tl.where(new_best == float("-inf"), 0.0, new_best)
     weights = tl.exp2(scores - shift[:, None])
     faded = tl.exp2(best - shift)
@@ -183,15 +186,21 @@ def attend_to_keys(
 
 
 @triton.jit
-def join_parts(
-    partial, partial_lse, first, count, head_dim: tl.constexpr, part_block: tl.constexpr, dim_block: tl.constexpr
+def fold_parts(
+    partial,
+    partial_lse,
+    first,
+    count,
+    best,
+    total,
+    acc,
+    head_dim: tl.constexpr,
+    part_block: tl.constexpr,
+    dim_block: tl.constexpr,
 ):
-    """[dim_block]: `count` parts of a head's context from number `first` on, each with its weight."""
+    """`count` parts of a head's context, from number `first` on, into (best [1], total [1], acc [dims])."""
     dims = tl.arange(0, dim_block)
     in_head = dims < head_dim
-    best = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([dim_block], tl.float32)
     for done in range(0, count, part_block):
         part = done + tl.arange(0, part_block)
         written = part < count
@@ -207,4 +216,4 @@ def join_parts(
         total = total * faded + tl.sum(weights, 0)
         acc = acc * faded + tl.sum(values * weights[:, None], 0)
         best = new_best
-    return acc / total
+    return best, total, acc
