@@ -38,7 +38,7 @@ def _only_cascades(monkeypatch):
 def check(device, pages, lengths, heads, *, norm=True, dtype=torch.bfloat16, parts=1):
     """So many shared pages, and these lengths behind them; padding behind the requests."""
     requests = [(16 * pages + length, 1) for length in lengths]
-    fused_checks.check_attend_rows(
+    fused_checks.check_attend_qkv(
         device, dtype, requests, heads, norm=norm, max_query_len=1, parts=parts, shared_pages=pages
     )
 

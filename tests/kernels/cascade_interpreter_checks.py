@@ -27,15 +27,15 @@ def check_contexts(cases: Any) -> None:
     for pages, lengths, heads, norm in cases:
         options = {"norm": norm, "max_query_len": 1, "shared_pages": pages}
         decode = [(length, 1) for length in lengths]
-        fused_checks.check_attend_rows("cpu", torch.float32, decode, heads, **options)
+        fused_checks.check_attend_qkv("cpu", torch.float32, decode, heads, **options)
 
 
 def check_more_blocks_of_queries() -> None:
     """More queries than a tile holds, and half precision."""
     decode = [(81 + number, 1) for number in range(9)]
     options = {"norm": True, "max_query_len": 1, "shared_pages": 5}
-    fused_checks.check_attend_rows("cpu", torch.float32, decode, (9, 1, 16), **options)
-    fused_checks.check_attend_rows("cpu", torch.float16, decode[:5], (4, 2, 16), **options)
+    fused_checks.check_attend_qkv("cpu", torch.float32, decode, (9, 1, 16), **options)
+    fused_checks.check_attend_qkv("cpu", torch.float16, decode[:5], (4, 2, 16), **options)
 
 
 def check_windows() -> None:
@@ -43,7 +43,7 @@ def check_windows() -> None:
     decode = [(length, 1) for length in (129, 150, 130)]
     options = {"norm": True, "max_query_len": 1, "shared_pages": 8}
     for window in (140, 155):
-        fused_checks.check_attend_rows("cpu", torch.float32, decode, (4, 2, 16), window=window, **options)
+        fused_checks.check_attend_qkv("cpu", torch.float32, decode, (4, 2, 16), window=window, **options)
 
 
 def check_the_op_is_declared_truthfully() -> None:

@@ -140,7 +140,7 @@ def _in_parts(rows: Tensor, count: int) -> Tensor:
     return torch.stack([*shares, rows.float() * 2.0 ** (1 - count)])
 
 
-def check_attend_rows(
+def check_attend_qkv(
     device: torch.device | str,
     dtype: torch.dtype,
     requests: list[tuple[int, int]],
@@ -178,7 +178,7 @@ def check_attend_rows(
     q, k, v = torch_reference.prepare_heads(rows, preparation, num_heads, num_kv_heads, case.batch.positions)
     case = dataclasses.replace(case, q=q, k=k, v=v)
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
-    out = gpu_ops.attend_rows(
+    out = gpu_ops.attend_qkv(
         rows if parts == 1 else _in_parts(rows, parts),
         preparation,
         k_cache,

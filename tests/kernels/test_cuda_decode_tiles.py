@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from ostinato.kernels.attention import cuda_decode
 from ostinato.kernels.attention.cuda_decode import decode_kernel
 from ostinato.kernels.attention.decode_tiles import (
     CUDA_MAX_TOKENS,
@@ -100,3 +101,16 @@ def test_the_launch_knows_how_much_shared_memory_the_source_takes(nvrtc):
     kernel, _, shared_bytes = kernel_of(1, 8, 2)
     with pytest.raises(compiled.CudaError, match="the launch knows of less"):
         report({**kernel._constants, "SHARED_BYTES": shared_bytes - 16})
+
+
+def test_counters_end_with_their_cache(monkeypatch):
+    """They were kept for every address at which a cache had ever been."""
+    monkeypatch.setattr(cuda_decode, "_counters_of_caches", {})
+    caches = [torch.zeros(4, 16, 2, 64) for _ in range(5)]
+    first = [cuda_decode._counters(cache) for cache in caches]
+    assert all(cuda_decode._counters(cache) is known for cache, known in zip(caches, first, strict=True))
+    assert len({id(known) for known in first}) == 5
+    caches.clear()
+    other = torch.zeros(9, 16, 2, 64)
+    assert not cuda_decode._counters(other).any()
+    assert len(cuda_decode._counters_of_caches) == 1

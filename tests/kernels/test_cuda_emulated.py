@@ -273,7 +273,7 @@ def test_equal_requests_give_equal_bits_wherever_they_are(emulator):
         )
         caches = case.k_cache.clone(), case.v_cache.clone()
         with emulated_attention(emulator, SMALL, multiprocessors):
-            return gpu_ops.attend_rows(rows[order], heads, *caches, batch, num_heads=4, scale=case.scale)
+            return gpu_ops.attend_qkv(rows[order], heads, *caches, batch, num_heads=4, scale=case.scale)
 
     wanted = attend(torch.arange(num_tokens), H200_MULTIPROCESSORS)
     assert torch.equal(wanted[0], wanted[-1])

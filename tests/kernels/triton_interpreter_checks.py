@@ -61,7 +61,7 @@ def check_fused_attention() -> None:
     ) -> None:
         longest = max(length for _, length in requests)
         options = {"norm": norm, "max_query_len": longest, "window": window}
-        fused_checks.check_attend_rows("cpu", dtype, requests, heads, **options)
+        fused_checks.check_attend_qkv("cpu", dtype, requests, heads, **options)
 
     check(decode, (6, 2, 24))
     check(decode, (4, 4, 16), torch.float16, norm=False, window=9)

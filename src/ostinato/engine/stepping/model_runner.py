@@ -372,16 +372,16 @@ class ModelRunner:
 
     def _attention_over(self, batch: AttentionBatch) -> Attend:
         heads = functools.partial(self._attend, batch)
-        if self._attention.attend_rows is None:
+        if self._attention.attend_qkv is None:
             return heads
         return StepAttention(heads, functools.partial(self._attend_rows, batch))
 
     def _attend_rows_of_layer(
         self, batch: AttentionBatch, layer: int, rows: torch.Tensor, heads: HeadPreparation
     ) -> torch.Tensor:
-        assert self._attention.attend_rows is not None
+        assert self._attention.attend_qkv is not None
         model = self.model.config
-        return self._attention.attend_rows(
+        return self._attention.attend_qkv(
             rows,
             heads,
             *self.kv.layer(layer),

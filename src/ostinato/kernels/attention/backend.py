@@ -48,12 +48,12 @@ class AttendEager(Protocol):
         ...
 
 
-class AttendRows(Protocol):
-    """The same from the rows of the QKV projection: [T, (Hq + 2 Hkv) * D] to [T, Hq, D]."""
+class AttendQkv(Protocol):
+    """The same from the QKV projection: [T, (Hq + 2 Hkv) * D] to [T, Hq, D]."""
 
     def __call__(
         self,
-        rows: Tensor,
+        qkv: Tensor,
         heads: HeadPreparation,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -90,11 +90,11 @@ class AttentionBackend:
     attend_eager: AttendEager
     """For eager steps and between captured segments."""
 
-    attend_rows: AttendRows | None = None
+    attend_qkv: AttendQkv | None = None
     """All of it in fewer kernels, in a graph or out of it; None: there is nothing to gain."""
 
     reads_prefix_once: bool = False
-    """Whether `attend_rows`, or `attend` where there is none, makes use of `AttentionBatch.prefix_lens`."""
+    """Whether `attend_qkv`, or `attend` where there is none, makes use of `AttentionBatch.prefix_lens`."""
 
 
 # `attend_captured` is legal for every batch, so ALWAYS is what is true. It is efficient for single tokens
@@ -139,6 +139,6 @@ def _triton(device: torch.device) -> AttentionBackend:
         write_kv=torch_reference.write_kv,
         attend=gpu_ops.attend,
         attend_eager=gpu_ops.attend_eager,
-        attend_rows=gpu_ops.attend_rows,
+        attend_qkv=gpu_ops.attend_qkv,
         reads_prefix_once=True,
     )

@@ -23,7 +23,7 @@ from . import cuda_decode, triton_decode, triton_heads, triton_queries
 from .batch import AttentionBatch, HostLengths
 from .heads import HeadPreparation
 
-__all__ = ["INTERPRETED", "attend", "attend_eager", "attend_rows"]
+__all__ = ["INTERPRETED", "attend", "attend_eager", "attend_qkv"]
 
 
 @custom_op("attend_tokens", mutates_args=("k_cache", "v_cache"))
@@ -155,7 +155,7 @@ def attend_eager(
     return attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window)
 
 
-def attend_rows(
+def attend_qkv(
     qkv: Tensor,
     heads: HeadPreparation,
     k_cache: Tensor,
@@ -166,7 +166,7 @@ def attend_rows(
     scale: float,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """From the rows of the QKV projection to attention [T, Hq, D], the step's KV stored on the way.
+    """From the QKV projection to attention [T, Hq, D], the step's KV stored on the way.
 
     They may be in parts, as `products.linear_in_parts` returns them.
     """

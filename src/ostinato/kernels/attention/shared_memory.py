@@ -8,7 +8,7 @@ import torch
 from ..host_sizes import next_power_of_2
 from .errors import BackendError
 
-_RESERVED_BYTES = 1 << 10
+RESERVED_BYTES = 1 << 10
 """Of a program's shared memory, by CUDA."""
 
 
@@ -22,7 +22,7 @@ class Gpu:
 
     def room_for(self, programs: int) -> int:
         """Shared memory of each of so many programs on a multiprocessor."""
-        return self.shared_bytes // programs - _RESERVED_BYTES
+        return self.shared_bytes // programs - RESERVED_BYTES
 
 
 H200 = Gpu(132, 228 << 10)
@@ -78,4 +78,4 @@ def key_blocks(
 
 def most_programs(blocks: KeyBlocks, dtype: torch.dtype, head_dim: int, queries: int, gpu: Gpu) -> int:
     """That have room on a multiprocessor at a time."""
-    return gpu.shared_bytes // (blocks.shared_bytes(dtype, head_dim, queries) + _RESERVED_BYTES)
+    return gpu.shared_bytes // (blocks.shared_bytes(dtype, head_dim, queries) + RESERVED_BYTES)

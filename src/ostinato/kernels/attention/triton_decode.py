@@ -2,7 +2,7 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """Attention of single tokens from the QKV projection: one program per token, KV head and part of the context.
 
-    rows of the tile      the query heads that share the KV head, padded to what a tensor core takes
+    heads of the tile     the query heads that share the KV head, padded to what a tensor core takes
     parts of the context  | split 0 | split 1 | ...     equal numbers of key blocks of the real context
 
 The number of splits follows from the rung, so that a small batch fills the GPU; how far each reaches follows
@@ -51,8 +51,8 @@ from .triton_tiles import (
 )
 
 BUFFERS = (*INDEX_BUFFERS, "prefix_lens")
-# tl.dot wants 16 rows at least.
-_MIN_TILE_ROWS = 16
+# tl.dot wants so many at least.
+_LEAST_TILE_HEADS = 16
 
 
 @triton.jit
@@ -317,7 +317,7 @@ def attend_tokens(
         has_norm=heads.q_norm is not None,
         has_prefix=has_prefix,
         is_split=is_split,
-        group_block=max(_MIN_TILE_ROWS, next_power_of_2(group)),
+        group_block=max(_LEAST_TILE_HEADS, next_power_of_2(group)),
         dim_block=max(16, next_power_of_2(head_dim)),
         enable_fp_fusion=True,
         **vars(tile),

@@ -3,7 +3,7 @@
 """Attention of prompts and mixed batches, whose keys and values are stored already.
 
     requests (query_lens)   5       1   3          query_block 2
-    tiles                   0 1 2 | 3 | 4 5        a tile's rows are its queries times the query heads that
+    tiles                   0 1 2 | 3 | 4 5        a tile has its queries times the query heads that
                                                    share the KV head
 
 Which request a tile belongs to is found on the device, by counting the tiles of those before it. There are at
@@ -79,13 +79,13 @@ def _attend_whole(
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
 
     group: tl.constexpr = num_heads // num_kv_heads
-    tile_row = tl.arange(0, query_block * group_block)
-    in_group = tile_row % group_block
+    in_tile = tl.arange(0, query_block * group_block)
+    in_group = in_tile % group_block
     head = kv_head * group + in_group
     dims = tl.arange(0, dim_block)
     in_head = dims < head_dim
     if tile >= num_tiles:
-        padded = tl.sum(lengths, 0) + (tile - num_tiles) * query_block + tile_row // group_block
+        padded = tl.sum(lengths, 0) + (tile - num_tiles) * query_block + in_tile // group_block
         blank = (padded < num_tokens) & (in_group < group)
         place = padded.to(tl.int64) * num_heads + head
         zeros = tl.zeros([query_block * group_block, dim_block], out.dtype.element_ty)
@@ -105,7 +105,7 @@ def _attend_whole(
     if window > 0:
         begin = tl.maximum(0, first_position - window + 1) // key_block * key_block
 
-    query = first_query + tile_row // group_block
+    query = first_query + in_tile // group_block
     real = (query < query_len) & (in_group < group)
     token = tl.load(query_starts + request).to(tl.int64) + query
     mask = real[:, None] & in_head[None, :]
@@ -113,11 +113,11 @@ def _attend_whole(
         q + token[:, None] * token_stride + head[:, None] * head_dim + dims[None, :], mask=mask, other=0.0
     )
     _, total, acc = attend_to_keys(
-        q_tile, first_position + tile_row // group_block, first_position, end - 1, begin, end,
+        q_tile, first_position + in_tile // group_block, first_position, end - 1, begin, end,
         k_cache, v_cache, pages, kv_head, scale,
         num_kv_heads, head_dim, page_size, window, key_block, dim_block,
     )  # fmt: skip
-    # Surplus rows of a tile may have seen nothing.
+    # The surplus of a tile may have seen nothing.
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     target = out + (token * num_heads + head)[:, None] * head_dim + dims[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask)
@@ -173,8 +173,8 @@ def _attend_chunks(
     num_units = tl.sum(units, 0) * num_kv_heads
 
     group: tl.constexpr = num_heads // num_kv_heads
-    tile_row = tl.arange(0, query_block * group_block)
-    in_group = tile_row % group_block
+    in_tile = tl.arange(0, query_block * group_block)
+    in_group = in_tile % group_block
     dims = tl.arange(0, dim_block)
     in_head = dims < head_dim
     # Also by programs with nothing to do: the next kernel waits for this one only.
@@ -198,8 +198,8 @@ def _attend_chunks(
         if window > 0:
             begin = tl.maximum(begin, tl.maximum(0, first_position - window + 1) // key_block * key_block)
 
-        query = first_query + tile_row // group_block
-        position = first_position + tile_row // group_block
+        query = first_query + in_tile // group_block
+        position = first_position + in_tile // group_block
         head = kv_head * group + in_group
         token = tl.load(query_starts + request).to(tl.int64) + query
         # Of the tile's tokens some may see nothing of this chunk.
