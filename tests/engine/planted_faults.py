@@ -53,7 +53,7 @@ def attention_off_by_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
             short = one_short(batch)
             return backend.attend_eager(q, k_cache, v_cache, short, lengths=lengths, **options)
 
-        return replace(backend, attend_rows=None, attend=attend, attend_eager=attend_eager)
+        return replace(backend, attend_qkv=None, attend=attend, attend_eager=attend_eager)
 
     _with_backend(monkeypatch, changed)
 
@@ -70,7 +70,7 @@ def a_page_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         def attend(q: Any, k_cache: Any, v_cache: Any, batch: AttentionBatch, **options: Any) -> Any:
             return backend.attend(q, k_cache, v_cache, twice(batch), **options)
 
-        return replace(backend, attend_rows=None, attend=attend)
+        return replace(backend, attend_qkv=None, attend=attend)
 
     _with_backend(monkeypatch, changed)
 
@@ -83,15 +83,15 @@ def wrong_rotary_position(monkeypatch: pytest.MonkeyPatch) -> None:
         return looked_up(self, (positions + 1).clamp(max=self.table.size(0) - 1))
 
     def changed(backend: AttentionBackend) -> AttentionBackend:
-        attend_rows = backend.attend_rows
-        if attend_rows is None:
+        attend_qkv = backend.attend_qkv
+        if attend_qkv is None:
             return backend
 
         def further(rows: Any, heads: Any, *others: Any, **options: Any) -> Any:
             turned = replace(heads, rotary=heads.rotary.roll(-1, 0))
-            return attend_rows(rows, turned, *others, **options)
+            return attend_qkv(rows, turned, *others, **options)
 
-        return replace(backend, attend_rows=further)
+        return replace(backend, attend_qkv=further)
 
     monkeypatch.setattr(RotaryTable, "forward", forward)
     _with_backend(monkeypatch, changed)
@@ -133,7 +133,7 @@ def kv_in_the_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         def write_kv(k: Any, v: Any, k_cache: Any, v_cache: Any, batch: AttentionBatch) -> None:
             backend.write_kv(k, v, k_cache, v_cache, replace(batch, positions=batch.positions ^ 1))
 
-        return replace(backend, attend_rows=None, write_kv=write_kv)
+        return replace(backend, attend_qkv=None, write_kv=write_kv)
 
     _with_backend(monkeypatch, changed)
 

@@ -268,7 +268,7 @@ def check_attention(
     normed: bool,
     from_heads: bool = True,
 ) -> None:
-    """`attend_rows`, and if `from_heads` also `write_kv` with `attend`, of one batch with padding."""
+    """`attend_qkv`, and if `from_heads` also `write_kv` with `attend`, of one batch with padding."""
     num_heads, num_kv_heads, head_dim = shape
     random = Inputs(device, len(requests) + head_dim)
     case = make_case(
@@ -297,8 +297,8 @@ def check_attention(
     backend = get_backend("auto", device)
     options = {"scale": case.scale, "sliding_window": window}
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
-    assert backend.attend_rows is not None
-    ours = backend.attend_rows(
+    assert backend.attend_qkv is not None
+    ours = backend.attend_qkv(
         projected_rows, heads, k_cache, v_cache, case.batch, num_heads=num_heads, **options
     )
     assert ours.isfinite().all(), "padded tokens"

@@ -55,7 +55,7 @@ def _of_kind(*kinds: type[Tile]) -> list[tuple[MatrixShape, Tile]]:
 def test_decode_from_projected_rows(device, num_requests, heads, norm, dtype, window):
     """Every range of batch sizes has a tile of its own."""
     requests = [DECODE[index % len(DECODE)] for index in range(num_requests)]
-    fused_checks.check_attend_rows(device, dtype, requests, heads, norm=norm, max_query_len=1, window=window)
+    fused_checks.check_attend_qkv(device, dtype, requests, heads, norm=norm, max_query_len=1, window=window)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_decode_from_projected_rows(device, num_requests, heads, norm, dtype, wi
     ids=str,
 )
 def test_mixed_batches_from_projected_rows(device, heads, norm, dtype, window):
-    fused_checks.check_attend_rows(device, dtype, MIXED, heads, norm=norm, max_query_len=256, window=window)
+    fused_checks.check_attend_qkv(device, dtype, MIXED, heads, norm=norm, max_query_len=256, window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

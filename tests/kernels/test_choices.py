@@ -222,7 +222,7 @@ def test_one_warm_up_serves_a_whole_class(dtype, num_kv_heads):
     variants_of = defaultdict(set)
     few = fused_sizes(QWEN3, dtype, GPU)
     for num_tokens in range(1, 600):
-        attention = decode_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
+        attention = decode_tile(dtype, num_tokens, 128), num_splits_of(num_tokens, num_kv_heads) > 1
         tiles = [choice.choose(shape, num_tokens, dtype, GPU) for shape in QWEN3]
         passes = [t.compiled_tokens(num_tokens) for t in tiles if isinstance(t, FragmentsTile)]
         linear = (num_tokens in few, *tiles, *passes)

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from ostinato.kernels.attention import cuda_decode
 from ostinato.kernels.attention.cuda_decode import decode_kernel
 from ostinato.kernels.attention.decode_tiles import (
     CUDA_MAX_TOKENS,
@@ -15,6 +16,7 @@ from ostinato.kernels.attention.decode_tiles import (
     decode_class,
 )
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import Gpu
 
 HOPPER = (9, 0)
 MOST_SHARED_BYTES = 227 << 10
@@ -28,7 +30,7 @@ def kernel_of(
     num_tokens: int, num_kv_heads: int, group: int, head_dim: int = 128, multiprocessors: int = 132
 ):
     """The kernel, its tile and its shared memory."""
-    tile = cuda_decode_tile(num_tokens, num_kv_heads, group, multiprocessors)
+    tile = cuda_decode_tile(num_tokens, num_kv_heads, group, Gpu((9, 0), multiprocessors))
     kernel, shared_bytes = decode_kernel(
         tile,
         num_tokens,
@@ -59,7 +61,7 @@ def test_programs_fit_a_multiprocessor(num_kv_heads):
 def test_batches_of_a_class_run_the_same_kernel(num_kv_heads, group, multiprocessors):
     kernels: dict[object, set[object]] = {}
     for num_tokens in range(1, CUDA_MAX_TOKENS[-1] + 1):
-        found = decode_class(num_tokens, num_kv_heads, torch.bfloat16, multiprocessors)
+        found = decode_class(num_tokens, num_kv_heads, torch.bfloat16, Gpu((9, 0), multiprocessors))
         kernel, *_ = kernel_of(num_tokens, num_kv_heads, group, multiprocessors=multiprocessors)
         kernels.setdefault(found, set()).add(kernel)
     assert all(len(same) == 1 for same in kernels.values())
@@ -106,3 +108,16 @@ def test_the_launch_knows_how_much_shared_memory_the_source_takes(nvrtc):
     kernel, _, shared_bytes = kernel_of(1, 8, 2)
     with pytest.raises(compiled.CudaError, match="the launch knows of less"):
         report({**kernel._constants, "SHARED_BYTES": shared_bytes - 16})
+
+
+def test_counters_end_with_their_cache(monkeypatch):
+    """They were kept for every address at which a cache had ever been."""
+    monkeypatch.setattr(cuda_decode, "_counters_of_caches", {})
+    caches = [torch.zeros(4, 16, 2, 64) for _ in range(5)]
+    first = [cuda_decode._counters(cache) for cache in caches]
+    assert all(cuda_decode._counters(cache) is known for cache, known in zip(caches, first, strict=True))
+    assert len({id(known) for known in first}) == 5
+    caches.clear()
+    other = torch.zeros(9, 16, 2, 64)
+    assert not cuda_decode._counters(other).any()
+    assert len(cuda_decode._counters_of_caches) == 1

@@ -22,7 +22,7 @@ from kernels.emulated_checks import (
     random_bf16,
 )
 from kernels.paged_cases import make_case
-from ostinato.kernels.attention import HeadPreparation, triton_paged
+from ostinato.kernels.attention import HeadPreparation, gpu_ops
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
 from ostinato.kernels.linear.cuda_fragments import launch_fragments
 from ostinato.kernels.linear.cuda_streamed import shared_bytes
@@ -280,7 +280,7 @@ def test_equal_requests_give_equal_bits_wherever_they_are(emulator):
         )
         caches = case.k_cache.clone(), case.v_cache.clone()
         with emulated_attention(emulator, SMALL, multiprocessors):
-            return triton_paged.attend_rows(rows[order], heads, *caches, batch, num_heads=4, scale=case.scale)
+            return gpu_ops.attend_qkv(rows[order], heads, *caches, batch, num_heads=4, scale=case.scale)
 
     wanted = attend(torch.arange(num_tokens), H200_MULTIPROCESSORS)
     assert torch.equal(wanted[0], wanted[-1])

@@ -29,10 +29,6 @@ def compiled(kernel, types, constants, **options):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
 
 
-INDEX_TYPES = {"page_table": "*i32", "token_rows": "*i32", "positions": "*i64"}
-HEADS = {"num_heads": 14, "num_kv_heads": 2, "page_size": 16}
-
-
 def pointers(dtype: torch.dtype, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, POINTERS[dtype])
 
@@ -51,69 +47,6 @@ def compiles(kernel, types, constants, tile=None, **options):
 def _not_interpreted():
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "num_tokens", "head_dim", "window"),
-    [(torch.bfloat16, 1, 128, 0), (torch.float32, 256, 80, 64)],
-    ids=str,
-)
-def test_decode_attention_compiles_for_hopper(dtype, num_tokens, head_dim, window):
-    from ostinato.kernels.attention import decode_tiles, triton_decode, triton_heads
-
-    tile = decode_tiles.decode_tile(dtype, num_tokens)
-    is_split = decode_tiles.num_splits_of(num_tokens, 2) > 1
-    dim_block = triton.next_power_of_2(head_dim)
-    inputs = pointers(dtype, "rows", "q_norm", "k_norm", "k_cache", "v_cache", "out", "q_out")
-    types = {
-        **inputs,
-        **INDEX_TYPES,
-        "prefix_lens": "*i32",
-        "rotary": "*fp32",
-        "scale": "fp32",
-        "eps": "fp32",
-    }
-    types |= dict.fromkeys(("partial", "partial_lse"), "*fp32" if is_split else POINTERS[dtype])
-    shape = {**HEADS, "head_dim": head_dim, "dim_block": dim_block}
-    flags = {"window": window, "fused": True, "is_split": is_split, "has_norm": head_dim == 128}
-    prefix = {"has_prefix": False}
-
-    def only(kernel, **values):
-        return {name: value for name, value in values.items() if name in kernel.arg_names}
-
-    kernel = triton_decode._decode
-    assert compiles(kernel, only(kernel, **types), {**shape, **flags, **prefix, "group_block": 16}, tile)
-    if is_split:
-        kernel = triton_decode._combine
-        constants = only(kernel, **shape, **flags, split_block=32)
-        constants |= {"key_block": tile.key_block, "least_blocks": tile.least_blocks}
-        assert compiles(kernel, only(kernel, **types), constants)
-    kernel = triton_heads._prepare_heads
-    constants = {**shape, "has_norm": flags["has_norm"], "token_block": 4, "head_block": 8}
-    assert compiles(kernel, only(kernel, **types), constants)
-
-
-def test_prompt_attention_compiles_for_hopper():
-    from ostinato.kernels.attention import triton_prefill, triton_write
-
-    dtype, rows, window = torch.bfloat16, 64, 0
-    shape = {**HEADS, "head_dim": 64}
-    assert compiles(
-        triton_prefill._prefill,
-        pointers(dtype, "q", "k_cache", "v_cache", "out")
-        | dict.fromkeys(triton_prefill.INDEX_BUFFERS, "*i32")
-        | {"scale": "fp32"},
-        shape
-        | {"window": window, "query_block": rows // 8, "group_block": 8, "key_block": rows}
-        | {"dim_block": 64, "request_block": 256},
-        num_warps=4,
-        num_stages=2,
-    )
-    assert compiles(
-        triton_write._write_kv,
-        pointers(dtype, "k", "v", "k_cache", "v_cache") | INDEX_TYPES,
-        {"num_kv_heads": 2, "head_dim": 64, "page_size": 16, "block": 128},
-    )
 
 
 def test_linear_layers_compile_for_hopper():

@@ -36,5 +36,4 @@ def kernel_class(
         return linear
     # Layers with a window attend as if nothing was shared.
     shared = cascade_class(num_tokens, num_heads, num_kv_heads, dtype) if is_cascade else None
-    sizes = (gpu_of(device).multiprocessors,) if device.type == "cuda" else ()
-    return linear, decode_class(num_tokens, num_kv_heads, dtype, *sizes), shared
+    return linear, decode_class(num_tokens, num_kv_heads, dtype, gpu_of(device)), shared

@@ -46,10 +46,10 @@ class LayerStep:
         self.batch = AttentionBatch(
             table, each + 1, positions, each + 1, ones * context, each, ones, 1, context
         )
-        attend_rows = get_backend("triton", device).attend_rows
-        assert attend_rows is not None
+        attend_qkv = get_backend("triton", device).attend_qkv
+        assert attend_qkv is not None
         self._attend_rows = functools.partial(
-            attend_rows, batch=self.batch, num_heads=config.num_heads, scale=config.attention_scale
+            attend_qkv, batch=self.batch, num_heads=config.num_heads, scale=config.attention_scale
         )
         self.mix = FromRows(StepAttention(self._refuse, self._attend), model.rotary.table)
 

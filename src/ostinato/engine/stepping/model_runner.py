@@ -36,7 +36,10 @@ from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
 from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.attention.query_tiles import Queries, query_class
+from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.variants import kernel_class
+from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Attend, StepAttention, Transformer
 
 from ..config import ResolvedConfig
@@ -207,7 +210,9 @@ class ModelRunner:
             is_decode=is_decode,
             is_cascade=key.descriptor.cascade,
         )
-        return key.mode, is_decode, kernels
+        queries = queries_of(self.model.config, self.config, key.descriptor)
+        attention = None if is_decode else query_class(queries, gpu_of(device))
+        return key.mode, is_decode, kernels, attention
 
     def capture(
         self, times: StartupTimes, *, keys: Sequence[GraphKey] | None = None, progress: bool | None = None
@@ -353,7 +358,7 @@ class ModelRunner:
             query_starts=query_starts,
             query_lens=query_lens,
             max_query_len=descriptor.query_len or descriptor.num_tokens,
-            max_context=min(descriptor.context or self.config.max_model_len, self.config.page_columns * 16),
+            max_context=max_context(self.config, descriptor),
             prefix_lens=self.rows["prefix_lens"] if descriptor.cascade else None,
         )
         hidden = self.model(input_ids, positions, self._attention_over(batch))
@@ -369,16 +374,16 @@ class ModelRunner:
 
     def _attention_over(self, batch: AttentionBatch) -> Attend:
         heads = functools.partial(self._attend, batch)
-        if self._attention.attend_rows is None:
+        if self._attention.attend_qkv is None:
             return heads
         return StepAttention(heads, functools.partial(self._attend_rows, batch))
 
     def _attend_rows_of_layer(
         self, batch: AttentionBatch, layer: int, rows: torch.Tensor, heads: HeadPreparation
     ) -> torch.Tensor:
-        assert self._attention.attend_rows is not None
+        assert self._attention.attend_qkv is not None
         model = self.model.config
-        return self._attention.attend_rows(
+        return self._attention.attend_qkv(
             rows,
             heads,
             *self.kv.layer(layer),
@@ -411,6 +416,25 @@ class ModelRunner:
         return {
             field.name: torch.full_like(views[field.name], field.pad) for field in self.graphs.buffers.fields
         }
+
+
+def max_context(config: ResolvedConfig, descriptor: BatchDescriptor) -> int:
+    """No request of a step is longer."""
+    return min(descriptor.context or config.max_model_len, config.page_columns * PAGE_SIZE)
+
+
+def queries_of(model: ModelConfig, config: ResolvedConfig, descriptor: BatchDescriptor) -> Queries:
+    """What attention of a prompt or a mixed batch knows."""
+    return Queries(
+        dtype=config.dtype,
+        num_tokens=descriptor.num_tokens,
+        num_requests=descriptor.num_reqs,
+        max_query_len=descriptor.query_len or descriptor.num_tokens,
+        max_context=max_context(config, descriptor),
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
 
 
 def inputs_of(step: ScheduledStep) -> dict[str, IntArray]:
