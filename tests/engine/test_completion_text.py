@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ostinato.engine.delivery.delivery.completion_text import CompletionText
 
+from ostinato.engine.delivery.completion_text import CompletionText
 from text.small_tokenizers import small_tokenizer
 
 TOKENIZER = small_tokenizer("byte-level")

@@ -24,7 +24,6 @@ _AT_LEAST_ONE = (
     "num_pages",
     "cuda_graph_max_bs",
     "cuda_graph_memory_mb",
-    "torch_compile_max_bs",
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,7 +76,8 @@ class EngineConfig:
     disable_cuda_graph: bool = False
     """The same as mode none."""
     cuda_graph_max_bs: int | None = None
-    """Largest captured decode batch, in requests; default: 256. Never more than max_running_requests."""
+    """Largest captured decode batch, in requests; default, and at most: max_running_requests. Larger ones run
+    from prefill graphs, or without a graph."""
     cuda_graph_bs: tuple[int, ...] | None = None
     """Captured decode batches, in requests, instead of the default list."""
     cuda_graph_prefill_tokens: tuple[int, ...] | None = None
@@ -99,10 +99,6 @@ class EngineConfig:
     cuda_graph_prefill_tokens."""
     max_cudagraph_capture_size: int | None = None
     """vLLM's limit, in tokens: cuts both default lists. Larger steps run without a graph."""
-    enable_torch_compile: bool = False
-    """Compile the decode step of small batches with torch.compile before capturing it; needs a GPU."""
-    torch_compile_max_bs: int = 32
-    """Largest decode batch that enable_torch_compile compiles."""
     batch_invariant: bool = False
     """Give each request the same bits whatever runs beside it: one shape for every step. Slower."""
 
@@ -142,8 +138,6 @@ class EngineConfig:
     def _check_batch_invariant(self) -> None:
         if self.is_eager:
             raise ConfigError("batch_invariant pads every step to one captured shape: it needs graphs")
-        if self.enable_torch_compile:
-            raise ConfigError("batch_invariant and enable_torch_compile exclude each other")
         if self.enable_cascade_attention:
             raise ConfigError(
                 "batch_invariant and enable_cascade_attention exclude each other: what a request shares "
@@ -252,11 +246,8 @@ class ResolvedConfig:
 
     @property
     def warmups(self) -> int:
-        """Runs before a recording: none on a CPU; on a GPU one, as kernels are compiled before, or two for
-        what torch.compile makes."""
-        if self.device.type != "cuda":
-            return 0
-        return 2 if self.config.enable_torch_compile else 1
+        """Runs before a recording: none on a CPU; on a GPU one, as kernels are compiled before."""
+        return 1 if self.device.type == "cuda" else 0
 
 
 def _device(name: str) -> torch.device:

@@ -181,7 +181,6 @@ class ModelRunner:
             # Padding writes page 0 only, and the logits belong to nobody between steps.
             state=self.returned.state,
             dummy=self._dummy,
-            compile_up_to=asked.torch_compile_max_bs if asked.enable_torch_compile else 0,
             kernels_of=self.kernels_of,
         )
         runner.watch(self.model)

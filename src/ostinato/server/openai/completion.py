@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ostinato.engine.delivery.delivery.completion_text import CompletionText
+from ostinato.engine.delivery.completion_text import CompletionText
 from ostinato.engine.sampling_params import SamplingParams
 
 from ..engine_client.client import EngineClient, EngineGone

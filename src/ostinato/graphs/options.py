@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ConfigError
+from .errors import ConfigError
 
 ERROR_MODES = ("thread_local", "global", "relaxed")
 

@@ -17,8 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from ..memory import byte_range, is_foreign, storage_address, tensors_of
 from .dispatch_mode import DispatchMode
+from .memory import byte_range, is_foreign, storage_address, tensors_of
 
 aten = torch.ops.aten
 

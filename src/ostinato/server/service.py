@@ -10,17 +10,17 @@ from time import monotonic
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
 
-from ..config import ServerConfig
-from ..engine_client.client import EngineClient, EngineState
-from ..metrics.request_metrics import RequestMetrics
-from ..openai.completion import Completion
-from ..openai.errors import ApiError, unavailable
-from ..openai.generation import Generation
-from ..openai.requests import Sampling
-from ..openai.served_model import ServedModel
-from ..openai.stream_pace import StreamPace
-from ..openai.tool_calls.formats import kind_of_model
-from ..wire.messages import Ready
+from .config import ServerConfig
+from .engine_client.client import EngineClient, EngineState
+from .metrics.request_metrics import RequestMetrics
+from .openai.completion import Completion
+from .openai.errors import ApiError, unavailable
+from .openai.generation import Generation
+from .openai.requests import Sampling
+from .openai.served_model import ServedModel
+from .openai.stream_pace import StreamPace
+from .openai.tool_calls.formats import kind_of_model
+from .wire.messages import Ready
 
 
 class Service:
