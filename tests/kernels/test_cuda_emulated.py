@@ -97,6 +97,7 @@ STREAMED = {
     "warps share": ((64, 512), (16, 1, 2, 64, 2, 2), Form(norm=True, dtype=torch.float32), (9, 16)),
     "as far ahead as there are columns": ((32, 1024), (16, 1, 4, 128, 3, 8), Form(norm=True), (8,)),
     "programs share": ((64, 1024), (32, 4, 1, 64, 3, 3), Form(residual=True), (8,)),
+    "short chunks": ((64, 2560), (64, 8, 1, 64, 5, 8), Form(norm=True, residual=True), (8, 13)),
     "programs and warps share": ((64, 1024), (64, 8, 2, 64, 2, 2), Form(norm=True, bias=True), (2, 15)),
     "gated": ((48, 512, True), (24, 1, 1, 128, 3, 4), Form(norm=True, bias=True), (16,)),
     "gated, warps share": ((32, 1024, True), (16, 1, 4, 64, 2, 2), Form(norm=True, residual=True), (11,)),

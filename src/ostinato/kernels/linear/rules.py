@@ -52,7 +52,7 @@ _FRAGMENTS_COLUMNS = 1024
 """Every program reads its columns of all tokens: a matrix that has more must be half as small."""
 STREAMED_REGISTERS = {8: 64, 16: 96}
 """By the tokens that it is compiled for."""
-_STREAMED_WARPS, _STREAMED_COLUMNS = 9, 256
+_STREAMED_WARPS, _STREAMED_COLUMNS = 9.5, 256
 """For each multiprocessor, at least, and of a warp, at least."""
 STREAMED_DEPTHS = [(128, 3, 8), (256, 2, 8), (128, 3, 6), (128, 2, 4), (128, 4, 12), (64, 5, 8), (64, 3, 4)]
 """Columns, chunks and steps ahead."""
