@@ -20,10 +20,11 @@ class KeyBlocks:
     two blocks on their way."""
 
     def shared_bytes(self, dtype: torch.dtype, head_dim: int, queries: int) -> int:
-        """That a program takes at most: its queries, the blocks, and some for sums."""
+        """That a program takes at most: its queries, the blocks, and some for scores and sums."""
         blocks = max(1, self.num_stages - 2)
         head = max(16, next_power_of_2(head_dim)) * dtype.itemsize
-        return head * (queries + 2 * blocks * self.keys) + (1 << 10)
+        scores = queries * self.keys * dtype.itemsize if dtype == torch.float32 else 0
+        return head * (queries + 2 * blocks * self.keys) + scores + (1 << 10)
 
 
 def key_blocks(
