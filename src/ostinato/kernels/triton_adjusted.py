@@ -189,6 +189,7 @@ def draw_adjusted(
         has_filters=has_filters,
         greedy_below=greedy_below,
         num_warps=8,
+        enable_fp_fusion=True,
         maxnreg=_REGISTERS,
         **dependent_launch.options(device),
     )

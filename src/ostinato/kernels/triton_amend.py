@@ -189,6 +189,7 @@ def amend(
         num_blocks,
         block=block,
         num_warps=8,
+        enable_fp_fusion=True,
         **constants,
     )
     ring = lines.ring
@@ -217,5 +218,6 @@ def amend(
         num_values=logprobs.values.size(2),
         timed=device.type == "cuda",
         num_warps=8,
+        enable_fp_fusion=True,
         **constants,
     )

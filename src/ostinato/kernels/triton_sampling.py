@@ -172,6 +172,7 @@ def _launch(
         has_cuts=has_cuts,
         greedy_below=greedy_below,
         num_warps=4 if block <= _BLOCK else 8,
+        enable_fp_fusion=True,
         maxnreg=_REGISTERS,
         **dependent_launch.options(logits.device),
     )

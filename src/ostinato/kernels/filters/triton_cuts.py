@@ -110,9 +110,9 @@ def find_cuts(
     found = empty(num_rows, _CAPACITY, dtype=torch.int32)
 
     sizes = (logits.stride(0), num_groups, num_blocks)
-    constants = {"width": width, "greedy_below": greedy_below, **dependent_launch.options(logits.device)}
+    constants = {"width": width, "greedy_below": greedy_below, "enable_fp_fusion": True}
     constants |= {"segment": _SEGMENT, "capacity": _CAPACITY, "parts_block": joined_block(num_blocks)}
-    constants["enable_fp_fusion"] = True
+    constants |= dependent_launch.options(logits.device)
     for number in range(_PASSES + 1):
         narrow[(cdiv(num_blocks, blocks_each), num_rows)](
             logits,
