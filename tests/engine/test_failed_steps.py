@@ -1,6 +1,6 @@
 """A step that fails anywhere takes its own requests along and nobody else; rows it has touched serve others.
 
-Requests of all kinds decode, sit out bursts of prompts, share pages, are preempted and join while one launch
+Requests of all kinds decode beside prompts, share pages, are preempted and join while one launch
 fails at one line of its code. All others get the tokens of an undisturbed run, and so do those that come
 after it into the same rows.
 """
@@ -49,9 +49,9 @@ BANNED = {"min_tokens": 4, "stop_token_ids": [7, 9, 11]}
 DRAWN = {"seed": 3, "temperature": 0.8}
 FILTERED = {"seed": 5, "temperature": 1.2, "top_k": 9}
 SCENES: dict[str, tuple[dict[str, Any], list[Arrival]]] = {
-    # The first ones need a page each while they sit out the prompts of the second wave.
-    "bursts": (
-        {"num_pages": 90, "max_running_requests": 8, "prompt_burst": 3},
+    # The first ones need a page each while prompts of the second wave are computed.
+    "prompts": (
+        {"num_pages": 90, "max_running_requests": 8},
         arrivals_of(
             {
                 0: [(13, DIGITS), (13, PENALTY), (13, {}), (13, DRAWN)],
@@ -60,9 +60,9 @@ SCENES: dict[str, tuple[dict[str, Any], list[Arrival]]] = {
             }
         ),
     ),
-    # Nobody sits out where pages are few; the youngest are preempted.
+    # Pages are few, and the youngest are preempted.
     "preemption": (
-        {"num_pages": 8, "max_running_requests": 5, "prompt_burst": 3},
+        {"num_pages": 8, "max_running_requests": 5},
         arrivals_of(
             {
                 0: [(14, DRAWN), (13, DIGITS), (15, PENALTY), (14, BIAS)],
@@ -145,8 +145,8 @@ def cases() -> Iterator[Any]:
     """Every mode, lookahead and scene. A line is tried in two of them; in the fast command one of twenty is,
     but all of those that say what a launch is."""
     fast = [
-        ("full", 1, "bursts"),
-        ("none", 0, "bursts"),
+        ("full", 1, "prompts"),
+        ("none", 0, "prompts"),
         ("full", 0, "preemption"),
         ("none", 1, "preemption"),
     ]

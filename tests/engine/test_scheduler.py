@@ -8,7 +8,7 @@ wrongly, not recomputed or overwritten changes every token that follows.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -142,7 +142,6 @@ class Engine:
         self.pages.device = self.device
         self.launched: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.requests: list[Request] = []
-        self.sat_out: Counter[Request] = Counter()
         """Steps in a row that a request could have decoded in, and did not."""
         self._decoding: set[Request] = set()
 
@@ -169,13 +168,13 @@ class Engine:
             assert self.scheduler.is_paused or oldest is None or waits_for_result
             assert self.scheduler.is_paused or not left
             return None
-        self.check_who_sits_out(step, left)
+        self.check_that_all_decode(step, left)
         assert step.total_tokens <= self.config.max_batched_tokens
         assert step.num_requests <= self.config.max_running
         contexts = step.starts[: step.num_requests - len(step.prompt_tokens)].tolist()
         assert contexts == sorted(contexts, reverse=True), "the longest contexts come first"
         has_advanced = oldest in step.requests or waits_for_result
-        assert has_advanced or self.sat_out[oldest], "the oldest request did not advance"
+        assert has_advanced, "the oldest request did not advance"
         self.launched.append((step, self.device.run(step)))
         self.scheduler.check_integrity()
         return step
@@ -184,15 +183,9 @@ class Engine:
         running = self.scheduler.running
         return [it for it in running if it in self._decoding and not self.waits_for_result(it)]
 
-    def check_who_sits_out(self, step: ScheduledStep, ready: list[Request]) -> None:
-        """Those that are ready decode in the step all together, or a burst of prompts is in their way."""
-        absent = [request for request in ready if request not in step.requests]
-        assert absent in ([], ready), "some decode and others sit out"
-        if absent:
-            assert len(step.prompt_tokens) == step.num_requests, "a decode in a prompt-only step"
-            assert step.total_tokens >= max(self.config.max_batched_tokens / 4, len(absent)), "in vain"
-        self.sat_out = Counter({request: self.sat_out[request] + 1 for request in absent})
-        assert max(self.sat_out.values(), default=0) <= self.config.prompt_burst, "too long a burst"
+    def check_that_all_decode(self, step: ScheduledStep, ready: list[Request]) -> None:
+        """Whoever is ready is in every step."""
+        assert all(request in step.requests for request in ready), "a decode sits out"
         self._decoding.difference_update(step.joined)
         self._decoding.update(request for at, request in enumerate(step.requests) if step.samples[at])
 
@@ -673,22 +666,6 @@ def test_a_failed_step_ends_its_requests_with_the_error_and_nobody_else() -> Non
     engine.check(waiting)
 
 
-@pytest.mark.parametrize("how_far", FAILURES)
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_who_sits_out_a_failed_step_has_the_pages_it_got_with_it(how_far: str, lookahead: int) -> None:
-    engine = Engine(lookahead=lookahead, prompt_burst=4)
-    sitting = engine.add([1, 2, 3])
-    engine.turn()
-    engine.turn()
-    failing = engine.add([5] * 16)
-    assert engine.scheduler._taken.missing(sitting, sitting.num_scheduled + 1) == 1, "a page is due"
-    assert engine.fail(how_far) == (failing,)
-    late = engine.add([5] * 7)
-    engine.drain()
-    engine.check(sitting)
-    engine.check(late)
-
-
 def test_after_new_weights_no_old_page_is_found() -> None:
     engine = Engine()
     prompt = list(range(9))
@@ -765,7 +742,6 @@ def test_bad_requests_are_refused() -> None:
         ({"max_batched_tokens": 0}, "max_batched_tokens must be at least 1"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
         ({"lookahead": -1}, "lookahead must be at least 0"),
-        ({"prompt_burst": -1}, "prompt_burst must be at least 0"),
         ({"max_running": 20}, "is below max_running"),
         ({"chunked_prefill": False}, "without chunked prefill"),
     ],
@@ -784,9 +760,7 @@ def test_an_idle_scheduler_has_nothing_to_run() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_soak_of_everything_at_once(seed: int) -> None:
     random = np.random.default_rng(seed)
-    engine = Engine(
-        num_pages=24, max_running=6, max_batched_tokens=12, max_model_len=48, prompt_burst=(seed + 1) % 3
-    )
+    engine = Engine(num_pages=24, max_running=6, max_batched_tokens=12, max_model_len=48)
     dropped = 0
     for _ in range(1500):
         kind = random.integers(20)
@@ -863,7 +837,6 @@ class Serving(RuleBasedStateMachine):
             chunked_prefill=chunked,
             prefix_caching=data.draw(st.integers(0, 3), label="prefix_caching") > 0,
             lookahead=data.draw(st.integers(0, 2), label="lookahead"),
-            prompt_burst=data.draw(st.integers(0, 5), label="prompt_burst"),
         )
         self.exempt: set[Request] = set()
 

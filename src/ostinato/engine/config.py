@@ -58,8 +58,6 @@ class EngineConfig:
     enable_cascade_attention: bool = False
     """Let decode batches whose requests all share a long prefix read its KV once a step, instead of once a
     request: one more graph for each captured decode batch."""
-    prompt_burst: int = 4
-    """Prompt steps in a row that running requests may sit out; 0: every prompt step takes them along."""
     steps_ahead: int | None = None
     """Steps launched before the tokens of the last one are read, 0 or 1. Default: 1 on a GPU, 0 on a CPU."""
     attention_backend: str = "auto"
@@ -116,9 +114,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        for name in ("seed", "prompt_burst"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must be at least 0, not {self.seed}")
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
         check_capture_sizes(self)

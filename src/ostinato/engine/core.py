@@ -85,7 +85,6 @@ class EngineCore:
                 prefix_caching=config.config.enable_prefix_caching,
                 shared_prefixes=config.config.enable_cascade_attention,
                 lookahead=config.lookahead,
-                prompt_burst=config.config.prompt_burst,
                 window=window_of(loaded.model.config.layer_windows, config.max_model_len),
             ),
             PageAllocator(kv.num_pages),
