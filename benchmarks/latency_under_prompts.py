@@ -25,16 +25,17 @@ STREAMS, STREAM_PROMPT = 32, 512
 GROUP = (1, 8)
 PROMPT_TOKENS = (1024, 6144)
 ANSWER_TOKENS = 32
-SECONDS = 10.0
+SECONDS = 8.0
 
 
-def arrivals(rate: float, vocab: int) -> list[tuple[float, list[int]]]:
-    """(second, prompt): groups come at random moments, `rate` a second on average."""
+def arrivals(rate: float, vocab: int, seconds: float) -> list[tuple[float, list[int]]]:
+    """(second, prompt): groups come at random moments, the first at once, `rate` a second on average."""
     draw, at, found = random.Random(1), 0.0, []
-    while (at := at + draw.expovariate(rate)) < SECONDS:
+    while at < seconds:
         for _ in range(draw.randint(*GROUP)):
             length = draw.randint(*PROMPT_TOKENS)
             found.append((at, draw.choices(range(vocab), k=length)))
+        at += draw.expovariate(rate)
     return found
 
 
@@ -43,7 +44,7 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def measured(llm: LLM, rate: float) -> dict[str, Any]:
+def measured(llm: LLM, rate: float, seconds: float) -> dict[str, Any]:
     """Serve the arrivals beside the streams; milliseconds and rates."""
     engine = llm.engine
     vocab = engine.core.loaded.model.config.vocab_size
@@ -57,14 +58,14 @@ def measured(llm: LLM, rate: float) -> dict[str, Any]:
     while any(len(stream.outputs[0].token_ids) < 8 for stream in streams):
         engine.step()
     is_stream = {id(stream) for stream in streams}
-    waiting = arrivals(rate, vocab)
+    waiting = arrivals(rate, vocab, seconds)
     arrived: dict[int, float] = {}
     first_tokens, tokens = list[float](), 0
     gaps, last = list[float](), dict.fromkeys(is_stream, time.perf_counter())
     began, at = time.perf_counter(), 0
     answered, first_seen = 0, set[int]()
     keep: list[Any] = []  # ids must not be used again
-    while (now := time.perf_counter() - began) < SECONDS or answered < at:
+    while (now := time.perf_counter() - began) < seconds or answered < at:
         while at < len(waiting) and waiting[at][0] <= now:
             output = engine.add({"prompt_token_ids": waiting[at][1]}, short)
             keep.append(output)
@@ -84,7 +85,7 @@ def measured(llm: LLM, rate: float) -> dict[str, Any]:
                 first_seen.add(name)
                 first_tokens.append(done - arrived[name])
             answered += output.finished
-    seconds = time.perf_counter() - began
+    taken = time.perf_counter() - began
     for stream in streams:
         engine.abort(stream.request_id)
     while engine.has_work:
@@ -101,10 +102,10 @@ def measured(llm: LLM, rate: float) -> dict[str, Any]:
             "p50": statistics.median(first_tokens) * 1e3,
             "p99": percentile(first_tokens, 0.99) * 1e3,
         },
-        "output_tokens_per_s": tokens / seconds,
-        "prompt_tokens_per_s": sum(len(ids) for _, ids in waiting[:at]) / seconds,
+        "output_tokens_per_s": tokens / taken,
+        "prompt_tokens_per_s": sum(len(ids) for _, ids in waiting[:at]) / taken,
         "prompts": at,
-        "seconds": seconds,
+        "seconds": taken,
     }
 
 
@@ -112,8 +113,8 @@ def main(file: Path, model: str, rate: float, options: dict[str, Any], label: st
     """Measure, print and add a row."""
     started = {"max_model_len": 32768, "enable_prefix_caching": False} | options
     with LLM(str(MODELS / model), load_format="dummy", **started) as llm:
-        measured(llm, rate)
-        found = measured(llm, rate)
+        measured(llm, rate, SECONDS / 4)
+        found = measured(llm, rate, SECONDS)
     row = {"label": label, "model": model, "groups_per_s": rate, "options": options} | found
     result = json.loads(file.read_text()) if file.exists() else {"benchmark": "latency under prompts"}
     result["machine"] = machine()

@@ -28,7 +28,7 @@ import torch
 from ostinato import LLM, SamplingParams
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, get_backend
 from ostinato.kernels.attention.query_tiles import Chunks, Queries, QueryTile
-from ostinato.kernels.attention.shared_memory import Gpu
+from ostinato.kernels.gpu import Gpu
 from ostinato.models.config import ModelConfig
 from ostinato.tools.layer_step import graph_us
 from ostinato.tools.machine import machine

@@ -294,10 +294,11 @@ class Setup:
     def sampling(self, steps: Sequence[Step], *, is_plain: bool = True) -> Service:
         """The same for sampling behind steps; which graph serves it is not told apart: see `sampling_of`.
 
-        `is_plain`: whether no request asks for more than a temperature and a seed. Decode steps, but not
-        those from a graph for mixed ones, then have it inside.
+        Decode steps, but not those from a graph for mixed ones, have plain sampling inside. `is_plain`: no
+        request asks for more than a temperature and a seed; else those who do get a graph of their own.
         """
-        count = sum(step.samples and not (is_plain and self._has_sampling(step)) for step in steps)
+        count = sum(step.samples and not self._has_sampling(step) for step in steps)
+        count += 0 if is_plain else sum(step.samples for step in steps)
         if self.mode == "none":
             return Service({}, {"disabled": count} if count else {})
         return Service({_SAMPLING: count} if count else {}, {})

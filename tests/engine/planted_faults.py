@@ -151,21 +151,52 @@ def stale_page_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def temperature_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling graphs read a copy of the temperatures and bring it up to date when they are done."""
-    made, drawn = Sampler.__init__, Sampler._draw
+    made, sampled = Sampler.__init__, Sampler._sample_asking
     stale: dict[int, torch.Tensor] = {}
 
     def init(self: Sampler, runner: ModelRunner) -> None:
         made(self, runner)
-        stale[id(self)] = self._settings.temperature.clone()
-        self._settings = replace(self._settings, temperature=stale[id(self)])
+        stale[id(self)] = self._asked.temperature.clone()
+        self._asked = self._asked._replace(temperature=stale[id(self)])
 
-    def draw(self: Sampler, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        tokens = drawn(self, rows, logits)
+    def sample(self: Sampler, *inputs: torch.Tensor, has_filters: bool) -> None:
+        sampled(self, *inputs, has_filters=has_filters)
         stale[id(self)].copy_(self._rows["temperature"])
-        return tokens
 
     monkeypatch.setattr(Sampler, "__init__", init)
-    monkeypatch.setattr(Sampler, "_draw", draw)
+    monkeypatch.setattr(Sampler, "_sample_asking", sample)
+
+
+def _with_asking(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, torch.Tensor], tuple[Any, Any]]
+) -> None:
+    sampled = Sampler._sample_asking
+
+    def sample(self: Sampler, rows: torch.Tensor, places: torch.Tensor, *, has_filters: bool) -> None:
+        sampled(self, *change(rows, places), has_filters=has_filters)
+
+    monkeypatch.setattr(Sampler, "_sample_asking", sample)
+
+
+def amended_at_the_wrong_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who ask for more get each other's logits and places."""
+    _with_asking(monkeypatch, lambda rows, places: (rows, places.roll(1)))
+
+
+def padding_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded requests have row 1 as the first one has: its token is counted more than once."""
+    _with_asking(monkeypatch, lambda rows, places: (rows.clamp(min=1), places))
+
+
+def penalties_that_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are counted in a copy."""
+    made = Sampler.__init__
+
+    def init(self: Sampler, runner: ModelRunner) -> None:
+        made(self, runner)
+        self._asked = self._asked._replace(generated=self.generated.clone())
+
+    monkeypatch.setattr(Sampler, "__init__", init)
 
 
 def plain_temperature_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +227,10 @@ PLANTED: dict[str, tuple[Plant, str]] = {
     "a KV write to the wrong slot": (kv_in_the_wrong_slot, r"full decode 4x1"),
     "a stale page table": (stale_page_table, r"full decode 4x1"),
     "last step's temperature": (temperature_of_the_last_step, r"sampling filtered decode 4x1"),
+    "last step's temperature, adjusted": (temperature_of_the_last_step, r"sampling adjusted decode 4x1"),
+    "amended at the wrong places": (amended_at_the_wrong_places, r"sampling adjusted decode 4x1"),
+    "padding that is served": (padding_that_is_served, r"sampling filtered decode 4x1"),
+    "penalties that are not counted": (penalties_that_are_not_counted, r"sampling adjusted decode 4x1"),
     "last step's temperature in a decode graph": (plain_temperature_of_the_last_step, r"full decode 4x1"),
 }
 """What to plant, and a graph that must be named."""

@@ -28,7 +28,7 @@ def steps_of(seed: int, *, ahead: int) -> list[tuple[object, ...]]:
         do_something(engine, chance)
         step = engine.launch()
         if step is not None:
-            pages = [(update.row, update.first, update.pages) for update in step.page_updates]
+            pages = [(update.row, update.first, update.pages.tolist()) for update in step.page_updates]
             names = [request.request_id for request in step.requests]
             arrays = (step.rows, step.starts, step.num_new_tokens, step.samples, step.tenancies)
             found.append((step.index, names, pages, *(array.tolist() for array in arrays)))

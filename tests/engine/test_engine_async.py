@@ -214,3 +214,52 @@ def test_a_snapshot_of_prompt_logprobs_stays_as_it_is(tiny: TinyModel) -> None:
         while llm.engine.has_work:
             llm.engine.step()
         assert taken.prompt_logprobs == then
+
+
+def test_a_paused_engine_waits_without_a_turn(llm: AsyncLLM, tiny: TinyModel) -> None:
+    [prompt] = prompts_of((5,))
+    engine = llm._llm.engine
+    turns = 0
+    step = engine.step
+
+    def counted() -> list[RequestOutput]:
+        nonlocal turns
+        turns += 1
+        return step()
+
+    engine.step = counted  # type: ignore[method-assign]
+
+    async def run() -> RequestOutput:
+        outputs = []
+        async for output in llm.generate(prompt, LONG):
+            outputs.append(output)
+            if len(outputs) == 3:
+                llm.pause()
+                late = asyncio.create_task(whole(llm))
+                await asyncio.sleep(0.05)  # what was under way comes to an end
+                before = turns
+                await asyncio.sleep(0.1)
+                assert turns == before, "it turns in vain"
+                assert not late.done()
+                llm.resume()
+                assert (await late).finished
+        return outputs[-1]
+
+    output = asyncio.run(asyncio.wait_for(run(), 30))
+    assert output.outputs[0].token_ids == tiny.greedy(tuple(prompt["prompt_token_ids"]), 50)
+    assert is_forgotten(llm)
+
+
+def test_a_paused_engine_can_be_aborted_and_closed(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        llm.pause()
+        waiting = asyncio.create_task(whole(llm, LONG, "mine"))
+        other = asyncio.create_task(whole(llm, LONG))
+        await asyncio.sleep(0.02)
+        await llm.abort("mine")
+        assert (await asyncio.wait_for(waiting, 10)).outputs[0].finish_reason == "abort"
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(RequestError, match="closed"):
+            await asyncio.wait_for(other, 10)
+
+    asyncio.run(run())

@@ -90,6 +90,35 @@ def test_embeddings_survive_preemption(tiny: TinyModel) -> None:
         assert service_of(llm).eager == {}
 
 
+def test_the_host_gets_one_vector_of_a_prompt_and_no_states(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunk by chunk, several in one step, in rows that others had before."""
+    copied: list[tuple[int, ...]] = []
+    to_host, copy = torch.Tensor.cpu, torch.Tensor.copy_
+
+    def counted_to_host(self: torch.Tensor) -> torch.Tensor:
+        copied.append(tuple(self.shape))
+        return to_host(self)
+
+    def counted_copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking:
+            copied.append(tuple(source.shape))
+        return copy(self, source, non_blocking)
+
+    prompts = prompts_of((60, 3, 40, 16, 33, 50, 1, 2), seed=4)
+    with LLM(tiny.directory, **Setup().options) as llm:
+        monkeypatch.setattr(torch.Tensor, "cpu", counted_to_host)
+        monkeypatch.setattr(torch.Tensor, "copy_", counted_copy)
+        found = {pooling: llm.embed(prompts, pooling=pooling) for pooling in ("mean", "last")}
+        monkeypatch.undo()
+        assert copied == [(2, 32)] * 2 * len(prompts), "each its own line"
+        for pooling, outputs in found.items():
+            for prompt, output in zip(prompts, outputs, strict=True):
+                expected = expected_vector(tiny.reference.model, prompt["prompt_token_ids"], pooling)
+                assert torch.cosine_similarity(torch.tensor(output.embedding), expected, dim=0) > 0.9999
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_a_checkpoint_without_an_output_layer_embeds_and_refuses_to_generate(
     tmp_path: Path, family: str

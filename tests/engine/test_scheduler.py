@@ -27,6 +27,8 @@ from ostinato.graphs.errors import ConfigError
 
 GRAMMAR: Any = object()
 """All that the scheduler wants to know of a grammar is whether a request has one."""
+FAILURES = ("not at all", "told of pages", "computed")
+"""How far a step has got on the device when it fails."""
 VOCAB = 12
 EOS = frozenset({0})
 POISON = 666
@@ -74,10 +76,13 @@ class FakeDevice:
         self.weights = 0
         self.num_placeholders = 0
 
-    def run(self, step: ScheduledStep) -> list[int]:
+    def update_pages(self, step: ScheduledStep) -> None:
         for update in step.page_updates:
             assert 0 not in update.pages
             self.page_table[update.row, update.first : update.first + len(update.pages)] = update.pages
+
+    def run(self, step: ScheduledStep) -> list[int]:
+        self.update_pages(step)
         order = sorted(range(step.num_requests), key=lambda at: hash((at, step.index)))
         sampled = [POISON] * step.num_requests
         for at in order:
@@ -168,8 +173,7 @@ class Engine:
         assert step.total_tokens <= self.config.max_batched_tokens
         assert step.num_requests <= self.config.max_running
         contexts = step.starts[: step.num_requests - len(step.prompt_tokens)].tolist()
-        if not self.scheduler.rows.num_waiting:  # who waits for a grammar falls behind the others
-            assert contexts == sorted(contexts, reverse=True), "the longest contexts come first"
+        assert contexts == sorted(contexts, reverse=True), "the longest contexts come first"
         has_advanced = oldest in step.requests or waits_for_result
         assert has_advanced or self.sat_out[oldest], "the oldest request did not advance"
         self.launched.append((step, self.device.run(step)))
@@ -195,8 +199,6 @@ class Engine:
     def waits_for_result(self, request: Request) -> bool:
         if request.params is None:
             return request.num_unscheduled == 0
-        if request.grammar is not None and request.num_pending:
-            return True
         end = min(self.scheduler.max_len, request.num_prompt_tokens + (request.params.max_tokens or 10**9))
         return request.num_tokens + request.num_pending >= end
 
@@ -204,6 +206,21 @@ class Engine:
         done = self.scheduler.complete(*self.launched.popleft())
         self.scheduler.check_integrity()
         return done
+
+    def fail(self, how_far: str) -> tuple[Request, ...]:
+        """Launch a step that fails, when so much of it is done on the device; those that end with it."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return ()
+        if how_far == "told of pages":
+            self.device.update_pages(step)
+        elif how_far == "computed":
+            self.device.run(step)
+        while self.launched:
+            self.complete()
+        failed = self.scheduler.fail(step, "out of memory")
+        self.scheduler.check_integrity()
+        return failed
 
     def turn(self) -> None:
         """Launch if possible, and stay as far ahead of the device as allowed."""
@@ -656,6 +673,22 @@ def test_a_failed_step_ends_its_requests_with_the_error_and_nobody_else() -> Non
     engine.check(waiting)
 
 
+@pytest.mark.parametrize("how_far", FAILURES)
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_who_sits_out_a_failed_step_has_the_pages_it_got_with_it(how_far: str, lookahead: int) -> None:
+    engine = Engine(lookahead=lookahead, prompt_burst=4)
+    sitting = engine.add([1, 2, 3])
+    engine.turn()
+    engine.turn()
+    failing = engine.add([5] * 16)
+    assert engine.scheduler._taken.missing(sitting, sitting.num_scheduled + 1) == 1, "a page is due"
+    assert engine.fail(how_far) == (failing,)
+    late = engine.add([5] * 7)
+    engine.drain()
+    engine.check(sitting)
+    engine.check(late)
+
+
 def test_after_new_weights_no_old_page_is_found() -> None:
     engine = Engine()
     prompt = list(range(9))
@@ -869,6 +902,12 @@ class Serving(RuleBasedStateMachine):
             assert scheduler.abort(request.request_id)
             assert request.output_ids == so_far
             self.exempt.add(request)
+
+    @precondition(lambda self: len(self.engine.launched) <= self.engine.config.lookahead)
+    @rule(how_far=st.sampled_from(FAILURES), turns=st.integers(0, 3))
+    def fail(self, how_far: str, turns: int) -> None:
+        self.exempt.update(self.engine.fail(how_far))
+        self.turn(turns)
 
     @rule(turns=st.integers(1, 3), arrival=ARRIVAL)
     def pause_and_continue(self, turns: int, arrival: Arrival) -> None:

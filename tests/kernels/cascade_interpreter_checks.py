@@ -1,7 +1,6 @@
 """Runs in a process with TRITON_INTERPRET=1 (see `test_cascade`): attention over a shared prefix."""
 
 import sys
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +8,8 @@ import torch
 
 from kernels import fused_checks
 from kernels.paged_cases import make_case
-from ostinato.kernels.attention import decode_tiles, gpu_ops, shared_memory, triton_decode
+from ostinato.kernels.attention import decode_tiles, gpu_ops, triton_decode
+from ostinato.kernels.gpu import H200
 
 CASES = (
     # shared pages, lengths of contexts, (query heads, KV heads, size of a head), norm
@@ -65,7 +65,7 @@ if __name__ == "__main__":
     # A few splits show what many do.
     with (
         patch.object(decode_tiles, "_PROGRAMS_WANTED", 60),
-        patch.object(triton_decode, "gpu_of", lambda _: replace(shared_memory.H200, multiprocessors=6)),
+        patch.object(triton_decode, "gpu_of", lambda _: H200._replace(multiprocessors=6)),
     ):
         is_all = sys.argv[1] == "all"
         check_contexts(CASES if is_all else FEW)

@@ -12,7 +12,7 @@ from kernels import fused_checks
 from kernels.cuda_emulator.emulated import Emulator
 from ostinato.kernels.attention import cuda_decode
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
-from ostinato.kernels.attention.shared_memory import Gpu
+from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import (
     cuda_fragments,
     cuda_gemv,
@@ -165,7 +165,7 @@ def emulated_attention(emulator: Emulator, tile: CudaDecodeTile, multiprocessors
             cuda_kernel=emulator.kernel,
             is_supported=lambda device: True,
             cuda_decode_tile=lambda *batch: tile,
-            gpu_of=lambda device: Gpu(multiprocessors, 228 << 10),
+            gpu_of=lambda device: Gpu((9, 0), multiprocessors),
             _counters_of_caches={},
         ),
         _new_tensors_full_of_nan(),

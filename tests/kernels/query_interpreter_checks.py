@@ -15,9 +15,9 @@ import torch
 
 from kernels import unchanged
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
-from ostinato.kernels.attention import get_backend, gpu_ops, query_tiles, shared_memory, triton_queries
+from ostinato.kernels.attention import get_backend, gpu_ops, query_tiles, triton_queries
 from ostinato.kernels.attention.query_tiles import Queries
-from ostinato.kernels.attention.shared_memory import Gpu
+from ostinato.kernels.gpu import H200, Gpu
 
 TRITON = get_backend("triton", "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -28,7 +28,7 @@ SHAPES = ((4, 4, 16), (6, 2, 24), (2, 1, 128), (8, 1, 64), (7, 1, 80), (2, 2, 25
 @contextmanager
 def division(keys: int, multiprocessors: int) -> Any:
     """Contexts are cut at multiples of so many keys, where there are so few tiles that they are cut."""
-    gpu = replace(shared_memory.H200, multiprocessors=multiprocessors)
+    gpu = H200._replace(multiprocessors=multiprocessors)
     with (
         patch.object(query_tiles, "_LEAST_KEYS", keys),
         patch.object(query_tiles, "_KEYS_PER_QUERY", 0),

@@ -8,13 +8,13 @@ import torch
 
 from ostinato.kernels.attention import decode_tiles
 from ostinato.kernels.attention.query_tiles import Queries
-from ostinato.kernels.attention.shared_memory import Gpu
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import Gpu
 
 triton = pytest.importorskip("triton")
 
-GPUS = {80: Gpu(108, 164 << 10), 89: Gpu(58, 100 << 10), 90: Gpu(132, 228 << 10)}
-GPUS |= {100: Gpu(148, 228 << 10), 120: Gpu(170, 100 << 10)}
+MULTIPROCESSORS = {80: 108, 89: 58, 90: 132, 100: 148, 120: 170}
+GPUS = {sm: Gpu((sm // 10, sm % 10), count) for sm, count in MULTIPROCESSORS.items()}
 """A100, L4, H200, B200 and RTX 5090, by compute capability."""
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 INDEX_BUFFERS = ("page_table", "token_rows", "positions", "prefix_lens")
@@ -165,7 +165,7 @@ def test_cuda_decode_compiles_where_it_serves(capability):
         pytest.skip("needs NVRTC and cuda-bindings")
     from ostinato.kernels.attention.cuda_decode import decode_kernel
 
-    tile = decode_tiles.cuda_decode_tile(8, 8, 2)
+    tile = decode_tiles.cuda_decode_tile(8, 8, 2, GPUS[90])
     kernel, shared = decode_kernel(
         tile, 8, head_dim=128, group=2, num_kv_heads=8, has_norm=True, dtype=torch.bfloat16
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernels.interpreted import assert_passes
 from kernels.paged_cases import dense_attention, make_case
 from ostinato.kernels.attention import PAGE_SIZE, decode_tiles, get_backend
-from ostinato.kernels.attention.shared_memory import H200
+from ostinato.kernels.gpu import H200
 
 TORCH = get_backend("torch", "cpu")
 NAN = float("nan")

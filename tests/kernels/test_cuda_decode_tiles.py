@@ -16,6 +16,7 @@ from ostinato.kernels.attention.decode_tiles import (
     decode_class,
 )
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import Gpu
 
 HOPPER = (9, 0)
 MOST_SHARED_BYTES = 227 << 10
@@ -25,9 +26,11 @@ GROUPS = (1, 2, 3, 4, 7, 8, 9, 16)
 HEAD_DIMS = (64, 80, 128)
 
 
-def kernel_of(num_tokens: int, num_kv_heads: int, group: int, head_dim: int = 128):
+def kernel_of(
+    num_tokens: int, num_kv_heads: int, group: int, head_dim: int = 128, multiprocessors: int = 132
+):
     """The kernel, its tile and its shared memory."""
-    tile = cuda_decode_tile(num_tokens, num_kv_heads, group)
+    tile = cuda_decode_tile(num_tokens, num_kv_heads, group, Gpu((9, 0), multiprocessors))
     kernel, shared_bytes = decode_kernel(
         tile,
         num_tokens,
@@ -45,18 +48,22 @@ def test_programs_fit_a_multiprocessor(num_kv_heads):
     for num_tokens in (1, 2, 4, 8, 16, 17, 32, 33, 64, 128, 256, 257, 1024):
         for group in GROUPS:
             for head_dim in HEAD_DIMS:
-                _, tile, shared_bytes = kernel_of(num_tokens, num_kv_heads, group, head_dim)
-                assert shared_bytes <= MOST_SHARED_BYTES
-                assert tile.max_chunks >= 1
+                for multiprocessors in (78, 132, 148):
+                    size = (num_tokens, num_kv_heads, group, head_dim, multiprocessors)
+                    _, tile, shared_bytes = kernel_of(*size)
+                    assert shared_bytes <= MOST_SHARED_BYTES
+                    assert tile.max_chunks >= 1
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
 @pytest.mark.parametrize("group", GROUPS)
-def test_batches_of_a_class_run_the_same_kernel(num_kv_heads, group):
+@pytest.mark.parametrize("multiprocessors", [78, 132])
+def test_batches_of_a_class_run_the_same_kernel(num_kv_heads, group, multiprocessors):
     kernels: dict[object, set[object]] = {}
     for num_tokens in range(1, CUDA_MAX_TOKENS[-1] + 1):
-        same = kernels.setdefault(decode_class(num_tokens, num_kv_heads, torch.bfloat16), set())
-        same.add(kernel_of(num_tokens, num_kv_heads, group)[0])
+        found = decode_class(num_tokens, num_kv_heads, torch.bfloat16, Gpu((9, 0), multiprocessors))
+        kernel, *_ = kernel_of(num_tokens, num_kv_heads, group, multiprocessors=multiprocessors)
+        kernels.setdefault(found, set()).add(kernel)
     assert all(len(same) == 1 for same in kernels.values())
     assert len(kernels) <= 9
 

@@ -1,15 +1,16 @@
 """Attention of prompts and mixed batches without a GPU: how work is divided, and what kernels find."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.interpreted import assert_passes
+from ostinato.kernels import gpu
 from ostinato.kernels.attention import BackendError
 from ostinato.kernels.attention.query_tiles import Queries, query_class
-from ostinato.kernels.attention.shared_memory import H200, KeyBlocks
+from ostinato.kernels.attention.shared_memory import KeyBlocks
+from ostinato.kernels.gpu import H200, Gpu
 
 QWEN3 = (16, 8, 128)
 MODELS = (QWEN3, (32, 8, 64), (32, 8, 128), (14, 2, 64), (32, 32, 80), (8, 1, 256), (71, 1, 64), (16, 8, 256))
@@ -86,19 +87,19 @@ def test_few_variants_are_compiled():
 
 
 def test_a_tile_has_room_in_the_shared_memory_of_any_gpu():
-    small = replace(H200, multiprocessors=58, shared_bytes=100 << 10)
-    middle = replace(H200, multiprocessors=108, shared_bytes=164 << 10)
-    for gpu, heads, tokens, dtype in itertools.product(
+    small, middle = Gpu((8, 9), 58), Gpu((8, 0), 108)
+    for one, heads, tokens, dtype in itertools.product(
         (small, middle, H200), MODELS, (1, 16, 256, 4096), (HALF, torch.float16, torch.float32)
     ):
-        tile, chunks = rung(tokens, 8192, heads, dtype).divided(gpu)
+        tile, chunks = rung(tokens, 8192, heads, dtype).divided(one)
         blocks = KeyBlocks(tile.key_block, tile.num_stages)
         needed = blocks.shared_bytes(dtype, heads[2], tile.query_block * tile.group_block)
-        programs = 1 if chunks is None else -(-chunks.programs // gpu.multiprocessors)
-        assert needed <= gpu.room_for(programs)
+        programs = 1 if chunks is None else -(-chunks.programs // one.multiprocessors)
+        assert needed <= one.room_for(programs)
 
 
-def test_heads_that_have_no_room_are_refused():
-    tiny = replace(H200, shared_bytes=48 << 10)
+def test_heads_that_have_no_room_are_refused(monkeypatch):
+    tiny = Gpu((5, 2), 24)
+    monkeypatch.setitem(gpu._SHARED_KIB, tiny.capability, 47)
     with pytest.raises(BackendError, match=r"heads of 512 in torch.float32 takes .* use the torch backend"):
         rung(16, 8192, (8, 8, 512), torch.float32).divided(tiny)

@@ -13,8 +13,11 @@ from kernels import fused_checks, small_kernel_checks, unchanged
 from kernels.paged_cases import dense_attention, make_case
 from ostinato.kernels import triton_rows
 from ostinato.kernels.attention import decode_tiles, get_backend, gpu_ops
+from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import products, triton_linear
-from ostinato.kernels.linear.tiles import GemvTile, MatrixShape, SkinnyTile, default_gemv_tile
+from ostinato.kernels.linear.rules import gemv_tile
+from ostinato.kernels.linear.tiles import GemvTile, MatrixShape, SkinnyTile
+from ostinato.kernels.linear.weight import Weight
 
 TRITON = get_backend("triton", "cpu")
 
@@ -26,9 +29,9 @@ PROJECTIONS = (
 )
 FLAGS = ({"gated": True, "bias": True}, {"bias": True}, {})
 SKINNY = (
-    SkinnyTile(16, 8, 32, 4, 2, prefetch=True),
-    SkinnyTile(16, 32, 16, 4, 2, early=32),
-    SkinnyTile(16, 16, 16, 4, 2, parts=2, early=16),
+    SkinnyTile(16, 8, 32, 4, 2),
+    SkinnyTile(16, 32, 16, 4, 2),
+    SkinnyTile(16, 16, 16, 4, 2, parts=2),
     SkinnyTile(16, 32, 32, 4, 2, parts=4),
 )
 ALL = sys.argv[1:] == ["all"]
@@ -95,22 +98,22 @@ def check_layers_by_choice() -> None:
     ):
         x, residual = torch.randn(num_tokens, 64), torch.randn(num_tokens, 24)
         with (
-            patch.object(products, "_choice", lambda *_, tile=tile, **__: tile),
+            patch.object(products, "tile_for", lambda *_, tile=tile, **__: tile),
             patch.object(triton_linear, "choose", lambda *_, tile=tile: tile),
         ):
-            product = products.linear_in_parts(x, weight, bias)
+            product = products.linear_in_parts(x, Weight(weight), bias)
             rows = (num_tokens, 24)
             assert product.shape == ((2, *rows) if getattr(tile, "parts", 1) > 1 else rows)
             total = residual.clone()
             added = triton_rows.add_rms_norm(product, total, norm, 1e-5)
             wanted = torch.nn.functional.linear(x, weight, bias)
-            torch.testing.assert_close(products.linear(x, weight, bias), wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(products.linear(x, Weight(weight), bias), wanted, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(total, wanted + residual, atol=1e-5, rtol=1e-5)
             expected = torch.nn.functional.rms_norm(total, (24,), norm, 1e-5)
             torch.testing.assert_close(added, expected, atol=1e-5, rtol=1e-5)
             if getattr(tile, "parts", 1) == 1:
                 gate, up = wanted.chunk(2, dim=-1)
-                gated = products.gated_linear(x, weight, bias)
+                gated = products.gated_linear(x, Weight(weight), bias)
                 torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, atol=1e-5, rtol=1e-5)
 
 
@@ -118,7 +121,7 @@ def check_projections() -> None:
     for shape in ((1, 13, 40), (1, 16, 128)):
         for flags in PROJECTIONS:
             fused_checks.check_projection("cpu", torch.float32, shape, GemvTile(2, 32, 4), **flags)
-    tile = default_gemv_tile(MatrixShape(24, 5000))
+    tile = gemv_tile(MatrixShape(24, 5000), Gpu((9, 0), 132))
     fused_checks.check_projection("cpu", torch.float16, (1, 24, 5000), tile, norm=True, gated=True)
 
 
@@ -167,8 +170,6 @@ def check_sampling_ops_are_declared_truthfully(tests: tuple[str, ...]) -> None:
     logits, rows, asked = plain.logits, plain.rows, plain.settings
     opcheck(ops.best_of_blocks.default, (logits, rows, *asked, 1e-5), test_utils=tests)
     opcheck(ops.plain_tokens.default, (logits, rows, *asked), test_utils=tests)
-    cuts = torch.full((3,), 0.0), torch.full((3,), 40, dtype=torch.int32)
-    opcheck(ops.sample_rows.default, (logits, rows, *asked[1:], 1e-5, *cuts), test_utils=tests)
     lines = small_kernel_checks.lines_of(6, 3, "cpu")
     values, tokens = torch.rand(3, 2), torch.ones(3, 2, dtype=torch.int32)
     opcheck(ops.return_best.default, (rows, values, tokens, 40, *lines), test_utils=tests)

@@ -13,30 +13,30 @@ A request of 75 tokens with pages of 16, admitted with a prefix hit of two pages
                |<----- committed: never written again --->|<-- private, written slot by slot
                |<----- may have other owners ------------>|<-- exactly one owner
 
-Note [Exact prefixes]
-A full page is found under the key (page before it, its token ids), where page 0 stands before the first.
-A dictionary compares keys, not only hashes, so by induction over the pages a hit means that every token
-from the start of the request is equal. For that, a page must not be evicted while a key names it:
-
-- an owner of a page owns all pages before it (`match` returns whole chains, and `commit` swaps a page for
-  its cached twin where an equal one is cached already), so a page in use keeps its chain in use;
-- `free` releases the last page first, so of the unused pages a page is always older than the one before
-  it, and the least recently used page never has a cached page behind it.
+Note [What is evicted first]
+A page is found through all pages before it (Note [Exact prefixes] in prefix_index), so one whose predecessor
+was evicted is lost, and takes memory until it is evicted itself. Hence the end of a chain goes first: an
+owner of a page owns all pages before it (`match` returns whole chains, and `commit` swaps a page for its
+cached twin where an equal one is cached already), and `free` releases the last page first. Requests that look
+back through windows only give up the beginning of their chain early; they are the exception that
+`check_integrity` is told of.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from .prefix_index import IntArray, PrefixIndex
 
 PAGE_SIZE = 16
 """Tokens in a page."""
 
 RESERVED_PAGE = 0
 """Padding reads and writes this page; no request ever owns it. As a parent it means: no page before."""
-
-_PageKey = tuple[int, tuple[int, ...]]
 
 
 class OutOfPages(RuntimeError):
@@ -79,12 +79,16 @@ class PageAllocator:
             raise ValueError(f"a page holds at least one token, not {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
-        self._owners = [0] * num_pages
+        self._owners = np.zeros(num_pages, dtype=np.int32)
         # Every page but 0 is in exactly one place: owned, empty, or evictable (unused, with content).
         self._empty = list(range(num_pages - 1, 0, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._page_of: dict[_PageKey, int] = {}
-        self._key_of: dict[int, _PageKey] = {}
+        # In the order in which they lost their last owner. A page that was used again since is in it more
+        # than once, or has an owner: only the last entry of an unused page counts.
+        self._evictable: deque[int] = deque()
+        self._entries = np.zeros(num_pages, dtype=np.int32)
+        self._num_evictable = 0
+        self._index = PrefixIndex(num_pages, page_size)
+        self._is_cached = np.zeros(num_pages, dtype=bool)
         self._counts: Counter[str] = Counter()
 
     @property
@@ -95,12 +99,12 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Pages without an owner, whether or not they hold cached content."""
-        return len(self._empty) + len(self._evictable)
+        return len(self._empty) + self._num_evictable
 
     @property
     def num_cached(self) -> int:
         """Pages whose content can be found by `match`."""
-        return len(self._key_of)
+        return len(self._index)
 
     @property
     def statistics(self) -> PageStatistics:
@@ -115,68 +119,81 @@ class PageAllocator:
         """Take `count` pages, each with one owner: empty pages first, then the least recently used."""
         if count > self.num_free:
             raise OutOfPages(f"{count} pages were asked for, {self.num_free} of {self.num_usable} are free")
-        taken = []
-        for _ in range(count):
-            page = self._empty.pop() if self._empty else self._evict()
-            self._owners[page] = 1
-            taken.append(page)
+        kept = max(0, len(self._empty) - count)
+        taken = self._empty[kept:][::-1]
+        del self._empty[kept:]
+        while len(taken) < count:
+            taken.append(self._evict())
+        self._owners[taken] = 1
         return taken
 
-    def free(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Sequence[int] | IntArray) -> None:
         """Give up one reference to each page of a request, given in the order of their positions.
 
         The pages may still be read or written by steps that have been launched: whoever gets them next
         runs in a later step of the same stream, and overwrites a slot before reading it.
         """
-        for page in reversed(pages):
-            self._release(page)
+        given = np.asarray(pages, dtype=np.intp)[::-1]
+        left = self._owners[given] - 1
+        assert (left >= 0).all(), f"a page of {given[left < 0].tolist()} is freed but has no owner"
+        self._owners[given] = left
+        unused = given[left == 0]
+        has_content = self._is_cached[unused]
+        self._empty += unused[~has_content].tolist()
+        kept = unused[has_content]
+        self._evictable += kept.tolist()
+        self._entries[kept] += 1
+        self._num_evictable += len(kept)
+        if len(self._evictable) > 2 * self.num_pages:
+            in_order = self._in_order()
+            self._evictable = deque(in_order)
+            self._entries[:] = 0
+            self._entries[in_order] = 1
 
-    def match(self, token_ids: Sequence[int]) -> list[int]:
+    def contents(self, token_ids: Sequence[int] | IntArray) -> list[bytes]:
+        """The token ids of each page that these fill, for `commit`."""
+        return self._index.contents(token_ids)
+
+    def match(self, token_ids: Sequence[int] | IntArray) -> list[int]:
         """The cached pages of the longest known prefix, without taking them (see `share`).
 
         Never the whole prompt: the last token is always left to compute, as its logits are needed.
         """
-        pages: list[int] = []
-        parent = RESERVED_PAGE
-        for start in range(0, len(token_ids) - self.page_size, self.page_size):
-            page = self._page_of.get((parent, tuple(token_ids[start : start + self.page_size])))
-            if page is None:
-                break
-            pages.append(page)
-            parent = page
-        return pages
+        return self._index.find(token_ids[:-1])
 
-    def num_unowned(self, pages: Iterable[int]) -> int:
+    def num_unowned(self, pages: Sequence[int] | IntArray) -> int:
         """How many of these pages `share` would take from the free ones."""
-        return sum(self._owners[page] == 0 for page in pages)
+        wanted = _without_page_0(pages)
+        return len(wanted) - int(np.count_nonzero(self._owners[wanted]))
 
-    def share(self, pages: Sequence[int], queried_tokens: int) -> None:
-        """Add an owner to each page that `match` returned for a request of `queried_tokens` tokens."""
-        for page in pages:
-            assert page in self._key_of, f"page {page} is shared but was never committed"
-            self._take_cached(page)
+    def share(self, pages: Sequence[int] | IntArray, queried_tokens: int) -> None:
+        """Add an owner to each page that `match` returned for a request of `queried_tokens` tokens.
+
+        Page 0 stands for one that was found and is not needed.
+        """
+        found = _without_page_0(pages)
+        assert self._is_cached[found].all(), "a page is shared but was never committed"
+        self._num_evictable -= self.num_unowned(found)
+        self._owners[found] += 1
         self._counts["queried_tokens"] += queried_tokens
         self._counts["hit_tokens"] += len(pages) * self.page_size
 
-    def commit(self, page: int, parent: int, token_ids: Sequence[int]) -> int:
-        """Make a page shareable once the KV of all its tokens has been computed.
+    def commit(self, page: int, parent: int, content: bytes) -> int:
+        """Make a page shareable once the KV of all its tokens, see `contents`, has been computed.
 
         `parent` is the page before it (0 for the first), itself committed. Where an equal page is cached
         already, the caller's reference moves to that twin. Returns the page the caller owns from now on.
         """
-        assert len(token_ids) == self.page_size, "only a full page can be shared"
         assert self._owners[page] == 1, "a page is private until it is committed"
-        assert page not in self._key_of, "a page is committed once"
-        assert parent == RESERVED_PAGE or parent in self._key_of, "the page before must be committed"
-        key = (parent, tuple(token_ids))
-        twin = self._page_of.get(key)
+        twin = self._index.behind(parent, content)
         if twin is not None:
-            self._take_cached(twin)
-            self._release(page)
+            self._num_evictable -= not self._owners[twin]
+            self._owners[twin] += 1
+            self.free([page])
             self._counts["twins"] += 1
             return twin
-        self._page_of[key] = page
-        self._key_of[page] = key
+        self._index.enter(page, parent, content)
+        self._is_cached[page] = True
         self._counts["commits"] += 1
         return page
 
@@ -185,15 +202,25 @@ class PageAllocator:
 
         An owner must not commit pages that build on ones from before the flush.
         """
-        self._empty.extend(reversed(self._evictable))
+        self._empty += reversed(self._in_order())
         self._evictable.clear()
-        self._page_of.clear()
-        self._key_of.clear()
+        self._entries[:] = 0
+        self._num_evictable = 0
+        self._is_cached[:] = False
+        self._index.clear()
 
-    def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
-        """Raise PageIntegrityError unless the books agree with the page lists of all owners."""
+    def check_integrity(self, owners: Iterable[Sequence[int]], *, chains_are_whole: bool = True) -> None:
+        """Raise PageIntegrityError unless the books agree with the page lists of all owners.
+
+        `chains_are_whole`: whoever owns a page owns those before it.
+        """
         held = Counter(page for pages in owners for page in pages)
-        empty, evictable = Counter(self._empty), Counter(self._evictable.keys())
+        empty = Counter(self._empty)
+        evictable = Counter(self._in_order())
+        if evictable.total() != self._num_evictable:
+            raise PageIntegrityError(
+                f"{self._num_evictable} pages are said to be evictable, {evictable.total()} are"
+            )
         for page in range(self.num_pages):
             if held[page] != self._owners[page]:
                 word = "leaked" if held[page] < self._owners[page] else "owned without a reference"
@@ -206,38 +233,50 @@ class PageAllocator:
                     f"page {page} is in {places} places: {held[page]} owners, "
                     f"{empty[page]} times empty, {evictable[page]} times evictable"
                 )
-            if (empty[page] and page in self._key_of) or (evictable[page] and page not in self._key_of):
+            if (empty[page] and page in self._index) or (evictable[page] and page not in self._index):
                 raise PageIntegrityError(f"unused page {page} is in the wrong list for its content")
         self._check_keys()
+        if chains_are_whole:
+            self._check_order()
 
     def _check_keys(self) -> None:
-        if {page: key for key, page in self._page_of.items()} != self._key_of:
-            raise PageIntegrityError("the two directions of the index of cached pages disagree")
-        age = {page: position for position, page in enumerate(self._evictable)}
-        for page, (parent, _) in self._key_of.items():
-            if parent == RESERVED_PAGE:
-                continue
-            if parent not in self._key_of:
-                raise PageIntegrityError(f"page {page} is cached behind page {parent}, which is not")
+        if not self._index.is_sound():
+            raise PageIntegrityError("the parts of the index of cached pages disagree")
+        if np.flatnonzero(self._is_cached).tolist() != sorted(self._index.pages):
+            raise PageIntegrityError("some pages are marked as cached and are not, or the other way round")
+        if Counter(self._evictable) != Counter(dict(enumerate(self._entries.tolist()))):
+            raise PageIntegrityError("entries of evictable pages are counted wrongly")
+
+    def _check_order(self) -> None:
+        age = {page: at for at, page in enumerate(self._in_order())}
+        for page in self._index.pages:
+            parent = self._index.parent_of(page)
+            if parent is None:
+                raise PageIntegrityError(f"page {page} is cached behind a page which is not")
             if parent in age and not age.get(page, self.num_pages) < age[parent]:
                 raise PageIntegrityError(f"page {parent} would be evicted before page {page} behind it")
 
-    def _take_cached(self, page: int) -> None:
-        if self._owners[page] == 0:
-            del self._evictable[page]
-        self._owners[page] += 1
-
-    def _release(self, page: int) -> None:
-        assert self._owners[page] > 0, f"page {page} is freed but has no owner"
-        self._owners[page] -= 1
-        if self._owners[page] == 0:
-            if page in self._key_of:
-                self._evictable[page] = None
-            else:
-                self._empty.append(page)
+    def _in_order(self) -> list[int]:
+        """The evictable pages, the next to be evicted first."""
+        last_entries = dict.fromkeys(reversed(self._evictable))
+        return [page for page in reversed(last_entries) if not self._owners[page]]
 
     def _evict(self) -> int:
-        page, _ = self._evictable.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        page = self._next_entry()
+        while self._entries[page] or self._owners[page]:
+            page = self._next_entry()
+        self._num_evictable -= 1
+        self._index.remove(page)
+        self._is_cached[page] = False
         self._counts["evictions"] += 1
         return page
+
+    def _next_entry(self) -> int:
+        page = self._evictable.popleft()
+        self._entries[page] -= 1
+        return page
+
+
+def _without_page_0(pages: Sequence[int] | IntArray) -> IntArray:
+    listed = np.asarray(pages, dtype=np.intp)
+    return listed[listed != RESERVED_PAGE]

@@ -75,6 +75,14 @@ class AsyncLLM:
 
         self._do(abort)
 
+    def pause(self) -> None:
+        """Run no further step until `resume`; requests keep their place, and new ones are taken in."""
+        self._do(lambda engine: engine.core.scheduler.pause())
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._do(lambda engine: engine.core.scheduler.resume())
+
     def graph_report(self) -> Report:
         """As `LLM.graph_report`."""
         return self._llm.graph_report()
@@ -105,8 +113,8 @@ class AsyncLLM:
     def _serve(self) -> None:
         engine = self._llm.engine
         try:
-            while self._obey(wait=not engine.has_work):
-                if engine.has_work:
+            while self._obey(wait=not engine.core.can_step):
+                if engine.core.can_step:
                     self._tell(engine, engine.step())
             error: BaseException = RequestError("the engine was closed")
         except BaseException as problem:

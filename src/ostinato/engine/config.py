@@ -65,8 +65,9 @@ class EngineConfig:
     attention_backend: str = "auto"
     """torch or triton; auto: triton on a GPU."""
     kernel_table: str | None = None
-    """A file that `ostinato tune` wrote: which kernels linear layers run with. Default: the one named by
-    OSTINATO_KERNEL_TABLE, else the one in the cache folder for this GPU; then the package's own."""
+    """A file that `ostinato tune` wrote: which kernels linear layers run with; none: no table at all, rules
+    decide. Default: the one named by OSTINATO_KERNEL_TABLE, else the one in the cache folder for such GPUs;
+    then the package's own."""
     seed: int = 0
     """For requests that bring no seed of their own."""
     cuda_graph_mode: str = "auto"

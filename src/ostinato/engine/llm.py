@@ -104,10 +104,10 @@ class LLM:
         try:
             while True:
                 # Another call may have finished it, so what is left is looked for first.
-                text, is_over = output.outputs[0].text, output.finished
-                if len(text) > sent:
-                    yield text[sent:]
-                    sent = len(text)
+                new, is_over = output.outputs[0].text_since(sent), output.finished
+                if new:
+                    yield new
+                    sent += len(new)
                 if is_over:
                     break
                 engine.step()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 
@@ -15,12 +16,48 @@ class Logprob:
     decoded_token: str | None = None
 
 
-class TextInTheMaking(Protocol):
-    """A text that grows; made when it is read."""
+class TextSoFar(Protocol):
+    """A text that is made when it is read."""
 
     @property
     def text(self) -> str:
-        """As far as it goes."""
+        """All of it."""
+
+    def since(self, start: int) -> str:
+        """What is behind the first `start` characters; takes as long as that is, not as all of it."""
+
+
+class TextInTheMaking(TextSoFar, Protocol):
+    """A text that grows; `text` is as far as it goes."""
+
+    def so_far(self) -> TextSoFar:
+        """The text as it is now, which stays as it is."""
+
+
+class ReadLater:
+    """Has fields that are made when somebody reads them. The class must give these fields no value."""
+
+    def read_later(self, **makers: Callable[[], Any]) -> None:
+        """What these fields are, instead of what they are now. Each may be called more than once."""
+        for name in makers:
+            self.__dict__.pop(name, None)
+        self.__dict__["_makers"] = makers
+
+    def __getattr__(self, name: str) -> Any:  # called for what is not there
+        make = self.__dict__.get("_makers", {}).get(name)
+        if make is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        made = self.__dict__[name] = make()
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has everything as it is now.
+        names = [entry.name for entry in fields(self)]  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 class GrowingText:
@@ -33,36 +70,57 @@ class GrowingText:
         kept = "" if output is None else getattr(output, self._kept_as)
         return kept if isinstance(kept, str) else kept.text
 
-    def __set__(self, output: object, text: str | TextInTheMaking) -> None:
+    def __set__(self, output: object, text: str | TextSoFar) -> None:
         setattr(output, self._kept_as, text)
 
 
 @dataclass
-class CompletionOutput:
+class CompletionOutput(ReadLater):
     """One of a request's completions."""
 
     index: int
     text: GrowingText = GrowingText()
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob]] | None = field(default_factory=lambda: None)  # see ReadLater
     finish_reason: str | None = None
     """`stop`, `length`, `abort` or `error`; None while it runs."""
     stop_reason: int | str | None = None
     """The stop token or string that ended it, if one did."""
 
-    def snapshot(self) -> CompletionOutput:
-        """A copy that stays as it is while this one grows."""
-        logprobs = None if self.logprobs is None else self.logprobs.copy()
-        reasons = self.finish_reason, self.stop_reason
-        return CompletionOutput(self.index, self.text, self.token_ids.copy(), logprobs, *reasons)
+    def text_since(self, start: int) -> str:
+        """The text behind the first `start` characters.
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of one that grows has the text as it is now.
-        return {**self.__dict__, "_text": self.text}
+        Takes as long as that is: whoever shows a long text piece by piece reads all of it once.
+        """
+        kept: str | TextSoFar = self.__dict__["_text"]
+        return kept[start:] if isinstance(kept, str) else kept.since(start)
+
+    def snapshot(self) -> CompletionOutput:
+        """A copy that stays as it is while this one grows. Takes the same time for any length.
+
+        Lists are only ever appended to, so a copy is made of as much as is there now, by whoever reads it.
+        """
+        taken = CompletionOutput(self.index, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
+        kept: str | TextInTheMaking = self.__dict__["_text"]
+        taken.text = kept if isinstance(kept, str) else kept.so_far()  # type: ignore[assignment]
+        token_ids, logprobs = self.token_ids, self.logprobs
+        if self.finish_reason is not None:
+            taken.token_ids, taken.logprobs = token_ids, logprobs
+            return taken
+        makers: dict[str, Callable[[], Any]] = {"token_ids": _beginning(token_ids)}
+        if logprobs is not None:
+            makers["logprobs"] = _beginning(logprobs)
+        taken.read_later(**makers)
+        return taken
+
+
+def _beginning(listed: list[Any]) -> Callable[[], list[Any]]:
+    length = len(listed)
+    return lambda: listed[:length]
 
 
 @dataclass
-class RequestOutput:
+class RequestOutput(ReadLater):
     """A request and its completions."""
 
     request_id: str
@@ -77,16 +135,18 @@ class RequestOutput:
     """Why the request was refused or failed, if it was."""
 
     def snapshot(self) -> RequestOutput:
-        """A copy that stays as it is while this one grows."""
-        return RequestOutput(
+        """A copy that stays as it is while this one grows. Takes the same time for any length."""
+        taken = RequestOutput(
             self.request_id,
             self.prompt,
-            self.prompt_token_ids,
+            [],
             [output.snapshot() for output in self.outputs],
-            None if self.prompt_logprobs is None else self.prompt_logprobs.copy(),
+            self.prompt_logprobs,  # replaced, never written to, when a part of the prompt is computed
             self.num_cached_tokens,
             self.error,
         )
+        taken.read_later(prompt_token_ids=lambda: self.prompt_token_ids)
+        return taken
 
     @property
     def finished(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
 from .stepping.times import StartupTimes
+from .token_ids import IntArray, token_array
 
 Prompt = str | Mapping[str, Any]
 """A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
@@ -65,19 +66,19 @@ class TextEngine:
         """Queue a prompt; RequestError if it cannot be served. The output grows in place with each `step`."""
         name = self._name(request_id)
         text, ids = self._encoded(prompt)
-        whole = RequestOutput(name, text, ids, [])
+        whole = _output(name, text, ids)
         if params.prompt_logprobs is not None:
             whole.prompt_logprobs = [None] * len(ids)
-        self._serve([self._completion(whole, params, index) for index in range(params.n)])
+        self._serve([self._completion(whole, ids, params, index) for index in range(params.n)])
         return whole
 
     def add_embedding(self, prompt: Prompt, request_id: str | None = None) -> str:
         """Queue a prompt to embed; its id."""
         name = self._name(request_id)
         text, ids = self._encoded(prompt)
-        whole, output = RequestOutput(name, text, ids, []), CompletionOutput(0)
+        whole, output = _output(name, text, ids), CompletionOutput(0)
         whole.outputs.append(output)
-        self._serve([ServedCompletion(Request(name, tuple(ids), None), whole, output, output.token_ids)])
+        self._serve([ServedCompletion(Request(name, ids, None), whole, output, output.token_ids)])
         return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -91,9 +92,11 @@ class TextEngine:
         self._forget(request_id)
         return completions[0].whole
 
-    def _completion(self, whole: RequestOutput, params: SamplingParams, index: int) -> ServedCompletion:
+    def _completion(
+        self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int
+    ) -> ServedCompletion:
         name = f"{whole.request_id}.{index}" if params.n > 1 else whole.request_id
-        own, ids = self._seeded(params, index), tuple(whole.prompt_token_ids)
+        own = self._seeded(params, index)
         output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
         text = self._text_of(params, output.token_ids)
         if text is not None:
@@ -161,7 +164,7 @@ class TextEngine:
         include_stop = params.include_stop_str_in_output
         return CompletionText(detokenizer, token_ids, params.stop or (), include_stop=include_stop)
 
-    def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encoded(self, prompt: Prompt) -> tuple[str | None, IntArray]:
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -169,7 +172,7 @@ class TextEngine:
             raise RequestError(f"a prompt is a text or {{'prompt_token_ids': [...]}}, not {_kind_of(prompt)}")
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
-        return text, self.tokenizer.encode(text)
+        return text, token_array(self.tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, list[int]]:
         """The prompt of a conversation."""
@@ -221,22 +224,29 @@ def _kind_of(prompt: Any) -> str:
     return type(prompt).__name__
 
 
-def _checked_ids(ids: Any) -> list[int]:
+def _checked_ids(ids: Any) -> IntArray:
     try:
-        if isinstance(ids, str | bytes):
-            raise TypeError
-        checked = [operator.index(token) for token in ids]
+        checked = token_array(ids)
+        if checked.size and not 0 <= checked.min() <= checked.max() < 2**31:
+            raise OverflowError
     except TypeError:
         raise RequestError(f"prompt_token_ids must be a list of integers, not {ids!r}") from None
-    if any(not 0 <= token < 2**31 for token in checked):
-        raise RequestError("prompt_token_ids must be token ids, integers of at least 0")
+    except OverflowError:
+        raise RequestError("prompt_token_ids must be token ids, integers of at least 0") from None
     return checked
+
+
+def _output(name: str, text: str | None, ids: IntArray) -> RequestOutput:
+    output = RequestOutput(name, text, [], [])
+    # Few read it, and a list of a long prompt takes longer to make than the whole request to schedule.
+    output.read_later(prompt_token_ids=functools.cache(ids.tolist))
+    return output
 
 
 def _embedding(served: ServedCompletion, pooling: str) -> EmbeddingOutput:
     output = served.whole
-    if output.error is not None or not served.hidden:
+    if output.error is not None or not served.states:
         reason = output.error or "the request was aborted"
         return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, [], reason)
-    vector = pooled(served.hidden, len(output.prompt_token_ids), pooling).tolist()
+    vector = pooled(served.states[0], pooling).tolist()
     return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, vector)

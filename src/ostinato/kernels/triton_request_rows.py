@@ -12,7 +12,7 @@ from . import dependent_launch
 from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
 from .host_sizes import cdiv
-from .request_rows import LINE_HEAD
+from .token_lines import LINE_HEAD
 from .triton_best import best_of_rows, joined_block
 
 _BLOCK = 128
@@ -58,7 +58,15 @@ def begin_decode(
     outputs = _outputs(rows)
     num_rows = rows.size(0)
     _begin_decode[(cdiv(num_rows, _BLOCK),)](
-        rows, lengths, last_tokens, *outputs, began, num_rows, block=_BLOCK, timed=rows.is_cuda
+        rows,
+        lengths,
+        last_tokens,
+        *outputs,
+        began,
+        num_rows,
+        block=_BLOCK,
+        timed=rows.is_cuda,
+        enable_fp_fusion=True,
     )
     return outputs
 
@@ -112,6 +120,7 @@ def _return_tokens(
         num_ended = tl.atomic_add(counts + 1, 1)
     if num_ended == tl.num_programs(0) - 1:
         tl.store(line, step)
+        tl.store(line + 3, 0)  # not amended yet
         if timed:
             tl.store(line + 1, tl.load(began))
             tl.store(line + 2, globaltimer())
@@ -137,6 +146,7 @@ def _launch_return(
         rows_block=_ROWS_BLOCK,
         block=block,
         timed=rows.is_cuda,
+        enable_fp_fusion=True,
         **dependent_launch.options(rows.device),
     )
 

@@ -109,6 +109,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         parts=x.size(0) if x.dim() > residual.dim() else 1,
         has_residual=True,
         num_warps=8 if block >= 4096 else 4,
+        enable_fp_fusion=True,
         **dependent_launch.options(x.device),
     )
     return normed
@@ -138,6 +139,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         parts=1,
         has_residual=False,
         num_warps=8 if block >= 4096 else 4,
+        enable_fp_fusion=True,
         **dependent_launch.options(x.device),
     )
     return normed
@@ -163,6 +165,7 @@ def scale_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         together=SQUARES_TOGETHER,
         block=next_power_of_2(width),
         num_warps=4,
+        enable_fp_fusion=True,
         **dependent_launch.options(x.device),
     )
     return scaled, squares
@@ -179,7 +182,12 @@ def silu_mul(gate_up: Tensor) -> None:
     num_tokens, width = gate_up.size(0), gate_up.size(1) // 2
     block = min(_GATE_BLOCK, next_power_of_2(width))
     _silu_mul[(num_tokens, cdiv(width, block))](
-        gate_up, width=width, block=block, num_warps=4, **dependent_launch.options(gate_up.device)
+        gate_up,
+        width=width,
+        block=block,
+        num_warps=4,
+        enable_fp_fusion=True,
+        **dependent_launch.options(gate_up.device),
     )
 
 

@@ -2,9 +2,66 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ostinato.text.detokenizer import Detokenizer
+
+
+class _Pieces:
+    """A text in the pieces in which it came; only appended to, so that others may read while one writes.
+
+    To add to a string is to copy it: for a text of n tokens as often as it has tokens.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._ends = [0]
+        """Characters before each piece, and all."""
+        self._joined = (0, "")
+        """So many pieces in one."""
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def add(self, piece: str) -> None:
+        """Append a piece."""
+        if piece:
+            self._ends.append(self._ends[-1] + len(piece))
+            self._pieces.append(piece)
+
+    def joined(self, count: int) -> str:
+        """The first `count` pieces."""
+        done, text = self._joined
+        if count < done:
+            return text[: self._ends[count]]
+        if count > done:
+            text += "".join(self._pieces[done:count])
+            self._joined = count, text
+        return text
+
+    def since(self, start: int, count: int) -> str:
+        """Of the first `count` pieces what is behind `start` characters."""
+        first = max(0, bisect_right(self._ends, start, hi=count + 1) - 1)
+        return "".join(self._pieces[first:count])[start - self._ends[first] :]
+
+
+@dataclass(frozen=True)
+class _SoFar:
+    """The text as it was once."""
+
+    pieces: _Pieces
+    count: int
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.pieces.joined(self.count)
+
+    def since(self, start: int) -> str:
+        """What is behind the first `start` characters."""
+        return self.pieces.since(start, self.count)
 
 
 class CompletionText:
@@ -28,15 +85,23 @@ class CompletionText:
         self._firsts = frozenset(stop[0] for stop in stops)
         self._include_stop = include_stop
         self._num_decoded = 0
-        self._text = ""
+        self._pieces = _Pieces()
         self._held = ""
 
     @property
     def text(self) -> str:
         """What can no longer become part of a stop string, so it can be shown at any time."""
+        return self.so_far().text
+
+    def since(self, start: int) -> str:
+        """Of `text` what is behind the first `start` characters; takes as long as that is."""
+        return self.so_far().since(start)
+
+    def so_far(self) -> _SoFar:
+        """`text` as it is now; may be read in any thread."""
         if not self._stops and self._num_decoded < len(self._token_ids):
-            self._text += self._decoded(len(self._token_ids))
-        return self._text
+            self._pieces.add(self._decoded(len(self._token_ids)))
+        return _SoFar(self._pieces, len(self._pieces))
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
         """Add a token; the stop string that it completes, if one."""
@@ -56,7 +121,7 @@ class CompletionText:
         self._num_decoded = len(self._token_ids)
         found = self._add(new, may_stop=True)
         if found is None:
-            self._text += self._held
+            self._pieces.add(self._held)
             self._held = ""
         return found
 
@@ -72,15 +137,15 @@ class CompletionText:
         self._held = ""
         # What came too early to stop anything is settled; it cannot be the beginning of a stop string.
         if not may_stop or self._firsts.isdisjoint(fresh):
-            self._text += fresh
+            self._pieces.add(fresh)
             return None
         found = [(at, stop) for stop in self._stops if (at := fresh.find(stop)) >= 0]
         if found:
             at, stop = min(found)
-            self._text += fresh[: at + len(stop) if self._include_stop else at]
+            self._pieces.add(fresh[: at + len(stop) if self._include_stop else at])
             return stop
         settled = _first_beginning(fresh, self._stops)
-        self._text += fresh[:settled]
+        self._pieces.add(fresh[:settled])
         self._held = fresh[settled:]
         return None
 

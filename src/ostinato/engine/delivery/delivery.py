@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from ostinato.text.tokenizer import Tokenizer
 
-from ..core import Extras, Progress
 from ..outputs import Logprob, RequestOutput
 from ..scheduling.request import Request
+from ..stepping.flight import Extras, Progress
 from .served_completion import ServedCompletion
 
 
@@ -108,12 +108,14 @@ class Delivery:
     def _add_extras(self, completion: ServedCompletion, extras: Extras) -> None:
         output, whole = completion.output, completion.whole
         if extras.hidden is not None:
-            completion.hidden.append(extras.hidden)
+            completion.states.append(extras.hidden)
         if extras.prompt_logprobs is not None and output.index == 0:
             assert whole.prompt_logprobs is not None
+            # Snapshots have the list as it is.
+            grown = whole.prompt_logprobs = whole.prompt_logprobs.copy()
             # By position: a preempted request computes its prompt again.
             for position, found in extras.prompt_logprobs.items():
-                whole.prompt_logprobs[position] = self._named(found)
+                grown[position] = self._named(found)
         if extras.logprobs is not None:
             assert output.logprobs is not None
             output.logprobs.append(self._named(extras.logprobs))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from ..outputs import CompletionOutput, RequestOutput
 from ..scheduling.request import Request
+from ..stepping.prompt_states import PromptStates
 from .completion_text import CompletionText
 
 
@@ -27,8 +26,8 @@ class ServedCompletion:
     """Whether `stop_string` has to be asked after every token."""
     has_siblings: bool = False
     """Whether there are other completions of the same prompt."""
-    hidden: list[torch.Tensor] = field(default_factory=list)
-    """For an embedding: the hidden states so far."""
+    states: list[PromptStates] = field(default_factory=list)
+    """For an embedding: those of its prompt, once it is computed."""
 
     def stop_string(self, ended: tuple[Request, ...]) -> str | None:
         """The stop string that the last token completed, if one; `ended` are those that it ended."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ostinato.kernels import sampling
 from ostinato.models.transformer import Transformer
 
 from ..outputs import Logprob
+from ..token_ids import IntArray
 
 _PIECE = 256
 """Tokens whose logits are held at the same time."""
@@ -17,7 +16,7 @@ _PIECE = 256
 
 @torch.no_grad()
 def prompt_logprobs_of(
-    model: Transformer, hidden: torch.Tensor, prompt_ids: Sequence[int], start: int, top_n: int
+    model: Transformer, hidden: torch.Tensor, prompt_ids: IntArray, start: int, top_n: int
 ) -> list[dict[int, Logprob]]:
     """What the prompt tokens that follow `hidden` [t, H], states of positions from `start` on, were given."""
     targets = torch.tensor(prompt_ids[start + 1 : start + 1 + len(hidden)], device=hidden.device)

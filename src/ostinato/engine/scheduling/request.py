@@ -27,20 +27,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Any
 
 import numpy as np
 
 from ostinato.text.grammar import Grammar
 
 from ..sampling_params import RequestError, SamplingParams
+from ..token_ids import IntArray, token_array
 
-__all__ = ["FinishReason", "Request", "RequestError", "RequestRows", "RequestStatus"]
+__all__ = ["FinishReason", "IntArray", "Request", "RequestError", "RequestRows", "RequestStatus"]
 
 RESERVED_ROW = 0
 """Padding uses this row; no request ever has it. A request in row 0 is not running."""
-
-IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _NEVER = np.iinfo(np.int32).max
 
@@ -75,8 +73,8 @@ class Request:
 
     request_id: str
     """The caller's name for it, unique among unfinished requests."""
-    prompt_ids: tuple[int, ...]
-    """Token ids of the prompt, at least one."""
+    prompt_ids: IntArray
+    """int64: token ids of the prompt, at least one; may be given as anything that lists integers."""
     params: SamplingParams | None = None
     """How to sample; None for an embedding, which ends when its prompt is computed."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -93,7 +91,7 @@ class Request:
     row: int = field(default=RESERVED_ROW, init=False)
     """Its row while it runs, else 0."""
     pages: list[int] = field(default_factory=list, init=False)
-    """Its pages in the order of positions, while it runs."""
+    """Its pages in the order of positions, while it runs; 0 for one that it has given back."""
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens found in the prefix cache when it was first admitted."""
     num_preemptions: int = field(default=0, init=False)
@@ -111,13 +109,13 @@ class Request:
     _rows: RequestRows | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.prompt_ids = tuple(int(token) for token in self.prompt_ids)
-        if not self.prompt_ids:
+        self.prompt_ids = token_array(self.prompt_ids)
+        if not len(self.prompt_ids):
             raise RequestError(
                 f"request {self.request_id}: the prompt is empty, at least one token is needed"
             )
-        if min(self.prompt_ids) < 0:
-            raise RequestError(f"request {self.request_id}: token id {min(self.prompt_ids)} is negative")
+        if self.prompt_ids.min() < 0:
+            raise RequestError(f"request {self.request_id}: token id {self.prompt_ids.min()} is negative")
 
     @property
     def is_embedding(self) -> bool:
@@ -210,6 +208,8 @@ class RequestRows:
         """Tokens that its pages can hold."""
         self.num_committed_pages = np.zeros(rows, dtype=np.int32)
         """Pages that are in the prefix cache."""
+        self.num_given_back = np.zeros(rows, dtype=np.int32)
+        """Pages, its first ones, that it no longer has."""
         self.max_tokens = np.zeros(rows, dtype=np.int32)
         """Length, prompt included, at which it ends."""
         self.stops_from = np.zeros(rows, dtype=np.int32)
@@ -217,7 +217,7 @@ class RequestRows:
         self.stop_ids = np.full((1, rows), -1, dtype=np.int32)
         """Tokens that end it, one per line, padded with -1; as many lines as the largest set so far."""
         self.waits = np.zeros(rows, dtype=bool)
-        """Whether its next token can only be chosen once the last one is known: it follows a grammar."""
+        """Whether a token can only be chosen once the one before it is known: it follows a grammar."""
         self.num_waiting = 0
         """How many do."""
         self.tenancy = np.zeros(rows, dtype=np.int64)
@@ -230,14 +230,15 @@ class RequestRows:
 
     def move_in(self, request: Request, max_tokens: int) -> None:
         """Give a row to a request of which nothing is computed, to end at a length of `max_tokens`."""
-        tokens = [*request.prompt_ids, *request._settled_output]
-        row = self._free.pop()
+        row, prompt, output = self._free.pop(), request.prompt_ids, request._settled_output
+        length = len(prompt) + len(output)
         self.requests[row] = request
         self.tenancy[row] += 1
-        self.token_ids[row, : len(tokens)] = tokens
-        self.num_tokens[row] = self.num_promised[row] = len(tokens)
+        self.token_ids[row, : len(prompt)] = prompt
+        self.token_ids[row, len(prompt) : length] = output
+        self.num_tokens[row] = self.num_promised[row] = length
         self.num_computed[row] = self.num_scheduled[row] = 0
-        self.capacity[row] = self.num_committed_pages[row] = 0
+        self.capacity[row] = self.num_committed_pages[row] = self.num_given_back[row] = 0
         self.max_tokens[row] = max_tokens
         self.waits[row] = request.grammar is not None
         self.num_waiting += request.grammar is not None

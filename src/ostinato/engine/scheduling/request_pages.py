@@ -2,6 +2,15 @@
 
 What a request has is in three places: its list of pages, the capacity in its row, and the page table on the
 device. The first two change here at once; what the device has to be told is collected for the next step.
+
+Note [Windows]
+Where every layer of a model looks back on so many tokens only (`SchedulerConfig.window`), pages before all
+windows are never read again. A request gives them back while it runs: in their place its list and the page
+table have page 0. Steps under way may still read them, as in Note [One step ahead]. With prefix caching a
+page is committed first, and the last one committed stays, for the next is entered behind it. Kernels read
+keys in blocks, so what is given back ends at a multiple of `WINDOW_ALIGNMENT`: page 0 is never read instead.
+
+Where one layer sees everything, all pages stay.
 """
 
 from __future__ import annotations
@@ -12,21 +21,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from ostinato.cache.pages import RESERVED_PAGE, PageAllocator
+from ostinato.kernels.attention.batch import WINDOW_ALIGNMENT
 
 from .request import IntArray, Request, RequestRows
 from .scheduled_step import PageUpdate
+from .scheduler_config import SchedulerConfig
 
 _AT_A_TIME = 4
 _PLENTY = 4 * _AT_A_TIME
 """Free pages per running request from which a decode may take several."""
+_NO_PAGES = np.array([], dtype=np.intp)
 
 
 class RequestPages:
     """Who has which pages."""
 
-    def __init__(self, pages: PageAllocator, rows: RequestRows, *, prefix_caching: bool) -> None:
+    def __init__(self, pages: PageAllocator, rows: RequestRows, config: SchedulerConfig) -> None:
         """Take pages from this allocator, which nobody else may use."""
-        self._pages, self._rows, self._prefix_caching = pages, rows, prefix_caching
+        self._pages, self._rows, self._prefix_caching = pages, rows, config.prefix_caching
+        self._window = config.window
+        self._most_at_once = most_pages_at_once(config, pages)
         self._updates: list[PageUpdate] = []
         self.num_twins = 0
         """Pages exchanged for equal ones of others: only then do running requests come to share more."""
@@ -35,15 +49,27 @@ class RequestPages:
         """Pages that the request needs besides its own to hold so many tokens."""
         return self._pages.pages_for(num_tokens) - len(request.pages)
 
-    def cached_prefix(self, request: Request) -> list[int]:
+    def missing_at_once(self, request: Request, num_tokens: int) -> int:
+        """The same, less what it will have given back by then."""
+        missing = self.missing(request, num_tokens)
+        return missing if self._most_at_once is None else min(missing, self._most_at_once)
+
+    def cached_prefix(self, request: Request) -> IntArray:
         """Full pages that hold the first tokens of the request already."""
         # Prompt logprobs and pooled embeddings need the hidden states of every token of the prompt.
         needs_all = request.params is None or request.params.prompt_logprobs is not None
         if needs_all or not self._prefix_caching:
-            return []
-        return self._pages.match((*request.prompt_ids, *request.output_ids))
+            return _NO_PAGES
+        tokens, output = request.prompt_ids, request.output_ids
+        if output:
+            tokens = np.concatenate([tokens, output])
+        prefix = np.array(self._pages.match(tokens), dtype=np.intp)
+        if self._window is not None and len(prefix):
+            needed = self._first_needed(np.array(len(prefix) * self._pages.page_size))
+            prefix[: min(int(needed), len(prefix) - 1)] = RESERVED_PAGE
+        return prefix
 
-    def start(self, request: Request, prefix: list[int], count: int) -> None:
+    def start(self, request: Request, prefix: IntArray, count: int) -> None:
         """Give a request that has moved in a cached prefix, and room for `count` tokens behind it."""
         rows, row = self._rows, request.row
         cached = len(prefix) * self._pages.page_size
@@ -52,20 +78,25 @@ class RequestPages:
         self.take(request, self.missing(request, cached + count))
         rows.num_computed[row] = rows.num_scheduled[row] = cached
         rows.num_committed_pages[row] = len(prefix)
+        rows.num_given_back[row] = np.count_nonzero(prefix == RESERVED_PAGE)
         if not self._prefix_caching:
             rows.never_commit(row)
 
     def take(self, request: Request, count: int) -> None:
         """Give the request so many free pages."""
-        self._extend(request, self._pages.allocate(count))
+        self._extend(request, np.array(self._pages.allocate(count), dtype=np.intp))
 
     def grow(self, requests: Sequence[Request], num_running: int) -> None:
         """Give each of these a page at least; there must be as many free."""
         # As long as there is plenty, several at a time: each change costs an upload.
-        plenty = self._pages.num_free > _PLENTY * num_running
-        for request in requests:
-            wanted = self.missing(request, int(self._rows.max_tokens[request.row]))
-            self.take(request, min(_AT_A_TIME, wanted) if plenty else 1)
+        counts = [1] * len(requests)
+        if self._pages.num_free > _PLENTY * num_running:
+            longest = [self.missing(request, int(self._rows.max_tokens[request.row])) for request in requests]
+            counts = [min(_AT_A_TIME, wanted) for wanted in longest]
+        taken, end = np.array(self._pages.allocate(sum(counts)), dtype=np.intp), 0
+        for request, count in zip(requests, counts, strict=True):
+            end += count
+            self._extend(request, taken[end - count : end])
 
     def commit_full(self, rows: IntArray, computed: IntArray) -> bool:
         """Offer pages that have become full as prefixes. Whether one came free, for its like was there."""
@@ -80,8 +111,31 @@ class RequestPages:
 
     def leave(self, request: Request) -> None:
         """Take all pages from the request."""
-        self._pages.free(request.pages)
+        self._pages.free(request.pages[self._rows.num_given_back[request.row] :])
         request.pages = []
+
+    def give_back(self, requests: Sequence[Request]) -> bool:
+        """Take from these the pages that no token to come can see. Whether there were any."""
+        if self._window is None or not requests:
+            return False
+        rows = np.array([request.row for request in requests], dtype=np.intp)
+        needed = self._first_needed(self._rows.num_scheduled[rows])
+        ends = np.minimum(needed, self._rows.num_committed_pages[rows] - 1)
+        begins = self._rows.num_given_back[rows]
+        ready = np.flatnonzero(ends > begins).tolist()
+        for at in ready:
+            request, begin, end = requests[at], int(begins[at]), int(ends[at])
+            self._pages.free(request.pages[begin:end])
+            request.pages[begin:end] = [RESERVED_PAGE] * (end - begin)
+            self._rows.num_given_back[request.row] = end
+            self._updates.append(PageUpdate(request.row, begin, np.full(end - begin, RESERVED_PAGE)))
+        return bool(ready)
+
+    def _first_needed(self, positions: IntArray) -> IntArray:
+        """The first page that tokens at these positions or behind can see."""
+        assert self._window is not None
+        first = np.maximum(0, positions - self._window + 1)
+        return first // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT // self._pages.page_size
 
     def shared_prefix(self, requests: Sequence[Request]) -> int:
         """So many tokens all of these begin with, in the same pages. O(R log pages).
@@ -89,7 +143,7 @@ class RequestPages:
         Whoever shares a page shares all before it (Note [Exact prefixes] in cache/pages.py), so the end is
         found by bisection. Shared pages are full and computed: the next token of each stands behind them.
         """
-        if len(requests) < 2:
+        if len(requests) < 2 or self._window is not None:
             return 0
         first = requests[0].pages
         num_pages = min(len(request.pages) for request in requests)
@@ -105,10 +159,14 @@ class RequestPages:
         self._updates.clear()
         return updates
 
-    def _extend(self, request: Request, pages: list[int]) -> None:
-        if pages:
-            self._updates.append(PageUpdate(request.row, len(request.pages), tuple(pages)))
-            request.pages += pages
+    def put_back_updates(self, updates: Sequence[PageUpdate]) -> None:
+        """These were taken, and the step that was to apply them may not have done so: they are due again."""
+        self._updates[:0] = updates
+
+    def _extend(self, request: Request, pages: IntArray) -> None:
+        if len(pages):
+            self._updates.append(PageUpdate(request.row, len(request.pages), pages))
+            request.pages += pages.tolist()
             self._rows.capacity[request.row] = len(request.pages) * self._pages.page_size
 
     def _commit(self, row: int) -> bool:
@@ -117,15 +175,31 @@ class RequestPages:
         assert request is not None
         has_freed = False
         first, last = int(rows.num_committed_pages[row]), request.num_computed // size
-        for at in range(first, last):
-            ids = rows.token_ids[row, at * size : (at + 1) * size].tolist()
+        full = rows.token_ids[row, first * size : last * size]
+        for at, content in enumerate(self._pages.contents(full), start=first):
             parent = request.pages[at - 1] if at else RESERVED_PAGE
-            page = self._pages.commit(request.pages[at], parent, ids)
+            page = self._pages.commit(request.pages[at], parent, content)
             if page != request.pages[at]:
                 # Steps in flight still read the page given up: it holds the same.
                 request.pages[at] = page
-                self._updates.append(PageUpdate(row, at, (page,)))
+                self._updates.append(PageUpdate(row, at, np.array([page])))
                 self.num_twins += 1
                 has_freed = True
         rows.num_committed_pages[row] = last
         return has_freed
+
+
+def most_pages_at_once(config: SchedulerConfig, pages: PageAllocator) -> int | None:
+    """More a request does not need to go on, however long it is; None: as many as it is long."""
+    if config.window is None:
+        return None
+    # A window, begun at a multiple; what one step adds; and the pages at either end that these only touch.
+    return pages.pages_for(config.window + WINDOW_ALIGNMENT + config.max_batched_tokens) + 3
+
+
+def longest_request(config: SchedulerConfig, pages: PageAllocator) -> int:
+    """The most tokens that a request can have: max_model_len, or less where the KV cache is smaller."""
+    most = most_pages_at_once(config, pages)
+    if most is not None and most <= pages.num_usable:
+        return config.max_model_len
+    return min(config.max_model_len, pages.num_usable * pages.page_size)

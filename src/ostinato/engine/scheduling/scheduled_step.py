@@ -20,7 +20,7 @@ class PageUpdate(NamedTuple):
 
     row: int
     first: int
-    pages: tuple[int, ...]
+    pages: IntArray
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ from ostinato.cache.pages import PageAllocator
 from .decode_batch import DecodeBatch
 from .prompt_burst import PromptBurst
 from .request import FinishReason, IntArray, Request, RequestError, RequestRows, RequestStatus
-from .request_pages import RequestPages
+from .request_pages import RequestPages, longest_request
 from .scheduled_step import CompletedStep, ScheduledStep
 from .scheduler_config import SchedulerConfig
 from .step_maker import StepMaker
@@ -53,7 +53,7 @@ class Scheduler:
         """Schedule over these pages, which nobody else may use."""
         self.config = config
         self.pages = pages
-        self.max_len = min(config.max_model_len, pages.num_usable * pages.page_size)
+        self.max_len = longest_request(config, pages)
         """The longest a request can get: max_model_len, or less where the KV cache is smaller."""
         self.rows = RequestRows(config.max_running, self.max_len)
         self.waiting: deque[Request] = deque()
@@ -70,7 +70,7 @@ class Scheduler:
         self._in_flight: deque[ScheduledStep] = deque()
         self._joined: list[Request] = []
         self._burst = PromptBurst(config, pages.page_size)
-        self._taken = RequestPages(pages, self.rows, prefix_caching=config.prefix_caching)
+        self._taken = RequestPages(pages, self.rows, config)
         self._num_added = 0
         self._is_paused = False
         # Pages come free only when somebody leaves: until then the first in the queue is not tried again.
@@ -151,6 +151,8 @@ class Scheduler:
             return None
         if self._decode_batch is not None and self._decode_batch.steady_steps and not self._may_prompt:
             return self._steady_step(self._decode_batch)
+        if self._taken.give_back(self.running):
+            self._head_is_blocked = False
         requests, rows = self._ready_decodes()
         if self._grow(requests, rows):
             requests, rows = self._ready_decodes()
@@ -195,7 +197,9 @@ class Scheduler:
         return CompletedStep(step, tokens, accepted, tuple(finished))
 
     def fail(self, step: ScheduledStep, error: str) -> tuple[Request, ...]:
-        """Instead of `complete`: the step did not run. Ends its requests with `error` and returns them."""
+        """Instead of `complete`: the step did not run, or who knows how far. Ends its requests with `error`
+        and returns them. Others may have got pages with it: they are told again."""
+        self._taken.put_back_updates(step.page_updates)
         failed = tuple(step.requests[at] for at in np.flatnonzero(self._land(step, step.rows)).tolist())
         for request in failed:
             self.finish(request, FinishReason.ERROR, error=error)
@@ -203,7 +207,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise if pages, rows or the order of requests are not as they must be. For tests and when idle."""
-        self.pages.check_integrity([request.pages for request in self.running])
+        owned = [[page for page in request.pages if page] for request in self.running]
+        self.pages.check_integrity(owned, chains_are_whole=self.config.window is None)
         tenants = [request for request in self.rows.requests if request is not None]
         assert sorted(tenants, key=id) == sorted(self.running, key=id), "a row is lost or taken twice"
         assert self.rows.num_free + len(self.running) == self.config.max_running
@@ -243,17 +248,11 @@ class Scheduler:
         return min(self.max_len, request.num_prompt_tokens + request.params.max_tokens)
 
     def _ready_decodes(self) -> tuple[tuple[Request, ...], IntArray]:
-        """Requests that decode in the next step: all but those whose last token is pending, and those under a
-        grammar whose every token has to be seen before the next."""
+        """Requests that decode in the next step: all but those whose last token is pending."""
         if self._decode_batch is None:
             self._decode_batch = DecodeBatch(self._decoding, self.rows)
         requests, rows = self._decode_batch.requests, self._decode_batch.rows
-        state = self.rows
-        promised = state.num_promised[rows]
-        ready = promised < state.max_tokens[rows]
-        if state.num_waiting:
-            # A grammar has to see the last token before it can say which may follow.
-            ready &= ~state.waits[rows] | (promised == state.num_tokens[rows])
+        ready = self.rows.num_promised[rows] < self.rows.max_tokens[rows]
         if ready.all():
             return requests, rows
         return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]
@@ -321,20 +320,21 @@ class Scheduler:
             budget -= count
         return chunks
 
-    def _has_room_for(self, request: Request, prefix: Sequence[int]) -> bool:
+    def _has_room_for(self, request: Request, prefix: IntArray) -> bool:
         """Whether a newcomer fits behind what a running prefill still needs and a page for every decode.
 
         Admitting one that has to be preempted soon after would compute its prompt twice.
         """
         if not self.running:
             return True
-        needed = self.pages.pages_for(request.num_tokens) - len(prefix) + self.pages.num_unowned(prefix)
+        behind = self._taken.missing_at_once(request, request.num_tokens - len(prefix) * self.pages.page_size)
+        needed = behind + self.pages.num_unowned(prefix)
         promised = 0
         if self._prefilling is not None:
-            promised = self._taken.missing(self._prefilling, self._prefilling.num_tokens)
+            promised = self._taken.missing_at_once(self._prefilling, self._prefilling.num_tokens)
         return needed + promised + len(self._decoding) <= self.pages.num_free
 
-    def _join(self, request: Request, prefix: list[int], count: int) -> None:
+    def _join(self, request: Request, prefix: IntArray, count: int) -> None:
         """Move the first waiting request to the running ones, with pages for its first chunk."""
         assert self.waiting.popleft() is request
         if request.num_preemptions == 0:

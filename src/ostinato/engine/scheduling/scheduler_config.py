@@ -1,5 +1,6 @@
 """The limits of the scheduler."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ostinato.graphs.errors import ConfigError
@@ -25,6 +26,8 @@ class SchedulerConfig:
     """Steps that may be incomplete when the next one is scheduled; 0 waits for every step."""
     prompt_burst: int = 0
     """Prompt steps in a row that running requests may sit out; 0: every prompt step takes them along."""
+    window: int | None = None
+    """So many tokens, its own included, a token looks back on at most; None: on all before it."""
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batched_tokens", "max_model_len"):
@@ -43,3 +46,9 @@ class SchedulerConfig:
                 f"without chunked prefill max_batched_tokens ({self.max_batched_tokens}) must be at least "
                 f"max_model_len ({self.max_model_len}), for a prompt runs in one step"
             )
+
+
+def window_of(layer_windows: Sequence[int | None], max_model_len: int) -> int | None:
+    """The widest window of a model; None if a layer sees everything."""
+    widths = [max_model_len if width is None else width for width in layer_windows]
+    return max(widths) if max(widths) < max_model_len else None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ostinato.cache.kv import KVCache
@@ -36,7 +37,7 @@ from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
 from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.attention.query_tiles import Queries, query_class
-from ostinato.kernels.attention.shared_memory import gpu_of
+from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.variants import kernel_class
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Attend, StepAttention, Transformer
@@ -125,7 +126,7 @@ class ModelRunner:
         """Of one layer."""
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
-        # Two lines a step: one from its decode graph, one from a sampling graph.
+        # A line a step, and as many again: a step that failed may have written one, too.
         self.returned = TokenReturn(self.last_tokens, self.began, running, 2 * (config.lookahead + 2))
         self.sample_plain = PlainSampling(self.rows, self.logits, self.returned)
         self.has_sampled = False
@@ -226,10 +227,10 @@ class ModelRunner:
     def update_pages(self, updates: Sequence[PageUpdate]) -> None:
         """Enter changes into the page table; `rows.send` brings them to the device."""
         if updates:
-            rows = [row for row, _, pages in updates for _ in pages]
-            columns = [first + offset for _, first, pages in updates for offset in range(len(pages))]
-            pages = [page for update in updates for page in update.pages]
-            self.rows.write_cells("page_table", rows, columns, pages)
+            rows, firsts, pages = zip(*updates, strict=True)
+            lengths = np.array([len(each) for each in pages])
+            columns = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths - firsts, lengths)
+            self.rows.write_cells("page_table", np.repeat(rows, lengths), columns, np.concatenate(pages))
 
     def update_prefix(self, step: ScheduledStep) -> None:
         """Enter what the step's requests share, if it pays to know; `rows.send` brings it to the device."""
@@ -253,7 +254,8 @@ class ModelRunner:
     def run(self, step: ScheduledStep) -> torch.Tensor:
         """One step; the logits of each request's last token, good until the next step."""
         # While the rows stay the same, a decode graph needs nothing new; its bucket of contexts may change.
-        held = self._held
+        # If this fails on the way, nobody knows what the inputs are.
+        held, self._held = self._held, _NOTHING
         is_same = step.rows is held.rows and step.shared_prefix == held.shared_prefix
         shape = held.shape if is_same and not self._contexts else self.shape_of(step)
         if self._why_no_cascade is not None:
@@ -261,13 +263,13 @@ class ModelRunner:
         if is_same and self.graphs.can_rerun(shape):
             logits = self.graphs.rerun(shape)
             self._count_line()
+            self._held = held
             return logits
         decision = self.graphs.decide(shape)
         self.notes_beginning = decision.descriptor is not None and decision.descriptor.is_uniform
         self.has_sampled = self.samples(decision.descriptor or shape.as_descriptor())
         # Only a full graph has attention inside; between segments and eagerly it needs the real lengths.
         self._host = None if decision.mode is GraphMode.FULL else host_lengths(step)
-        self._held = _NOTHING
         logits = self.graphs.run(inputs_of(step), shape)
         self._count_line()
         if self.notes_beginning:

@@ -15,6 +15,7 @@ from ..core import EngineCore
 from ..sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate
+from ..token_ids import token_array
 from .borrowed_pages import BorrowedPages, relative_errors
 from .expected_results import ExpectedResults, logit_errors
 from .made_requests import MadeRequest
@@ -149,7 +150,7 @@ class StepGraphs:
             own = [self.pages.numbers[place] for place in part.request.places]
             others = self.generator.integers(0, len(self.pages.numbers), _STALE_COLUMNS)
             pages = [*own, *(self.pages.numbers[place] for place in others)][:columns]
-            updates.append(PageUpdate(row, 0, tuple(pages)))
+            updates.append(PageUpdate(row, 0, np.array(pages)))
             runner.rows.write("lengths", row, part.start)
             runner.rows.write("last_tokens", row, int(part.request.tokens[part.start]))
             request.row = row
@@ -175,4 +176,4 @@ def _most_context(step: MadeStep) -> tuple[int, int]:
 
 
 def _request(part: Part, params: SamplingParams) -> Request:
-    return Request("verify", tuple(part.request.tokens[: part.start + 1].tolist()), params)
+    return Request("verify", token_array(part.request.tokens[: part.start + 1].tolist()), params)

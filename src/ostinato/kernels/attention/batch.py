@@ -20,6 +20,10 @@ from torch import Tensor
 PAGE_SIZE = 16
 """Positions per page of the KV cache."""
 
+WINDOW_ALIGNMENT = 128
+"""With a window, keys are read from the first one in it on, rounded down to at most a multiple of this: pages
+that lie before need not be there, and the page table may have page 0 in their place."""
+
 
 @dataclass(frozen=True)
 class AttentionBatch:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..cuda.compiled import CudaError, CudaKernel, cuda_kernel, is_supported
+from ..gpu import gpu_of
 from ..on_chip_memory import AS_IT_IS
 from .batch import PAGE_SIZE
 from .decode_tiles import CUDA_MAX_TOKENS, CudaDecodeTile, cuda_decode_tile
 from .heads import HeadPreparation
-from .shared_memory import RESERVED_BYTES, gpu_of
 from .triton_tiles import LOG2_E
 
 _MAX_GROUP = 16
@@ -55,7 +55,8 @@ def attend_tokens(
     """Attention [T, Hq, D] of tokens whose projection is `qkv`, or the sum of it: float32 [parts, T, ...]."""
     num_tokens, num_kv_heads, head_dim = qkv.size(-2), k_cache.size(2), k_cache.size(3)
     group = num_heads // num_kv_heads
-    tile = cuda_decode_tile(num_tokens, num_kv_heads, group)
+    gpu = gpu_of(qkv.device)
+    tile = cuda_decode_tile(num_tokens, num_kv_heads, group, gpu)
     out = k_cache.new_empty(num_tokens, num_heads, head_dim)
     chunks = min(tile.max_chunks, -(-page_table.size(1) // tile.chunk_tiles))
     partial = partial_sums = out
@@ -74,8 +75,7 @@ def attend_tokens(
         parts=qkv.size(0) if qkv.dim() == 3 else 1,
     )
     # More than are resident at a time would have to wait, and find nothing left to do.
-    gpu = gpu_of(qkv.device)
-    resident = min(tile.programs, gpu.shared_bytes // (shared_bytes + RESERVED_BYTES))
+    resident = min(tile.programs, gpu.most_programs(shared_bytes))
     programs = min(num_tokens * num_kv_heads * chunks, gpu.multiprocessors * resident)
     kernel.launch(
         grid=(programs, 1, 1),

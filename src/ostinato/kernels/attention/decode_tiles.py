@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..gpu import Gpu
 from ..host_sizes import cdiv, next_power_of_2
-from .shared_memory import Gpu, key_blocks
+from .shared_memory import key_blocks
 
 # Programs that a split batch should have, and how many need no splitting.
 _PROGRAMS_WANTED = 256
@@ -72,17 +73,17 @@ class CudaDecodeTile:
     """...unless that makes more than so many."""
 
 
-def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int) -> CudaDecodeTile:
+def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int, gpu: Gpu) -> CudaDecodeTile:
     """The CUDA kernel's tile for a batch; measured on an H200 (docs/kernels.md)."""
-    pairs = num_tokens * num_kv_heads
+    pairs, multiprocessors = num_tokens * num_kv_heads, gpu.multiprocessors
     if group > 8:  # twice the registers
-        return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, 132 // pairs))
+        return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, multiprocessors // pairs))
     if pairs <= 32:
         # 256 keys are on their way before the wait; short contexts are joined in one program.
-        return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=132 // pairs)
-    if pairs <= 132:
-        return CudaDecodeTile(4, 6, 2, chunk_tiles=32, max_chunks=264 // pairs)
-    if pairs <= 264 and group > 2:
+        return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=max(1, multiprocessors // pairs))
+    if pairs <= multiprocessors:
+        return CudaDecodeTile(4, 6, 2, chunk_tiles=32, max_chunks=2 * multiprocessors // pairs)
+    if pairs <= 2 * multiprocessors and group > 2:
         return CudaDecodeTile(4, 4, 2, chunk_tiles=64, max_chunks=8)
     chunk_tiles = 32 if pairs < 1024 else 64
     # Four programs leave a thread 128 registers: not enough for 8 queries, says NVRTC 13.4.
@@ -141,12 +142,12 @@ def cascade_class(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: tor
     return _measured_tile(dtype, num_tokens), _prefix_queries(dtype, num_tokens, num_heads // num_kv_heads)
 
 
-def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype) -> Hashable:
+def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype, gpu: Gpu) -> Hashable:
     """Equal for batches that run the same compiled kernels, whichever of the two kernels that is."""
     triton = _measured_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
     if dtype == torch.float32:
         return triton
     # Between them, groups of 1 and of 3 have all the differences there are; above 8 there is one tile only.
-    tiles = (cuda_decode_tile(num_tokens, num_kv_heads, group) for group in (1, 3))
+    tiles = (cuda_decode_tile(num_tokens, num_kv_heads, group, gpu) for group in (1, 3))
     room = next((limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit), None)
     return triton, room, tuple((tile.warps, tile.slots, tile.programs) for tile in tiles)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..gpu import Gpu
 from ..host_sizes import cdiv, next_power_of_2
-from .shared_memory import Gpu, KeyBlocks, key_blocks, most_programs
+from .shared_memory import KeyBlocks, key_blocks
 
 _PROGRAMS = 2
 """On a multiprocessor at a time, where contexts are cut: they hide each other's gaps."""
@@ -75,7 +76,7 @@ class Queries:
         while (parts := self._parts(keys)) > 2 and parts * part_bytes > _MOST_PART_BYTES:
             keys *= 2
         units = (tiles + self.num_requests * self.num_kv_heads) * parts
-        resident = min(_PROGRAMS, most_programs(blocks, self.dtype, self.head_dim, heads, gpu))
+        resident = min(_PROGRAMS, gpu.most_programs(blocks.shared_bytes(self.dtype, self.head_dim, heads)))
         return tile, Chunks(keys, parts, min(units, resident * gpu.multiprocessors))
 
     def _parts(self, keys: int) -> int:

@@ -1,40 +1,12 @@
-"""What of a GPU attention's tiles follow from: multiprocessors, and shared memory for blocks of keys."""
+"""Blocks of keys and values for which attention has room in a GPU's shared memory."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
+from ..gpu import Gpu
 from ..host_sizes import next_power_of_2
 from .errors import BackendError
-
-RESERVED_BYTES = 1 << 10
-"""Of a program's shared memory, by CUDA."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What tiles follow from."""
-
-    multiprocessors: int
-    shared_bytes: int
-    """Of a multiprocessor."""
-
-    def room_for(self, programs: int) -> int:
-        """Shared memory of each of so many programs on a multiprocessor."""
-        return self.shared_bytes // programs - RESERVED_BYTES
-
-
-H200 = Gpu(132, 228 << 10)
-
-
-@cache
-def gpu_of(device: torch.device) -> Gpu:
-    """Of a device; kernels that are interpreted work as on the GPU that they were measured on."""
-    if device.type != "cuda":
-        return H200
-    found = torch.cuda.get_device_properties(device)
-    return Gpu(found.multi_processor_count, found.shared_memory_per_multiprocessor)
 
 
 @dataclass(frozen=True)
@@ -75,8 +47,3 @@ def key_blocks(
             f"this GPU has {gpu.room_for(1)} for a program: use the torch backend"
         )
     return all_blocks[-1]
-
-
-def most_programs(blocks: KeyBlocks, dtype: torch.dtype, head_dim: int, queries: int, gpu: Gpu) -> int:
-    """That have room on a multiprocessor at a time."""
-    return gpu.shared_bytes // (blocks.shared_bytes(dtype, head_dim, queries) + RESERVED_BYTES)

@@ -210,9 +210,12 @@ def _attend_padded_queries(
         tokens = torch.where(real, batch.query_starts[here].unsqueeze(1) + query_ids, num_tokens)
         positions = (seq_lens - query_lens + query_ids).clamp(min=0).minimum(seq_lens - 1)
         visible = seen <= positions.unsqueeze(2)
+        places = seen.minimum(seq_lens - 1)
         if window is not None:
             visible = visible & (seen > positions.unsqueeze(2) - window)
-        slots = batch.slots_at(batch.req_rows[here].unsqueeze(1), seen.minimum(seq_lens - 1))
+            # Pages before all windows may be gone.
+            places = places.maximum((seq_lens - query_lens - window + 1).clamp(max=seq_lens - 1))
+        slots = batch.slots_at(batch.req_rows[here].unsqueeze(1), places)
         queries = q.index_select(0, tokens.clamp(max=num_tokens - 1).view(-1))
         queries = queries.view(-1, num_queries, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
         result = _attend_gathered(

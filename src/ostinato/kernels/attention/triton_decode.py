@@ -31,11 +31,11 @@ from torch import Tensor
 
 from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
+from ..gpu import gpu_of
 from ..host_sizes import next_power_of_2
 from .batch import PAGE_SIZE
 from .decode_tiles import decode_tile, num_splits_of, prefix_splits_of, prefix_tile
 from .heads import HeadPreparation
-from .shared_memory import gpu_of
 from .triton_prefix import attend_prefix, prefix_range
 from .triton_tiles import (
     INDEX_BUFFERS,

@@ -132,6 +132,7 @@ def prepare_heads(
         head_block=head_block,
         dim_block=max(16, next_power_of_2(head_dim)),
         num_warps=4,
+        enable_fp_fusion=True,
         **dependent_launch.options(qkv.device),
     )
     return q_out

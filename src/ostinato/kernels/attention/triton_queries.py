@@ -30,10 +30,10 @@ from torch import Tensor
 
 from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
+from ..gpu import gpu_of
 from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
 from .query_tiles import Queries, request_block_of
-from .shared_memory import gpu_of
 from .triton_tiles import INDEX_BUFFERS, LOG2_E, PARTS_AT_A_TIME, attend_to_keys, fold_parts
 
 REQUEST_BUFFERS = ("req_rows", "seq_lens", "query_starts", "query_lens")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 
-from ostinato.engine.core import EngineCore, Extras, Progress
+from ostinato.engine.core import EngineCore
 from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
 from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.request import Request
+from ostinato.engine.stepping.flight import Extras, Progress
+from ostinato.engine.token_ids import token_array
 from ostinato.text.grammar import Grammar
 
 from ..wire.messages import Embed, Generate, News, StepNews, TokenLogprobs
@@ -26,7 +27,8 @@ class ServedEngine:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self._embeddings: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        self._poolings: dict[int, str] = {}
+        """Of the embeddings being computed."""
         vocab_size = core.loaded.model.config.vocab_size
         self._grammars = GrammarThread(core.loaded.tokenizer, vocab_size)
         self._compiling: dict[int, Generate] = {}
@@ -40,9 +42,8 @@ class ServedEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step would do something: paused requests wait without one."""
-        scheduler = self.core.scheduler
-        return self.core.has_work and (not scheduler.is_paused or scheduler.num_steps_in_flight > 0)
+        """Whether a step would do something."""
+        return self.core.can_step
 
     def generate(self, command: Generate) -> News | None:
         """Queue a completion; news only if it is refused."""
@@ -74,14 +75,14 @@ class ServedEngine:
         """Queue an embedding; news only if it is refused."""
         refused = self._add(command.id, command.prompt_ids, None)
         if refused is None:
-            self._embeddings[command.id] = command.pooling, []
+            self._poolings[command.id] = command.pooling
         return refused
 
     def abort(self, ids: list[int]) -> list[News]:
         """End these requests; news of those that were unfinished."""
         ended = [id for id in ids if self._compiling.pop(id, None) or self.core.abort(str(id))]
         for id in ended:
-            self._embeddings.pop(id, None)
+            self._poolings.pop(id, None)
             self._begun.discard(id)
         return [News(id, finish_reason="abort") for id in ended]
 
@@ -126,15 +127,18 @@ class ServedEngine:
     ) -> News | None:
         try:
             eos = self.core.loaded.eos_token_ids
-            self.core.add(Request(str(id), tuple(prompt_ids), params, eos, grammar))
-        except RequestError as error:
+            self.core.add(Request(str(id), token_array(prompt_ids), params, eos, grammar))
+        except (RequestError, OverflowError) as error:
             return News(id, finish_reason="error", error=str(error), refused=True)
         return None
 
     def _news(self, request: Request, token: int | None, extras: Extras | None, has_ended: bool) -> News:
         id = int(request.request_id)
         logprobs, prompt_logprobs, hidden = extras or Extras()
-        embedding = self._pooled(id, request, hidden, has_ended) if request.is_embedding else None
+        pooling = self._poolings.pop(id, None) if has_ended else None
+        embedding = None
+        if pooling is not None and hidden is not None:
+            embedding = pooled(hidden, pooling).numpy().astype("<f4").tobytes()
         return News(
             id,
             token,
@@ -147,20 +151,6 @@ class ServedEngine:
             request.error if has_ended else None,
             request.is_at_fault,
         )
-
-    def _pooled(
-        self, id: int, request: Request, hidden: torch.Tensor | None, has_ended: bool
-    ) -> bytes | None:
-        pooling, states = self._embeddings[id]
-        if hidden is not None:
-            states.append(hidden)
-        if not has_ended:
-            return None
-        del self._embeddings[id]
-        if request.error is not None:
-            return None
-        vector = pooled(states, request.num_prompt_tokens, pooling)
-        return vector.numpy().astype("<f4").tobytes()
 
 
 def _listed(logprobs: dict[int, Logprob]) -> TokenLogprobs:

@@ -109,8 +109,8 @@ class Completion:
         """What has come since the last time."""
         taken, self._piece = self._piece, Piece()
         if self._text is not None:
-            text = self._text.text
-            taken.text, self._shown = text[self._shown :], len(text)
+            taken.text = self._text.since(self._shown)
+            self._shown += len(taken.text)
         return taken
 
     # -- as a listener -----------------------------------------------------------------------------

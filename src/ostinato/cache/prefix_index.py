@@ -1,0 +1,143 @@
+"""Finds cached pages by the tokens they hold.
+
+Note [Exact prefixes]
+Every page that is entered gets a number of its own, which is never used again. It is found under the key
+(number of the page before it, bytes of its token ids), where 0 stands before the first page. A dictionary
+compares keys, not only hashes, so by induction over the pages a hit means that every token from the start of
+the request is equal. A page whose predecessor has left is found no more, whatever has taken the place of
+that page since: the number is gone with it.
+
+Note [Blocks]
+A prompt of 32,768 tokens has 2,048 pages, and to look each of them up takes as long as a third of a decode
+step. So 16 pages in a row that begin at a multiple of 16 are found in one look as well, under the number of
+the page before them and the bytes of all their tokens. A page may be in several blocks, which differ behind
+it, and takes their entries with it when it leaves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+IntArray = np.ndarray[Any, np.dtype[Any]]
+
+_BLOCK = 16
+_ID = np.dtype(np.int32)
+_Key = tuple[int, bytes]
+
+
+class PrefixIndex:
+    """Which page holds which tokens behind which page."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        """Of pages below `num_pages`, of `page_size` tokens each; page 0 stands for: no page before."""
+        self._page_size = page_size
+        self._page_of: dict[_Key, int] = {}
+        self._key_of: dict[int, _Key] = {}
+        self._pages_of: dict[_Key, list[int]] = {}
+        self._blocks_with: defaultdict[int, set[_Key]] = defaultdict(set)
+        self._numbers = [0] * num_pages
+        self._num_entered = 0
+        self._parents = [0] * num_pages
+        self._places = [-1] * num_pages
+        """Pages before each, in its chain."""
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._key_of
+
+    @property
+    def pages(self) -> list[int]:
+        """All pages in it."""
+        return list(self._key_of)
+
+    def contents(self, token_ids: Sequence[int] | IntArray, num_pages: int = 1) -> list[bytes]:
+        """The token ids of each page, or of so many pages together, that these fill, as they are compared."""
+        size = num_pages * self._page_size
+        ids = np.ascontiguousarray(token_ids[: len(token_ids) // size * size], dtype=_ID)
+        found: list[bytes] = ids.view(f"V{size * _ID.itemsize}").tolist()
+        return found
+
+    def find(self, token_ids: Sequence[int] | IntArray) -> list[int]:
+        """The pages of the longest known beginning of these."""
+        pages: list[int] = []
+        numbers, before = self._numbers, 0
+        for content in self.contents(token_ids, _BLOCK):
+            block = self._pages_of.get((before, content))
+            if block is None:
+                break
+            pages += block
+            before = numbers[block[-1]]
+        find = self._page_of.get
+        for content in self.contents(token_ids[len(pages) * self._page_size :]):
+            page = find((before, content))
+            if page is None:
+                break
+            pages.append(page)
+            before = numbers[page]
+        return pages
+
+    def behind(self, parent: int, content: bytes) -> int | None:
+        """The page that holds these tokens behind `parent`."""
+        return self._page_of.get((self._numbers[parent], content))
+
+    def enter(self, page: int, parent: int, content: bytes) -> None:
+        """From now on `page` is found behind `parent`, which is in the index or 0."""
+        assert len(content) == self._page_size * _ID.itemsize, "only a full page can be shared"
+        assert page not in self._key_of, "a page is committed once"
+        assert parent == 0 or parent in self._key_of, "the page before must be committed"
+        key = self._numbers[parent], content
+        self._num_entered += 1
+        self._numbers[page] = self._num_entered
+        self._parents[page], self._places[page] = parent, self._places[parent] + 1
+        self._page_of[key], self._key_of[page] = page, key
+        if self._places[page] % _BLOCK == _BLOCK - 1:
+            self._enter_block(page)
+
+    def remove(self, page: int) -> None:
+        """It is found no more, nor are pages behind it."""
+        del self._page_of[self._key_of.pop(page)]
+        for block in list(self._blocks_with.get(page, ())):
+            for member in self._pages_of.pop(block):
+                self._blocks_with[member].remove(block)
+        self._blocks_with.pop(page, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._page_of.clear()
+        self._key_of.clear()
+        self._pages_of.clear()
+        self._blocks_with.clear()
+
+    def parent_of(self, page: int) -> int | None:
+        """The page before one in the index, 0 for the first of a chain; None if that one has left."""
+        parent = self._parents[page]
+        is_there = parent in self._key_of or parent == 0
+        return parent if is_there and self._numbers[parent] == self._key_of[page][0] else None
+
+    def is_sound(self) -> bool:
+        """Whether its parts agree with each other."""
+        if {page: key for key, page in self._page_of.items()} != self._key_of:
+            return False
+        members = {(page, key) for key, pages in self._pages_of.items() for page in pages}
+        known = {(page, key) for page, keys in self._blocks_with.items() for key in keys}
+        return members == known and self._blocks_with.keys() <= self._key_of.keys()
+
+    def _enter_block(self, last: int) -> None:
+        block = [last]
+        while len(block) < _BLOCK:
+            parent = self.parent_of(block[-1])
+            if parent is None:
+                return
+            block.append(parent)
+        block.reverse()
+        keys = [self._key_of[page] for page in block]
+        key = keys[0][0], b"".join([content for _, content in keys])
+        self._pages_of[key] = block
+        for page in block:
+            self._blocks_with[page].add(key)
