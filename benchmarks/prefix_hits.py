@@ -5,7 +5,7 @@ python benchmarks/prefix_hits.py /tmp/divisions.json --divisions
 
 The first table is one layer's attention in a captured graph, over caches that L2 does not hold: with one
 program for each block of queries, which reads the whole context, and as it is. The second goes through
-`LLM.generate` with one token to generate: random weights, a prefix that was seen before, and new tokens at its
+`LLM.generate`, one token each: random weights, a prefix that was seen before, and new tokens at its
 end, other ones every time. With `--divisions` attention alone, for other divisions of the work than the one
 that is chosen.
 """

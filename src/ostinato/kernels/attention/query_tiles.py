@@ -15,8 +15,9 @@ _LEAST_KEYS = 256
 _KEYS_PER_QUERY = 8
 """Of a chunk, at least, for each query head of a tile: the part that it leaves has 4 bytes an element, which
 are written and read, where a key and its value have 4 together. So parts move a quarter of what keys do."""
-_MOST_PART_BYTES = 32 << 20
-"""Of all parts together, so that L2 holds most of them."""
+_MOST_PART_BYTES = 40 << 20
+"""Of all parts together: L2 holds most of them, and a limit that is a little above a power of two still has
+the chunks of that power."""
 
 
 @dataclass(frozen=True)
