@@ -10,7 +10,7 @@ from kernels import fused_checks
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
 from ostinato.kernels.attention import get_backend, triton_queries
 from ostinato.kernels.attention.query_tiles import Queries
-from ostinato.kernels.attention.shared_memory import gpu_of
+from ostinato.kernels.gpu import gpu_of
 from ostinato.tools.layer_step import graph_us
 
 # (query heads, KV heads, head size)
