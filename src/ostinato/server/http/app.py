@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from ostinato import __version__
 
+from ..openai.body import REFUSALS
 from ..openai.errors import ApiError
 from ..openai.generation import ClientGone
 from ..service import Service
@@ -79,26 +80,19 @@ async def _unexpected(_: Request, error: Exception) -> Response:
     return error_response(ApiError(500, f"the server failed: {type(error).__name__}"))
 
 
-_NOT_YET = {
-    "parallel_tool_calls": "calls cannot be limited to one so far: only true is supported",
-}
-
-
 def _first_problem(problems: Any) -> ApiError:
-    """The problem that says most: an unknown field before a wrong value."""
-    problem = min(problems, key=lambda each: each["type"] != "extra_forbidden")
+    """The problem that says most: an unknown field before a wrong value, and ours before the library's."""
+    order = {"extra_forbidden": 0, "value_error": 1}
+    problem = min(problems, key=lambda each: order.get(each["type"], 2))
     path = [str(part) for part in problem["loc"] if part != "body"]
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem['ctx']['error']}", code="invalid_json")
-    field = path[0] if path else None
-    if field in _NOT_YET:
-        return ApiError(400, f"{field}: {_NOT_YET[field]}", param=field, code="unsupported_value")
-    if problem["type"] == "extra_forbidden":
-        where = ".".join(path)
-        message = f"{where} is not supported: there is no such field, or not in this server"
-        return ApiError(400, message, param=where, code="unsupported_field")
     where = ".".join(path) or "the body"
-    return ApiError(400, f"{where}: {problem['msg']}", param=field, code="invalid_value")
+    if problem["type"] == "extra_forbidden":
+        why = REFUSALS.get(path[-1], "there is no such field, or not in this server")
+        return ApiError(400, f"{where} is not supported: {why}", param=where, code="unsupported_field")
+    said = problem["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{where}: {said}", param=path[0] if path else None, code="invalid_value")
 
 
 def _document(app: FastAPI, model_name: str) -> dict[str, Any]:

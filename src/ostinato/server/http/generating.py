@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..openai.chat import ChatWriter, answers_of
-from ..openai.completion import Completion
 from ..openai.completions import CompletionWriter, completions_of
 from ..openai.embeddings import embed, embedding_prompts
 from ..openai.errors import ApiError
@@ -33,6 +32,7 @@ from ..openai.responses import (
     TokenizeBody,
 )
 from ..openai.served_model import ServedModel
+from ..openai.tool_use import tool_use
 from ..service import Service
 from .api_document import answers
 from .client_watch import ClientWatch
@@ -53,7 +53,7 @@ def generating_routes(service: Service) -> APIRouter:
         _check_generates(model)
         _check_stream_options(body)
         started = await completions_of(body, model, service.wakes_every(body), service.metrics.on_token)
-        generation = service.generation("cmpl", started)
+        generation = service.generation(_id(service, "cmpl", body, request), started)
         return await _answer(body, request, generation, CompletionWriter(body, generation, model))
 
     @routes.post("/v1/chat/completions", responses=answers(ChatBody, streams=True))
@@ -62,11 +62,10 @@ def generating_routes(service: Service) -> APIRouter:
         model = service.serving(body.model)
         _check_generates(model)
         _check_stream_options(body)
-        started: list[Completion] = await answers_of(
-            body, model, service.wakes_every(body), service.metrics.on_token
-        )
-        generation = service.generation("chatcmpl", started)
-        writer = ChatWriter(body, generation, model, service.tool_call_kind)
+        use = tool_use(body)
+        started = await answers_of(body, model, use, service.wakes_every(body), service.metrics.on_token)
+        generation = service.generation(_id(service, "chatcmpl", body, request), started)
+        writer = ChatWriter(body, generation, model, use)
         return await _answer(body, request, generation, writer)
 
     @routes.post("/v1/embeddings", responses=answers(EmbeddingBody))
@@ -96,7 +95,7 @@ def generating_routes(service: Service) -> APIRouter:
             raise ApiError(400, "give prompt or messages, one of them", param="prompt")
         if body.messages is not None:
             ids = await model.encode_chat(
-                body.messages, body.tools, add_generation_prompt=body.add_generation_prompt
+                body.messages, body.tools or (), add_generation_prompt=body.add_generation_prompt
             )
         else:
             prompt = body.prompt or ""
@@ -153,6 +152,10 @@ async def _while_client_waits(request: Request, work: Awaitable[Result], timeout
         if gone:
             raise ClientGone from None
         raise
+
+
+def _id(service: Service, kind: str, body: Sampling, request: Request) -> str:
+    return service.answer_id(kind, body, request.headers.get("x-request-id"))
 
 
 def _check_generates(model: ServedModel) -> None:

@@ -57,7 +57,7 @@ def observing_routes(service: Service) -> APIRouter:
         if not model.ready.can_generate:
             raise ApiError(400, "this model embeds only: use /health")
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        generation = service.generation("health", [Completion(0, [0], params, model)])
+        generation = service.generation(service.answer_id("health"), [Completion(0, [0], params, model)])
         try:
             async with ClientWatch(request.receive, lambda: generation.end(ClientGone())):
                 await asyncio.wait_for(generation.finished(), PROBE_SECONDS)
