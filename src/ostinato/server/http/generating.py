@@ -9,7 +9,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..openai.chat import ChatWriter, answers_of
+from ..openai.chat import ChatWriter, answers_of, call_parser
 from ..openai.completions import CompletionWriter, completions_of
 from ..openai.embeddings import embed, embedding_prompts
 from ..openai.errors import ApiError
@@ -31,7 +31,11 @@ from ..openai.responses import (
     ModelList,
     TokenizeBody,
 )
+from ..openai.responses_api.as_chat import as_chat, renamed
+from ..openai.responses_api.requests import ResponsesRequest
+from ..openai.responses_api.writer import ResponseWriter
 from ..openai.served_model import ServedModel
+from ..openai.stream_events import Writer
 from ..openai.tool_use import tool_use
 from ..service import Service
 from .api_document import answers
@@ -67,6 +71,31 @@ def generating_routes(service: Service) -> APIRouter:
         generation = service.generation(_id(service, "chatcmpl", body, request), started)
         writer = ChatWriter(body, generation, model, use)
         return await _answer(body, request, generation, writer)
+
+    @routes.post("/v1/responses", responses=answers(streams=True))
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer items with items."""
+        model = service.serving(body.model)
+        _check_generates(model)
+        try:
+            chat = as_chat(body)
+            use = tool_use(chat)
+            started = await answers_of(chat, model, use, service.wakes_every(body), service.metrics.on_token)
+            generation = service.generation(_id(service, "resp", body, request), started)
+            parser = call_parser(use, model.tool_call_kind)
+            return await _answer(
+                body, request, generation, ResponseWriter(body, chat, generation, model, parser)
+            )
+        except ApiError as error:
+            raise renamed(error) from None
+
+    @routes.api_route("/v1/responses/{id}", methods=["GET", "DELETE"], include_in_schema=False)
+    @routes.post("/v1/responses/{id}/cancel", include_in_schema=False)
+    @routes.get("/v1/responses/{id}/input_items", include_in_schema=False)
+    async def stored_response(id: str) -> Response:
+        """There are none: responses are not stored."""
+        message = f"there is no response {id[:64]!r}: responses are not stored here, whatever store says"
+        raise ApiError(404, message, param="id", code="not_stored")
 
     @routes.post("/v1/embeddings", responses=answers(EmbeddingBody))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
@@ -113,9 +142,7 @@ def generating_routes(service: Service) -> APIRouter:
     return routes
 
 
-async def _answer(
-    body: Sampling, request: Request, generation: Generation, writer: CompletionWriter | ChatWriter
-) -> Response:
+async def _answer(body: Sampling, request: Request, generation: Generation, writer: Writer) -> Response:
     """Wait for all of it; for a stream until there is something, so that a refusal still gets its status."""
     try:
         async with ClientWatch(request.receive, lambda: generation.end(ClientGone())):
@@ -124,7 +151,7 @@ async def _answer(
             else:
                 await generation.finished()
         if body.stream:
-            return EventStream(generation, writer.chunks)
+            return EventStream(generation, writer)
         return json_response(writer.whole(), x_request_id=generation.id)
     except BaseException:
         generation.end()

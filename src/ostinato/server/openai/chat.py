@@ -27,6 +27,7 @@ from .responses import (
 )
 from .sampling import sampling_params
 from .served_model import ServedModel
+from .stream_events import ChunkEvents
 from .structured import answer_shape
 from .tool_calls.call_reader import CallPiece
 from .tool_calls.forced import ForcedToolCall
@@ -134,7 +135,7 @@ def call_parser(use: ToolUse, kind: str) -> ToolCallParser | None:
     return parser_for(kind, use.names)
 
 
-class ChatWriter:
+class ChatWriter(ChunkEvents):
     """Writes the answer of one request, at once or in chunks."""
 
     def __init__(self, body: ChatRequest, generation: Generation, model: ServedModel, use: ToolUse) -> None:

@@ -18,6 +18,7 @@ from .requests import CompletionRequest, Sampling
 from .responses import CompletionBody, CompletionChoice, CompletionLogprobs, Usage
 from .sampling import sampling_params
 from .served_model import ServedModel
+from .stream_events import ChunkEvents
 from .structured import answer_shape
 from .tool_use import ToolUse
 
@@ -105,7 +106,7 @@ def usage_of_chunks(body: Sampling, generation: Generation) -> tuple[bool, Usage
     return wants_usage, None if wants_usage else msgspec.UNSET
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkEvents):
     """Writes the answer of one request, at once or in chunks."""
 
     def __init__(self, body: CompletionRequest, generation: Generation, model: ServedModel) -> None:
