@@ -83,9 +83,9 @@ class Service:
                 headers={"Retry-After": str(self.retry_after())},
             )
 
-    def wakes_every(self, body: Sampling) -> int:
-        """After how many tokens the answer to `body` goes on; 0: only the end counts."""
-        return self.config.stream_interval if body.stream else 0
+    def wakes_every(self, streams: bool | None) -> int:
+        """After how many tokens an answer goes on; 0: only the end counts."""
+        return self.config.stream_interval if streams else 0
 
     def retry_after(self) -> int:
         """Seconds in which an eighth of those under way have ended, at the pace of the last ones; 1 to 60."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -13,7 +9,6 @@ from ..openai.chat import ChatWriter, answers_of, call_parser
 from ..openai.completions import CompletionWriter, completions_of
 from ..openai.embeddings import embed, embedding_prompts
 from ..openai.errors import ApiError
-from ..openai.generation import ClientGone, Generation
 from ..openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -34,16 +29,13 @@ from ..openai.responses import (
 from ..openai.responses_api.as_chat import as_chat, renamed
 from ..openai.responses_api.requests import ResponsesRequest
 from ..openai.responses_api.writer import ResponseWriter
+from ..openai.scoring import RerankBody, RerankRequest, ScoreBody, ScoreRequest, pairs_of, rerank, score
 from ..openai.served_model import ServedModel
-from ..openai.stream_events import Writer
 from ..openai.tool_use import tool_use
 from ..service import Service
+from .answering import answer, check_generates, while_client_waits
 from .api_document import answers
-from .client_watch import ClientWatch
-from .event_stream import EventStream
 from .json_answers import json_response
-
-Result = TypeVar("Result")
 
 
 def generating_routes(service: Service) -> APIRouter:
@@ -54,37 +46,43 @@ def generating_routes(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts."""
         model = service.serving(body.model)
-        _check_generates(model)
+        check_generates(model)
         _check_stream_options(body)
-        started = await completions_of(body, model, service.wakes_every(body), service.metrics.on_token)
+        started = await completions_of(
+            body, model, service.wakes_every(body.stream), service.metrics.on_token
+        )
         generation = service.generation(_id(service, "cmpl", body, request), started)
-        return await _answer(body, request, generation, CompletionWriter(body, generation, model))
+        return await answer(body.stream, request, generation, CompletionWriter(body, generation, model))
 
     @routes.post("/v1/chat/completions", responses=answers(ChatBody, streams=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         model = service.serving(body.model)
-        _check_generates(model)
+        check_generates(model)
         _check_stream_options(body)
         use = tool_use(body)
-        started = await answers_of(body, model, use, service.wakes_every(body), service.metrics.on_token)
+        started = await answers_of(
+            body, model, use, service.wakes_every(body.stream), service.metrics.on_token
+        )
         generation = service.generation(_id(service, "chatcmpl", body, request), started)
         writer = ChatWriter(body, generation, model, use)
-        return await _answer(body, request, generation, writer)
+        return await answer(body.stream, request, generation, writer)
 
     @routes.post("/v1/responses", responses=answers(streams=True))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer items with items."""
         model = service.serving(body.model)
-        _check_generates(model)
+        check_generates(model)
         try:
             chat = as_chat(body)
             use = tool_use(chat)
-            started = await answers_of(chat, model, use, service.wakes_every(body), service.metrics.on_token)
+            started = await answers_of(
+                chat, model, use, service.wakes_every(body.stream), service.metrics.on_token
+            )
             generation = service.generation(_id(service, "resp", body, request), started)
             parser = call_parser(use, model.tool_call_kind)
-            return await _answer(
-                body, request, generation, ResponseWriter(body, chat, generation, model, parser)
+            return await answer(
+                body.stream, request, generation, ResponseWriter(body, chat, generation, model, parser)
             )
         except ApiError as error:
             raise renamed(error) from None
@@ -104,7 +102,26 @@ def generating_routes(service: Service) -> APIRouter:
         prompts = await embedding_prompts(body, model)
         service.admit(len(prompts))
         work = embed(prompts, body, service.engine, model)
-        return json_response(await _while_client_waits(request, work, service.config.request_timeout))
+        return json_response(await while_client_waits(request, work, service.config.request_timeout))
+
+    @routes.post("/v1/score", include_in_schema=False)
+    @routes.post("/score", responses=answers(ScoreBody))
+    async def score_pairs(body: ScoreRequest, request: Request) -> Response:
+        """Say how near texts are to each other."""
+        model = service.serving(body.model)
+        service.admit(sum(map(len, pairs_of(body))))
+        work = score(body, service.engine, model)
+        return json_response(await while_client_waits(request, work, service.config.request_timeout))
+
+    @routes.post("/v1/rerank", include_in_schema=False)
+    @routes.post("/v2/rerank", include_in_schema=False)
+    @routes.post("/rerank", responses=answers(RerankBody))
+    async def rerank_documents(body: RerankRequest, request: Request) -> Response:
+        """Put texts in the order of their nearness to another."""
+        model = service.serving(body.model)
+        service.admit(len(body.documents) + 1)
+        work = rerank(body, service.engine, model)
+        return json_response(await while_client_waits(request, work, service.config.request_timeout))
 
     @routes.get("/v1/models", responses=answers(ModelList))
     async def models() -> Response:
@@ -142,53 +159,8 @@ def generating_routes(service: Service) -> APIRouter:
     return routes
 
 
-async def _answer(body: Sampling, request: Request, generation: Generation, writer: Writer) -> Response:
-    """Wait for all of it; for a stream until there is something, so that a refusal still gets its status."""
-    try:
-        async with ClientWatch(request.receive, lambda: generation.end(ClientGone())):
-            if body.stream:
-                await generation.changed()
-            else:
-                await generation.finished()
-        if body.stream:
-            return EventStream(generation, writer)
-        return json_response(writer.whole(), x_request_id=generation.id)
-    except BaseException:
-        generation.end()
-        raise
-    finally:
-        if not body.stream:
-            generation.end()
-
-
-async def _while_client_waits(request: Request, work: Awaitable[Result], timeout: float) -> Result:
-    task = asyncio.ensure_future(work)
-    gone = False
-
-    def leave() -> None:
-        nonlocal gone
-        gone = True
-        task.cancel()
-
-    try:
-        async with ClientWatch(request.receive, leave):
-            return await asyncio.wait_for(task, timeout)
-    except TimeoutError:
-        raise ApiError(504, f"the request took longer than {timeout:g} s", code="timeout") from None
-    except asyncio.CancelledError:
-        if gone:
-            raise ClientGone from None
-        raise
-
-
 def _id(service: Service, kind: str, body: Sampling, request: Request) -> str:
     return service.answer_id(kind, body, request.headers.get("x-request-id"))
-
-
-def _check_generates(model: ServedModel) -> None:
-    if not model.ready.can_generate:
-        name = model.ready.architecture
-        raise ApiError(400, f"{name} has no output layer: it embeds only, use /v1/embeddings", param="model")
 
 
 def _check_stream_options(body: Sampling) -> None:

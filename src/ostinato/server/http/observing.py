@@ -41,6 +41,9 @@ def observing_routes(service: Service) -> APIRouter:
         headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
+    @routes.get("/ping", include_in_schema=False)
+    @routes.post("/ping", include_in_schema=False)
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", responses=answers())
     async def health() -> Response:
         """200 while requests are served."""
