@@ -14,6 +14,7 @@ from ostinato.text.tokenizer import Tokenizer
 
 from .config import ServerConfig
 from .engine_client.client import EngineClient, EngineState
+from .metrics.history import History
 from .metrics.request_metrics import RequestMetrics
 from .openai.completion import Completion
 from .openai.errors import ApiError, unavailable
@@ -36,6 +37,7 @@ class Service:
         self.model: ServedModel | None = None
         self.is_stopping = False
         self.metrics = RequestMetrics()
+        self.history = History(self)
         self.generations: dict[str, Generation] = {}
         """Requests under way by the id of their answer."""
         self._ends: deque[float] = deque(maxlen=256)
@@ -117,6 +119,7 @@ class Service:
 
     def _on_end(self, generation: Generation) -> None:
         self.generations.pop(generation.id, None)
+        prompts = len({id(completion.prompt_ids) for completion in generation.completions})
         for completion in generation.completions:
             self._ends.append(monotonic())
-            self.metrics.observe(completion)
+            self.metrics.observe(completion, n=len(generation.completions) // prompts)

@@ -76,9 +76,9 @@ def observing_routes(service: Service) -> APIRouter:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/stats", responses=answers())
-    async def stats() -> Response:
-        """What the page shows, as JSON."""
-        return json_response(live.snapshot())
+    async def stats(after: int | None = None) -> Response:
+        """What the page shows, as JSON; with the seconds behind sample `after`, -1 for all that are kept."""
+        return json_response(live.snapshot(after))
 
     @routes.get("/version", responses=answers())
     async def version() -> Response:

@@ -23,8 +23,8 @@ class LiveStatistics:
         self._started = monotonic()
         self._marks: deque[tuple[float, int, int]] = deque()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything the page shows."""
+    def snapshot(self, after: int | None) -> dict[str, Any]:
+        """Everything the page shows; with the history behind sample `after`, if it is asked for."""
         service, metrics = self._service, self._service.metrics
         healthy, state = service.health
         statistics = service.engine.statistics
@@ -46,6 +46,7 @@ class LiveStatistics:
             "ttft_seconds": _named(metrics.time_to_first_token.quantiles(0.5, 0.95)),
             "tpot_seconds": _named(metrics.inter_token_latency.quantiles(0.5, 0.95)),
             "engine": None if statistics is None else _readable(statistics),
+            "history": None if after is None else service.history.after(after),
         }
 
     def _rates(self) -> tuple[float, float]:

@@ -56,6 +56,8 @@ class Completion:
         self.params = params
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.queued_seconds = 0.0
+        """How long it waited for its first step."""
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -129,6 +131,7 @@ class Completion:
         if self.is_finished:
             return
         self.num_cached_tokens = max(self.num_cached_tokens, news.cached_tokens)
+        self.queued_seconds = max(self.queued_seconds, news.queued_seconds)
         if news.prompt_logprobs is not None:
             self.prompt_logprobs.update(news.prompt_logprobs)
         if news.token is not None:
