@@ -177,6 +177,7 @@ def test_messages_as_clients_send_them_back(server: ServerProcess) -> None:
             "audio": None,
             "function_call": None,
             "reasoning_content": "hm",
+            "provider_specific_fields": {"refusal": None},
             "tool_calls": [call],
         },
         {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": "sunny"},

@@ -76,6 +76,8 @@ class AssistantMessage(Body):
     refusal: None = None
     reasoning_content: str | None = None
     """What it thought; for chat templates that write it."""
+    provider_specific_fields: dict[str, Any] | None = None
+    """litellm's notes to itself, which it sends back."""
     tool_calls: list[MadeToolCall] | None = None
 
 

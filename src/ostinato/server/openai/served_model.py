@@ -181,7 +181,7 @@ def _mark_end(messages: list[dict[str, Any]], add_generation_prompt: bool | None
 
 def _as_template_message(message: Message) -> dict[str, Any]:
     """A message as templates are written against: content a text, arguments an object."""
-    given = message.model_dump(exclude_none=True)
+    given = message.model_dump(exclude_none=True, exclude={"provider_specific_fields"})
     content = message.content
     if isinstance(content, list):
         given["content"] = "".join(part.text for part in content if isinstance(part, TextPart))
