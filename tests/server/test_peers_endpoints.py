@@ -1,5 +1,6 @@
 """Endpoints and payloads of SGLang and vLLM: their own, those of their benchmark clients, and small ones."""
 
+import asyncio
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from ostinato.server.config import ServerConfig
+from ostinato.server.openai.conversation import Tool
+from ostinato.server.openai.errors import ApiError
 from ostinato.server.openai.served_model import ServedModel
 from ostinato.server.wire.messages import Ready
 
@@ -246,3 +249,14 @@ def test_parsers_under_the_names_of_the_peers(tmp_path: Path) -> None:
     assert kinds == {"hermes": "qwen", "qwen25": "qwen"}
     assert served(tmp_path, tool_call_parser="llama3_json").tool_call_kind == "llama"
     assert served(tmp_path).tool_call_kind == "none"
+
+
+def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(template))
+    ready = Ready(str(tmp_path), "X", 64, 4, 320, 320, True, True, [1], "")
+    model = ServedModel("m", ready, ServerConfig(), object())  # type: ignore[arg-type]
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f"}})
+    with pytest.raises(ApiError, match="no place for tools") as refused:
+        asyncio.run(model.encode_chat([], [tool]))
+    assert refused.value.param == "tools"

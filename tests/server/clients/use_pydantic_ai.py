@@ -18,21 +18,19 @@ class Pet(pydantic.BaseModel):
     tame: bool
 
 
-for model in (
-    OpenAIChatModel("scripted", provider=PROVIDER),
-    OpenAIResponsesModel("scripted", provider=PROVIDER),
-):
-    asked = []
-    agent = Agent(model, model_settings={"temperature": 0, "parallel_tool_calls": False})
+def get_weather(city: str) -> str:
+    """The weather in a city."""
+    ASKED.append(city)
+    return "sunny"
 
-    @agent.tool_plain
-    def get_weather(city: str) -> str:
-        """The weather in a city."""
-        asked.append(city)
-        return "sunny"
 
+for kind in (OpenAIChatModel, OpenAIResponsesModel):
+    model = kind("scripted", provider=PROVIDER)
+    one_call = {"temperature": 0, "parallel_tool_calls": False}
+    agent = Agent(model, tools=[get_weather], model_settings=one_call)
     assert agent.run_sync("The weather?").output == "Hello wérld"
-    assert asked == ["Paris"]
+    assert ASKED == ["Paris"]
+    ASKED.clear()
 
     settings = {"temperature": 0, "max_tokens": 80, "extra_body": {"logit_bias": NO_SPACE}}
     for output in (NativeOutput(Pet), Pet):  # a format, and a tool that must be called

@@ -34,7 +34,12 @@ class Body(BaseModel):
     """Strict. Fields that are not declared are refused by name, unless they are null, empty or ask for what
     is done anyway: clients fill in the fields they know."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"enum": [None, "", [], {}]}},
+    )
 
     @model_validator(mode="before")
     @classmethod
