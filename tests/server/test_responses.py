@@ -178,6 +178,10 @@ def test_logprobs(client: openai.OpenAI) -> None:
     first = response.output[0].content[0].logprobs[0]
     assert first.token == "Hello"
     assert len(first.top_logprobs) == 2
+    tokens = [entry.token for entry in response.output[0].content[0].logprobs]
+    last = list(respond(client, include=["message.output_text.logprobs"], stream=True))[-1]
+    streamed = last.response.output[0].content[0].logprobs
+    assert [entry.token for entry in streamed] == tokens, "half a character too"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from ..errors import ApiError
 from ..generation import Generation
 from ..logprobs import chat_logprobs
 from ..requests import ChatRequest
+from ..responses import TokenLogprob
 from ..served_model import ServedModel
 from ..stream_events import event
 from ..tool_calls.parser import ToolCallParser
@@ -40,6 +41,8 @@ class ResponseWriter:
         [completion] = generation.completions
         self._answer = Answer(completion, parser)
         self._output = Output()
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens whose text is not there yet, such as half a character."""
         self._has_begun = False
         self._has_ended = False
         self._num_events = 0
@@ -77,18 +80,19 @@ class ResponseWriter:
         """Take in what has come; the events that tell of it."""
         piece = self._answer.completion.take()
         parsed = self._answer.parsed(piece.text)
-        logprobs = []
         if self._chat.logprobs and piece.logprobs:
             texts, top = self._model.need_token_texts(), self._chat.top_logprobs or 0
-            logprobs = chat_logprobs(texts, piece.logprobs, top).content
+            self._logprobs += chat_logprobs(texts, piece.logprobs, top).content
         found: list[Event] = []
-        if parsed.content:
-            found += self._output.add_text(parsed.content, logprobs)
+        is_over = self._generation.is_finished
+        is_last_text = is_over and not parsed.calls and (bool(self._logprobs) or not self._output.items)
+        if parsed.content or is_last_text:
+            found += self._output.add_text(parsed.content, self._logprobs)
+            self._logprobs = []
         for call in parsed.calls:
             found += self._output.add_call(call)
-        if self._generation.is_finished:
-            if not self._output.items:
-                found += self._output.add_text("", logprobs)
+            self._logprobs = []
+        if is_over:
             complete = self._status[0] == "completed"
             found += self._output.close("completed" if complete else "incomplete")
         return found
