@@ -87,7 +87,7 @@ def test_the_page_shows_the_load_and_chats(server: ServerProcess, browser: Any, 
 
 def test_a_page_that_is_opened_late_shows_what_was_before(server: ServerProcess, browser: Any) -> None:
     server.post("/v1/completions", {"prompt": "page a", "max_tokens": 200, "temperature": 0})
-    time.sleep(2.2)  # the load is over, and a sample has it
+    time.sleep(3.2)  # the load is over, and samples have it
     page = browser.new_page()
     page.goto(server.url + "/")
     page.wait_for_selector("#spark-throughput polyline")

@@ -132,7 +132,7 @@ class ServerCollector(Collector):
                 statistics.pages_usable * size,
             ),
             ("cache_hit_rate", "Share of prompt tokens found in the prefix cache.", hits),
-            ("gen_throughput", "Generated tokens in the last second.", self._service.history.generation_rate),
+            ("gen_throughput", "Generated tokens per second, now.", self._service.history.rates[0]),
         ):
             yield self._one(GaugeMetricFamily, self._shared, name, text, value)
         for name, text, value in (

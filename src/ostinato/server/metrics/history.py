@@ -41,9 +41,11 @@ class History:
         loop.call_later(SECONDS, tick)
 
     @property
-    def generation_rate(self) -> float:
-        """Tokens per second in the last sample."""
-        return float(self._samples[-1][1] or 0.0) if self._samples else 0.0
+    def rates(self) -> tuple[float, float]:
+        """Tokens per second generated and read, over the last two samples, whoever asks how often."""
+        last = list(self._samples)[-2:]
+        generated, prompts = (sum(sample[at] or 0.0 for sample in last) for at in (1, 2))
+        return generated / max(1, len(last)), prompts / max(1, len(last))
 
     def take(self) -> None:
         """One sample: what has changed since the last one."""
