@@ -2,7 +2,7 @@
 
 Its embeddings are one-hot, its layers add nothing, and its output layer is the table of successors.
 Printable ASCII counts on ("a" is followed by "bcdef..."); a chat is answered with a greeting, and with a tool
-call where there are tools.
+call where there are tools and none has answered yet.
 """
 
 import json
@@ -28,7 +28,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|tools|>' if tools else '<|assistant|>' }}{% endif %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|tools|>' if tools and messages[-1].role != 'tool' else '<|assistant|>' }}{% endif %}"
 )
 SPECIAL = ["<|assistant|>", "<|tools|>", END]
 SIZE = 320

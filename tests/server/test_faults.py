@@ -223,7 +223,7 @@ def test_not_json(server: ServerProcess) -> None:
     assert plain.status_code == 415
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1/nothing", "/v1/completions/"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1/nothing", "/nothing/"])
 def test_unknown_paths(server: ServerProcess, path: str) -> None:
     answer = server.get(path)
     assert answer.status_code == 404

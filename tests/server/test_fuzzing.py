@@ -60,9 +60,9 @@ def check(case: Any, answer: Any) -> None:
 
 
 def test_requests_made_from_the_document(server: ServerProcess) -> None:
-    statuses, successes = fuzz(server, 8)
+    statuses, successes = fuzz(server, 6)
     assert sum(statuses.values()) > 80
-    assert {"/v1/models", "/tokenize", "/detokenize", "/v1/embeddings", "/graphs"} <= successes.keys()
+    assert {"/v1/models", "/detokenize", "/v1/embeddings", "/rerank", "/graphs"} <= successes.keys()
     assert sum(successes.values()) >= 20
     server.wait_until_idle()
 

@@ -26,7 +26,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         *("--max-body-mb", "0.1", "--request-timeout", "1.5", "--max-prompt-tokens", "20"),
         *("--profile-dir", str(tmp_path_factory.mktemp("profiles")), "--metrics-prefix", "vllm"),
         *("--max-running-requests", "2", "--cuda-graph-bs", "2", "--restart-engine"),
-        *("--stream-interval", "5"),
+        *("--stream-interval", "5", "--allowed-origins", "http://page.example"),
     )
     with ServerProcess(model, *flags) as server:
         yield server
@@ -52,6 +52,20 @@ def test_keys(guarded: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         client.models.list()
+
+
+def test_web_pages_of_allowed_origins_may_ask(guarded: ServerProcess, server: ServerProcess) -> None:
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for origin, allowed in (("http://page.example", True), ("http://other.example", False)):
+        asked = httpx.options(f"{guarded.url}/v1/completions", headers={"Origin": origin, **wanted})
+        assert (asked.headers.get("access-control-allow-origin") == origin) is allowed
+        answer = guarded.post("/v1/completions", BODY, headers={"Origin": origin, **KEYS})
+        assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+    refused = guarded.post("/v1/completions", BODY, headers={"Origin": "http://page.example"})
+    assert refused.status_code == 401
+    assert "access-control-allow-origin" in refused.headers, "a page can read why"
+    plain = server.post("/v1/completions", BODY, headers={"Origin": "http://page.example"})
+    assert "access-control-allow-origin" not in plain.headers
 
 
 def test_admin_key(guarded: ServerProcess) -> None:

@@ -1,8 +1,10 @@
 """The official client against a real server process."""
 
 import json
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 
 from .scripted_model import counted
@@ -245,6 +247,39 @@ def test_tool_call_streams(client: openai.OpenAI) -> None:
     assert any(streamed_call(client) >= 3 for _ in range(5)), "the arguments come as they are written"
 
 
+class get_weather(pydantic.BaseModel):
+    """The weather in a city."""
+
+    city: str
+
+
+class Pet(pydantic.BaseModel):
+    kind: Literal["cat"]
+    tame: bool
+
+
+def test_strict_tools_are_parsed_by_the_client(client: openai.OpenAI) -> None:
+    tools = [openai.pydantic_function_tool(get_weather)]
+    assert tools[0]["function"]["strict"] is True
+    options = {"model": "scripted", "messages": HELLO, "temperature": 0, "tools": tools}
+    [call] = client.chat.completions.parse(**options).choices[0].message.tool_calls
+    assert call.function.parsed_arguments == get_weather(city="Paris")
+    with client.chat.completions.stream(**options) as stream:
+        kinds = {event.type for event in stream}
+        [call] = stream.get_final_completion().choices[0].message.tool_calls
+    assert call.function.parsed_arguments == get_weather(city="Paris")
+    assert {"content.delta", "tool_calls.function.arguments.delta"} <= kinds
+
+
+def test_an_answer_is_parsed_by_the_client(client: openai.OpenAI) -> None:
+    no_space = {str(ord(space)): -100 for space in " \t\r\n"}
+    options = {"temperature": 0, "max_tokens": 60, "logit_bias": no_space}
+    answer = client.chat.completions.parse(
+        model="scripted", messages=HELLO, response_format=Pet, **options
+    ).choices[0]
+    assert answer.message.parsed.kind == "cat"
+
+
 def test_tool_results_go_back_into_the_conversation(client: openai.OpenAI) -> None:
     call = {
         "id": "call_1",
@@ -322,13 +357,11 @@ def test_a_wrong_completion_names_its_field(server: ServerProcess, options: dict
         ({"response_format": {"type": "poem"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
         ({"response_format": {"type": "regex", "regex": "(a"}}, "response_format"),
-        ({"response_format": {"type": "json_object"}, "tools": [WEATHER]}, "response_format"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"store": True}, "store"),
-        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),

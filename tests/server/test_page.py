@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,13 @@ def test_the_page_shows_the_load_and_chats(server: ServerProcess, browser: Any, 
     assert page.locator(".cell").count() >= 4
     heats = page.eval_on_selector_all(".cell .heat", "cells => cells.map(cell => Number(cell.style.opacity))")
     assert max(heats) > 0.5 > min(heats)
-    assert page.locator("#memory .bar").count() >= 4
+    assert page.locator("#memory i").count() >= 4
+    engine = server.engine_statistics()
+    whole = sum(engine["memory_bytes"].values())
+    assert number(page.inner_text("#memory-sum")) == pytest.approx(whole / 2**20, rel=0.01)
+    assert re.search(r"\d (µs|ms|s) / [\d.]+ (µs|ms|s)$", page.inner_text("#tpot"))
+    assert re.search(r"[1-9]\S* answers in all", page.inner_text("#requests-note"))
+    assert re.search(r"[1-9]\S* tokens written", page.inner_text("#throughput-note"))
 
     page.evaluate(
         """() => { window.pieces = new Set();
@@ -76,6 +83,19 @@ def test_the_page_shows_the_load_and_chats(server: ServerProcess, browser: Any, 
     assert problems == []
     shot = os.environ.get("OSTINATO_PAGE_SCREENSHOT")
     page.screenshot(path=shot or str(tmp_path / "page.png"), full_page=True)
+
+
+def test_a_page_that_is_opened_late_shows_what_was_before(server: ServerProcess, browser: Any) -> None:
+    server.post("/v1/completions", {"prompt": "page a", "max_tokens": 200, "temperature": 0})
+    time.sleep(3.2)  # the load is over, and samples have it
+    page = browser.new_page()
+    page.goto(server.url + "/")
+    page.wait_for_selector("#spark-throughput polyline")
+    assert page.inner_text("#throughput").startswith("0")
+    points = page.get_attribute("#spark-throughput polyline", "points")
+    heights = [float(point.split(",")[1]) for point in points.split()]
+    assert len(heights) >= 3
+    assert min(heights) < 3 < 38 < max(heights), "up to the top, and down again"
 
 
 def test_chat_errors_are_shown(server: ServerProcess, browser: Any) -> None:

@@ -73,3 +73,20 @@ def test_an_embedding_aborted_while_it_is_computed_is_over(llm: LLM, engine: Ser
     [news] = told
     assert (news.id, news.finish_reason) == (8, "stop")
     assert news.embedding is not None
+
+
+def test_the_time_in_the_queue_is_told_once(llm: LLM, engine: ServedEngine) -> None:
+    """Four have a row at once; the fifth waits for the end of one, and one that is aborted leaves nothing."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for id in range(6):
+        assert engine.generate(Generate(id, prompt(llm, "abc"), params)) is None
+    engine.abort([5])
+    told: dict[int, list[float]] = {id: [] for id in range(5)}
+    while engine.is_busy:
+        for news in engine.step().news:
+            told[news.id].append(news.queued_seconds)
+    assert all(len([seconds for seconds in waits if seconds > 0]) == 1 for waits in told.values())
+    assert max(told[4]) > 2 * max(max(told[id]) for id in range(4))
+    assert not engine._arrived
+    assert not engine._queued
+    assert not engine._waiting

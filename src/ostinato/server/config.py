@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 from ostinato.graphs.errors import ConfigError
 
-TOOL_CALL_PARSERS = ("auto", "qwen", "llama", "none")
+TOOL_CALL_PARSERS = {
+    "auto": "auto",
+    "none": "none",
+    "qwen": "qwen",
+    "qwen25": "qwen",
+    "hermes": "qwen",
+    "llama": "llama",
+    "llama3": "llama",
+    "llama3_json": "llama",
+    "llama4_json": "llama",
+}
+"""Names of layouts of tool calls, those of vLLM and SGLang among them, and what each is here."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +50,20 @@ class ServerConfig:
     restart_engine: bool = False
     """Start the engine again when its process dies, instead of exiting."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls: qwen, llama, none; auto: by its chat template."""
+    """How the model writes tool calls: qwen (or hermes, qwen25), llama (or llama3_json), none; auto: by its
+    chat template."""
     profile_dir: str = "profiles"
     """Where /start_profile leaves its traces."""
     metrics_prefix: str = "ostinato"
-    """Prefix of the metrics that vLLM has too; vllm makes its dashboards work."""
+    """Prefix of the metrics that vLLM and SGLang have too; vllm, sglang or sglang_ suits their dashboards."""
+    allowed_origins: Sequence[str] = ()
+    """Origins whose web pages may use the API from a browser (CORS); * for all."""
 
     def __post_init__(self) -> None:
-        keys = (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key)
-        object.__setattr__(self, "api_key", keys)
+        for name in ("api_key", "allowed_origins"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        keys = self.api_key
         if any(not key for key in keys) or self.admin_key == "":
             raise ConfigError("an API key must not be empty")
         if not 0 <= self.port < 65536:

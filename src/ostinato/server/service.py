@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from pathlib import Path
+from secrets import token_hex
 from time import monotonic
 
 from ostinato.text.errors import TokenizerError
@@ -12,6 +14,7 @@ from ostinato.text.tokenizer import Tokenizer
 
 from .config import ServerConfig
 from .engine_client.client import EngineClient, EngineState
+from .metrics.history import History
 from .metrics.request_metrics import RequestMetrics
 from .openai.completion import Completion
 from .openai.errors import ApiError, unavailable
@@ -19,8 +22,9 @@ from .openai.generation import Generation
 from .openai.requests import Sampling
 from .openai.served_model import ServedModel
 from .openai.stream_pace import StreamPace
-from .openai.tool_calls.formats import kind_of_model
 from .wire.messages import Ready
+
+_HEADER_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 class Service:
@@ -33,9 +37,9 @@ class Service:
         self.model: ServedModel | None = None
         self.is_stopping = False
         self.metrics = RequestMetrics()
+        self.history = History(self)
         self.generations: dict[str, Generation] = {}
         """Requests under way by the id of their answer."""
-        self.tool_call_kind = "none"
         self._ends: deque[float] = deque(maxlen=256)
         self._pace = StreamPace()
 
@@ -48,10 +52,6 @@ class Service:
             except TokenizerError as error:  # the engine has read the same files a moment ago
                 raise RuntimeError(f"the tokenizer changed under the server: {error}") from error
         self.model = ServedModel(self.model_name, ready, self.config, tokenizer)
-        kind = self.config.tool_call_parser
-        if kind == "auto":
-            kind = kind_of_model(Path(ready.directory))
-        self.tool_call_kind = kind
 
     @property
     def health(self) -> tuple[bool, str]:
@@ -85,9 +85,9 @@ class Service:
                 headers={"Retry-After": str(self.retry_after())},
             )
 
-    def wakes_every(self, body: Sampling) -> int:
-        """After how many tokens the answer to `body` goes on; 0: only the end counts."""
-        return self.config.stream_interval if body.stream else 0
+    def wakes_every(self, streams: bool | None) -> int:
+        """After how many tokens an answer goes on; 0: only the end counts."""
+        return self.config.stream_interval if streams else 0
 
     def retry_after(self) -> int:
         """Seconds in which an eighth of those under way have ended, at the pace of the last ones; 1 to 60."""
@@ -96,17 +96,30 @@ class Service:
         pace = len(self._ends) / (self._ends[-1] - self._ends[0])
         return max(1, min(60, math.ceil(self.engine.num_unfinished / 8 / pace)))
 
-    def generation(self, kind: str, completions: list[Completion]) -> Generation:
+    def generation(self, id: str, completions: list[Completion]) -> Generation:
         """Admit and start; the caller must `end` it, whatever happens."""
         self.admit(len(completions))
         timeout = self.config.request_timeout
-        generation = Generation(kind, completions, timeout=timeout, pace=self._pace, on_end=self._on_end)
+        generation = Generation(id, completions, timeout=timeout, pace=self._pace, on_end=self._on_end)
         self.generations[generation.id] = generation
         generation.start(self.engine)
         return generation
 
+    def answer_id(self, kind: str, asked: Sampling | None = None, header: str | None = None) -> str:
+        """The id of an answer: as its request asks for, or as its X-Request-Id says, or a new one."""
+        if asked is not None and (asked.rid or asked.request_id):
+            name = "rid" if asked.rid else "request_id"
+            id = asked.rid or f"{kind}-{asked.request_id}"
+            if id in self.generations:
+                raise ApiError(400, f"{name}: a request with this id is under way", param=name)
+            return id
+        if header is not None and _HEADER_ID.fullmatch(header) and f"{kind}-{header}" not in self.generations:
+            return f"{kind}-{header}"
+        return f"{kind}-{token_hex(16)}"
+
     def _on_end(self, generation: Generation) -> None:
         self.generations.pop(generation.id, None)
+        prompts = len({id(completion.prompt_ids) for completion in generation.completions})
         for completion in generation.completions:
             self._ends.append(monotonic())
-            self.metrics.observe(completion)
+            self.metrics.observe(completion, n=len(generation.completions) // prompts)

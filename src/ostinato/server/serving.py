@@ -44,7 +44,10 @@ class _Server:
     def __init__(self, engine_options: Mapping[str, Any], config: ServerConfig) -> None:
         self._config = config
         self._engine = EngineClient(
-            engine_options, restart=config.restart_engine, on_ready=lambda ready: self._on_ready(ready)
+            engine_options,
+            restart=config.restart_engine,
+            on_ready=lambda ready: self._on_ready(ready),
+            on_step=lambda: self._service.metrics.on_step(),
         )
         name = config.served_model_name or _model_name(engine_options.get("model"))
         self._service = Service(config, self._engine, name)
@@ -70,6 +73,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled.set)
+        self._service.history.start()
         http = asyncio.create_task(self._http.serve(sockets=[listening]))
         engine = asyncio.create_task(self._engine.run())
         signalled = asyncio.create_task(self._signalled.wait())

@@ -60,6 +60,8 @@ class GrammarCompiler:
                 return compiler.compile_regex(wanted.regex)
             if wanted.grammar is not None:
                 return compiler.compile_grammar(wanted.grammar)
+            if wanted.structural_tag is not None:
+                return compiler.compile_structural_tag(wanted.structural_tag)
             # Not any JSON value: callers of json_object expect an object.
             return compiler.compile_json_schema('{"type": "object"}', any_whitespace=True)
         except RuntimeError as error:

@@ -9,6 +9,8 @@ from typing import Any
 
 from .errors import GrammarError
 
+_KINDS = ("json", "json_object", "regex", "grammar", "structural_tag")
+
 
 @dataclass(frozen=True)
 class StructuredOutputs:
@@ -22,13 +24,13 @@ class StructuredOutputs:
     """A regular expression that the whole text matches."""
     grammar: str | None = None
     """A context-free grammar in EBNF, beginning at the rule `root`."""
+    structural_tag: str | None = None
+    """Free text with parts in it that keep to schemas, in xgrammar's JSON."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "json_object", "regex", "grammar") if getattr(self, name)]
+        given = [name for name in _KINDS if getattr(self, name)]
         if len(given) != 1:
             told = " and ".join(given) or "nothing"
-            raise GrammarError(
-                f"structured outputs want one of json, json_object, regex, grammar, not {told}"
-            )
+            raise GrammarError(f"structured outputs want one of {', '.join(_KINDS)}, not {told}")
         if isinstance(self.json, Mapping):
             object.__setattr__(self, "json", json_text.dumps(self.json))

@@ -69,9 +69,14 @@ class EngineClient:
     """Talks to the engine process from one event loop, through as many lives as it has."""
 
     def __init__(
-        self, options: Mapping[str, Any], *, restart: bool, on_ready: Callable[[Ready], None]
+        self,
+        options: Mapping[str, Any],
+        *,
+        restart: bool,
+        on_ready: Callable[[Ready], None],
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_ready` is called with every engine that has started."""
+        """`on_ready` is called with every engine that has started, `on_step` behind the news of a step."""
         self.state = EngineState.LOADING
         self.progress = "starting"
         """How far the start is, for people."""
@@ -83,6 +88,7 @@ class EngineClient:
         self._options = options
         self._restart = restart
         self._on_ready = on_ready
+        self._on_step = on_step
         self._connection: EngineConnection | None = None
         self._listeners: dict[int, Listener] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -195,6 +201,7 @@ class EngineClient:
                         listener.take_token(token)
                 for each in news:
                     self._deliver(each)
+                self._on_step()
             case Statistics():
                 self.statistics = event
             case Reply():

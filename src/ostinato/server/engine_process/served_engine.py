@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,7 @@ from ostinato.engine.core import EngineCore
 from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
 from ostinato.engine.sampling_params import RequestError, SamplingParams
-from ostinato.engine.scheduling.request import Request
+from ostinato.engine.scheduling.request import Request, RequestStatus
 from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.engine.token_ids import token_array
 from ostinato.text.grammar import Grammar
@@ -32,6 +34,12 @@ class ServedEngine:
         vocab_size = core.loaded.model.config.vocab_size
         self._grammars = GrammarThread(core.loaded.tokenizer, vocab_size)
         self._compiling: dict[int, Generate] = {}
+        self._arrived: dict[int, float] = {}
+        """When requests came that have had no news yet."""
+        self._waiting: deque[Request] = deque()
+        """Those not seen running yet, in their order, which is also the order of their first steps."""
+        self._queued: dict[int, float] = {}
+        """How long those waited that have had no news yet."""
         self._begun: set[int] = set()
         """Requests whose first news is out, and with it what is told once."""
         self._batch: tuple[Request, ...] = ()
@@ -47,6 +55,7 @@ class ServedEngine:
 
     def generate(self, command: Generate) -> News | None:
         """Queue a completion; news only if it is refused."""
+        self._arrived[command.id] = time.perf_counter()
         if command.params.structured_outputs is None:
             return self._generate(command, None)
         self._compiling[command.id] = command
@@ -61,6 +70,7 @@ class ServedEngine:
             if command is None:
                 continue  # aborted meanwhile
             if isinstance(grammar, str):
+                self._arrived.pop(id, None)
                 refused.append(News(id, finish_reason="error", error=grammar, refused=True))
             elif (news := self._generate(command, grammar)) is not None:
                 refused.append(news)
@@ -84,12 +94,17 @@ class ServedEngine:
         for id in ended:
             self._poolings.pop(id, None)
             self._begun.discard(id)
+            self._arrived.pop(id, None)
+            self._queued.pop(id, None)
         return [News(id, finish_reason="abort") for id in ended]
 
     def step(self) -> StepNews:
         """Run one step; what it brought."""
         told = StepNews([], [], [])
-        for progress in self.core.step():
+        began = time.perf_counter()
+        brought = self.core.step()
+        self._note_admitted(began)
+        for progress in brought:
             requests, tokens, ended, extras = progress
             if requests is not self._batch or ended or extras:
                 self._sort(progress, told)
@@ -97,6 +112,13 @@ class ServedEngine:
                 told.ids.extend(self._batch_ids)
                 told.tokens.extend(tokens)
         return told
+
+    def _note_admitted(self, began: float) -> None:
+        """See who left the queue in the step that began then."""
+        while self._waiting and self._waiting[0].status is not RequestStatus.WAITING:
+            id = int(self._waiting.popleft().request_id)
+            if (arrived := self._arrived.pop(id, None)) is not None:
+                self._queued[id] = max(0.0, began - arrived)
 
     def _sort(self, progress: Progress, told: StepNews) -> None:
         """Tell plain tokens of those that have begun in two lists, and everything else as news."""
@@ -127,8 +149,12 @@ class ServedEngine:
     ) -> News | None:
         try:
             eos = self.core.loaded.eos_token_ids
-            self.core.add(Request(str(id), token_array(prompt_ids), params, eos, grammar))
+            request = Request(str(id), token_array(prompt_ids), params, eos, grammar)
+            self.core.add(request)
+            self._arrived.setdefault(id, time.perf_counter())
+            self._waiting.append(request)
         except (RequestError, OverflowError) as error:
+            self._arrived.pop(id, None)
             return News(id, finish_reason="error", error=str(error), refused=True)
         return None
 
@@ -150,6 +176,7 @@ class ServedEngine:
             embedding,
             request.error if has_ended else None,
             request.is_at_fault,
+            self._queued.pop(id, 0.0),
         )
 
 

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from ostinato.engine.llm import LLM
 from ostinato.graphs import Report
 
@@ -57,6 +59,8 @@ class StatisticsTaker:
             eager_steps=dict(report.eager_steps),
             sampling_eager_steps=dict(sampling.eager_steps) if sampling else {},
             memory_bytes=llm.memory_report(),
+            page_size=pages.page_size,
+            device_bytes=_device_bytes(core.config.device),
         )
 
     def _idle_share(self) -> float:
@@ -66,6 +70,13 @@ class StatisticsTaker:
         if self._device_clock is not None:
             return self._device_clock.idle_share
         return min(1.0, max(0.0, 1.0 - busy / passed)) if passed > 0 else 1.0
+
+
+def _device_bytes(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free
 
 
 def _by_rung(report: Report, kind: str | None) -> list[GraphCounters]:

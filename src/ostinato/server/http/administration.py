@@ -29,6 +29,7 @@ def admin_routes(service: Service) -> APIRouter:
         except EngineGone as error:
             raise unavailable(str(error)) from error
 
+    @routes.get("/flush_cache", include_in_schema=False)
     @routes.post("/flush_cache", responses=answers())
     async def flush_cache() -> Response:
         """Forget all cached prefixes."""

@@ -16,6 +16,7 @@ from ..openai.responses import (
     ModelList,
     TokenizeBody,
 )
+from ..openai.scoring import RerankBody, ScoreBody
 
 _TYPES = (
     ChatBody,
@@ -25,6 +26,8 @@ _TYPES = (
     ErrorBody,
     ModelCard,
     ModelList,
+    RerankBody,
+    ScoreBody,
     TokenizeBody,
 )
 _REFERENCE = "#/components/schemas/{name}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ostinato import __version__
 
+from ..openai.body import REFUSALS
 from ..openai.errors import ApiError
 from ..openai.generation import ClientGone
 from ..service import Service
@@ -21,7 +26,11 @@ from .body_limit import BodyLimit
 from .generating import generating_routes
 from .json_answers import error_response
 from .keys import KeyCheck
+from .native import native_routes
 from .observing import observing_routes
+from .trailing_slash import TrailingSlash
+
+_FIELD = re.compile(r"[a-z][a-z0-9_]*")
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody reads."""
@@ -31,12 +40,25 @@ def make_app(service: Service) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="Ostinato", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
-    for routes in (generating_routes(service), admin_routes(service), observing_routes(service)):
+    makers = (generating_routes, native_routes, admin_routes, observing_routes)
+    routers = [make(service) for make in makers]
+    for routes in routers:
         app.include_router(routes)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=service.config.max_body_bytes)
     app.add_middleware(KeyCheck, config=service.config)
-    app.add_middleware(AnswerCount, counts=service.metrics.answers, paths=_paths(app))
+    if service.config.allowed_origins:
+        # Before the keys: a browser asks whether it may send one without sending it.
+        origins, exposed = list(service.config.allowed_origins), ["X-Request-Id", "Retry-After"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
+    app.add_middleware(AnswerCount, counts=service.metrics.answers, paths=_paths(routers))
+    app.add_middleware(TrailingSlash)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -46,8 +68,9 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _paths(app: FastAPI) -> frozenset[str]:
-    return frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
+def _paths(routers: Sequence[APIRouter]) -> frozenset[str]:
+    routes = (route for router in routers for route in router.routes)
+    return frozenset(route.path for route in routes if isinstance(route, Route) and "{" not in route.path)
 
 
 async def _api_error(_: Request, error: Exception) -> Response:
@@ -79,26 +102,22 @@ async def _unexpected(_: Request, error: Exception) -> Response:
     return error_response(ApiError(500, f"the server failed: {type(error).__name__}"))
 
 
-_NOT_YET = {
-    "parallel_tool_calls": "calls cannot be limited to one so far: only true is supported",
-}
-
-
 def _first_problem(problems: Any) -> ApiError:
-    """The problem that says most: an unknown field before a wrong value."""
-    problem = min(problems, key=lambda each: each["type"] != "extra_forbidden")
-    path = [str(part) for part in problem["loc"] if part != "body"]
+    """The problem that says most: an unknown field before a wrong value, and ours before the library's."""
+    order = {"extra_forbidden": 0, "value_error": 1}
+    problem = min(problems, key=lambda each: order.get(each["type"], 2))
+    # Among the names of fields are those of the kinds that a value was tried as, such as list[Text].
+    *around, last = [str(part) for part in problem["loc"]] or [""]
+    path = [part for part in around if part != "body" and (part.isdigit() or _FIELD.fullmatch(part))]
+    path += [last] if last not in ("", "body") else []
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem['ctx']['error']}", code="invalid_json")
-    field = path[0] if path else None
-    if field in _NOT_YET:
-        return ApiError(400, f"{field}: {_NOT_YET[field]}", param=field, code="unsupported_value")
-    if problem["type"] == "extra_forbidden":
-        where = ".".join(path)
-        message = f"{where} is not supported: there is no such field, or not in this server"
-        return ApiError(400, message, param=where, code="unsupported_field")
     where = ".".join(path) or "the body"
-    return ApiError(400, f"{where}: {problem['msg']}", param=field, code="invalid_value")
+    if problem["type"] == "extra_forbidden":
+        why = REFUSALS.get(path[-1], "there is no such field, or not in this server")
+        return ApiError(400, f"{where} is not supported: {why}", param=where, code="unsupported_field")
+    said = problem["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{where}: {said}", param=path[0] if path else None, code="invalid_value")
 
 
 def _document(app: FastAPI, model_name: str) -> dict[str, Any]:

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..openai.errors import ApiError
 from ..openai.generation import ClientGone, Generation
+from ..openai.stream_events import Writer
 from .client_watch import ClientWatch
-
-DONE = b"data: [DONE]\n\n"
-
-
-def event(json: bytes) -> bytes:
-    """One event."""
-    return b"data: " + json + b"\n\n"
 
 
 class EventStream(Response):
-    """Streams a generation. A slow reader holds up nobody: it finds more in its next event.
-
-    `chunks` gives the bodies of the events for what has come since it was called last; it is called for
-    the last time when the generation is finished.
-    """
+    """Streams a generation. A slow reader holds up nobody: it finds more in its next event."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, chunks: Callable[[], list[bytes]]) -> None:
+    def __init__(self, generation: Generation, writer: Writer) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self._generation = generation
-        self._chunks = chunks
+        self._writer = writer
         self.init_headers({"cache-control": "no-cache", "x-request-id": generation.id})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,17 +32,17 @@ class EventStream(Response):
             async with ClientWatch(receive, lambda: generation.end(ClientGone())):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 while True:
-                    if events := [event(chunk) for chunk in self._chunks()]:
+                    if events := self._writer.events():
                         body = b"".join(events)
                         await send({"type": "http.response.body", "body": body, "more_body": True})
                     generation.check()
                     if generation.is_finished:
                         break
                     await generation.changed()
-                await send({"type": "http.response.body", "body": DONE})
+                await send({"type": "http.response.body", "body": self._writer.end})
         except ClientGone:
             pass
         except ApiError as error:
-            await send({"type": "http.response.body", "body": event(error.body)})
+            await send({"type": "http.response.body", "body": self._writer.failure(error)})
         finally:
             generation.end()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..openai.chat import ChatWriter, answers_of
-from ..openai.completion import Completion
+from ..openai.chat import ChatWriter, answers_of, call_parser
 from ..openai.completions import CompletionWriter, completions_of
 from ..openai.embeddings import embed, embedding_prompts
 from ..openai.errors import ApiError
-from ..openai.generation import ClientGone, Generation
 from ..openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -32,14 +26,16 @@ from ..openai.responses import (
     ModelList,
     TokenizeBody,
 )
+from ..openai.responses_api.as_chat import as_chat, renamed
+from ..openai.responses_api.requests import ResponsesRequest
+from ..openai.responses_api.writer import ResponseWriter
+from ..openai.scoring import RerankBody, RerankRequest, ScoreBody, ScoreRequest, pairs_of, rerank, score
 from ..openai.served_model import ServedModel
+from ..openai.tool_use import tool_use
 from ..service import Service
+from .answering import answer, check_generates, while_client_waits
 from .api_document import answers
-from .client_watch import ClientWatch
-from .event_stream import EventStream
 from .json_answers import json_response
-
-Result = TypeVar("Result")
 
 
 def generating_routes(service: Service) -> APIRouter:
@@ -50,24 +46,54 @@ def generating_routes(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts."""
         model = service.serving(body.model)
-        _check_generates(model)
+        check_generates(model)
         _check_stream_options(body)
-        started = await completions_of(body, model, service.wakes_every(body), service.metrics.on_token)
-        generation = service.generation("cmpl", started)
-        return await _answer(body, request, generation, CompletionWriter(body, generation, model))
+        started = await completions_of(
+            body, model, service.wakes_every(body.stream), service.metrics.on_token
+        )
+        generation = service.generation(_id(service, "cmpl", body, request), started)
+        return await answer(body.stream, request, generation, CompletionWriter(body, generation, model))
 
     @routes.post("/v1/chat/completions", responses=answers(ChatBody, streams=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         model = service.serving(body.model)
-        _check_generates(model)
+        check_generates(model)
         _check_stream_options(body)
-        started: list[Completion] = await answers_of(
-            body, model, service.wakes_every(body), service.metrics.on_token
+        use = tool_use(body)
+        started = await answers_of(
+            body, model, use, service.wakes_every(body.stream), service.metrics.on_token
         )
-        generation = service.generation("chatcmpl", started)
-        writer = ChatWriter(body, generation, model, service.tool_call_kind)
-        return await _answer(body, request, generation, writer)
+        generation = service.generation(_id(service, "chatcmpl", body, request), started)
+        writer = ChatWriter(body, generation, model, use)
+        return await answer(body.stream, request, generation, writer)
+
+    @routes.post("/v1/responses", responses=answers(streams=True))
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer items with items."""
+        model = service.serving(body.model)
+        check_generates(model)
+        try:
+            chat = as_chat(body)
+            use = tool_use(chat)
+            started = await answers_of(
+                chat, model, use, service.wakes_every(body.stream), service.metrics.on_token
+            )
+            generation = service.generation(_id(service, "resp", body, request), started)
+            parser = call_parser(use, model.tool_call_kind)
+            return await answer(
+                body.stream, request, generation, ResponseWriter(body, chat, generation, model, parser)
+            )
+        except ApiError as error:
+            raise renamed(error) from None
+
+    @routes.api_route("/v1/responses/{id}", methods=["GET", "DELETE"], include_in_schema=False)
+    @routes.post("/v1/responses/{id}/cancel", include_in_schema=False)
+    @routes.get("/v1/responses/{id}/input_items", include_in_schema=False)
+    async def stored_response(id: str) -> Response:
+        """There are none: responses are not stored."""
+        message = f"there is no response {id[:64]!r}: responses are not stored here, whatever store says"
+        raise ApiError(404, message, param="id", code="not_stored")
 
     @routes.post("/v1/embeddings", responses=answers(EmbeddingBody))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
@@ -76,7 +102,26 @@ def generating_routes(service: Service) -> APIRouter:
         prompts = await embedding_prompts(body, model)
         service.admit(len(prompts))
         work = embed(prompts, body, service.engine, model)
-        return json_response(await _while_client_waits(request, work, service.config.request_timeout))
+        return json_response(await while_client_waits(request, work, service.config.request_timeout))
+
+    @routes.post("/v1/score", include_in_schema=False)
+    @routes.post("/score", responses=answers(ScoreBody))
+    async def score_pairs(body: ScoreRequest, request: Request) -> Response:
+        """Say how near texts are to each other."""
+        model = service.serving(body.model)
+        service.admit(sum(map(len, pairs_of(body))))
+        work = score(body, service.engine, model)
+        return json_response(await while_client_waits(request, work, service.config.request_timeout))
+
+    @routes.post("/v1/rerank", include_in_schema=False)
+    @routes.post("/v2/rerank", include_in_schema=False)
+    @routes.post("/rerank", responses=answers(RerankBody))
+    async def rerank_documents(body: RerankRequest, request: Request) -> Response:
+        """Put texts in the order of their nearness to another."""
+        model = service.serving(body.model)
+        service.admit(len(body.documents) + 1)
+        work = rerank(body, service.engine, model)
+        return json_response(await while_client_waits(request, work, service.config.request_timeout))
 
     @routes.get("/v1/models", responses=answers(ModelList))
     async def models() -> Response:
@@ -96,7 +141,7 @@ def generating_routes(service: Service) -> APIRouter:
             raise ApiError(400, "give prompt or messages, one of them", param="prompt")
         if body.messages is not None:
             ids = await model.encode_chat(
-                body.messages, body.tools, add_generation_prompt=body.add_generation_prompt
+                body.messages, body.tools or (), add_generation_prompt=body.add_generation_prompt
             )
         else:
             prompt = body.prompt or ""
@@ -114,51 +159,8 @@ def generating_routes(service: Service) -> APIRouter:
     return routes
 
 
-async def _answer(
-    body: Sampling, request: Request, generation: Generation, writer: CompletionWriter | ChatWriter
-) -> Response:
-    """Wait for all of it; for a stream until there is something, so that a refusal still gets its status."""
-    try:
-        async with ClientWatch(request.receive, lambda: generation.end(ClientGone())):
-            if body.stream:
-                await generation.changed()
-            else:
-                await generation.finished()
-        if body.stream:
-            return EventStream(generation, writer.chunks)
-        return json_response(writer.whole(), x_request_id=generation.id)
-    except BaseException:
-        generation.end()
-        raise
-    finally:
-        if not body.stream:
-            generation.end()
-
-
-async def _while_client_waits(request: Request, work: Awaitable[Result], timeout: float) -> Result:
-    task = asyncio.ensure_future(work)
-    gone = False
-
-    def leave() -> None:
-        nonlocal gone
-        gone = True
-        task.cancel()
-
-    try:
-        async with ClientWatch(request.receive, leave):
-            return await asyncio.wait_for(task, timeout)
-    except TimeoutError:
-        raise ApiError(504, f"the request took longer than {timeout:g} s", code="timeout") from None
-    except asyncio.CancelledError:
-        if gone:
-            raise ClientGone from None
-        raise
-
-
-def _check_generates(model: ServedModel) -> None:
-    if not model.ready.can_generate:
-        name = model.ready.architecture
-        raise ApiError(400, f"{name} has no output layer: it embeds only, use /v1/embeddings", param="model")
+def _id(service: Service, kind: str, body: Sampling, request: Request) -> str:
+    return service.answer_id(kind, body, request.headers.get("x-request-id"))
 
 
 def _check_stream_options(body: Sampling) -> None:

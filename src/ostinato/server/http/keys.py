@@ -14,7 +14,7 @@ from ..config import ServerConfig
 from ..openai.errors import ApiError
 from .json_answers import error_response
 
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/stats", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/stats", "/version"})
 """Answered without a key: for probes, scrapers and the page. None of them shows what anybody asked."""
 
 ADMIN_PATHS = frozenset(
@@ -49,7 +49,7 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        path, headers = scope["path"].rstrip("/") or "/", Headers(scope=scope)
+        path, headers = scope["path"], Headers(scope=scope)
         if path in ADMIN_PATHS:
             if self._admin_keys:
                 _check_bearer(headers, self._admin_keys)

@@ -41,6 +41,9 @@ def observing_routes(service: Service) -> APIRouter:
         headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
+    @routes.get("/ping", include_in_schema=False)
+    @routes.post("/ping", include_in_schema=False)
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", responses=answers())
     async def health() -> Response:
         """200 while requests are served."""
@@ -57,7 +60,7 @@ def observing_routes(service: Service) -> APIRouter:
         if not model.ready.can_generate:
             raise ApiError(400, "this model embeds only: use /health")
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        generation = service.generation("health", [Completion(0, [0], params, model)])
+        generation = service.generation(service.answer_id("health"), [Completion(0, [0], params, model)])
         try:
             async with ClientWatch(request.receive, lambda: generation.end(ClientGone())):
                 await asyncio.wait_for(generation.finished(), PROBE_SECONDS)
@@ -73,9 +76,9 @@ def observing_routes(service: Service) -> APIRouter:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/stats", responses=answers())
-    async def stats() -> Response:
-        """What the page shows, as JSON."""
-        return json_response(live.snapshot())
+    async def stats(after: int | None = None) -> Response:
+        """What the page shows, as JSON; with the seconds behind sample `after`, -1 for all that are kept."""
+        return json_response(live.snapshot(after))
 
     @routes.get("/version", responses=answers())
     async def version() -> Response:

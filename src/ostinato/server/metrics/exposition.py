@@ -1,6 +1,7 @@
 """The metrics as Prometheus scrapes them.
 
-What vLLM measures too carries its name behind the configured prefix; what only graphs have is ours.
+What vLLM and SGLang measure too carries their names behind the configured prefix, those of both; what only
+graphs have is ours.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ..service import Service
     from ..wire.messages import Statistics
 
-OURS = "ostinato"
+OURS = "ostinato:"
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:
@@ -33,7 +34,8 @@ class ServerCollector(Collector):
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._shared = service.config.metrics_prefix
+        prefix = service.config.metrics_prefix
+        self._shared = prefix if prefix.endswith(("_", ":")) else f"{prefix}:"
         self._model = service.model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -53,7 +55,7 @@ class ServerCollector(Collector):
     def _is_up(self) -> int:
         return int(self._service.health[0])
 
-    # -- as in vLLM --------------------------------------------------------------------------------
+    # -- as in vLLM and SGLang ---------------------------------------------------------------------
 
     def _requests(self) -> Iterator[Metric]:
         metrics = self._service.metrics
@@ -66,13 +68,31 @@ class ServerCollector(Collector):
                 metrics.time_per_output_token,
             ),
             ("e2e_request_latency_seconds", "From arrival to the end.", metrics.end_to_end),
+            ("request_queue_time_seconds", "From arrival to the first step.", metrics.queue_time),
+            ("request_prefill_time_seconds", "From the first step to the first token.", metrics.prefill_time),
+            ("request_decode_time_seconds", "From the first token to the last.", metrics.decode_time),
+            (
+                "request_inference_time_seconds",
+                "From the first step to the last token.",
+                metrics.inference_time,
+            ),
+            ("queue_time_seconds", "The same as request_queue_time_seconds.", metrics.queue_time),
             ("request_prompt_tokens", "Prompt tokens per request.", metrics.prompt_lengths),
             ("request_generation_tokens", "Generated tokens per request.", metrics.generation_lengths),
+            ("request_max_num_generation_tokens", "Generated tokens per answer.", metrics.generation_lengths),
+            ("request_prefill_kv_computed_tokens", "Prompt tokens not cached.", metrics.computed_lengths),
+            ("request_params_max_tokens", "The max_tokens of requests.", metrics.max_tokens),
+            ("request_params_n", "The n of requests.", metrics.n),
+            ("iteration_tokens_total", "Tokens that a step brought.", metrics.step_tokens),
         ):
             yield self._histogram(name, text, histogram)
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of requests that got a token.", metrics.prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", metrics.cached_tokens),
+            ("cached_tokens", "The same as prompt_tokens_cached.", metrics.cached_tokens),
             ("generation_tokens", "Generated tokens.", metrics.generation_tokens),
+            ("num_requests", "Completions that ended.", sum(metrics.finished.values())),
+            ("num_aborted_requests", "Completions that were aborted.", metrics.finished["abort"]),
         ):
             yield self._one(CounterMetricFamily, self._shared, name, text, value)
         yield self._labelled(
@@ -96,14 +116,28 @@ class ServerCollector(Collector):
 
     def _engine(self, statistics: Statistics) -> Iterator[Metric]:
         used = statistics.pages_usable - statistics.pages_free
+        share, size = used / statistics.pages_usable, statistics.page_size
+        hits = statistics.prefix_hit_tokens / max(1, statistics.prefix_queried_tokens)
         for name, text, value in (
             ("num_requests_running", "Requests in the batch.", statistics.running),
+            ("num_running_reqs", "The same as num_requests_running.", statistics.running),
             ("num_requests_waiting", "Requests that wait for their turn.", statistics.waiting),
-            ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", used / statistics.pages_usable),
+            ("num_queue_reqs", "The same as num_requests_waiting.", statistics.waiting),
+            ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", share),
+            ("token_usage", "The same as kv_cache_usage_perc.", share),
+            ("num_used_tokens", "Tokens that KV pages in use hold.", used * size),
+            (
+                "max_total_num_tokens",
+                "Tokens that all KV pages have room for.",
+                statistics.pages_usable * size,
+            ),
+            ("cache_hit_rate", "Share of prompt tokens found in the prefix cache.", hits),
+            ("gen_throughput", "Generated tokens per second, now.", self._service.history.rates[0]),
         ):
             yield self._one(GaugeMetricFamily, self._shared, name, text, value)
         for name, text, value in (
             ("num_preemptions", "Requests that lost their pages.", statistics.preemptions),
+            ("num_retracted_requests", "The same as num_preemptions.", statistics.preemptions),
             ("prefix_cache_queries", "Tokens looked up.", statistics.prefix_queried_tokens),
             ("prefix_cache_hits", "Of those, tokens found.", statistics.prefix_hit_tokens),
         ):
@@ -181,12 +215,12 @@ class ServerCollector(Collector):
         labels: list[str],
         values: Iterable[tuple[tuple[str, ...], float]],
     ) -> Metric:
-        metric = family(f"{prefix}:{name}", text, labels=["model_name", *labels])
+        metric = family(f"{prefix}{name}", text, labels=["model_name", *labels])
         for key, value in values:
             metric.add_metric([self._model, *key], value)
         return metric
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        metric = HistogramMetricFamily(f"{self._shared}:{name}", text, labels=["model_name"])
+        metric = HistogramMetricFamily(f"{self._shared}{name}", text, labels=["model_name"])
         metric.add_metric([self._model], histogram.cumulative, histogram.sum)
         return metric

@@ -1,8 +1,7 @@
-"""The numbers of the live page: what the engine counts, and rates since the page looked last."""
+"""The numbers of the live page: what the engine counts, and how it is now."""
 
 from __future__ import annotations
 
-from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,6 @@ import msgspec
 if TYPE_CHECKING:
     from ..service import Service
 
-RATE_SECONDS = 2.0
-"""Rates are over at least this long, whoever asks how often."""
-
 
 class LiveStatistics:
     """Makes snapshots for `/stats`."""
@@ -21,15 +17,14 @@ class LiveStatistics:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = monotonic()
-        self._marks: deque[tuple[float, int, int]] = deque()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything the page shows."""
+    def snapshot(self, after: int | None) -> dict[str, Any]:
+        """Everything the page shows; with the history behind sample `after`, if it is asked for."""
         service, metrics = self._service, self._service.metrics
         healthy, state = service.health
         statistics = service.engine.statistics
         ready = service.engine.ready
-        generated, prompts = self._rates()
+        generated, prompts = service.history.rates
         return {
             "state": state,
             "healthy": healthy,
@@ -46,19 +41,8 @@ class LiveStatistics:
             "ttft_seconds": _named(metrics.time_to_first_token.quantiles(0.5, 0.95)),
             "tpot_seconds": _named(metrics.inter_token_latency.quantiles(0.5, 0.95)),
             "engine": None if statistics is None else _readable(statistics),
+            "history": None if after is None else service.history.after(after),
         }
-
-    def _rates(self) -> tuple[float, float]:
-        metrics, now = self._service.metrics, monotonic()
-        marks = self._marks
-        marks.append((now, metrics.generation_tokens, metrics.prompt_tokens))
-        while len(marks) > 2 and now - marks[1][0] >= RATE_SECONDS:
-            marks.popleft()
-        then, generated, prompts = marks[0]
-        passed = now - then
-        if passed <= 0:
-            return 0.0, 0.0
-        return (metrics.generation_tokens - generated) / passed, (metrics.prompt_tokens - prompts) / passed
 
 
 def _named(quantiles: list[float | None]) -> dict[str, float | None]:

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from .completion import Completion, Piece
-from .completions import OnToken, seeded
+from .completions import OnToken, seeded, usage_of_chunks
 from .errors import ApiError
 from .generation import Generation
-from .logprobs import chat_logprobs
-from .requests import ChatRequest, ToolChoice
+from .logprobs import chat_logprobs, prompt_logprobs
+from .requests import ChatRequest
 from .responses import (
     ChatBody,
     ChatChoice,
@@ -27,55 +27,69 @@ from .responses import (
 )
 from .sampling import sampling_params
 from .served_model import ServedModel
-from .structured import forced_call
+from .stream_events import ChunkEvents
+from .structured import answer_shape
 from .tool_calls.call_reader import CallPiece
 from .tool_calls.forced import ForcedToolCall
 from .tool_calls.formats import parser_for
 from .tool_calls.llama import LlamaToolCalls
 from .tool_calls.parser import Parsed, ToolCallParser
+from .tool_use import ToolUse
 
 
 async def answers_of(
-    body: ChatRequest, model: ServedModel, wakes_every: int, on_token: OnToken
+    body: ChatRequest, model: ServedModel, use: ToolUse, wakes_every: int, on_token: OnToken
 ) -> list[Completion]:
     """The answers that a request asks for, not started yet."""
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        message = "max_tokens is the older name of max_completion_tokens: give one of them"
-        raise ApiError(400, message, param="max_tokens")
+    asked = _asked_tokens(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    if body.tool_choice is not None and not body.tools:
-        raise ApiError(400, "tool_choice is given without tools", param="tool_choice")
-    forced = forced_call(body)
-    has_shape = body.response_format is not None and body.response_format.type != "text"
-    if has_shape and body.tools and body.tool_choice != "none":
-        message = "an answer with a response_format cannot be a tool call: set tool_choice to none"
-        raise ApiError(400, message, param="response_format")
-    tools = body.tools if body.tool_choice != "none" else None
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs are not part of a stream", param="prompt_logprobs")
+    param, shape = answer_shape(body, use, model.tool_call_kind)
     ids = await model.encode_chat(
         body.messages,
-        tools,
-        add_generation_prompt=body.add_generation_prompt is not False,
+        use.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continues=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
     )
-    model.checked_prompt(ids, "messages")
-    name = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+    ids = model.checked_prompt(model.cut(ids, body.truncate_prompt_tokens, asked or 1), "messages")
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     params = sampling_params(
         body,
-        max_tokens=model.checked_max_tokens(body.max_completion_tokens or body.max_tokens, len(ids), name),
+        max_tokens=model.checked_max_tokens(asked, len(ids), name),
         vocab_size=model.ready.vocab_size,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=None,
-        forced=forced,
+        prompt_logprobs=body.prompt_logprobs,
+        shape=shape,
     )
     return [
-        Completion(number, ids, seeded(params, number), model, wakes_every=wakes_every, on_token=on_token)
+        Completion(
+            number,
+            ids,
+            seeded(params, number),
+            model,
+            shape_param=param,
+            wakes_every=wakes_every,
+            on_token=on_token,
+        )
         for number in range(body.n or 1)
     ]
 
 
+def _asked_tokens(body: ChatRequest) -> int | None:
+    """The longest answer that is wanted."""
+    older, newer = body.max_tokens, body.max_completion_tokens
+    if older is not None and newer is not None and older != newer:
+        message = "max_tokens is the older name of max_completion_tokens: give one of them"
+        raise ApiError(400, message, param="max_tokens")
+    return older if newer is None else newer
+
+
 @dataclass
-class _Answer:
+class Answer:
     """One answer as far as it has been written."""
 
     completion: Completion
@@ -110,30 +124,28 @@ class _Answer:
         return ToolCall(function, index=piece.index, id=self.call_ids[-1], type="function")
 
 
-def _parser(body: ChatRequest, kind: str) -> ToolCallParser | None:
+def call_parser(use: ToolUse, kind: str) -> ToolCallParser | None:
     """What reads the calls of one answer; None where there can be none."""
-    names = frozenset(tool.function.name for tool in body.tools or ())
-    if isinstance(body.tool_choice, ToolChoice):
-        return ForcedToolCall(body.tool_choice.function.name)
-    if body.tool_choice == "required":
-        return LlamaToolCalls(names)
-    if not names or body.tool_choice == "none" or kind == "none":
+    if use.chosen is not None:
+        return ForcedToolCall(use.chosen.function.name)
+    if use.is_required:
+        return LlamaToolCalls(use.names)
+    if not use.tools or kind == "none":
         return None
-    return parser_for(kind, names)
+    return parser_for(kind, use.names)
 
 
-class ChatWriter:
+class ChatWriter(ChunkEvents):
     """Writes the answer of one request, at once or in chunks."""
 
-    def __init__(
-        self, body: ChatRequest, generation: Generation, model: ServedModel, tool_call_kind: str
-    ) -> None:
+    def __init__(self, body: ChatRequest, generation: Generation, model: ServedModel, use: ToolUse) -> None:
         self._body = body
         self._generation = generation
         self._model = model
         self._usage_told = False
         self._answers = [
-            _Answer(completion, _parser(body, tool_call_kind)) for completion in generation.completions
+            Answer(completion, call_parser(use, model.tool_call_kind))
+            for completion in generation.completions
         ]
 
     def whole(self) -> bytes:
@@ -141,12 +153,18 @@ class ChatWriter:
         generation = self._generation
         choices = [self._choice(answer) for answer in self._answers]
         body = ChatBody(generation.id, generation.created, self._model.name, choices, generation.usage)
+        first = generation.completions[0]
+        if self._body.prompt_logprobs is not None:
+            body.prompt_logprobs = prompt_logprobs(
+                self._model.need_token_texts(), len(first.prompt_ids), first.prompt_logprobs
+            )
+        if self._body.return_token_ids:
+            body.prompt_token_ids = first.prompt_ids
         return msgspec.json.encode(body)
 
     def chunks(self) -> list[bytes]:
         """What has come since the last time."""
-        wants_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
-        usage = None if wants_usage else msgspec.UNSET
+        wants_usage, usage = usage_of_chunks(self._body, self._generation)
         chunks = []
         for answer in self._answers:
             if not answer.has_ended:
@@ -156,7 +174,7 @@ class ChatWriter:
             chunks.append(self._encoded([], self._generation.usage))
         return chunks
 
-    def _choice(self, answer: _Answer) -> ChatChoice:
+    def _choice(self, answer: Answer) -> ChatChoice:
         piece = answer.completion.take()
         parsed = answer.parsed(piece.text)
         calls: dict[int, ToolCall] = {}
@@ -170,15 +188,18 @@ class ChatWriter:
         message = ChatMessage(parsed.content if parsed.content or not calls else None)
         if calls:
             message.tool_calls = list(calls.values())
-        return ChatChoice(
+        choice = ChatChoice(
             answer.completion.index,
             message,
             self._logprobs(piece),
             answer.finish_reason,
             answer.completion.stop_reason,
         )
+        if self._body.return_token_ids:
+            choice.token_ids = piece.token_ids
+        return choice
 
-    def _chunk_choices(self, answer: _Answer) -> list[ChatChunkChoice]:
+    def _chunk_choices(self, answer: Answer) -> list[ChatChunkChoice]:
         completion = answer.completion
         piece = completion.take()
         parsed = answer.parsed(piece.text)
@@ -187,6 +208,8 @@ class ChatWriter:
         if not answer.has_begun and completion.num_received:
             answer.has_begun = True
             choices.append(ChatChunkChoice(completion.index, ChatDelta(role="assistant", content="")))
+            if self._body.return_token_ids:
+                choices[-1].prompt_token_ids = completion.prompt_ids
         if parsed.content or piece.logprobs:
             delta = ChatDelta(content=parsed.content)
             choices.append(ChatChunkChoice(completion.index, delta, self._logprobs(piece)))
@@ -198,6 +221,10 @@ class ChatWriter:
             last = ChatChunkChoice(completion.index, ChatDelta(), finish_reason=answer.finish_reason)
             last.stop_reason = completion.stop_reason
             choices.append(last)
+        if self._body.return_token_ids and piece.token_ids:
+            if not choices:
+                choices.append(ChatChunkChoice(completion.index, ChatDelta()))
+            choices[-1].token_ids = piece.token_ids
         return choices
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:

@@ -40,10 +40,12 @@ class Completion:
         model: ServedModel,
         *,
         keeps_output: bool = True,
+        shape_param: str = "response_format",
         wakes_every: int = 0,
         on_token: Callable[[Completion, float], None] | None = None,
     ) -> None:
-        """`keeps_output=False`: the prompt alone is wanted, what comes behind it is dropped.
+        """`keeps_output=False`: the prompt alone is wanted, what comes behind it is dropped. `shape_param`:
+        the field at fault if the shape of the answer cannot be followed.
 
         `wakes_every`: after so many tokens the reader is told, 0 for only at the end; the first token is
         told in any case to whoever is told of tokens at all. `on_token` is called with the seconds since the
@@ -54,6 +56,8 @@ class Completion:
         self.params = params
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.queued_seconds = 0.0
+        """How long it waited for its first step."""
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -64,6 +68,7 @@ class Completion:
         self.num_received = 0
         """Tokens that came, those dropped included."""
         self._keeps_output = keeps_output
+        self._shape_param = shape_param
         self._wakes_every = wakes_every
         self._on_token = on_token
         self._piece = Piece()
@@ -126,6 +131,7 @@ class Completion:
         if self.is_finished:
             return
         self.num_cached_tokens = max(self.num_cached_tokens, news.cached_tokens)
+        self.queued_seconds = max(self.queued_seconds, news.queued_seconds)
         if news.prompt_logprobs is not None:
             self.prompt_logprobs.update(news.prompt_logprobs)
         if news.token is not None:
@@ -177,8 +183,8 @@ class Completion:
     def _finish(self, news: News) -> None:
         if news.error is not None:
             shaped = news.refused and self.params.structured_outputs is not None
-            status, param = 400 if news.refused else 500, "response_format" if shaped else None
-            self.error = ApiError(status, news.error, param=param)
+            param = self._shape_param if shaped else None
+            self.error = ApiError(400 if news.refused else 500, news.error, param=param)
         stop = self._text.finish() if self._text is not None else None
         if stop is not None and news.finish_reason == "length":
             self.finish_reason, self.stop_reason = "stop", stop

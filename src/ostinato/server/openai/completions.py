@@ -13,11 +13,14 @@ from ostinato.engine.sampling_params import SamplingParams
 from .completion import Completion, Piece
 from .errors import ApiError
 from .generation import Generation
-from .logprobs import CompletionLogprobsBuilder
-from .requests import CompletionRequest
-from .responses import CompletionBody, CompletionChoice, CompletionLogprobs
+from .logprobs import CompletionLogprobsBuilder, prompt_logprobs
+from .requests import CompletionRequest, Sampling
+from .responses import CompletionBody, CompletionChoice, CompletionLogprobs, Usage
 from .sampling import sampling_params
 from .served_model import ServedModel
+from .stream_events import ChunkEvents
+from .structured import answer_shape
+from .tool_use import ToolUse
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -34,7 +37,13 @@ async def completions_of(
     prompt_only = body.max_tokens == 0
     if prompt_only and not body.echo:
         raise ApiError(400, "max_tokens is 0 and echo is not set: nothing is asked for", param="max_tokens")
-    echoes_logprobs = bool(body.echo) and body.logprobs is not None
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs are not part of a stream", param="prompt_logprobs")
+    of_prompt = body.logprobs if body.echo else None
+    if body.prompt_logprobs is not None:
+        model.need_tokenizer("prompt_logprobs")
+        of_prompt = max(of_prompt or 0, body.prompt_logprobs)
+    param, shape = answer_shape(body, ToolUse(), "none")
     found: list[Completion] = []
     for ids in await _prompts(body, model):
         asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
@@ -45,7 +54,8 @@ async def completions_of(
             max_tokens=model.checked_max_tokens(asked, len(ids), "max_tokens"),
             vocab_size=model.ready.vocab_size,
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if echoes_logprobs else None,
+            prompt_logprobs=of_prompt,
+            shape=shape,
         )
         for number in range(body.n or 1):
             found.append(
@@ -55,6 +65,7 @@ async def completions_of(
                     seeded(params, number),
                     model,
                     keeps_output=not prompt_only,
+                    shape_param=param,
                     wakes_every=wakes_every,
                     on_token=on_token,
                 )
@@ -74,12 +85,28 @@ async def _prompts(body: CompletionRequest, model: ServedModel) -> list[list[int
     listed: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts = []
     for prompt in listed:
-        ids = await model.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+        special = body.add_special_tokens is not False
+        ids = (
+            await model.encode(prompt, "prompt", add_special_tokens=special)
+            if isinstance(prompt, str)
+            else prompt
+        )
+        room = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+        ids = model.cut(ids, body.truncate_prompt_tokens, room)
         prompts.append(model.checked_prompt(ids, "prompt"))
     return prompts
 
 
-class CompletionWriter:
+def usage_of_chunks(body: Sampling, generation: Generation) -> tuple[bool, Usage | msgspec.UnsetType | None]:
+    """Whether a stream ends with its usage, and what its other chunks say about it."""
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats:
+        return options.include_usage, generation.usage
+    wants_usage = options is not None and options.include_usage
+    return wants_usage, None if wants_usage else msgspec.UNSET
+
+
+class CompletionWriter(ChunkEvents):
     """Writes the answer of one request, at once or in chunks."""
 
     def __init__(self, body: CompletionRequest, generation: Generation, model: ServedModel) -> None:
@@ -101,8 +128,7 @@ class CompletionWriter:
 
     def chunks(self) -> list[bytes]:
         """What has come since the last time."""
-        wants_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
-        usage = None if wants_usage else msgspec.UNSET
+        wants_usage, usage = usage_of_chunks(self._body, self._generation)
         chunks = []
         for completion in self._generation.completions:
             if completion.index in self._ends_told:
@@ -144,8 +170,14 @@ class CompletionWriter:
         choice = CompletionChoice(
             completion.index, text, logprobs, completion.finish_reason, completion.stop_reason
         )
+        if self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(
+                self._model.need_token_texts(), len(completion.prompt_ids), completion.prompt_logprobs
+            )
         if self._body.return_token_ids:
             choice.token_ids = piece.token_ids
+            if is_first:
+                choice.prompt_token_ids = completion.prompt_ids
         return choice
 
     def _echo(self, completion: Completion) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import base64
-import sys
 from typing import Any
+
+import numpy as np
 
 from ..engine_client.client import EngineClient, EngineGone
 from ..wire.messages import News
@@ -14,6 +14,8 @@ from .errors import ApiError, unavailable
 from .requests import EmbeddingRequest
 from .responses import EmbeddingBody, EmbeddingItem, EmbeddingUsage
 from .served_model import ServedModel
+
+Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class _Vector:
@@ -46,6 +48,7 @@ async def embedding_prompts(body: EmbeddingRequest, model: ServedModel) -> list[
     prompts = []
     for entry in listed:
         ids = await model.encode(entry, "input") if isinstance(entry, str) else entry
+        ids = model.cut(ids, body.truncate_prompt_tokens, 1)
         prompts.append(model.checked_prompt(ids, "input"))
     return prompts
 
@@ -53,13 +56,29 @@ async def embedding_prompts(body: EmbeddingRequest, model: ServedModel) -> list[
 async def embed(
     prompts: list[list[int]], body: EmbeddingRequest, engine: EngineClient, model: ServedModel
 ) -> EmbeddingBody:
-    """The vectors of all prompts. Cancelling it aborts what is unfinished."""
+    """The answer to `body`. Cancelling it aborts what is unfinished."""
+    size = model.ready.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        message = f"dimensions: the vectors of this model have {size} numbers, not {body.dimensions}"
+        raise ApiError(400, message, param="dimensions")
+    vectors = await vectors_of(prompts, body.pooling or "last", engine)
+    tokens = sum(map(len, prompts))
+    written = _as_base64 if body.encoding_format == "base64" else _as_numbers
+    data = [
+        EmbeddingItem(index, written(_shortened(vector, body.dimensions)))
+        for index, vector in enumerate(vectors)
+    ]
+    return EmbeddingBody(model.name, data, EmbeddingUsage(tokens, tokens))
+
+
+async def vectors_of(prompts: list[list[int]], pooling: str, engine: EngineClient) -> list[Vector]:
+    """The vectors of all prompts, each of length 1. Cancelling it aborts what is unfinished."""
     listeners = [_Vector() for _ in prompts]
     ids: list[int] = []
     try:
         for prompt, listener in zip(prompts, listeners, strict=True):
-            ids.append(engine.embed(prompt, body.pooling or "last", listener))
-        vectors = [await listener.result for listener in listeners]
+            ids.append(engine.embed(prompt, pooling, listener))
+        return [np.frombuffer(await listener.result, dtype="<f4") for listener in listeners]
     except EngineGone as error:
         raise unavailable(str(error)) from error
     finally:
@@ -69,18 +88,21 @@ async def embed(
                 listener.result.cancel()
             elif not listener.result.cancelled():
                 listener.result.exception()  # the first error is told for all of them
-    tokens = sum(map(len, prompts))
-    written = _as_base64 if body.encoding_format == "base64" else _as_numbers
-    data = [EmbeddingItem(index, written(vector)) for index, vector in enumerate(vectors)]
-    return EmbeddingBody(model.name, data, EmbeddingUsage(tokens, tokens))
 
 
-def _as_base64(vector: bytes) -> str:
-    return base64.b64encode(vector).decode()
+def _shortened(vector: Vector, dimensions: int | None) -> Vector:
+    """The first numbers, at length 1 again; a vector of zeros stays one."""
+    if dimensions is None:
+        return vector
+    kept = vector[:dimensions].astype(np.float64)
+    length = float(np.linalg.norm(kept))
+    return (kept / length if length else kept).astype("<f4")
 
 
-def _as_numbers(vector: bytes) -> list[float]:
-    numbers = array.array("f", vector)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tolist()
+def _as_base64(vector: Vector) -> str:
+    return base64.b64encode(vector.tobytes()).decode()
+
+
+def _as_numbers(vector: Vector) -> list[float]:
+    numbers: list[float] = vector.tolist()
+    return numbers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from secrets import token_hex
 
 from ..engine_client.client import EngineClient, EngineGone
 from .completion import Completion
@@ -23,15 +22,15 @@ class Generation:
 
     def __init__(
         self,
-        kind: str,
+        id: str,
         completions: Sequence[Completion],
         *,
         timeout: float,
         pace: StreamPace,
         on_end: Callable[[Generation], None],
     ) -> None:
-        """`kind` begins the id: cmpl or chatcmpl. `on_end` is called once, when it has ended."""
-        self.id = f"{kind}-{token_hex(16)}"
+        """`on_end` is called once, when it has ended."""
+        self.id = id
         self.created = int(time.time())
         self.completions = completions
         self.error: ApiError | ClientGone | None = None

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ostinato.text.tokenizer import Tokenizer
 
 from ..wire.messages import TokenLogprobs
-from .responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from .responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -39,6 +46,20 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs], top: int)
         best.sort(key=lambda each: -each.logprob)
         content.append(TokenLogprob(came.token, came.logprob, came.bytes, best))
     return ChatLogprobs(content)
+
+
+def prompt_logprobs(texts: TokenTexts, length: int, found: Mapping[int, TokenLogprobs]) -> PromptLogprobs:
+    """As vLLM gives them: for each token of a prompt of this length, which ones could have been there."""
+
+    def at(position: int) -> dict[int, PromptLogprob] | None:
+        if position not in found:
+            return None
+        return {
+            token: PromptLogprob(max(logprob, LOWEST), rank, texts[token])
+            for token, logprob, rank in found[position]
+        }
+
+    return [at(position) for position in range(length)]
 
 
 class CompletionLogprobsBuilder:

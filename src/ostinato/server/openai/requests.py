@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from .body import Body, Count, Int64, Label, Text, TokenId, TokenIds, TokenKey
+from .conversation import AllowedTools, Messages, Tool, ToolChoice
+from .shapes import Choices, Grammar, Regex, ResponseFormat, Schema, StructuredOutputsField
 
 MAX_N = 128
-Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-"""JSON has only text keys."""
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-class Body(BaseModel):
-    """Strict: no field is guessed, converted or ignored."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
+Metadata = dict[str, Any]
 
 
 class StreamOptions(Body):
@@ -27,59 +20,15 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     """End with a chunk that has the usage."""
-
-
-class TextFormat(Body):
-    """Free text."""
-
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class JsonSchema(Body):
-    """A schema with a name."""
-
-    name: Text | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-    """Schemas are always followed to the letter."""
-
-
-class JsonSchemaFormat(Body):
-    """JSON that a schema describes."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-class RegexFormat(Body):
-    """Text that a regular expression matches from beginning to end."""
-
-    type: Literal["regex"]
-    regex: Annotated[str, Field(min_length=1, max_length=2048)]
-
-
-class GrammarFormat(Body):
-    """Text of a context-free grammar in EBNF whose first rule is `root`."""
-
-    type: Literal["grammar"]
-    grammar: Annotated[str, Field(min_length=1, max_length=16384)]
-
-
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | GrammarFormat,
-    Field(discriminator="type"),
-]
+    continuous_usage_stats: bool = False
+    """Give the usage so far with every chunk."""
+    include_obfuscation: bool = False
+    """Random padding against onlookers; there is none here."""
 
 
 class Sampling(Body):
-    """Fields of completions and chat alike; the second half are extensions that vLLM and SGLang share."""
+    """Fields of completions and chat alike: OpenAI's, those that are only labels, and what vLLM and SGLang
+    have beside them."""
 
     model: str | None = None
     """The served model; default: the one there is."""
@@ -93,10 +42,23 @@ class Sampling(Body):
     logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    """A label of the caller's; it changes nothing."""
     response_format: ResponseFormat | None = None
     """What the text must look like."""
+    best_of: Count | None = None
+    """Only the value of n: no completions are made to be thrown away."""
+
+    user: Label | None = None
+    """This and the next ones change nothing."""
+    store: bool | None = None
+    """Nothing is stored, whatever is said."""
+    metadata: Metadata | None = None
+    service_tier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None
+    safety_identifier: Label | None = None
+    reasoning_effort: Label | None = None
+    """Chat templates that know the variable get it."""
+
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -105,6 +67,24 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    """vLLM's name of response_format; the next ones are older names of its parts, and SGLang's."""
+    guided_json: Schema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    regex: Regex | None = None
+    ebnf: Grammar | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Log probabilities of the prompt's tokens, with this many of the likeliest."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """Cut the prompt to its last tokens; -1: to what leaves room for the answer."""
+    return_token_ids: bool | None = None
+    """Give the token ids of prompt and answers beside the text."""
+    request_id: RequestId | None = None
+    """The end of the answer's id."""
+    rid: RequestId | None = None
+    """The answer's id."""
 
 
 class CompletionRequest(Sampling):
@@ -119,113 +99,8 @@ class CompletionRequest(Sampling):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    return_token_ids: bool | None = None
-    """Give the token ids of each choice beside its text."""
-
-
-class TextPart(Body):
-    """A piece of a message. Only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-Content = str | list[TextPart]
-
-
-class SystemMessage(Body):
-    """What the model is told first."""
-
-    role: Literal["system"]
-    content: Content
-    name: str | None = None
-
-
-class DeveloperMessage(Body):
-    """The newer name of a system message."""
-
-    role: Literal["developer"]
-    content: Content
-    name: str | None = None
-
-
-class UserMessage(Body):
-    """What the user says."""
-
-    role: Literal["user"]
-    content: Content
-    name: str | None = None
-
-
-class CalledFunction(Body):
-    """A function the model called, with its arguments as JSON text."""
-
-    name: Text
-    arguments: str
-
-
-class MadeToolCall(Body):
-    """A tool call of an earlier answer."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class AssistantMessage(Body):
-    """An earlier answer of the model."""
-
-    role: Literal["assistant"]
-    content: Content | None = None
-    name: str | None = None
-    refusal: None = None
-    tool_calls: list[MadeToolCall] | None = None
-
-
-class ToolMessage(Body):
-    """What a tool answered."""
-
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str
-
-
-Message = Annotated[
-    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage,
-    Field(discriminator="role"),
-]
-Messages = Annotated[list[Message], Field(min_length=1)]
-
-
-class FunctionDefinition(Body):
-    """A function the model may call."""
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON schema of the arguments."""
-    strict: Literal[False] | None = None
-    """Arguments are not held to the schema yet."""
-
-
-class Tool(Body):
-    """Something the model may call."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class ChosenFunction(Body):
-    """A function by its name."""
-
-    name: str
-
-
-class ToolChoice(Body):
-    """The function that must be called."""
-
-    type: Literal["function"]
-    function: ChosenFunction
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer puts its special tokens around the prompt; it does."""
 
 
 class ChatRequest(Sampling):
@@ -238,9 +113,13 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may call several functions; it may."""
+    modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as enable_thinking."""
 
@@ -256,7 +135,11 @@ class EmbeddingRequest(Body):
     )
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    user: str | None = None
+    user: Label | None = None
+    dimensions: Count | None = None
+    """Give the first so many numbers of each vector, at length 1 again."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """Cut inputs to their last tokens; -1: to what the model takes."""
     pooling: Literal["last", "mean"] | None = None
     """Which hidden states make the vector: the last token's, or the mean of all."""
 

@@ -9,7 +9,6 @@ from ostinato.text.structured import StructuredOutputs
 
 from .errors import ApiError
 from .requests import Sampling
-from .structured import response_format
 
 _SAME_NAME = (
     "temperature",
@@ -36,12 +35,12 @@ def sampling_params(
     vocab_size: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    forced: StructuredOutputs | None = None,
+    shape: StructuredOutputs | None,
 ) -> SamplingParams:
-    """What one completion of `body` is sampled with; n is counted by the caller.
-
-    `forced`: the shape of the answer, where something other than `response_format` decides it.
-    """
+    """What one completion of `body` is sampled with; n is counted by the caller."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        message = f"best_of: {body.best_of} completions to choose {body.n or 1} from are not made: use n"
+        raise ApiError(400, message, param="best_of")
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     try:
         return SamplingParams(
@@ -50,7 +49,7 @@ def sampling_params(
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            structured_outputs=forced or response_format(body.response_format),
+            structured_outputs=shape,
         )
     except RequestError as error:
         field = next((name for name in (*_SAME_NAME, "max_tokens") if str(error).startswith(name)), None)

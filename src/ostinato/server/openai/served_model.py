@@ -6,22 +6,27 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
 
-from ..config import ServerConfig
+from ..config import TOOL_CALL_PARSERS, ServerConfig
 from ..wire.messages import Ready
+from .conversation import Message, TextPart, Tool
 from .errors import ApiError
 from .logprobs import TokenTexts
-from .requests import Message, TextPart, Tool
+from .tool_calls.formats import chat_template_of, kind_of_model
 
 INLINE_CHARACTERS = 2000
 """Longer texts are tokenised in a thread: the event loop has streams to feed meanwhile."""
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+_END_OF_TEXT = "\ue000end of what there is\ue000"
+"""Marks where a message that goes on ends; behind it are the template's own words."""
 
 
 class ServedModel:
@@ -33,6 +38,11 @@ class ServedModel:
         self.tokenizer = tokenizer
         self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self.created = int(time.time())
+        directory = Path(ready.directory)
+        kind = TOOL_CALL_PARSERS[config.tool_call_parser]
+        self.tool_call_kind = kind_of_model(directory) if kind == "auto" else kind
+        template = chat_template_of(directory)
+        self._shows_tools = not template or "tools" in template
         longest = ready.max_model_len - 1  # a completion has at least one token
         self.max_prompt_tokens = min(config.max_prompt_tokens or longest, longest)
 
@@ -71,26 +81,55 @@ class ServedModel:
     async def encode_chat(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Tool] | None,
+        tools: Sequence[Tool],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continues: bool = False,
         variables: dict[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> list[int]:
-        """Token ids of a conversation as the model's chat template writes it."""
+        """Token ids of a conversation as the model's chat template writes it.
+
+        `continues`: the last message is not at its end, and what follows belongs to it.
+        """
         tokenizer = self.need_tokenizer("messages")
-        if clashing := sorted(_RESERVED_VARIABLES & (variables or {}).keys()):
+        given = dict(variables or {})
+        if clashing := sorted(_RESERVED_VARIABLES & given.keys()):
             message = f"chat_template_kwargs must not contain {clashing[0]}: it has a field of its own"
             raise ApiError(400, message, param="chat_template_kwargs")
+        if tools and not self._shows_tools:
+            message = "tools: this model's chat template has no place for tools, the model would not see them"
+            raise ApiError(400, message, param="tools")
+        if reasoning_effort is not None:
+            given.setdefault("reasoning_effort", reasoning_effort)
+        written = [_as_template_message(message) for message in messages]
+        if continues:
+            _mark_end(written, add_generation_prompt)
+            add_generation_prompt = False
         try:
             text = tokenizer.apply_chat_template(
-                [_as_template_message(message) for message in messages],
+                written,
                 tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                **(variables or {}),
+                add_generation_prompt=add_generation_prompt is not False,
+                **given,
             )
         except (TokenizerError, TypeError, ValueError) as error:
             raise ApiError(400, str(error), param="messages") from error
+        if continues:
+            text, mark, _ = text.rpartition(_END_OF_TEXT)
+            if not mark:
+                message = "continue_final_message: the chat template does not write the last message"
+                raise ApiError(400, message, param="continue_final_message")
         return await self.encode(text, "messages", add_special_tokens=False)
+
+    def cut(self, ids: list[int], kept: int | None, answer: int) -> list[int]:
+        """The last `kept` tokens of a prompt; all for None, and for -1 those that leave room for an answer of
+        so many."""
+        if kept is None:
+            return ids
+        if kept < 0:
+            kept = max(1, min(self.max_prompt_tokens, self.ready.max_model_len - answer))
+        return ids[-kept:] if kept else []
 
     def checked_prompt(self, ids: list[int], param: str) -> list[int]:
         """The prompt if the model can take it; 400 if it is empty, too long or not of its vocabulary."""
@@ -133,9 +172,16 @@ def check_unicode(text: str, param: str) -> None:
         raise ApiError(400, f"{param} is not valid Unicode: {error.reason}", param=param) from None
 
 
+def _mark_end(messages: list[dict[str, Any]], add_generation_prompt: bool | None) -> None:
+    if add_generation_prompt:
+        message = "continue_final_message: with add_generation_prompt another message would begin"
+        raise ApiError(400, message, param="continue_final_message")
+    messages[-1]["content"] += _END_OF_TEXT
+
+
 def _as_template_message(message: Message) -> dict[str, Any]:
     """A message as templates are written against: content a text, arguments an object."""
-    given = message.model_dump(exclude_none=True)
+    given = message.model_dump(exclude_none=True, exclude={"provider_specific_fields"})
     content = message.content
     if isinstance(content, list):
         given["content"] = "".join(part.text for part in content if isinstance(part, TextPart))
@@ -144,11 +190,14 @@ def _as_template_message(message: Message) -> dict[str, Any]:
     if message.role == "developer":
         given["role"] = "system"
     for call in given.get("tool_calls", ()):
+        call.pop("index", None)
         call["function"]["arguments"] = _parsed(call["function"]["arguments"])
     return given
 
 
 def _parsed(arguments: str) -> Any:
+    if not arguments.strip():  # a function without arguments, as some models call it
+        return {}
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

@@ -71,6 +71,8 @@ class News(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     refused: bool = False
     """Whether the request itself is at fault for the error."""
+    queued_seconds: float = 0.0
+    """From its arrival in the engine's process to its first step; told with the first news."""
 
 
 class StepNews(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -160,6 +162,10 @@ class Statistics(msgspec.Struct, tag=True, array_like=True, frozen=True):
     eager_steps: dict[str, int]
     sampling_eager_steps: dict[str, int]
     memory_bytes: dict[str, int]
+    page_size: int
+    """Tokens of a page."""
+    device_bytes: tuple[int, int]
+    """Memory of the device, and what of it is free; zeros where it cannot be asked."""
 
 
 Event = StepNews | Loading | Ready | Reply | Failed | Statistics

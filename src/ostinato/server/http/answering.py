@@ -1,0 +1,67 @@
+"""Answers to requests that generate: whole or as a stream, while their client is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from ..openai.errors import ApiError
+from ..openai.generation import ClientGone, Generation
+from ..openai.served_model import ServedModel
+from ..openai.stream_events import Writer
+from .client_watch import ClientWatch
+from .event_stream import EventStream
+from .json_answers import json_response
+
+Result = TypeVar("Result")
+
+
+async def answer(streams: bool | None, request: Request, generation: Generation, writer: Writer) -> Response:
+    """Wait for all of it; for a stream until there is something, so that a refusal still gets its status."""
+    try:
+        async with ClientWatch(request.receive, lambda: generation.end(ClientGone())):
+            if streams:
+                await generation.changed()
+            else:
+                await generation.finished()
+        if streams:
+            return EventStream(generation, writer)
+        return json_response(writer.whole(), x_request_id=generation.id)
+    except BaseException:
+        generation.end()
+        raise
+    finally:
+        if not streams:
+            generation.end()
+
+
+async def while_client_waits(request: Request, work: Awaitable[Result], timeout: float) -> Result:
+    """What `work` gives; it is cancelled if the client leaves or it takes too long."""
+    task = asyncio.ensure_future(work)
+    gone = False
+
+    def leave() -> None:
+        nonlocal gone
+        gone = True
+        task.cancel()
+
+    try:
+        async with ClientWatch(request.receive, leave):
+            return await asyncio.wait_for(task, timeout)
+    except TimeoutError:
+        raise ApiError(504, f"the request took longer than {timeout:g} s", code="timeout") from None
+    except asyncio.CancelledError:
+        if gone:
+            raise ClientGone from None
+        raise
+
+
+def check_generates(model: ServedModel) -> None:
+    """400 for a model that only embeds."""
+    if not model.ready.can_generate:
+        name = model.ready.architecture
+        raise ApiError(400, f"{name} has no output layer: it embeds only, use /v1/embeddings", param="model")

@@ -1,0 +1,19 @@
+"""Paths with a slash too many at their end are those without it."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class TrailingSlash:
+    """Middleware before everything that looks at paths; a redirect would be followed without its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on without the slash."""
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            path = scope["path"].rstrip("/") or "/"
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)

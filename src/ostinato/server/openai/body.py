@@ -1,0 +1,95 @@
+"""What all request bodies share: nothing is guessed, converted or ignored, and an extra that asks for nothing
+is no extra."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""JSON has only text keys."""
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Label = Annotated[str, Field(max_length=4096)]
+"""Something of the caller's that changes nothing here."""
+
+_AS_WITHOUT = {
+    "early_stopping": False,
+    "echo": False,
+    "length_penalty": 1.0,
+    "priority": 0,
+    "return_hidden_states": False,
+    "return_routed_experts": False,
+    "spaces_between_special_tokens": True,
+    "use_beam_search": False,
+}
+"""Fields of the peers that are not here, and the value that asks for what is done anyway."""
+
+
+class Body(BaseModel):
+    """Strict. Fields that are not declared are refused by name, unless they are null, empty or ask for what
+    is done anyway: clients fill in the fields they know."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"enum": [None, "", [], {}]}},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_extras(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {
+            name: value for name, value in given.items() if name in known or not _asks_nothing(name, value)
+        }
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    if value is None or (isinstance(value, (str, list, dict)) and not value):
+        return True
+    default = _AS_WITHOUT.get(name)
+    return default is not None and type(value) in (type(default), int) and value == default
+
+
+REFUSALS = {
+    "allowed_token_ids": "this engine has no such mask: raise or lower single tokens with logit_bias",
+    "audio": "only text is made here",
+    "background": "answers are not computed in the background: stream them",
+    "bad_words": "this engine knows no banned words: lower single tokens with logit_bias",
+    "cache_salt": "the prefix cache cannot be divided by request: it is shared by all",
+    "chat_template": "a template is a program, and programs of clients are not run: set its variables with "
+    "chat_template_kwargs",
+    "conversation": "conversations are not stored: send the earlier items in input",
+    "custom_logit_processor": "programs of clients are not run: use logit_bias",
+    "documents": "put them into a message",
+    "echo": "the messages are not repeated in a chat: use /v1/completions",
+    "function_call": "it is outdated: use tool_choice",
+    "functions": "they are outdated: use tools",
+    "guided_decoding_backend": "there is one",
+    "guided_whitespace_pattern": "blank space in JSON cannot be chosen",
+    "image_data": "only text is read here",
+    "input_embeds": "only text and token ids are read here",
+    "kv_transfer_params": "the KV cache is not handed to others",
+    "lora_path": "no adapter is served here",
+    "logits_processors": "programs of clients are not run: use logit_bias",
+    "prediction": "predicted outputs are not used",
+    "previous_response_id": "responses are not stored: send the earlier items in input",
+    "priority": "requests are served first come, first served",
+    "prompt": "prompts are not stored: send input",
+    "prompt_embeds": "only text and token ids are read here",
+    "return_hidden_states": "use /v1/embeddings",
+    "session_params": "sessions are not stored: send the whole prompt, its beginning is cached",
+    "suffix": "text is not filled in: only completed",
+    "thinking_token_budget": "thinking is not counted by itself: use max_tokens",
+    "use_beam_search": "there is no beam search: use n",
+    "web_search_options": "there is no web search",
+}
+"""Why a field is not there, or what to use instead."""

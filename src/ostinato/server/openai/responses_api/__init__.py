@@ -1,0 +1,1 @@
+"""`/v1/responses`: items in, items out; underneath it is a chat."""

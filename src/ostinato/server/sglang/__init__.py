@@ -1,0 +1,1 @@
+"""SGLang's own API, for scripts that are written against it."""
