@@ -30,11 +30,11 @@ _ENGINE = {
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
 }
-_HOMES = {name: "graphs" for name in graphs.__all__} | {
+_HOMES = dict.fromkeys(graphs.__all__, "graphs") | {
     name: f"engine.{module}" for name, module in _ENGINE.items()
 }
 
-__all__ = sorted(["graphs", *_HOMES])  # noqa: PLE0605
+__all__ = sorted(["graphs", *_HOMES])
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "float": (float, int),
     "tuple[int, ...]": (tuple,),
+    "Mapping[str, Any]": (Mapping,),
 }
 _AT_LEAST_ONE = (
     "max_model_len",
@@ -69,6 +72,11 @@ class EngineConfig:
     OSTINATO_KERNEL_TABLE, else the one in the cache folder for this GPU; then the package's own."""
     seed: int = 0
     """For requests that bring no seed of their own."""
+    generation_config: str = "auto"
+    """Where requests that leave out temperature, top_p, top_k, min_p, repetition_penalty or max_tokens get
+    them: the generation_config.json of a folder; auto: that of the model; none: neutral values."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Values that go before those of generation_config."""
     cuda_graph_mode: str = "auto"
     """none, piecewise, full, full-decode-only, full-and-piecewise; auto: full with triton attention, else
     full-and-piecewise."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,11 @@ from ostinato.models.locate import locate_model
 from ostinato.models.transformer import Transformer
 from ostinato.models.weights import load_model
 from ostinato.text.errors import TokenizerError
+from ostinato.text.json_file import read_json
 from ostinato.text.tokenizer import Tokenizer
 
 from ..config import EngineConfig, ResolvedConfig
+from .default_sampling import default_sampling
 from .kernel_table import use_table_of_user
 
 logger = logging.getLogger("ostinato.engine")
@@ -46,6 +48,8 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     """None where the directory has none: prompts are token ids then."""
     eos_token_ids: frozenset[int]
+    default_sampling: Mapping[str, float]
+    """Of requests that do not say: fields of `SamplingParams`."""
 
 
 def load(asked: EngineConfig) -> LoadedModel:
@@ -72,10 +76,11 @@ def load(asked: EngineConfig) -> LoadedModel:
             )
             tokenizer = reading.result()
         eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(directory)
+        sampling = default_sampling(asked, directory)
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
         raise ModelLoadError(str(error)) from error
     logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
-    return LoadedModel(directory, config, model, attention, tokenizer, frozenset(eos))
+    return LoadedModel(directory, config, model, attention, tokenizer, frozenset(eos), sampling)
 
 
 def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:
@@ -118,11 +123,7 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
 
 def _eos_token_ids(directory: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        try:
-            found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        except ValueError as error:
-            raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
+        found = read_json(directory / name).get("eos_token_id")
         if found is not None:
             return found if isinstance(found, list) else [found]
     return []

@@ -85,6 +85,7 @@ def _ready(llm: Any) -> Ready:
         has_tokenizer=core.loaded.tokenizer is not None,
         can_generate=core.sampler is not None,
         eos_token_ids=sorted(core.loaded.eos_token_ids),
+        default_sampling=dict(core.loaded.default_sampling),
         summary=f"{len(report.graphs)} graphs, mode {report.mode}, {report.backend} on {report.device}, "
         f"captured in {report.capture_ms / 1000:.1f} s",
     )

@@ -63,7 +63,7 @@ async def answers_of(
     params = sampling_params(
         body,
         max_tokens=model.checked_max_tokens(body.max_completion_tokens or body.max_tokens, len(ids), name),
-        vocab_size=model.ready.vocab_size,
+        ready=model.ready,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
         forced=forced,

@@ -7,6 +7,7 @@ from typing import Any
 from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.text.structured import StructuredOutputs
 
+from ..wire.messages import Ready
 from .errors import ApiError
 from .requests import Sampling
 from .structured import response_format
@@ -33,21 +34,21 @@ def sampling_params(
     body: Sampling,
     *,
     max_tokens: int,
-    vocab_size: int,
+    ready: Ready,
     logprobs: int | None,
     prompt_logprobs: int | None,
     forced: StructuredOutputs | None = None,
 ) -> SamplingParams:
     """What one completion of `body` is sampled with; n is counted by the caller.
 
+    What it leaves out is as the model's generation_config.json says.
     `forced`: the shape of the answer, where something other than `response_format` decides it.
     """
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     try:
         return SamplingParams(
-            **given,
-            logit_bias=_biases(body.logit_bias, vocab_size),
-            max_tokens=max_tokens,
+            **{**ready.default_sampling, **given, "max_tokens": max_tokens},
+            logit_bias=_biases(body.logit_bias, ready.vocab_size),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             structured_outputs=forced or response_format(body.response_format),

@@ -113,7 +113,7 @@ class ServedModel:
         """How many tokens a completion may have; 400 where more are asked for than fit."""
         room = self.ready.max_model_len - prompt_tokens
         if asked is None:
-            return room
+            return min(room, int(self.ready.default_sampling.get("max_tokens", room)))
         if asked > room:
             raise ApiError(
                 400,

@@ -100,6 +100,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     has_tokenizer: bool
     can_generate: bool
     eos_token_ids: list[int]
+    default_sampling: dict[str, float | int]
+    """Of requests that do not say: fields of `SamplingParams`."""
     summary: str
 
 
