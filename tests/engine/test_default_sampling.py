@@ -60,8 +60,11 @@ def test_they_can_be_switched_off_overridden_and_taken_from_elsewhere(tmp_path: 
     assert found(own, generation_config=str(other)) == {"temperature": 0.1}
     override = {"temperature": 0.3, "max_new_tokens": 9}
     assert found(own, override_generation_config=override) == {
-        **{"repetition_penalty": 1.05, "top_p": 0.8, "top_k": 20},
-        **{"temperature": 0.3, "max_tokens": 9},
+        "repetition_penalty": 1.05,
+        "top_p": 0.8,
+        "top_k": 20,
+        "temperature": 0.3,
+        "max_tokens": 9,
     }
     assert found(own, generation_config="none", override_generation_config={"top_k": 5}) == {"top_k": 5}
 

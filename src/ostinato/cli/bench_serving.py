@@ -31,7 +31,9 @@ def bench_serving(
     try:
         result = send_load(ServingLoad(**load))
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'ostinato[bench]'") from error
+        raise ConfigError(
+            f"{error.name} is missing: pip install -e '.[bench]' in Ostinato's folder"
+        ) from error
     _show(as_table(result))
     if json_file is not None:
         write_json({**head("serving"), **result}, json_file)

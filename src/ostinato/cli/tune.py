@@ -12,7 +12,10 @@ from .bench import numbers
 
 
 def tune(
-    model: Annotated[str | None, typer.Option(help="A directory with a config.json, or a hub name.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "--model-path", help="A directory with a config.json, or a hub name."),
+    ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens of a step to measure at.")] = "1,8,16,32,64,128,256",
     out: Annotated[
         Path | None,

@@ -40,6 +40,12 @@ class EngineConfig:
     """A directory, a GGUF file or a hub name; default: SmolLM2-135M-Instruct."""
     dtype: str = "auto"
     """float32, bfloat16, float16; auto: the model's own on a GPU, float32 on a CPU."""
+    tokenizer: str | None = None
+    """A directory or a hub name with the tokenizer's files; default: the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
+    download_dir: str | None = None
+    """Where models of the hub are kept; default: as huggingface_hub does."""
     load_format: str = "auto"
     """auto, or dummy: random weights from a config.json alone."""
     device: str = "auto"

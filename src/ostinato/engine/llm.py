@@ -17,6 +17,7 @@ from ostinato.graphs import ConfigError, Report
 from .config import EngineConfig
 from .delivery.request_progress import RequestProgress
 from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from .peer_options.translation import translated
 from .sampling_params import RequestError, SamplingParams
 from .stepping.times import StepTimes
 from .text_engine import Prompt, TextEngine
@@ -28,7 +29,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration from keywords; ConfigError for one that does not exist."""
+    """The configuration from keywords, ours or those of vLLM and SGLang; ConfigError for one that does not
+    exist."""
+    options = translated(options)
     names = [entry.name for entry in dataclasses.fields(EngineConfig)]
     for name in options:
         if name not in names:

@@ -7,6 +7,8 @@ from collections import deque
 from pathlib import Path
 from time import monotonic
 
+from ostinato.graphs.errors import ConfigError
+from ostinato.text.chat_template import template_source
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
 
@@ -36,6 +38,7 @@ class Service:
         self.generations: dict[str, Generation] = {}
         """Requests under way by the id of their answer."""
         self.tool_call_kind = "none"
+        self._chat_template = _chat_template(config.chat_template)
         self._ends: deque[float] = deque(maxlen=256)
         self._pace = StreamPace()
 
@@ -44,13 +47,15 @@ class Service:
         tokenizer = None
         if ready.has_tokenizer:
             try:
-                tokenizer = Tokenizer.from_directory(Path(ready.directory))
+                tokenizer = Tokenizer.from_directory(Path(ready.tokenizer_directory))
             except TokenizerError as error:  # the engine has read the same files a moment ago
                 raise RuntimeError(f"the tokenizer changed under the server: {error}") from error
+        if tokenizer is not None and self._chat_template is not None:
+            tokenizer = tokenizer.with_chat_template(self._chat_template)
         self.model = ServedModel(self.model_name, ready, self.config, tokenizer)
         kind = self.config.tool_call_parser
         if kind == "auto":
-            kind = kind_of_model(Path(ready.directory))
+            kind = kind_of_model(Path(ready.tokenizer_directory))
         self.tool_call_kind = kind
 
     @property
@@ -110,3 +115,10 @@ class Service:
         for completion in generation.completions:
             self._ends.append(monotonic())
             self.metrics.observe(completion)
+
+
+def _chat_template(given: str | None) -> str | None:
+    try:
+        return None if given is None else template_source(given)
+    except TokenizerError as error:
+        raise ConfigError(f"chat_template: {error}") from error

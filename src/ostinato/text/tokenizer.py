@@ -54,6 +54,15 @@ class Tokenizer:
             templates=_templates(folder, config),
         )
 
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """The same with this chat template instead of its own."""
+        return Tokenizer(
+            self.backend,
+            special_tokens=self.special_tokens,
+            eos_token_ids=self.eos_token_ids,
+            templates={"default": source},
+        )
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
@@ -159,9 +168,7 @@ def _as_list(value: int | list[int] | None) -> list[int]:
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (file := folder / "chat_template.jinja").is_file():
         return {"default": file.read_text()}
-    given = (
-        read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template") or {}
-    )
+    given = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template") or {}
     if isinstance(given, str):
         return {"default": given}
     return {entry["name"]: entry["template"] for entry in given}

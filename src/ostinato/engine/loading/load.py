@@ -47,6 +47,7 @@ class LoadedModel:
     attention: AttentionBackend
     tokenizer: Tokenizer | None
     """None where the directory has none: prompts are token ids then."""
+    tokenizer_directory: Path
     eos_token_ids: frozenset[int]
     default_sampling: Mapping[str, float]
     """Of requests that do not say: fields of `SamplingParams`."""
@@ -55,7 +56,11 @@ class LoadedModel:
 def load(asked: EngineConfig) -> LoadedModel:
     """Find, read and place the model that was asked for."""
     try:
-        directory = locate_model(asked.model)
+        of_hub = {"revision": asked.revision, "download_dir": asked.download_dir}
+        directory = locate_model(asked.model, **of_hub)
+        beside_it = directory
+        if asked.tokenizer is not None:
+            beside_it = locate_model(asked.tokenizer, download_dir=asked.download_dir)
         shape = ModelConfig.load(directory)
         config = asked.resolved(shape.max_position_embeddings, getattr(torch, shape.dtype))
         if config.device.type == "cuda":
@@ -65,7 +70,7 @@ def load(asked: EngineConfig) -> LoadedModel:
         use_table_of_user(asked.kernel_table, config.device)
         # Reading a tokenizer takes as long as reading a small model's weights.
         with ThreadPoolExecutor(1) as beside:
-            reading = beside.submit(_tokenizer, directory)
+            reading = beside.submit(_tokenizer, beside_it)
             model = load_model(
                 directory,
                 device=config.device,
@@ -75,12 +80,14 @@ def load(asked: EngineConfig) -> LoadedModel:
                 seed=asked.seed,
             )
             tokenizer = reading.result()
-        eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(directory)
+        eos = set(tokenizer.eos_token_ids) if tokenizer else set[int]()
+        if tokenizer is None or asked.tokenizer is not None:
+            eos.update(_eos_token_ids(directory))
         sampling = default_sampling(asked, directory)
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
         raise ModelLoadError(str(error)) from error
     logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
-    return LoadedModel(directory, config, model, attention, tokenizer, frozenset(eos), sampling)
+    return LoadedModel(directory, config, model, attention, tokenizer, beside_it, frozenset(eos), sampling)
 
 
 def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:

@@ -77,6 +77,7 @@ def _ready(llm: Any) -> Ready:
     shape = core.loaded.model.config
     return Ready(
         directory=str(core.loaded.directory),
+        tokenizer_directory=str(core.loaded.tokenizer_directory),
         architecture=shape.architecture,
         max_model_len=core.scheduler.max_len,
         max_running=core.config.max_running_requests,

@@ -92,6 +92,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The engine serves. What the HTTP process must know of it."""
 
     directory: str
+    tokenizer_directory: str
     architecture: str
     max_model_len: int
     max_running: int
