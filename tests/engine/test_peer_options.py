@@ -19,13 +19,13 @@ from ostinato.server.config import ServerConfig
 from . import peer_options_document as document
 
 ENGINE_OPTIONS = {field.name for field in fields(EngineConfig)}
+SERVE = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
 SERVER_OPTIONS = {field.name for field in fields(ServerConfig)}
 
 
 def serve_options(*arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `ostinato serve` would give the engine and the server for a command line."""
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    given = command.make_context("serve", list(arguments)).params
+    given = SERVE.make_context("serve", list(arguments)).params
     from ostinato.cli.serve import ENGINE, SERVER
 
     engine = {f.name: f.value(given[f.name]) for f in ENGINE if given[f.name] not in (None, ())}

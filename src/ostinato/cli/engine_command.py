@@ -37,7 +37,7 @@ class EngineCommand(TyperCommand):
                     _write(formatter, flag, text)
 
     def _own_flags(self) -> dict[str, OwnFlag]:
-        own = {}
+        own: dict[str, OwnFlag] = {}
         for param in self.params:
             if _kind(param) == "Arguments":
                 continue

@@ -22,6 +22,7 @@ from .openai.requests import Sampling
 from .openai.served_model import ServedModel
 from .openai.stream_pace import StreamPace
 from .openai.tool_calls.formats import kind_of_model
+from .request_log import RequestLog
 from .wire.messages import Ready
 
 
@@ -41,6 +42,7 @@ class Service:
         self._chat_template = _chat_template(config.chat_template)
         self._ends: deque[float] = deque(maxlen=256)
         self._pace = StreamPace()
+        self._log = RequestLog(is_on=config.enable_log_requests)
 
     def on_ready(self, ready: Ready) -> None:
         """An engine has started: read its tokenizer."""
@@ -107,11 +109,13 @@ class Service:
         timeout = self.config.request_timeout
         generation = Generation(kind, completions, timeout=timeout, pace=self._pace, on_end=self._on_end)
         self.generations[generation.id] = generation
+        self._log.began(generation)
         generation.start(self.engine)
         return generation
 
     def _on_end(self, generation: Generation) -> None:
         self.generations.pop(generation.id, None)
+        self._log.ended(generation)
         for completion in generation.completions:
             self._ends.append(monotonic())
             self.metrics.observe(completion)

@@ -29,12 +29,12 @@ _FIELDS = {
 peers; ids that end a text are the tokenizer's business."""
 
 
-def default_sampling(asked: EngineConfig, directory: Path) -> dict[str, float]:
+def default_sampling(asked: EngineConfig, directory: Path) -> dict[str, Any]:
     """Fields of `SamplingParams`; none of them for neutral values. TokenizerError for a broken file."""
     return _from_config(asked, directory) | _from_override(asked.override_generation_config or {})
 
 
-def _from_config(asked: EngineConfig, directory: Path) -> dict[str, float]:
+def _from_config(asked: EngineConfig, directory: Path) -> dict[str, Any]:
     if asked.generation_config == "none":
         return {}
     if asked.generation_config == "auto":
@@ -46,7 +46,7 @@ def _from_config(asked: EngineConfig, directory: Path) -> dict[str, float]:
     return _read(file)
 
 
-def _from_override(given: Mapping[str, Any]) -> dict[str, float]:
+def _from_override(given: Mapping[str, Any]) -> dict[str, Any]:
     known = _FIELDS.keys() | _FIELDS.values()
     for name in given:
         if name not in known:
@@ -55,11 +55,11 @@ def _from_override(given: Mapping[str, Any]) -> dict[str, float]:
     return _checked(given, "override_generation_config", ConfigError)
 
 
-def _read(file: Path) -> dict[str, float]:
+def _read(file: Path) -> dict[str, Any]:
     return _checked(read_json(file), str(file), TokenizerError)
 
 
-def _checked(given: Mapping[str, Any], source: str, wrong: type[Exception]) -> dict[str, float]:
+def _checked(given: Mapping[str, Any], source: str, wrong: type[Exception]) -> dict[str, Any]:
     found = {_FIELDS.get(name, name): value for name, value in given.items() if value is not None}
     found = {name: value for name, value in found.items() if name in _FIELDS.values()}
     try:

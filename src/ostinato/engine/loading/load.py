@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class LoadedModel:
     """None where the directory has none: prompts are token ids then."""
     tokenizer_directory: Path
     eos_token_ids: frozenset[int]
-    default_sampling: Mapping[str, float]
+    default_sampling: Mapping[str, Any]
     """Of requests that do not say: fields of `SamplingParams`."""
 
 

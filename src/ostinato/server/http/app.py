@@ -22,6 +22,7 @@ from .generating import generating_routes
 from .json_answers import error_response
 from .keys import KeyCheck
 from .observing import observing_routes
+from .refusal_log import RefusalLog
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody reads."""
@@ -36,6 +37,7 @@ def make_app(service: Service) -> FastAPI:
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=service.config.max_body_bytes)
     app.add_middleware(KeyCheck, config=service.config)
+    app.add_middleware(RefusalLog)
     app.add_middleware(AnswerCount, counts=service.metrics.answers, paths=_paths(app))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(ClientGone, _client_gone)
