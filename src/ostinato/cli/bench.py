@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -283,13 +282,13 @@ def _deliver(
     json_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    from rich.console import Console
-
     from ostinato.tools.bench.results import write_json
+
+    from .narrow_tables import show
 
     if json_file is not None:
         write_json(result, json_file)
-    Console(width=160 if not sys.stdout.isatty() else None).print(tables(result))
+    show(tables(result))
     if png_file is not None:
         from ostinato.tools.bench.plots import write_plot
 

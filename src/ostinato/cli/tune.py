@@ -32,11 +32,11 @@ def tune(
     What is found for a number of tokens serves all from the one before it on. An engine uses the table
     from its next start on.
     """
-    from rich.console import Console
-
     from ostinato.tools.bench.results import write_json
     from ostinato.tools.tune.tuning import tables
     from ostinato.tools.tune.tuning import tune as run_tune
+
+    from .narrow_tables import show
 
     def note(text: str) -> None:
         print(f"ostinato: {text}", file=sys.stderr, flush=True)
@@ -44,5 +44,5 @@ def tune(
     file, result = run_tune(model, numbers("--tokens", tokens), out, note)
     if json_file is not None:
         write_json(result, json_file)
-    Console(width=160 if not sys.stdout.isatty() else None).print(tables(result))
+    show(tables(result))
     note(f"table written to {file}")
