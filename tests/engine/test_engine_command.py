@@ -1,6 +1,7 @@
 """`ostinato generate` and `ostinato chat`, in this process, with a tiny model."""
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -128,10 +129,10 @@ def test_a_chat_remembers(tiny_text: TinyModel, llm: LLM) -> None:
 
 
 def interrupted(pieces: Iterator[str], after: int) -> Iterator[str]:
-    """The pieces of an answer, and Ctrl-C behind so many."""
+    """The pieces of an answer, with Ctrl-C before one of them."""
     for number, piece in enumerate(pieces):
         if number == after:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         yield piece
 
 
@@ -159,6 +160,8 @@ def test_ctrl_c_ends_an_answer_and_a_chat_goes_on(
     result = run(tiny_text, "Hello", *flags)
     assert result.exit_code == 130
     assert isinstance(result.exception, SystemExit)
+    assert 0 < len(result.stdout) < 5
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_chat_forgets_its_first_turns_before_it_runs_out_of_room(tiny_text: TinyModel) -> None:

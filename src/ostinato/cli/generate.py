@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .dataclass_flags import flags_of, with_flags
+from .interrupting import CtrlC
 from .model_argument import ModelArgument, with_model
 
 if TYPE_CHECKING:
@@ -47,17 +48,15 @@ def generate(
     with _llm(engine, sampling, running=sampling.get("n", 1)) as llm:
         params = _params(llm, ONE_ANSWER, sampling)
         request = _request(llm, said, raw)
-        try:
+        with CtrlC() as ctrl_c:
             if params.n == 1:
-                _show(llm.stream(request, params))
+                _show(llm.stream(request, params), ctrl_c)
             else:
-                for completion in llm.generate(request, params)[0].outputs:
-                    print(completion.text, flush=True)
-        except KeyboardInterrupt:
-            print(flush=True)
-            raise typer.Exit(INTERRUPTED) from None
+                _show_all(llm, request, params, ctrl_c)
         if graph_report:
             print(llm.graph_report(), file=sys.stderr)
+    if ctrl_c.asked:
+        raise typer.Exit(INTERRUPTED)
 
 
 @with_flags(engine=ENGINE, sampling=SAMPLING)
@@ -77,11 +76,8 @@ def chat(
         while said := _ask():
             turns.append({"role": "user", "content": said})
             _forget_what_does_not_fit(llm, first, turns, params)
-            try:
-                answer = _show(llm.stream(llm.engine.encode_chat([*first, *turns]), params))
-            except KeyboardInterrupt as stopped:
-                print(flush=True)
-                answer = str(stopped)
+            with CtrlC() as ctrl_c:
+                answer = _show(llm.stream(llm.engine.encode_chat([*first, *turns]), params), ctrl_c)
             turns.append({"role": "assistant", "content": answer})
 
 
@@ -95,17 +91,30 @@ def _params(llm: LLM, usual: Mapping[str, Any], asked: Mapping[str, Any]) -> Sam
     return SamplingParams(**{**own, **usual, "max_tokens": min(usual["max_tokens"], room), **asked})
 
 
-def _show(pieces: Iterator[str]) -> str:
-    """Print the pieces as they come; all of them. A KeyboardInterrupt carries what had come."""
+def _show(pieces: Iterator[str], ctrl_c: CtrlC) -> str:
+    """Print the pieces as they come, until the last or until Ctrl-C; the text."""
     text = ""
-    try:
-        for piece in pieces:
-            text += piece
-            print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(text) from None
+    for piece in pieces:
+        text += piece
+        print(piece, end="", flush=True)
+        if ctrl_c.asked:
+            break
     print(flush=True)
     return text
+
+
+def _show_all(llm: LLM, request: Any, params: SamplingParams, ctrl_c: CtrlC) -> None:
+    """Print several completions, as far as they are at the end or at Ctrl-C."""
+    from ostinato.engine.sampling_params import RequestError
+
+    output = llm.engine.add(request, params)
+    while not output.finished and not ctrl_c.asked:
+        llm.engine.step()
+    llm.engine.abort(output.request_id)
+    if output.error is not None:
+        raise RequestError(output.error)
+    for completion in output.outputs:
+        print(completion.text, flush=True)
 
 
 def _ask() -> str:
