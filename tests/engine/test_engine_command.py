@@ -1,6 +1,7 @@
 """`ostinato generate` and `ostinato chat`, in this process, with a tiny model."""
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -117,7 +118,7 @@ def test_a_wrong_flag_is_refused(tiny_text: TinyModel, arguments: list[str], mes
 
 
 def test_a_chat_remembers(tiny_text: TinyModel, llm: LLM) -> None:
-    result = run(tiny_text, "--max-tokens", "5", command="chat", said="Hi\nYou\n\n")
+    result = run(tiny_text, "--max-tokens", "5", "--temperature", "0", command="chat", said="Hi\nYou\n\n")
     assert result.exit_code == 0, result.output
     params = SamplingParams(temperature=0, max_tokens=5)
     messages = [{"role": "user", "content": "Hi"}]
@@ -125,3 +126,77 @@ def test_a_chat_remembers(tiny_text: TinyModel, llm: LLM) -> None:
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "You"}]
     second = llm.chat(messages, params)[0].outputs[0].text
     assert result.stdout == f"{first}\n{second}\n"
+
+
+def interrupted(pieces: Iterator[str], after: int) -> Iterator[str]:
+    """The pieces of an answer, with Ctrl-C before one of them."""
+    for number, piece in enumerate(pieces):
+        if number == after:
+            signal.raise_signal(signal.SIGINT)
+        yield piece
+
+
+def test_ctrl_c_ends_an_answer_and_a_chat_goes_on(
+    tiny_text: TinyModel, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, asked = LLM.stream, []
+
+    def stopped_once(self: LLM, prompt: dict[str, list[int]], params: SamplingParams) -> Iterator[str]:
+        asked.append(prompt["prompt_token_ids"])
+        pieces = stream(self, prompt, params)
+        return interrupted(pieces, 2) if len(asked) == 1 else pieces
+
+    monkeypatch.setattr(LLM, "stream", stopped_once)
+    flags = ("--max-tokens", "5", "--temperature", "0")
+    result = run(tiny_text, *flags, command="chat", said="Hi\nYou\n\n")
+    assert result.exit_code == 0, result.output
+    assert "Traceback" not in result.output
+    first, second = result.stdout.splitlines()
+    assert second
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
+    messages += [{"role": "user", "content": "You"}]
+    assert asked[1] == llm.engine.encode_chat(messages)["prompt_token_ids"], "what was said of it is kept"
+    asked.clear()
+    result = run(tiny_text, "Hello", *flags)
+    assert result.exit_code == 130
+    assert isinstance(result.exception, SystemExit)
+    assert 0 < len(result.stdout) < 5
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_chat_forgets_its_first_turns_before_it_runs_out_of_room(tiny_text: TinyModel) -> None:
+    said = "".join(f"Tell me number {number}\n" for number in range(6))
+    result = run(tiny_text, "--max-tokens", "20", command="chat", said=said)
+    assert result.exit_code == 0, result.output
+    assert "the conversation is too long; the first 1 of its turns are forgotten" in result.stderr
+
+
+def test_a_prompt_comes_from_standard_input(tiny_text: TinyModel, llm: LLM) -> None:
+    flags = ("--max-tokens", "5")
+    piped = run(tiny_text, "-", *flags, said="Hello\n")
+    assert piped.exit_code == 0, piped.output
+    expected = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=5))
+    assert piped.stdout == expected[0].outputs[0].text + "\n"
+
+
+def test_what_is_not_said_is_the_models_own(tiny_text: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[SamplingParams] = []
+
+    def remembered(self: LLM, prompt: object, params: SamplingParams) -> Iterator[str]:
+        used.append(params)
+        return iter(())
+
+    monkeypatch.setattr(LLM, "stream", remembered)
+    own = ("--override-generation-config", '{"temperature": 0.7, "top_k": 20}')
+    assert run(tiny_text, "Hello", *own).exit_code == 0
+    assert run(tiny_text, *own, "--top-k", "5", command="chat", said="Hi\n").exit_code == 0
+    one, turn = used
+    assert (one.temperature, one.top_k, one.max_tokens) == (0.0, 20, 32)
+    assert (turn.temperature, turn.top_k, turn.max_tokens) == (0.7, 5, 32)
+
+
+def test_a_command_line_of_vllm_works(tiny_text: TinyModel) -> None:
+    flags = ("--enforce-eager", "--gpu-memory-utilization", "0.5", "--tensor-parallel-size", "1", "--seed=3")
+    result = run(tiny_text, "Hello", "--max-tokens", "3", "--graph-report", *flags)
+    assert result.exit_code == 0, result.output
+    assert "disabled" in result.stderr

@@ -54,3 +54,46 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         graphs.CudaGraph  # noqa: B018
     with pytest.raises(ImportError, match="CudaGraph"):
         from ostinato.graphs import CudaGraph  # noqa: F401
+
+
+def run_alone(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from ostinato import graphed; graphed",
+        "import ostinato; assert ostinato.graphs.graphed is ostinato.graphed",
+        "from ostinato import *; LLM, SamplingParams, graphed, CudaGraphRunner, graphs",
+        "import ostinato; assert not hasattr(ostinato, 'x')",
+        "import ostinato; assert {'LLM', 'graphed', 'graphs', '__version__'} <= {*dir(ostinato)}",
+    ],
+)
+def test_the_package_shows_its_names_in_a_fresh_process(code: str) -> None:
+    result = run_alone(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_names_of_the_package_are_listed_without_torch() -> None:
+    code = "import sys, ostinato; dir(ostinato), hasattr(ostinato, 'x'); assert 'torch' not in sys.modules"
+    result = run_alone(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_type_checkers_see_the_names_of_the_engine() -> None:
+    [block] = [node for node in ast.parse(inspect.getsource(ostinato)).body if isinstance(node, ast.If)]
+    imported = {
+        (str(statement.module).removeprefix("engine."), alias.name)
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith("engine")
+        for alias in statement.names
+    }
+    assert imported == {(home, name) for name, home in ostinato._ENGINE.items()}
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'ostinato' has no attribute 'LLMs'"):
+        ostinato.LLMs  # noqa: B018
+    with pytest.raises(ImportError, match="LLMs"):
+        from ostinato import LLMs  # noqa: F401

@@ -25,12 +25,17 @@ START_SECONDS = 60
 class ServerProcess:
     """`ostinato serve`, started when entered and stopped when left."""
 
-    def __init__(self, model: Path, *flags: str, module: str = "ostinato", wait: bool = True) -> None:
+    def __init__(
+        self, model: Path, *flags: str, module: str = "ostinato", wait: bool = True, bare: bool = False
+    ) -> None:
+        """`bare`: with these flags and no others, so that `model` has to be among them."""
         self._wait = wait
         command = [sys.executable, "-m", module, *(("serve",) if module == "ostinato" else ())]
         self._folder = tempfile.TemporaryDirectory()
-        command += ["--model", str(model), "--served-model-name", "scripted", "--port", "0"]
-        command += ["--profile-dir", self._folder.name, *SMALL, *flags]
+        if not bare:
+            command += ["--model", str(model), "--served-model-name", "scripted", "--port", "0"]
+            command += ["--profile-dir", self._folder.name, *SMALL]
+        command += flags
         self._log = Path(self._folder.name) / "log"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with self._log.open("w") as log:

@@ -122,6 +122,12 @@ def test_the_queue_is_bounded_and_requests_time_out(guarded: ServerProcess) -> N
         guarded.post("/continue_generation", headers=ADMIN)
     assert [answer.status_code for answer in answers] == [504] * 3
     assert all(answer.json()["error"]["code"] == "timeout" for answer in answers)
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert len(set(ids)) == 3
+    for id in ids:
+        assert guarded.log.count(id) == 1
+        assert f"{id} aborted: the request took longer than 1.5 s" in guarded.log
+    assert f"{full.headers['x-request-id']} refused: POST /v1/completions 429: 6 requests are" in guarded.log
     guarded.wait_until_idle()
     assert guarded.post("/v1/completions", BODY, headers=KEYS).status_code == 200
 

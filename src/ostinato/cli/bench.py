@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .dataclass_flags import flags_of, with_flags
+from .dataclass_flags import NUMBERS, flags_of, with_flags
+from .engine_command import EngineCommand
 
 if TYPE_CHECKING:
     from ostinato.tools.bench.subject import Subject
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Measure, check what came out, and write results with the machine they were measured on.",
     no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
 PngFile = Annotated[Path | None, typer.Option("--png", help="Draw the result into this file.")]
-BatchSizes = Annotated[str | None, typer.Option(help="Requests at once, as 1,8,32.")]
+BatchSizes = Annotated[str | None, typer.Option(help="Requests at once, as 1,8,32.", metavar=NUMBERS)]
 OutputLen = Annotated[int | None, typer.Option(help="Tokens per answer.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measurements; their median counts.")]
 PeerName = Annotated[
@@ -36,7 +37,7 @@ PeersFile = Annotated[
 ]
 
 
-@app.command("graphs")
+@app.command("graphs", cls=EngineCommand, short_help="What a replay costs: ops, CPU time, memory.")
 def graphs(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
     json_file: JsonFile = None,
@@ -51,11 +52,13 @@ def graphs(
     _deliver(result, as_tables, json_file, None)
 
 
-@app.command("decode")
+@app.command("decode", cls=EngineCommand, short_help="Time per output token, by batch size.")
 @with_flags(engine=ENGINE)
 def decode(
     batch_sizes: BatchSizes = None,
-    input_len: Annotated[str | None, typer.Option(help="Tokens per prompt; several as 128,1024.")] = None,
+    input_len: Annotated[
+        str | None, typer.Option(help="Tokens per prompt; several as 128,1024.", metavar=NUMBERS)
+    ] = None,
     output_len: OutputLen = None,
     repeats: Repeats = 3,
     peer: PeerName = None,
@@ -87,10 +90,12 @@ def decode(
     _deliver(result, decode_tables, json_file, png_file)
 
 
-@app.command("prefill")
+@app.command("prefill", cls=EngineCommand)
 @with_flags(engine=ENGINE)
 def prefill(
-    input_len: Annotated[str | None, typer.Option(help="Tokens per prompt; several as 512,4096.")] = None,
+    input_len: Annotated[
+        str | None, typer.Option(help="Tokens per prompt; several as 512,4096.", metavar=NUMBERS)
+    ] = None,
     batch_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Prompt tokens of a batch. [default: 16384 on a GPU, 512 on a CPU]"),
@@ -120,7 +125,7 @@ def prefill(
     _deliver(result, prefill_tables, json_file, png_file)
 
 
-@app.command("throughput")
+@app.command("throughput", cls=EngineCommand, short_help="Output tokens per second, all at once.")
 @with_flags(engine=ENGINE)
 def throughput(
     num_prompts: Annotated[
@@ -153,11 +158,12 @@ def throughput(
     _deliver(result, throughput_tables, json_file, png_file)
 
 
-@app.command("startup")
+@app.command("startup", cls=EngineCommand, short_help="From process start to the first token.")
 @with_flags(engine=ENGINE)
 def startup(
     rungs: Annotated[
-        str | None, typer.Option(help="Also capture with this many decode and prefill graphs, as 4,9,18,36.")
+        str | None,
+        typer.Option(help="Also capture with so many decode and prefill graphs, as 4,9,18.", metavar=NUMBERS),
     ] = None,
     peers_file: PeersFile = None,
     json_file: JsonFile = None,
@@ -175,7 +181,7 @@ def startup(
     _deliver(result, startup_tables, json_file, png_file)
 
 
-@app.command("host")
+@app.command("host", cls=EngineCommand, short_help="CPU time of a decode step, by part.")
 @with_flags(engine=ENGINE)
 def host(
     batch_sizes: BatchSizes = None,
@@ -203,7 +209,7 @@ def host(
     _deliver(result, host_tables, json_file, png_file)
 
 
-@app.command("graphs-on-off")
+@app.command("graphs-on-off", cls=EngineCommand)
 @with_flags(engine=ENGINE)
 def graphs_on_off(
     batch_sizes: BatchSizes = None,
@@ -262,7 +268,7 @@ def _subject(engine: Mapping[str, Any], png_file: Path | None) -> Subject:
 def numbers(flag: str, given: str) -> list[int]:
     """A list of numbers as a flag has them."""
     try:
-        numbers = [int(part) for part in given.split(",")]
+        numbers = [int(part) for part in given.replace(",", " ").split()]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
@@ -276,13 +282,13 @@ def _deliver(
     json_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    from rich.console import Console
-
     from ostinato.tools.bench.results import write_json
+
+    from .narrow_tables import show
 
     if json_file is not None:
         write_json(result, json_file)
-    Console(width=160 if not sys.stdout.isatty() else None).print(tables(result))
+    show(tables(result))
     if png_file is not None:
         from ostinato.tools.bench.plots import write_plot
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,11 +27,15 @@ def bench_serving(
     from ostinato.tools.bench.results import head, write_json
     from ostinato.tools.bench_serving import ServingLoad, as_table, send_load, write_plot
 
+    from .narrow_tables import show
+
     try:
         result = send_load(ServingLoad(**load))
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'ostinato[bench]'") from error
-    _show(as_table(result))
+        raise ConfigError(
+            f"{error.name} is missing: pip install -e '.[bench]' in Ostinato's folder"
+        ) from error
+    show(as_table(result))
     if json_file is not None:
         write_json({**head("serving"), **result}, json_file)
     if png_file is not None:
@@ -49,13 +52,9 @@ def bench_http(json_file: JsonFile = None, *, engine: Mapping[str, Any], load: M
     from ostinato.tools.bench_http import HttpLoad, as_tables
     from ostinato.tools.bench_http import bench_http as measure
 
+    from .narrow_tables import show
+
     result = measure(Subject.of(engine), HttpLoad(**load))
-    _show(as_tables(result))
+    show(as_tables(result))
     if json_file is not None:
         write_json(result, json_file)
-
-
-def _show(table: Any) -> None:
-    from rich.console import Console
-
-    Console(width=120 if not sys.stdout.isatty() else None).print(table)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,17 +18,12 @@ from typing import Annotated, Any
 
 import typer
 
+from ostinato.engine.peer_options.translation import ROWS
+
 _PACKAGE = Path(__file__).parents[1]
 
-ALIASES = {
-    "model": ["--model-path"],
-    "max_model_len": ["--context-length"],
-    "max_running_requests": ["--max-num-seqs"],
-    "mem_fraction": ["--gpu-memory-utilization", "--mem-fraction-static"],
-    "cuda_graph_mode": ["--cudagraph-mode"],
-    "disable_cuda_graph": ["--enforce-eager"],
-}
-"""What users of vLLM and SGLang call the same thing."""
+NUMBERS = "N,N,..."
+"""How a list of numbers is shown in the help; blanks do as well."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +36,22 @@ class Flag:
     default: str
     """Its default as written in the source."""
     help: str
+    group: str = "Options"
+    """The section of the help it stands in."""
 
     @property
     def parameter(self) -> inspect.Parameter:
         """The parameter of a command. None stands for: not given."""
-        flags = ["--" + self.name.replace("_", "-"), *ALIASES.get(self.name, [])]
+        flag = "--" + self.name.replace("_", "-")
         if self.kind == "bool":
-            flags[0] += "/--no-" + self.name.replace("_", "-")
-        option = typer.Option(*flags, help=self._help, show_default=False)
+            flag += "/--no-" + self.name.replace("_", "-")
+        option = typer.Option(
+            flag,
+            help=self._help,
+            show_default=False,
+            metavar=_METAVARS.get(self._shape),
+            rich_help_panel="CUDA graphs" if "graph" in self.name else self.group,
+        )
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -57,12 +61,26 @@ class Flag:
 
     @property
     def _help(self) -> str:
-        shown = "" if self.default in ("None", "False") else f" [default: {ast.literal_eval(self.default)}]"
-        return self.help + shown + _HOW_TO_WRITE.get(self._shape, "")
+        return " ".join(filter(None, (self.help, self._default, self._also, _HOW_TO_WRITE.get(self._shape))))
+
+    @property
+    def _default(self) -> str:
+        """Unless the text says it."""
+        value = ast.literal_eval(self.default)
+        if "efault: " in self.help or value is None or value == ():
+            return ""
+        if isinstance(value, bool):
+            value = "on" if value else "off"
+        return f"[default: {value}]"
+
+    @property
+    def _also(self) -> str:
+        names = [row.flags[0] for row in ROWS if row.becomes == self.name and not row.convert]
+        return f"[also: {', '.join(names)}]" if names else ""
 
     @property
     def _shape(self) -> str:
-        for word, shape in (("Mapping", "biases"), ("Sequence[str]", "texts")):
+        for word, shape in (("Mapping[str", "json"), ("Mapping", "biases"), ("Sequence[str]", "texts")):
             if word in self.kind:
                 return shape
         return "numbers" if "Sequence[int]" in self.kind or "tuple[int" in self.kind else "plain"
@@ -72,7 +90,7 @@ class Flag:
         shape = self._shape
         if shape in ("biases", "texts"):
             return list[str] | None
-        if shape == "numbers":
+        if shape in ("numbers", "json"):
             return str | None
         plain = self.kind.removesuffix(" | None")
         return {"int": int, "float": float, "bool": bool, "str": str}[plain] | None
@@ -81,20 +99,25 @@ class Flag:
         """What the field gets for what was typed."""
         try:
             if self._shape == "numbers":
-                return tuple(int(part) for part in given.split(","))
+                return tuple(int(part) for part in given.replace(",", " ").split())
+            if self._shape == "json":
+                return dict(json.loads(given))
             if self._shape == "biases":
                 return {int(token): float(bias) for token, bias in (entry.split("=") for entry in given)}
-        except ValueError:
+        except (ValueError, TypeError):
             flag = "--" + self.name.replace("_", "-")
-            raise typer.BadParameter(f"{flag}: {given!r} is not{_HOW_TO_WRITE[self._shape]}") from None
+            raise typer.BadParameter(f"{flag}: {given!r} is not {_HOW_TO_WRITE[self._shape]}") from None
         return given
 
 
 _HOW_TO_WRITE = {
-    "numbers": " (as 1,2,4)",
-    "biases": " (as TOKEN_ID=BIAS, may be repeated)",
-    "texts": " (may be repeated)",
+    "numbers": "(as 1,2,4)",
+    "biases": "(as TOKEN_ID=BIAS, may be repeated)",
+    "texts": "(may be repeated)",
+    "json": "(as a JSON object)",
 }
+_GROUPS = {"EngineConfig": "Model and engine", "SamplingParams": "Sampling", "ServerConfig": "Server"}
+_METAVARS = {"numbers": NUMBERS, "biases": "TOKEN_ID=BIAS", "json": "JSON"}
 
 
 @cache
@@ -108,7 +131,8 @@ def flags_of(file: str, class_name: str) -> tuple[Flag, ...]:
             continue
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             kind, default = ast.unparse(field.annotation), ast.unparse(field.value)
-            flags.append(Flag(field.target.id, kind, default, " ".join(str(text.value.value).split())))
+            help_text = " ".join(str(text.value.value).split())
+            flags.append(Flag(field.target.id, kind, default, help_text, _GROUPS.get(class_name, "Options")))
     return tuple(flags)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .dataclass_flags import flags_of, with_flags
+from .interrupting import CtrlC
+from .model_argument import ModelArgument, with_model
 
 if TYPE_CHECKING:
     from ostinato.engine.llm import LLM
+    from ostinato.engine.sampling_params import SamplingParams
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
 SAMPLING = flags_of("engine/sampling_params.py", "SamplingParams")
@@ -20,72 +23,134 @@ SAMPLING = tuple(flag for flag in SAMPLING if flag.name != "structured_outputs")
 # One --seed, for the request; the engine gets the same (it seeds random weights).
 ENGINE = tuple(flag for flag in ENGINE if flag.name != "seed")
 
-DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
-"""Where a command differs from `SamplingParams`: one answer, repeatable, and long enough to be one."""
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+ONE_ANSWER = {"temperature": 0.0, "max_tokens": 256}
+"""Where `generate` differs from the model's own sampling: repeatable, and long enough to be an answer."""
+
+A_TURN = {"max_tokens": 1024}
+"""Where `chat` does: an answer ends."""
 
 
 @with_flags(engine=ENGINE, sampling=SAMPLING)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads standard input.")],
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
     graph_report: Annotated[bool, typer.Option("--graph-report", help="Show the graphs at the end.")] = False,
     *,
     engine: Mapping[str, Any],
     sampling: Mapping[str, Any],
 ) -> None:
-    """Answer a prompt. Temperature is 0 and max-tokens 256 unless said otherwise."""
-    from ostinato.engine.sampling_params import SamplingParams
-
-    params = SamplingParams(**{**DEFAULTS, **sampling})
-    with _llm(engine, running=params.n, seed=params.seed) as llm:
-        request = _request(llm, prompt, raw)
-        if params.n == 1:
-            for piece in llm.stream(request, params):
-                print(piece, end="", flush=True)
-            print(flush=True)
-        else:
-            for completion in llm.generate(request, params)[0].outputs:
-                print(completion.text, flush=True)
+    """Answer a prompt. Temperature is 0 and max-tokens 256 unless said otherwise; what else is not said is
+    the model's own (--generation-config)."""
+    said = sys.stdin.read().strip() if prompt == "-" else prompt
+    with _llm(engine, sampling, running=sampling.get("n", 1)) as llm:
+        params = _params(llm, ONE_ANSWER, sampling)
+        request = _request(llm, said, raw)
+        with CtrlC() as ctrl_c:
+            if params.n == 1:
+                _show(llm.stream(request, params), ctrl_c)
+            else:
+                _show_all(llm, request, params, ctrl_c)
         if graph_report:
             print(llm.graph_report(), file=sys.stderr)
+    if ctrl_c.asked:
+        raise typer.Exit(INTERRUPTED)
 
 
 @with_flags(engine=ENGINE, sampling=SAMPLING)
 def chat(
+    model_name: ModelArgument = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     *,
     engine: Mapping[str, Any],
     sampling: Mapping[str, Any],
 ) -> None:
-    """Talk with the model; an empty line or Ctrl-D ends it."""
+    """Talk with the model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer. What is not said about
+    sampling is the model's own (--generation-config); max-tokens is 1024 unless said otherwise."""
+    first = [{"role": "system", "content": system}] if system else []
+    turns: list[dict[str, str]] = []
+    with _llm(with_model(engine, model_name), sampling, running=1) as llm:
+        params = _params(llm, A_TURN, sampling)
+        while said := _ask():
+            turns.append({"role": "user", "content": said})
+            _forget_what_does_not_fit(llm, first, turns, params)
+            with CtrlC() as ctrl_c:
+                answer = _show(llm.stream(llm.engine.encode_chat([*first, *turns]), params), ctrl_c)
+            turns.append({"role": "assistant", "content": answer})
+
+
+def _params(llm: LLM, usual: Mapping[str, Any], asked: Mapping[str, Any]) -> SamplingParams:
+    """What was asked for, before what the command does, before what the model's files say. No more tokens
+    than half of the context unless asked for: the prompt needs the rest."""
     from ostinato.engine.sampling_params import SamplingParams
 
-    params = SamplingParams(**{**DEFAULTS, **sampling})
-    messages = [{"role": "system", "content": system}] if system else []
-    with _llm(engine, running=1, seed=params.seed) as llm:
-        while said := _ask():
-            messages.append({"role": "user", "content": said})
-            answer = ""
-            for piece in llm.stream(llm.engine.encode_chat(messages), params):
-                answer += piece
-                print(piece, end="", flush=True)
-            print(flush=True)
-            messages.append({"role": "assistant", "content": answer})
+    room = max(1, llm.engine.core.config.max_model_len // 2)
+    own = dict(llm.engine.core.loaded.default_sampling)
+    return SamplingParams(**{**own, **usual, "max_tokens": min(usual["max_tokens"], room), **asked})
+
+
+def _show(pieces: Iterator[str], ctrl_c: CtrlC) -> str:
+    """Print the pieces as they come, until the last or until Ctrl-C; the text."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        print(piece, end="", flush=True)
+        if ctrl_c.asked:
+            break
+    print(flush=True)
+    return text
+
+
+def _show_all(llm: LLM, request: Any, params: SamplingParams, ctrl_c: CtrlC) -> None:
+    """Print several completions, as far as they are at the end or at Ctrl-C."""
+    from ostinato.engine.sampling_params import RequestError
+
+    output = llm.engine.add(request, params)
+    while not output.finished and not ctrl_c.asked:
+        llm.engine.step()
+    llm.engine.abort(output.request_id)
+    if output.error is not None:
+        raise RequestError(output.error)
+    for completion in output.outputs:
+        print(completion.text, flush=True)
 
 
 def _ask() -> str:
+    """What the user says; nothing at the end of the input and after Ctrl-C."""
     print("> ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip()
+    try:
+        return sys.stdin.readline().strip()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return ""
 
 
-def _llm(engine: Mapping[str, Any], *, running: int, seed: int | None) -> LLM:
+def _forget_what_does_not_fit(
+    llm: LLM, first: list[dict[str, str]], turns: list[dict[str, str]], params: SamplingParams
+) -> None:
+    """Drop the oldest questions with their answers until there is room for another answer."""
+    limit = llm.engine.core.config.max_model_len - (params.max_tokens or 1)
+    dropped = 0
+    while len(turns) > 1 and len(llm.engine.encode_chat([*first, *turns])["prompt_token_ids"]) > limit:
+        del turns[:2]
+        dropped += 1
+    if dropped:
+        print(
+            f"ostinato: the conversation is too long; the first {dropped} of its turns are forgotten",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _llm(engine: Mapping[str, Any], sampling: Mapping[str, Any], *, running: int) -> LLM:
     """An engine for as many requests as there are: what never runs need not be captured."""
     from ostinato.engine.llm import LLM
 
     if engine.get("cuda_graph_debug_log"):
-        logging.basicConfig(format="%(message)s")
         logging.getLogger("ostinato.graphs").setLevel(logging.INFO)
-    options = {"max_running_requests": running, "seed": seed or 0, **engine}
+    options = {"max_running_requests": running, "seed": sampling.get("seed", 0), **engine}
     print("ostinato: loading and capturing", file=sys.stderr, flush=True)
     llm = LLM(options.pop("model", None), **options)
     report = llm.graph_report()

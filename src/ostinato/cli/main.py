@@ -1,36 +1,56 @@
 """`ostinato`: the commands. Heavy imports stay inside them, so that --help answers at once."""
 
+import logging
 from typing import Annotated
 
 import typer
 
 from .bench import app as bench
 from .bench_serving import bench_http, bench_serving
+from .engine_command import EngineCommand, ServerCommand
 from .generate import chat, generate
 from .serve import serve
 from .tune import tune
 from .verify import verify
 
 app = typer.Typer(
-    help="A CUDA Graph runtime for LLM inference.",
+    help="Run language models from CUDA graphs: answer, chat, serve, measure, verify.",
+    epilog="Flags of vLLM and SGLang are understood too. `ostinato COMMAND -h` tells more.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.add_typer(bench, name="bench")
 
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(tune)
-app.command()(verify)
-bench.command("serving")(bench_serving)
-bench.command("http")(bench_http)
+app.command(cls=EngineCommand, short_help="Answer a prompt.")(generate)
+app.command(cls=EngineCommand, short_help="Talk with a model.")(chat)
+app.command(cls=ServerCommand, short_help="Serve a model as the OpenAI API does, with a live page.")(serve)
+app.command(cls=EngineCommand, short_help="Check every graph of a model against a reference.")(verify)
+app.add_typer(bench, name="bench", short_help="Measure; see `ostinato bench -h`.")
+app.command(short_help="Find the fastest kernels for a model on this GPU.")(tune)
+bench.command("serving", cls=EngineCommand, short_help="Load on any OpenAI-compatible server.")(bench_serving)
+bench.command("http", cls=EngineCommand, short_help="What HTTP costs, against the engine alone.")(bench_http)
 
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")]
 
 
-@app.command()
+def _show_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(short_help="See the runtime work on a small model.")
 def demo(device: Device = None) -> None:
     """Capture a small model, serve random batches from graphs, verify, and print the report."""
     from rich.console import Console
@@ -45,7 +65,7 @@ def version() -> None:
     """Print the version."""
     from ostinato import __version__
 
-    typer.echo(__version__)
+    typer.echo(f"ostinato {__version__}")
 
 
 def _device(name: str | None):  # type: ignore[no-untyped-def]
@@ -58,6 +78,9 @@ def _device(name: str | None):  # type: ignore[no-untyped-def]
 
 def main() -> None:
     """The entry point: errors of ours are told in one line."""
+    told = logging.StreamHandler()
+    told.setFormatter(logging.Formatter("ostinato: %(message)s"))
+    logging.getLogger("ostinato").addHandler(told)
     try:
         app()
     except Exception as error:

@@ -9,16 +9,18 @@ from typing import Any
 import typer
 
 from .dataclass_flags import flags_of, with_flags
+from .model_argument import ModelArgument, with_model
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
 SERVER = flags_of("server/config.py", "ServerConfig")
 
 
 @with_flags(engine=ENGINE, server=SERVER)
-def serve(*, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
+def serve(model_name: ModelArgument = None, *, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
     """Serve a model over HTTP, as the OpenAI API does; a live page is at /.
 
-    Keys may also come from OSTINATO_API_KEY and OSTINATO_ADMIN_KEY, which no list of processes shows.
+    Keys may also come from OSTINATO_API_KEY and OSTINATO_ADMIN_KEY, which no list of processes shows. Flags
+    of `vllm serve` and of SGLang's launch_server are understood: docs/flags.md.
     """
     from ostinato.graphs.errors import ConfigError
 
@@ -26,7 +28,9 @@ def serve(*, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
         from ostinato.server.config import ServerConfig
         from ostinato.server.serving import serve as run
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'ostinato[server]'") from error
+        raise ConfigError(
+            f"{error.name} is missing: pip install -e '.[server]' in Ostinato's folder"
+        ) from error
     keys = {name: os.environ.get(f"OSTINATO_{name.upper()}") for name in ("api_key", "admin_key")}
     named = {name: key for name, key in keys.items() if key}
-    raise typer.Exit(run(engine, ServerConfig(**{**named, **server})))
+    raise typer.Exit(run(with_model(engine, model_name), ServerConfig(**{**named, **server})))

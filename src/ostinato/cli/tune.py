@@ -12,7 +12,10 @@ from .bench import numbers
 
 
 def tune(
-    model: Annotated[str | None, typer.Option(help="A directory with a config.json, or a hub name.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "--model-path", help="A directory with a config.json, or a hub name."),
+    ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens of a step to measure at.")] = "1,8,16,32,64,128,256",
     out: Annotated[
         Path | None,
@@ -29,11 +32,11 @@ def tune(
     What is found for a number of tokens serves all from the one before it on. An engine uses the table
     from its next start on.
     """
-    from rich.console import Console
-
     from ostinato.tools.bench.results import write_json
     from ostinato.tools.tune.tuning import tables
     from ostinato.tools.tune.tuning import tune as run_tune
+
+    from .narrow_tables import show
 
     def note(text: str) -> None:
         print(f"ostinato: {text}", file=sys.stderr, flush=True)
@@ -41,5 +44,5 @@ def tune(
     file, result = run_tune(model, numbers("--tokens", tokens), out, note)
     if json_file is not None:
         write_json(result, json_file)
-    Console(width=160 if not sys.stdout.isatty() else None).print(tables(result))
+    show(tables(result))
     note(f"table written to {file}")

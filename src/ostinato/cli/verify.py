@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .dataclass_flags import flags_of, with_flags
+from .model_argument import ModelArgument, with_model
 
 ENGINE = tuple(flag for flag in flags_of("engine/config.py", "EngineConfig") if flag.name != "seed")
 """One --seed, for the made-up requests."""
@@ -17,6 +18,7 @@ ENGINE = tuple(flag for flag in flags_of("engine/config.py", "EngineConfig") if 
 
 @with_flags(engine=ENGINE)
 def verify(
+    model_name: ModelArgument = None,
     seed: Annotated[int, typer.Option(help="Of the made-up requests.", min=0)] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every check to this file.")] = None,
     *,
@@ -31,7 +33,7 @@ def verify(
     from ostinato.engine.llm import LLM
     from ostinato.engine.verifying.verification import verify as verify_engine
 
-    options = dict(engine)
+    options = with_model(engine, model_name)
     print("ostinato: loading and capturing", file=sys.stderr, flush=True)
     with LLM(options.pop("model", None), **options) as llm:
         print("ostinato: verifying", file=sys.stderr, flush=True)

@@ -47,7 +47,7 @@ class AsyncLLM:
         """
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self._llm.get_default_sampling_params()
         name: asyncio.Future[str] = loop.create_future()
         self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "float": (float, int),
     "tuple[int, ...]": (tuple,),
+    "Mapping[str, Any]": (Mapping,),
 }
 _AT_LEAST_ONE = (
     "max_model_len",
@@ -37,6 +40,12 @@ class EngineConfig:
     """A directory, a GGUF file or a hub name; default: SmolLM2-135M-Instruct."""
     dtype: str = "auto"
     """float32, bfloat16, float16; auto: the model's own on a GPU, float32 on a CPU."""
+    tokenizer: str | None = None
+    """A directory or a hub name with the tokenizer's files; default: the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
+    download_dir: str | None = None
+    """Where models of the hub are kept; default: as huggingface_hub does."""
     load_format: str = "auto"
     """auto, or dummy: random weights from a config.json alone."""
     device: str = "auto"
@@ -68,6 +77,11 @@ class EngineConfig:
     then the package's own."""
     seed: int = 0
     """For requests that bring no seed of their own."""
+    generation_config: str = "auto"
+    """Where requests that leave out temperature, top_p, top_k, min_p, repetition_penalty or max_tokens get
+    them: the generation_config.json of a folder; auto: that of the model; none: neutral values."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Values that go before those of generation_config."""
     cuda_graph_mode: str = "auto"
     """none, piecewise, full, full-decode-only, full-and-piecewise; auto: full with triton attention, else
     full-and-piecewise."""

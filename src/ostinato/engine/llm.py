@@ -17,6 +17,7 @@ from ostinato.graphs import ConfigError, Report
 from .config import EngineConfig
 from .delivery.request_progress import RequestProgress
 from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from .peer_options.translation import translated
 from .sampling_params import RequestError, SamplingParams
 from .stepping.times import StepTimes
 from .text_engine import Prompt, TextEngine
@@ -28,7 +29,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration from keywords; ConfigError for one that does not exist."""
+    """The configuration from keywords, ours or those of vLLM and SGLang; ConfigError for one that does not
+    exist."""
+    options = translated(options)
     names = [entry.name for entry in dataclasses.fields(EngineConfig)]
     for name in options:
         if name not in names:
@@ -70,16 +73,18 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete the prompts; outputs in their order.
+        """Complete the prompts; outputs in their order. Without `sampling_params` the model's own are used
+        (`get_default_sampling_params`).
 
         Of a list, a prompt that cannot be served comes back with `error` set and the others are served; a
         single prompt raises RequestError. `use_tqdm` (vLLM's name) shows a bar over the prompts; default:
         for lists, when standard error is a terminal.
         """
+        params = sampling_params or self.get_default_sampling_params()
         if isinstance(prompts, str | Mapping):
-            return self._run([prompts], _one_each(sampling_params, 1), strict=True, shown=bool(use_tqdm))
+            return self._run([prompts], _one_each(params, 1), strict=True, shown=bool(use_tqdm))
         listed = list(prompts)
-        return self._run(listed, _one_each(sampling_params, len(listed)), strict=False, shown=use_tqdm)
+        return self._run(listed, _one_each(params, len(listed)), strict=False, shown=use_tqdm)
 
     def chat(
         self,
@@ -93,14 +98,14 @@ class LLM:
         single = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if single else list(messages)
         encode = functools.partial(self.engine.encode_chat, **template_options)
-        params = _one_each(sampling_params, len(conversations))
+        params = _one_each(sampling_params or self.get_default_sampling_params(), len(conversations))
         shown = bool(use_tqdm) if single else use_tqdm
         return self._run(conversations, params, strict=single, shown=shown, encode=encode)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
         engine, sent = self.engine, 0
-        output = engine.add(prompt, sampling_params or SamplingParams())
+        output = engine.add(prompt, sampling_params or self.get_default_sampling_params())
         try:
             while True:
                 # Another call may have finished it, so what is left is looked for first.
@@ -115,6 +120,10 @@ class LLM:
             engine.abort(output.request_id)
         if output.error is not None:
             raise RequestError(output.error)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters are sampled with: see `EngineConfig.generation_config`."""
+        return SamplingParams(**self.engine.core.loaded.default_sampling)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last") -> list[EmbeddingOutput]:
         """Vectors of length 1: of the last token (`pooling="last"`) or the mean of all (`"mean"`)."""
@@ -226,9 +235,9 @@ class LLM:
         return outputs
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling parameters were given for {count} prompts")
     return list(params)

@@ -125,24 +125,35 @@ class Report:
         return json.dumps(self.as_dict(), indent=indent)
 
     def table(self) -> "Group":
-        """The report as something `rich` prints."""
+        """The report as something `rich` prints, narrow enough for 80 columns.
+
+        `parts` are segments, MiB how much the pool and the bridges grew, ms the time of the recording.
+        """
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         title = f"{len(self.graphs)} graphs, mode {self.mode}, {self.backend} on {self.device}"
-        table = Table(title=title, title_justify="left")
+        table = Table(
+            title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="underline"
+        )
         for heading in ("mode", "batch"):
             table.add_column(heading, no_wrap=True)
-        for heading in ("segments", "nodes", "bytes", "capture ms", "replays", "padding"):
+        for heading in ("parts", "nodes", "MiB", "ms", "replays", "padding"):
             table.add_column(heading, justify="right")
         for row in self.graphs:
             nodes = "?" if row.nodes is None else f"{row.nodes:,}"
-            cells = (str(row.segments), nodes, f"{row.bytes:,}", f"{row.capture_ms:.1f}", f"{row.replays:,}")
+            cells = (
+                str(row.segments),
+                nodes,
+                f"{row.bytes / 2**20:,.1f}",
+                f"{row.capture_ms:.1f}",
+                f"{row.replays:,}",
+            )
             table.add_row(row.mode, row.descriptor, *cells, f"{row.padding_waste:.1%}")
         eager = ", ".join(f"{reason} {count:,}" for reason, count in self.eager_steps.items())
         lines = [
-            f"replays {self.replays:,}, padding {self.padding_waste:.1%}, capture {self.capture_ms:.1f} ms, "
+            f"replays {self.replays:,}, padding {self.padding_waste:.1%}, capture {self.capture_ms:.1f} ms",
             f"pool {self.pool_bytes:,} bytes, inputs {self.input_bytes:,} bytes",
             f"eager steps: {eager or 'none'}",
         ]
@@ -153,7 +164,8 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=120, no_color=True)
+        # Rows of usual graphs need fewer than 80; what needs more is not cut off.
+        console = Console(width=100, no_color=True)
         with console.capture() as capture:
             console.print(self.table())
         return capture.get()

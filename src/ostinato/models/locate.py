@@ -8,9 +8,18 @@ from .errors import DownloadError, ModelError
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
-def locate_model(model: str | Path | None = None) -> Path:
+def locate_model(
+    model: str | Path | None = None, *, revision: str | None = None, download_dir: str | None = None
+) -> Path:
     """The directory of `model`: None for the default model, a model directory, a .gguf file (converted into
-    the cache on first use), or the name of a repository on the Hugging Face hub."""
+    the cache on first use), or the name of a repository on the Hugging Face hub.
+
+    `revision` and `download_dir` are about the hub: which commit, and where it is kept."""
+    is_here = model is None or Path(model).expanduser().exists()
+    if is_here and revision not in (None, "main"):
+        raise ModelError(
+            f"revision {revision!r} is for models of the hub, and {model or 'the default'} is not"
+        )
     if model is None:
         return _converted(default_model_gguf())
     path = Path(model).expanduser()
@@ -22,7 +31,7 @@ def locate_model(model: str | Path | None = None) -> Path:
         raise ModelError(f"{path} is a file but not a .gguf; give a .gguf or the directory of a model")
     if path.suffix == ".gguf":
         raise ModelError(f"{path} does not exist")
-    return _from_hub(str(model))
+    return _from_hub(str(model), revision, download_dir)
 
 
 def _converted(gguf: Path) -> Path:
@@ -31,7 +40,7 @@ def _converted(gguf: Path) -> Path:
     return convert_gguf(gguf)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None, download_dir: str | None) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelError(
             f"no model {name!r}: there is no such directory or file, and a hub name has the form owner/model"
@@ -43,7 +52,10 @@ def _from_hub(name: str) -> Path:
             f"no directory {name!r} here, and huggingface_hub is not installed to look for it on the hub"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        fetched = snapshot_download(
+            name, allow_patterns=_HUB_FILES, revision=revision, cache_dir=download_dir
+        )
+        return Path(fetched)
     except (
         Exception
     ) as error:  # whatever the network and the hub come up with, the user needs the same advice

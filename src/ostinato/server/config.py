@@ -31,6 +31,8 @@ class ServerConfig:
     """Port to listen on; 0 takes a free one and says which."""
     served_model_name: str | None = None
     """The model's name in the API; default: the name of its directory or file."""
+    chat_template: str | None = None
+    """A file with a chat template, or the template itself; default: the model's own."""
     api_key: Sequence[str] = ()
     """A key that clients must send as a bearer token; without any, the API is open."""
     admin_key: str | None = None
@@ -52,6 +54,10 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     """How the model writes tool calls: qwen (or hermes, qwen25), llama (or llama3_json), none; auto: by its
     chat template."""
+    enable_log_requests: bool = False
+    """Log a line for each request when it comes and when it has ended."""
+    disable_log_stats: bool = False
+    """Log no throughput, which is otherwise told every ten seconds while there is any."""
     profile_dir: str = "profiles"
     """Where /start_profile leaves its traces."""
     metrics_prefix: str = "ostinato"

@@ -9,6 +9,8 @@ from pathlib import Path
 from secrets import token_hex
 from time import monotonic
 
+from ostinato.graphs.errors import ConfigError
+from ostinato.text.chat_template import template_source
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
 
@@ -22,6 +24,7 @@ from .openai.generation import Generation
 from .openai.requests import Sampling
 from .openai.served_model import ServedModel
 from .openai.stream_pace import StreamPace
+from .request_log import RequestLog
 from .wire.messages import Ready
 
 _HEADER_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
@@ -40,17 +43,21 @@ class Service:
         self.history = History(self)
         self.generations: dict[str, Generation] = {}
         """Requests under way by the id of their answer."""
+        self._chat_template = _chat_template(config.chat_template)
         self._ends: deque[float] = deque(maxlen=256)
         self._pace = StreamPace()
+        self._log = RequestLog(is_on=config.enable_log_requests)
 
     def on_ready(self, ready: Ready) -> None:
         """An engine has started: read its tokenizer."""
         tokenizer = None
         if ready.has_tokenizer:
             try:
-                tokenizer = Tokenizer.from_directory(Path(ready.directory))
+                tokenizer = Tokenizer.from_directory(Path(ready.tokenizer_directory))
             except TokenizerError as error:  # the engine has read the same files a moment ago
                 raise RuntimeError(f"the tokenizer changed under the server: {error}") from error
+        if tokenizer is not None and self._chat_template is not None:
+            tokenizer = tokenizer.with_chat_template(self._chat_template)
         self.model = ServedModel(self.model_name, ready, self.config, tokenizer)
 
     @property
@@ -102,6 +109,7 @@ class Service:
         timeout = self.config.request_timeout
         generation = Generation(id, completions, timeout=timeout, pace=self._pace, on_end=self._on_end)
         self.generations[generation.id] = generation
+        self._log.began(generation)
         generation.start(self.engine)
         return generation
 
@@ -119,7 +127,15 @@ class Service:
 
     def _on_end(self, generation: Generation) -> None:
         self.generations.pop(generation.id, None)
+        self._log.ended(generation)
         prompts = len({id(completion.prompt_ids) for completion in generation.completions})
         for completion in generation.completions:
             self._ends.append(monotonic())
             self.metrics.observe(completion, n=len(generation.completions) // prompts)
+
+
+def _chat_template(given: str | None) -> str | None:
+    try:
+        return None if given is None else template_source(given)
+    except TokenizerError as error:
+        raise ConfigError(f"chat_template: {error}") from error

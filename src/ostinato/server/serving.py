@@ -21,6 +21,7 @@ from .engine_client.client import EngineClient, EngineState
 from .garbage import spare_long_lived_objects
 from .http.app import make_app
 from .service import Service
+from .throughput_log import ThroughputLog
 
 RED_SECONDS = 2.0
 """How long a server whose engine died still answers, so that clients and probes learn of it."""
@@ -64,6 +65,8 @@ class _Server:
         )
         self._signalled = asyncio.Event()
         self._address = ""
+        self._throughput: asyncio.Task[None] | None = None
+        """Ends with the loop."""
 
     async def run(self, listening: socket.socket) -> int:
         """Serve until the end; the exit code."""
@@ -77,6 +80,8 @@ class _Server:
         http = asyncio.create_task(self._http.serve(sockets=[listening]))
         engine = asyncio.create_task(self._engine.run())
         signalled = asyncio.create_task(self._signalled.wait())
+        if not self._config.disable_log_stats:
+            self._throughput = asyncio.create_task(ThroughputLog(self._service).run())
         await asyncio.wait({http, engine, signalled}, return_when=asyncio.FIRST_COMPLETED)
         if signalled.done():
             return await self._leave(http, engine)

@@ -4,9 +4,24 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from .errors import TokenizerError
+
+
+def template_source(given: str) -> str:
+    """The template in a file of that name, or the text itself; TokenizerError if it is neither."""
+    is_text = "{" in given
+    try:
+        file = Path(given).expanduser()
+        source = given if is_text and not file.is_file() else file.read_text()
+    except OSError as error:
+        if not is_text:
+            raise TokenizerError(f"there is no chat template {given!r}, and it is none itself") from error
+        source = given
+    ChatTemplate(source, {}).check()
+    return source
 
 
 class ChatTemplate:
@@ -16,6 +31,10 @@ class ChatTemplate:
         """`special_tokens` are the variables a template may name: bos_token, eos_token and their like."""
         self.source = source
         self._special_tokens = dict(special_tokens)
+
+    def check(self) -> None:
+        """TokenizerError if it is no template."""
+        _ = self._compiled
 
     def render(
         self,

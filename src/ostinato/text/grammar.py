@@ -31,7 +31,7 @@ class GrammarCompiler:
             import xgrammar
         except ImportError as error:
             raise GrammarError(
-                "structured outputs need the package xgrammar: pip install 'ostinato[server]'"
+                "structured outputs need xgrammar: pip install -e '.[server]' in Ostinato's folder"
             ) from error
         self._xgrammar = xgrammar
         size = min(tokenizer.vocab_size, vocab_size)

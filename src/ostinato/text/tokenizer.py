@@ -13,6 +13,7 @@ from typing import Any
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
 from .errors import TokenizerError
+from .json_file import read_json
 from .token_bytes import TokenBytes
 
 
@@ -39,11 +40,11 @@ class Tokenizer:
     def from_directory(directory: str | Path) -> "Tokenizer":
         """Load the tokenizer of a model directory."""
         folder = Path(directory)
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         backend = _backend(folder)
         special_tokens = {
             key: value["content"] if isinstance(value, Mapping) else value
-            for key, value in {**_read_json(folder / "special_tokens_map.json"), **config}.items()
+            for key, value in {**read_json(folder / "special_tokens_map.json"), **config}.items()
             if key.endswith("_token") and isinstance(value, str | Mapping)
         }
         return Tokenizer(
@@ -51,6 +52,15 @@ class Tokenizer:
             special_tokens=special_tokens,
             eos_token_ids=_eos_token_ids(folder, backend, special_tokens.get("eos_token")),
             templates=_templates(folder, config),
+        )
+
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """The same with this chat template instead of its own."""
+        return Tokenizer(
+            self.backend,
+            special_tokens=self.special_tokens,
+            eos_token_ids=self.eos_token_ids,
+            templates={"default": source},
         )
 
     @property
@@ -143,10 +153,10 @@ def _backend(folder: Path) -> Any:
 
 def _eos_token_ids(folder: Path, backend: Any, eos_token: str | None) -> list[int]:
     """Those of generation_config.json and of the tokenizer; config.json's only where neither says."""
-    ids = _as_list(_read_json(folder / "generation_config.json").get("eos_token_id"))
+    ids = _as_list(read_json(folder / "generation_config.json").get("eos_token_id"))
     if eos_token is not None and (named := backend.token_to_id(eos_token)) is not None:
         ids.append(named)
-    return ids or _as_list(_read_json(folder / "config.json").get("eos_token_id"))
+    return ids or _as_list(read_json(folder / "config.json").get("eos_token_id"))
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:
@@ -158,21 +168,7 @@ def _as_list(value: int | list[int] | None) -> list[int]:
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (file := folder / "chat_template.jinja").is_file():
         return {"default": file.read_text()}
-    given = (
-        _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template") or {}
-    )
+    given = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template") or {}
     if isinstance(given, str):
         return {"default": given}
     return {entry["name"]: entry["template"] for entry in given}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise TokenizerError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{file} holds a {type(content).__name__}, not an object")
-    return content

@@ -307,7 +307,9 @@ def write_plot(result: dict[str, Any], file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'ostinato[bench]'") from error
+        raise ConfigError(
+            "a plot needs matplotlib: pip install -e '.[bench]' in Ostinato's folder"
+        ) from error
     figure = Figure(figsize=(11, 4), layout="constrained")
     over_time, distribution = figure.subplots(1, 2)
     requests = result["requests"]

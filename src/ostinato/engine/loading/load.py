@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +21,12 @@ from ostinato.models.locate import locate_model
 from ostinato.models.transformer import Transformer
 from ostinato.models.weights import load_model
 from ostinato.text.errors import TokenizerError
+from ostinato.text.json_file import read_json
 from ostinato.text.tokenizer import Tokenizer
 
 from ..config import EngineConfig, ResolvedConfig
 from .arenas import Arenas, from_torch
+from .default_sampling import default_sampling
 from .kernel_table import use_table_of_user
 
 logger = logging.getLogger("ostinato.engine")
@@ -46,7 +49,10 @@ class LoadedModel:
     attention: AttentionBackend
     tokenizer: Tokenizer | None
     """None where the directory has none: prompts are token ids then."""
+    tokenizer_directory: Path
     eos_token_ids: frozenset[int]
+    default_sampling: Mapping[str, Any]
+    """Of requests that do not say: fields of `SamplingParams`."""
     arenas: Arenas = from_torch
     """Who gives memory for weights and KV cache."""
 
@@ -54,7 +60,11 @@ class LoadedModel:
 def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
     """Find, read and place the model that was asked for."""
     try:
-        directory = locate_model(asked.model)
+        of_hub = {"revision": asked.revision, "download_dir": asked.download_dir}
+        directory = locate_model(asked.model, **of_hub)
+        beside_it = directory
+        if asked.tokenizer is not None:
+            beside_it = locate_model(asked.tokenizer, download_dir=asked.download_dir)
         shape = ModelConfig.load(directory)
         config = asked.resolved(shape.max_position_embeddings, getattr(torch, shape.dtype))
         if config.device.type == "cuda":
@@ -64,7 +74,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         use_table_of_user(asked.kernel_table, config.device)
         # Reading a tokenizer takes as long as reading a small model's weights.
         with ThreadPoolExecutor(1) as beside:
-            reading = beside.submit(_tokenizer, directory)
+            reading = beside.submit(_tokenizer, beside_it)
             model = load_model(
                 directory,
                 device=config.device,
@@ -75,11 +85,15 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
                 allocate=arenas("weights", config.device),
             )
             tokenizer = reading.result()
-        eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(directory)
+        eos = set(tokenizer.eos_token_ids) if tokenizer else set[int]()
+        if tokenizer is None or asked.tokenizer is not None:
+            eos.update(_eos_token_ids(directory))
+        sampling = default_sampling(asked, directory)
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
         raise ModelLoadError(str(error)) from error
     logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
-    return LoadedModel(directory, config, model, attention, tokenizer, frozenset(eos), arenas)
+    names = frozenset(eos)
+    return LoadedModel(directory, config, model, attention, tokenizer, beside_it, names, sampling, arenas)
 
 
 def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:
@@ -124,11 +138,7 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
 
 def _eos_token_ids(directory: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        try:
-            found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        except ValueError as error:
-            raise ModelLoadError(f"{file} is not valid JSON: {error}") from error
+        found = read_json(directory / name).get("eos_token_id")
         if found is not None:
             return found if isinstance(found, list) else [found]
     return []

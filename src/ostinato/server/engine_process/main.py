@@ -77,6 +77,7 @@ def _ready(llm: Any) -> Ready:
     shape = core.loaded.model.config
     return Ready(
         directory=str(core.loaded.directory),
+        tokenizer_directory=str(core.loaded.tokenizer_directory),
         architecture=shape.architecture,
         max_model_len=core.scheduler.max_len,
         max_running=core.config.max_running_requests,
@@ -85,6 +86,7 @@ def _ready(llm: Any) -> Ready:
         has_tokenizer=core.loaded.tokenizer is not None,
         can_generate=core.sampler is not None,
         eos_token_ids=sorted(core.loaded.eos_token_ids),
+        default_sampling=dict(core.loaded.default_sampling),
         summary=f"{len(report.graphs)} graphs, mode {report.mode}, {report.backend} on {report.device}, "
         f"captured in {report.capture_ms / 1000:.1f} s",
     )

@@ -28,6 +28,7 @@ from .json_answers import error_response
 from .keys import KeyCheck
 from .native import native_routes
 from .observing import observing_routes
+from .refusal_log import RefusalLog
 from .trailing_slash import TrailingSlash
 
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
@@ -57,6 +58,7 @@ def make_app(service: Service) -> FastAPI:
             allow_headers=["*"],
             expose_headers=exposed,
         )
+    app.add_middleware(RefusalLog)
     app.add_middleware(AnswerCount, counts=service.metrics.answers, paths=_paths(routers))
     app.add_middleware(TrailingSlash)
     app.add_exception_handler(ApiError, _api_error)

@@ -43,7 +43,7 @@ def native_routes(service: Service) -> APIRouter:
         found: dict[str, Any] = {
             "model_path": model.ready.directory,
             "served_model_name": model.name,
-            "tokenizer_path": model.ready.directory if model.tokenizer is not None else None,
+            "tokenizer_path": model.ready.tokenizer_directory if model.tokenizer is not None else None,
             "is_generation": model.ready.can_generate,
             "preferred_sampling_params": None,
             "weight_version": "default",

@@ -60,7 +60,7 @@ async def answers_of(
     params = sampling_params(
         body,
         max_tokens=model.checked_max_tokens(asked, len(ids), name),
-        vocab_size=model.ready.vocab_size,
+        ready=model.ready,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         shape=shape,

@@ -52,7 +52,7 @@ async def completions_of(
         params = sampling_params(
             body,
             max_tokens=model.checked_max_tokens(asked, len(ids), "max_tokens"),
-            vocab_size=model.ready.vocab_size,
+            ready=model.ready,
             logprobs=body.logprobs,
             prompt_logprobs=of_prompt,
             shape=shape,

@@ -7,6 +7,7 @@ from typing import Any
 from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.text.structured import StructuredOutputs
 
+from ..wire.messages import Ready
 from .errors import ApiError
 from .requests import Sampling
 
@@ -32,21 +33,23 @@ def sampling_params(
     body: Sampling,
     *,
     max_tokens: int,
-    vocab_size: int,
+    ready: Ready,
     logprobs: int | None,
     prompt_logprobs: int | None,
     shape: StructuredOutputs | None,
 ) -> SamplingParams:
-    """What one completion of `body` is sampled with; n is counted by the caller."""
+    """What one completion of `body` is sampled with; n is counted by the caller.
+
+    What it leaves out is as the model's generation_config.json says.
+    """
     if body.best_of is not None and body.best_of != (body.n or 1):
         message = f"best_of: {body.best_of} completions to choose {body.n or 1} from are not made: use n"
         raise ApiError(400, message, param="best_of")
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     try:
         return SamplingParams(
-            **given,
-            logit_bias=_biases(body.logit_bias, vocab_size),
-            max_tokens=max_tokens,
+            **{**ready.default_sampling, **given, "max_tokens": max_tokens},
+            logit_bias=_biases(body.logit_bias, ready.vocab_size),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             structured_outputs=shape,

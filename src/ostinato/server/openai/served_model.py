@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ostinato.text.chat_template import template_source
 from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
@@ -38,10 +39,11 @@ class ServedModel:
         self.tokenizer = tokenizer
         self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self.created = int(time.time())
-        directory = Path(ready.directory)
+        directory = Path(ready.tokenizer_directory)
         kind = TOOL_CALL_PARSERS[config.tool_call_parser]
         self.tool_call_kind = kind_of_model(directory) if kind == "auto" else kind
-        template = chat_template_of(directory)
+        given = config.chat_template
+        template = chat_template_of(directory) if given is None else template_source(given)
         self._shows_tools = not template or "tools" in template
         longest = ready.max_model_len - 1  # a completion has at least one token
         self.max_prompt_tokens = min(config.max_prompt_tokens or longest, longest)
@@ -152,7 +154,7 @@ class ServedModel:
         """How many tokens a completion may have; 400 where more are asked for than fit."""
         room = self.ready.max_model_len - prompt_tokens
         if asked is None:
-            return room
+            return min(room, int(self.ready.default_sampling.get("max_tokens", room)))
         if asked > room:
             raise ApiError(
                 400,

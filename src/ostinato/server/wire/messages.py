@@ -94,6 +94,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The engine serves. What the HTTP process must know of it."""
 
     directory: str
+    tokenizer_directory: str
     architecture: str
     max_model_len: int
     max_running: int
@@ -102,6 +103,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     has_tokenizer: bool
     can_generate: bool
     eos_token_ids: list[int]
+    default_sampling: dict[str, float | int]
+    """Of requests that do not say: fields of `SamplingParams`."""
     summary: str
 
 

@@ -53,7 +53,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise BenchError(
-            "matplotlib is not installed, and pictures need it: pip install 'ostinato[plots]'"
+            "pictures need matplotlib, which is not installed: pip install -e '.[plots]' in Ostinato's folder"
         ) from error
 
 

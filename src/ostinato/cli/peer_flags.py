@@ -1,0 +1,213 @@
+"""Command lines as people of vLLM and SGLang write them, as the commands here take them.
+
+Their flags become ours by the table of `engine/peer_options`; lists may be written with blanks or commas,
+names with dashes or underscores, numbers as 4k or 4K.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.engine.peer_options.option import PeerOption
+from ostinato.engine.peer_options.translation import BY_FLAG, translated
+from ostinato.graphs.errors import ConfigError
+
+_SCALES = {"k": 1000, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_NUMBERS = re.compile(r"\[?[\d\s,]+\]?")
+_TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
+
+
+@dataclass(frozen=True)
+class OwnFlag:
+    """What must be known of a flag that the command has itself."""
+
+    takes_value: bool = True
+    is_numbers: bool = False
+    """Whether its value is a list of numbers, which one text holds: 1,2,4."""
+    may_repeat: bool = False
+    """Whether it takes several values, each behind a flag of its own."""
+
+
+def rewritten(arguments: Sequence[str], own: Mapping[str, OwnFlag], *, for_server: bool = False) -> list[str]:
+    """The same command line in flags of `own`; ConfigError for a peer's flag that cannot be served."""
+    reader = _Reader(arguments, own, names_model=for_server)
+    reader.read()
+    found = translated(reader.theirs, for_server=for_server, spelled=reader.spelled)
+    for name, value in found.items():
+        flag = f"--{name.replace('_', '-')}"
+        if flag not in own:
+            raise ConfigError(f"{flag} is no option of this command")
+        if flag in reader.own_given:
+            names = [each for each in reader.spelled.values() if each != flag]
+            raise ConfigError(f"{flag} is given twice, once as {' or '.join(names)}")
+        reader.rest[reader.insert_at : reader.insert_at] = _written(flag, value)
+    return reader.rest
+
+
+class _Reader:
+    """Takes the arguments apart: what the command understands itself, and what is a peer's."""
+
+    def __init__(self, arguments: Sequence[str], own: Mapping[str, OwnFlag], *, names_model: bool) -> None:
+        """`names_model`: whether the one word that stands alone is a model, which a flag may name too."""
+        self._words = list(arguments)
+        self._own = own
+        self._model_flags = ("--model", "--model-path") if names_model else ()
+        self._has_subject = False
+        """Whether the word that stands alone has been seen, so that a list cannot swallow it."""
+        self.rest: list[str] = []
+        self.insert_at = 0
+        """Where flags may be put in: before a lone `--`."""
+        self.own_given: set[str] = set()
+        self.theirs: dict[str, Any] = {}
+        self.spelled: dict[str, str] = {}
+
+    def read(self) -> None:
+        while self._words:
+            word = self._words.pop(0)
+            if word == "--":
+                self.insert_at = len(self.rest)
+                self.rest += [word, *self._words]
+                return
+            if _is_flag(word):
+                self._take(word)
+            else:
+                self._has_subject = True
+                self.rest.append(word)
+        self.insert_at = len(self.rest)
+
+    def _take(self, word: str) -> None:
+        flag, given = _apart(word)
+        self._has_subject |= flag in self._model_flags
+        row, asked, key = _row(flag)
+        own = self._own.get(flag)
+        if row is not None and (own is None or row.convert is not None or row.values):
+            self._take_theirs(row, flag, asked, key, given)
+            return
+        if own is not None:
+            self.own_given.add(flag.replace("--no-", "--", 1))
+        if own is not None and own.takes_value:
+            values = self._own_values(own, given)
+            self.rest += [f"{flag}={value}" for value in values] or [flag]
+        else:
+            self.rest.append(word if own is None else flag if given is None else f"{flag}={given}")
+
+    def _take_theirs(
+        self, row: PeerOption, flag: str, asked: bool, key: str | None, given: str | None
+    ) -> None:
+        if row.kind == "flag":
+            value: Any = asked if given is None else _boolean(flag, given) == asked
+        else:
+            values = [given] if given is not None else self._following(row.kind)
+            if not values:
+                raise ConfigError(f"{flag} needs a value")
+            value = _parsed(row, flag, values)
+        if key is not None:
+            value = {**self.theirs.get(row.name, {}), key: value}
+        self.theirs[row.name], self.spelled[row.name] = value, flag
+
+    def _own_values(self, own: OwnFlag, given: str | None) -> list[str]:
+        if given is not None:
+            return [given]
+        if own.is_numbers:
+            numbers = self._following("ints")
+            return [",".join(numbers)] if numbers else self._following("text")
+        return self._following("texts" if own.may_repeat else "text")
+
+    def _following(self, kind: str) -> list[str]:
+        """The words that belong to a flag: one, or as many as its kind takes."""
+        values: list[str] = []
+        while self._words and not _is_flag(self._words[0]):
+            many = kind == "texts" and self._has_subject
+            if kind == "ints" and not _NUMBERS.fullmatch(self._words[0]):
+                break
+            if values and not many and kind != "ints":
+                break
+            values.append(self._words.pop(0))
+        return values
+
+
+def _is_flag(word: str) -> bool:
+    """Not a negative number, and not a lone dash, which stands for standard input."""
+    return len(word) > 1 and word[0] == "-" and not re.fullmatch(r"-\.?\d.*", word)
+
+
+def _apart(word: str) -> tuple[str, str | None]:
+    """Flag and value of one word; names may have underscores."""
+    if found := re.fullmatch(r"(-O)(\d)", word):
+        return found[1], found[2]
+    flag, equals, given = word.partition("=")
+    if flag.startswith("--"):
+        flag = flag.replace("_", "-")
+    return flag, given if equals else None
+
+
+def _row(flag: str) -> tuple[PeerOption | None, bool, str | None]:
+    """The row of a peer's flag, whether it is asked for or asked not to be, and the key behind a dot."""
+    if flag in BY_FLAG:
+        return BY_FLAG[flag], True, None
+    plain = BY_FLAG.get("--" + flag.removeprefix("--no-"))
+    if flag.startswith("--no-") and plain is not None and plain.kind == "flag":
+        return plain, False, None
+    name, dot, key = flag.partition(".")
+    row = BY_FLAG.get(name)
+    if dot and row is not None and row.kind == "json":
+        return row, True, key.replace("-", "_")
+    return None, True, None
+
+
+def _parsed(row: PeerOption, flag: str, values: list[str]) -> Any:
+    text = values[0]
+    try:
+        match row.kind:
+            case "int":
+                return text if text == "auto" else _integer(text)
+            case "float":
+                return float(text)
+            case "json":
+                return _json(text)
+            case "ints":
+                return tuple(_integer(part) for value in values for part in _listed(value))
+            case "texts":
+                return tuple(values)
+    except ValueError:
+        what = {"int": "a whole number", "float": "a number", "json": "JSON", "ints": "a list of numbers"}
+        raise ConfigError(f"{flag}: {' '.join(values)!r} is not {what[row.kind]}") from None
+    return text
+
+
+def _json(text: str) -> Any:
+    """JSON; a bare word, as behind -cc.cudagraph_mode=, is a text."""
+    is_word = re.fullmatch(r"[A-Za-z_][\w.]*", text) and text not in ("null", "true", "false")
+    return text if is_word else json.loads(text)
+
+
+def _integer(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", text)
+    return int(text) if found is None else int(float(found[1]) * _SCALES[found[2]])
+
+
+def _listed(text: str) -> list[str]:
+    return [part for part in re.split(r"[\s,]+", text.strip("[] ")) if part]
+
+
+def _boolean(flag: str, text: str) -> bool:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"{flag} is true or false, not {text!r}")
+    return text.lower() in _TRUE
+
+
+def _written(flag: str, value: Any) -> list[str]:
+    """A value of ours as a command line has it."""
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, Mapping):
+        return [f"{flag}={json.dumps(value)}"]
+    if isinstance(value, tuple) and all(isinstance(part, str) for part in value):
+        return [f"{flag}={part}" for part in value]
+    if isinstance(value, tuple):
+        return [f"{flag}={','.join(map(str, value))}"]
+    return [f"{flag}={value}"]

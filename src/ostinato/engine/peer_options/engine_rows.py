@@ -1,0 +1,223 @@
+"""Options about the model and the engine."""
+
+from . import conversions
+from .option import PeerOption, acts, harmless, mapped, refused
+
+BOTH = "vllm sglang"
+ONE_GPU = "one engine uses one GPU; start one server per GPU"
+TEXT_ONLY = "models here take text only"
+NO_COMPILER = "the engine runs kernels of its own, and torch.compile gained nothing over them"
+NO_DISAGGREGATION = "a server does prefill and decode itself"
+
+MODEL: tuple[PeerOption, ...] = (
+    acts("model", BOTH, "text", "{model}", "a directory, a GGUF file or a hub name"),
+    mapped("model_path", "sglang", "text", "{model}", "model", "the same"),
+    acts(
+        *("dtype", BOTH, "text", "half", "auto, float32 (float), float16 (half), bfloat16"),
+        values={"half": "float16", "float": "float32"},
+    ),
+    acts(
+        *("load_format", BOTH, "text", "safetensors", "auto, dummy; safetensors and hf are what auto does"),
+        values={"safetensors": "auto", "hf": "auto"},
+    ),
+    acts("tokenizer", "vllm", "text", "{model}", "tokenizer files from another directory"),
+    mapped("tokenizer_path", "sglang", "text", "{model}", "tokenizer", "the same"),
+    harmless("tokenizer_mode", BOTH, "text", "auto", "there is one tokenizer per model", same=("auto",)),
+    acts("revision", BOTH, "text", "main", "of a model on the hub"),
+    acts("download_dir", BOTH, "text", "{folder}", "where models of the hub are kept"),
+    harmless(
+        *("trust_remote_code", BOTH, "flag", "", "no code of a checkpoint is ever run"), same=(True, False)
+    ),
+    acts("seed", "vllm", "int", "7", "for requests that bring no seed"),
+    mapped("random_seed", "sglang", "int", "7", "seed", "the same"),
+    acts(
+        *("max_model_len", "vllm", "int", "64", "longest prompt plus output; -1 and auto leave it open"),
+        convert=conversions.max_model_len,
+    ),
+    mapped("context_length", "sglang", "int", "64", "max_model_len", "the same"),
+    acts(
+        *("generation_config", "vllm", "text", "vllm", "auto, a folder; vllm is called none here"),
+        values={"vllm": "none"},
+    ),
+    acts("override_generation_config", "vllm", "json", '{"temperature": 0.5}', "default sampling values"),
+    mapped(
+        *("sampling_defaults", "sglang", "text", "model", "generation_config", "model is auto, openai none"),
+        values={"model": "auto", "openai": "none"},
+    ),
+    mapped(
+        *("preferred_sampling_params", "sglang", "json", '{"top_p": 0.9}', "override_generation_config"),
+        "the same",
+    ),
+    harmless("runner", "vllm", "text", "auto", "every model generates and embeds", same=("auto", "generate")),
+    harmless(
+        *("task", "vllm", "text", "generate", "every model generates and embeds; there are no other heads"),
+        same=("auto", "generate", "embed", "embedding"),
+    ),
+    harmless("is_embedding", "sglang", "flag", "", "every model embeds", same=(True, False)),
+    harmless("model_impl", BOTH, "text", "auto", "there is one, our own", same=("auto", "vllm", "sglang")),
+    refused("skip_tokenizer_init", BOTH, "flag", "", "a tokenizer is read where a model has one"),
+    refused("quantization", BOTH, "text", "fp8", "weights are float32, float16 or bfloat16", shorts=("-q",)),
+    harmless(
+        *("kv_cache_dtype", BOTH, "text", "auto", "the KV cache has the dtype of the model"), same=("auto",)
+    ),
+    refused("hf_overrides", "vllm", "json", "{}", "change the config.json of the model"),
+    refused("json_model_override_args", "sglang", "json", "{}", "change the config.json of the model"),
+    refused("model_loader_extra_config", BOTH, "json", "{}", "safetensors files are read, nothing else"),
+    harmless("max_logprobs", "vllm", "int", "20", "at most 20 can be asked for", same=tuple(range(21))),
+    refused("enable_lora", BOTH, "flag", "", "merge the adapter into the model first"),
+    refused("lora_paths", "sglang", "texts", "a=b", "merge the adapter into the model first"),
+    refused("lora_modules", "vllm", "texts", "a=b", "merge the adapter into the model first"),
+    harmless("limit_mm_per_prompt", "vllm", "json", '{"image": 1}', TEXT_ONLY, tunes=True),
+    harmless("allowed_local_media_path", "vllm", "text", "/", TEXT_ONLY, tunes=True),
+    harmless("mm_processor_kwargs", "vllm", "json", '{"fps": 1}', TEXT_ONLY, tunes=True),
+    harmless("mm_attention_backend", "sglang", "text", "sdpa", TEXT_ONLY, tunes=True),
+    refused("enable_multimodal", "sglang", "flag", "", TEXT_ONLY),
+)
+
+MEMORY_AND_STEPS: tuple[PeerOption, ...] = (
+    mapped(
+        *("gpu_memory_utilization", "vllm", "float", "0.5", "mem_fraction"),
+        "share of the GPU's memory for weights, KV cache and graphs",
+    ),
+    mapped(
+        *("mem_fraction_static", "sglang", "float", "0.5", "mem_fraction"),
+        "the same; SGLang leaves graphs and activations out of it, so its values are somewhat low here",
+    ),
+    mapped("max_num_seqs", "vllm", "int", "4", "max_running_requests", "most requests in a step"),
+    acts("max_running_requests", "sglang", "int", "4", "most requests in a step"),
+    mapped(
+        *("max_num_batched_tokens", "vllm", "int", "64", "chunked_prefill_size", "most tokens in a step"),
+    ),
+    acts(
+        *("chunked_prefill_size", "sglang", "int", "64", "most tokens in a step; -1: no chunks"),
+        convert=conversions.chunked_prefill_size,
+    ),
+    acts("enable_chunked_prefill", "vllm", "flag", "", "long prompts in several steps; the default"),
+    harmless("enable_mixed_chunk", "sglang", "flag", "", "steps are mixed anyway", same=(True, False)),
+    acts("enable_prefix_caching", "vllm", "flag", "", "the default"),
+    mapped(
+        *("disable_radix_cache", "sglang", "flag", "", "enable_prefix_caching", "no prefix caching"),
+        convert=conversions.when_true("enable_prefix_caching", False),
+    ),
+    harmless("block_size", "vllm", "int", "16", "KV pages have 16 tokens", same=(16,), tunes=True),
+    harmless("page_size", "sglang", "int", "16", "KV pages have 16 tokens", same=(16,), tunes=True),
+    mapped(
+        *("num_gpu_blocks_override", "vllm", "int", "64", "num_pages", "KV pages of 16 tokens"),
+    ),
+    mapped(
+        *("max_total_tokens", "sglang", "int", "1024", "num_pages", "as many pages as hold them"),
+        convert=conversions.pages_of_tokens,
+    ),
+    refused("kv_cache_memory_bytes", "vllm", "int", "1000000000", "give num_pages"),
+    harmless(
+        *("swap_space", "vllm", "float", "4", "preempted requests are computed again, none is swapped"),
+        tunes=True,
+    ),
+    harmless("cpu_offload_gb", BOTH, "float", "0", "weights stay on the GPU", same=(0,)),
+    refused("enable_hierarchical_cache", "sglang", "flag", "", "the prefix cache is on the GPU only"),
+    harmless(
+        *("max_prefill_tokens", "sglang", "int", "16384", "chunked_prefill_size bounds every step"),
+        tunes=True,
+    ),
+    harmless(
+        *("scheduling_policy", "vllm", "text", "fcfs", "first come, first served"),
+        same=("fcfs",),
+    ),
+    harmless(
+        *("schedule_policy", "sglang", "text", "lpm", "first come, first served"),
+        same=("fcfs",),
+        tunes=True,
+    ),
+    harmless(
+        *("schedule_conservativeness", "sglang", "float", "1.0", "requests join while pages are free"),
+        tunes=True,
+    ),
+    mapped(
+        *("disable_overlap_schedule", "sglang", "flag", "", "steps_ahead", "0 steps ahead"),
+        convert=conversions.when_true("steps_ahead", 0),
+    ),
+    mapped(
+        *("async_scheduling", "vllm", "flag", "", "steps_ahead", "1 step ahead, or 0"),
+        values={True: 1, False: 0},
+    ),
+    harmless(
+        *("num_continuous_decode_steps", "sglang", "int", "1", "prompt_burst is the nearest thing"),
+        same=(1,),
+        tunes=True,
+    ),
+    mapped(
+        *("enable_deterministic_inference", "sglang", "flag", "", "batch_invariant", "the same"),
+    ),
+)
+
+GRAPHS_AND_KERNELS: tuple[PeerOption, ...] = (
+    mapped("enforce_eager", "vllm", "flag", "", "disable_cuda_graph", "no graphs"),
+    acts("disable_cuda_graph", "sglang", "flag", "", "no graphs"),
+    acts("cuda_graph_bs", "sglang", "ints", "1 2 4", "captured decode batches"),
+    acts("cuda_graph_max_bs", "sglang", "int", "4", "the largest of them"),
+    mapped("cuda_graph_bs_decode", "sglang", "ints", "1 2 4", "cuda_graph_bs", "the same"),
+    mapped("cuda_graph_max_bs_decode", "sglang", "int", "4", "cuda_graph_max_bs", "the same"),
+    acts("disable_cuda_graph_padding", "sglang", "flag", "", "only exact sizes are replayed"),
+    acts("cudagraph_capture_sizes", "vllm", "ints", "1 2 4", "sizes in tokens, for decode and prefill"),
+    acts("max_cudagraph_capture_size", "vllm", "int", "4", "cuts both lists"),
+    mapped("cuda_graph_sizes", "vllm", "ints", "1 2 4", "cudagraph_capture_sizes", "its older name"),
+    mapped(
+        *("cudagraph_mode", "vllm", "text", "FULL_AND_PIECEWISE", "cuda_graph_mode"),
+        "NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE",
+    ),
+    mapped(
+        *("compilation_config", "vllm", "json", '{"cudagraph_mode": "NONE"}', None),
+        "cudagraph_mode, cudagraph_capture_sizes, max_cudagraph_capture_size act; the compiler's keys change "
+        "nothing",
+        convert=conversions.compilation_config,
+        shorts=("-cc", "-O"),
+    ),
+    harmless("enable_torch_compile", "sglang", "flag", "", NO_COMPILER, same=(False,), tunes=True),
+    harmless("torch_compile_max_bs", "sglang", "int", "8", NO_COMPILER, tunes=True),
+    harmless("optimization_level", "vllm", "int", "2", NO_COMPILER, tunes=True),
+    acts(
+        *("attention_backend", BOTH, "text", "TRITON_ATTN"),
+        "auto, triton, torch; for flash-attention, flashinfer and the like auto, with a word",
+        convert=conversions.attention_backend,
+    ),
+    harmless("sampling_backend", "sglang", "text", "pytorch", "sampling has kernels of its own", tunes=True),
+    acts("device", BOTH, "text", "cpu", "auto, cuda, cuda:N, cpu"),
+    mapped(
+        *("base_gpu_id", "sglang", "int", "0", "device", "cuda:N"),
+        convert=conversions.gpu_by_number,
+    ),
+)
+
+SEVERAL_GPUS: tuple[PeerOption, ...] = (
+    harmless("tensor_parallel_size", "vllm", "int", "1", ONE_GPU, same=(1,), shorts=("-tp",)),
+    harmless("tp_size", "sglang", "int", "1", ONE_GPU, same=(1,), shorts=("--tp", "--tensor-parallel-size")),
+    harmless("pipeline_parallel_size", "vllm", "int", "1", ONE_GPU, same=(1,), shorts=("-pp",)),
+    harmless("pp_size", "sglang", "int", "1", ONE_GPU, same=(1,), shorts=("--pipeline-parallel-size",)),
+    harmless("data_parallel_size", "vllm", "int", "1", ONE_GPU, same=(1,), shorts=("-dp",)),
+    harmless("dp_size", "sglang", "int", "1", ONE_GPU, same=(1,), shorts=("--dp", "--data-parallel-size")),
+    harmless("ep_size", "sglang", "int", "1", ONE_GPU, same=(1,), shorts=("--ep", "--expert-parallel-size")),
+    refused("enable_expert_parallel", "vllm", "flag", "", ONE_GPU),
+    refused("enable_dp_attention", "sglang", "flag", "", ONE_GPU),
+    harmless("nnodes", BOTH, "int", "1", ONE_GPU, same=(1,)),
+    harmless("node_rank", BOTH, "int", "0", ONE_GPU, same=(0,)),
+    harmless("master_addr", "vllm", "text", "127.0.0.1", "there is one node", tunes=True),
+    harmless("dist_init_addr", "sglang", "text", "127.0.0.1:5000", "there is one node", tunes=True),
+    harmless(
+        *("distributed_executor_backend", "vllm", "text", "mp", "the engine is one process"),
+        same=("mp", "uni"),
+    ),
+    harmless("disable_custom_all_reduce", BOTH, "flag", "", "one GPU reduces nothing", same=(True, False)),
+    refused("kv_transfer_config", "vllm", "json", "{}", NO_DISAGGREGATION),
+    harmless("disaggregation_mode", "sglang", "text", "null", NO_DISAGGREGATION, same=("null",)),
+    refused("disaggregation_transfer_backend", "sglang", "text", "nixl", NO_DISAGGREGATION),
+    refused("speculative_config", "vllm", "json", "{}", "there is no speculative decoding yet"),
+    refused("speculative_algorithm", "sglang", "text", "EAGLE", "there is no speculative decoding yet"),
+    refused("speculative_num_steps", "sglang", "int", "3", "there is no speculative decoding yet"),
+    refused("speculative_eagle_topk", "sglang", "int", "1", "there is no speculative decoding yet"),
+    refused("speculative_num_draft_tokens", "sglang", "int", "4", "there is no speculative decoding yet"),
+    refused("enable_sleep_mode", "vllm", "flag", "", "stop the server instead; it starts in seconds"),
+    refused("enable_memory_saver", "sglang", "flag", "", "stop the server instead; it starts in seconds"),
+    refused("worker_extension_cls", "vllm", "text", "x.Y", "the engine has no workers to extend"),
+)
+
+ENGINE_ROWS = MODEL + MEMORY_AND_STEPS + GRAPHS_AND_KERNELS + SEVERAL_GPUS

@@ -1,0 +1,55 @@
+"""The table of all peers' options, and the way from theirs to ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ostinato.graphs.errors import ConfigError
+
+from .engine_rows import ENGINE_ROWS
+from .option import PeerOption
+from .server_rows import SERVER_ROWS
+
+logger = logging.getLogger("ostinato.engine")
+
+ROWS: tuple[PeerOption, ...] = ENGINE_ROWS + SERVER_ROWS
+
+BY_NAME = {row.name: row for row in ROWS}
+
+BY_FLAG = {flag: row for row in reversed(ROWS) for flag in row.flags}
+"""By what is written on a command line; --tensor-parallel-size is vLLM's row, whose name it is."""
+
+
+def translated(
+    options: Mapping[str, Any], *, for_server: bool = False, spelled: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Options in our names, from options in ours, vLLM's or SGLang's.
+
+    A name that no peer has is left as it is. A value that nobody needs is left out, with a warning if
+    somebody may have expected something of it. ConfigError for what cannot be had, by name, and for two
+    names of one thing. `for_server`: whether options of the server are understood too. `spelled`: how the
+    user wrote a name, if not so.
+    """
+    found: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, value in options.items():
+        shown = (spelled or {}).get(name, name)
+        for key, converted in _ours(name, value, shown, for_server).items():
+            if key in sources and found[key] != converted:
+                raise ConfigError(f"give {sources[key]} or {shown}, not both: they mean the same")
+            found[key], sources[key] = converted, shown
+    return found
+
+
+def _ours(name: str, value: Any, shown: str, for_server: bool) -> Mapping[str, Any]:
+    row = BY_NAME.get(name)
+    if row is None:
+        return {name: value}
+    if row.is_servers and not for_server:
+        raise ConfigError(f"{shown} is an option of the server, `ostinato serve`")
+    converted, word = row.ours(value, shown)
+    if word is not None:
+        logger.warning("%s", word)
+    return converted

@@ -1,0 +1,66 @@
+"""README and docs: links lead somewhere, figures are those of result files, what is shown runs."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_readme_is_one_screen_and_starts_with_a_picture() -> None:
+    assert len(README.splitlines()) <= 90
+    assert "![" in README.split("\n## ", 1)[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_is_installed_from_where_it_is_not(page: Path) -> None:
+    """The package is on no index: whoever reads this has the repository."""
+    assert not re.search(
+        r"pip install [^\n]*\bostinato\b(?!/)[^\n]*", page.read_text().replace("bin/ostinato", "")
+    )
+
+
+def test_figures_of_the_readme_are_those_of_the_results() -> None:
+    rows = {row["batch"]: row for row in result("decode-qwen3-0.6b-h200.json")["rows"]}
+    off = {row["batch"]: row["tpot_ms_off"] for row in result("on-off-qwen3-0.6b-h200.json")["rows"]}
+    peers = {batch: rows[batch]["peer_figures"]["tpot_ms"] for batch in (1, 256)}
+    sentence = (
+        f"a token in {rows[1]['tpot_ms']:.2f} ms at batch 1 where SGLang takes {peers[1]['SGLang']} and vLLM "
+        f"{peers[1]['vLLM']}, in {rows[256]['tpot_ms']:.2f} ms at batch 256 ({peers[256]['SGLang']}, "
+        f"{peers[256]['vLLM']}); without graphs the same engine takes {off[1]:.1f}"
+    )
+    assert sentence in README
+
+
+def test_code_of_the_readme_runs() -> None:
+    engine, runtime = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    compile(engine, "README.md", "exec")  # it fetches a model
+    names: dict[str, Any] = {}
+    exec(runtime, names)
+    assert names["y"].shape == (5, 8)
