@@ -21,8 +21,8 @@ from typing import Any
 from ostinato.tools.machine import machine
 
 ROOT = Path(__file__).parents[1]
-ALONE = ("test_verify", "test_engine_full_size", "test_accuracy_models")
-"""Whole models: they want the memory for themselves, and run one by one when all others have ended."""
+WHOLE_MODELS = ("test_verify", "test_accuracy_models", "test_engine_full_size")
+"""They get half of the memory, one after another beside all others."""
 LONGEST = ("test_cascade", "test_fragments", "test_engine", "test_wide", "test_streamed")
 """Begun first."""
 
@@ -30,8 +30,8 @@ LONGEST = ("test_cascade", "test_fragments", "test_engine", "test_wide", "test_s
 def main(result_file: Path, jobs: int, options: list[str]) -> int:
     """Run, and write what has ended after each file; 0 if everything passed."""
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: file.stem not in LONGEST)
-    groups = [[file] for file in files if file.stem not in ALONE] if jobs > 1 else [files]
-    alone = [[file] for file in files if file.stem in ALONE] if jobs > 1 else []
+    groups = [[file] for file in files if file.stem not in WHOLE_MODELS] if jobs > 1 else [files]
+    large = [[file] for file in files if file.stem in WHOLE_MODELS] if jobs > 1 else []
     began, codes, suites = time.perf_counter(), dict[str, int](), list[ElementTree.Element]()
     result: dict[str, Any] = {}
 
@@ -39,21 +39,24 @@ def main(result_file: Path, jobs: int, options: list[str]) -> int:
         nonlocal result
         codes[group[0].stem] = code
         suites.extend([ElementTree.parse(report).getroot()[0]] if report.exists() else [])
-        result = _summary(suites, codes) | {"jobs": jobs, "files": len(groups + alone), "ended": len(codes)}
+        result = _summary(suites, codes) | {"jobs": jobs, "files": len(groups + large), "ended": len(codes)}
         result["seconds"] = round(time.perf_counter() - began, 1)
         result_file.parent.mkdir(parents=True, exist_ok=True)
         result_file.write_text(json.dumps(result, indent=2) + "\n")
 
-    with tempfile.TemporaryDirectory() as folder:
-        with ThreadPoolExecutor(jobs) as pool:
-            reports = [Path(folder) / f"{number}.xml" for number in range(len(groups))]
-            pairs = list(zip(groups, reports, strict=True))
-            running = {pool.submit(_run, *pair, options, jobs): pair for pair in pairs}
-            for ended in as_completed(running):
-                note(running[ended][0], ended.result(), running[ended][1])
-        for group in alone:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(jobs) as small_lanes,
+        ThreadPoolExecutor(1) as large_lane,
+    ):
+        running = {}
+        for group in groups + large:
             report = Path(folder) / f"{group[0].stem}.xml"
-            note(group, _run(group, report, options, 1), report)
+            lane, share = (large_lane, 2) if group in large else (small_lanes, 2 * jobs if jobs > 1 else 1)
+            running[lane.submit(_run, group, report, options, share)] = group, report
+        for ended in as_completed(running):
+            group, report = running[ended]
+            note(group, ended.result(), report)
     print(f"{result['total']} in {result['seconds']} s", *result["failed"], sep="\n")
     return 1 if any(codes.values()) else 0
 
@@ -76,10 +79,11 @@ def _summary(suites: list[ElementTree.Element], codes: dict[str, int]) -> dict[s
     }
 
 
-def _run(files: list[Path], report: Path, options: list[str], jobs: int) -> int:
+def _run(files: list[Path], report: Path, options: list[str], share: int) -> int:
+    """Its exit code; engines see one of `share` parts of the memory."""
     command = [sys.executable, "-m", "pytest", *map(str, files), "-q", f"--junitxml={report}", *options]
-    environment = {**os.environ, "OSTINATO_GPU_TEST_JOBS": str(jobs)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=jobs > 1, text=True, env=environment)
+    environment = {**os.environ, "OSTINATO_GPU_TEST_SHARE": str(share)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=share > 1, text=True, env=environment)
     if done.returncode and done.stdout:
         print(done.stdout[-6000:], done.stderr[-1000:])
     return done.returncode

@@ -3,7 +3,7 @@
 python benchmarks/kernels.py benchmarks/results/kernels-h200.json [MODEL ...]
 
 Every part runs in a captured graph of its own, once for each layer, so that weights come from memory and gaps
-between kernels count. MODELs are folders of benchmarks/models; default: all of them.
+between kernels count. MODELs are folders of benchmarks/models; default: the three of docs/kernels.md.
 """
 
 import functools
@@ -21,6 +21,7 @@ from ostinato.tools.layer_step import LayerStep, PlainStep, graph_us
 from ostinato.tools.machine import machine
 
 ROOT = Path(__file__).parents[1]
+NAMES = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b")
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 192
 READ_BYTES_PER_US = 4.5e6
@@ -61,14 +62,12 @@ def measured(model: Transformer, batch_size: int) -> dict[str, dict[str, float]]
 @torch.no_grad()
 def main(result_file: Path, names: list[str]) -> None:
     """Measure the models and write the results."""
-    folders = sorted((ROOT / "benchmarks" / "models").iterdir())
     results: dict[str, dict[int, dict[str, dict[str, float]]]] = {}
-    for folder in folders:
-        if names and folder.name not in names:
-            continue
-        print(folder.name, flush=True)
+    for name in names or NAMES:
+        folder = ROOT / "benchmarks" / "models" / name
+        print(name, flush=True)
         model = load_model(folder, device="cuda", dtype=torch.bfloat16, load_format="dummy")
-        results[folder.name] = {batch_size: measured(model, batch_size) for batch_size in BATCHES}
+        results[name] = {batch_size: measured(model, batch_size) for batch_size in BATCHES}
         del model
         torch.cuda.empty_cache()
     described = {"benchmark": "kernels", "machine": machine(), "context": CONTEXT, "models": results}

@@ -1,6 +1,7 @@
-"""Time of choosing a token: greedy, random, and behind top-k, top-p and min-p, beside a sort.
+"""Time of choosing a token: greedy, random, and for requests that ask for more; beside a sort.
 
-Greedy and random tokens are returned to the host too, as at the end of a decode step.
+All are returned to the host, as at the end of a step. The places of a draw move on from replay to replay: a
+token that the filters leave is found sooner than one that they cut off.
 
 python benchmarks/sampling.py benchmarks/results/sampling-h200.json
 
@@ -15,8 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ostinato.kernels import filters, sampling
+from ostinato.kernels import asking_rows, filters
+from ostinato.kernels.asked import Asked
 from ostinato.kernels.sampling import GREEDY_BELOW, SamplingSettings
+from ostinato.kernels.token_lines import LogprobLines, TokenLines
 from ostinato.tools.layer_step import PlainStep, graph_us
 from ostinato.tools.machine import machine
 
@@ -31,6 +34,13 @@ ASKED = {
     "min-p 0.05": (0, 1.0, 0.05),
 }
 """top-k, top-p and min-p."""
+MORE = {
+    "penalties": {"frequency": 0.5},
+    "bans": {"banned_before": 1 << 30},
+    "5 logprobs": {"num_logprobs": 5},
+    "20 logprobs": {"num_logprobs": 20},
+}
+"""Beside greedy sampling, of all rows."""
 SORTED_AT_ONCE = 16
 """Rows: sorting takes memory for several copies of them."""
 
@@ -40,6 +50,53 @@ def settings_of(batch_size: int, top_k: int, top_p: float, min_p: float) -> Samp
     ones = torch.ones(batch_size, device="cuda")
     seeds = torch.arange(batch_size, device="cuda")
     return SamplingSettings(ones, (ones * top_k).int(), ones * top_p, ones * min_p, seeds)
+
+
+class AskingStep:
+    """Sampling of requests that all ask for the same, from one graph."""
+
+    def __init__(self, batch_size: int, *, has_filters: bool, **fields: float) -> None:
+        rows = torch.arange(batch_size + 1, dtype=torch.int32, device="cuda")
+        none, off = rows * 0, rows * 0.0
+        self.asked = Asked(
+            temperature=off,
+            seeds=rows.long(),
+            lengths=rows.clone(),
+            top_k=none,
+            top_p=off + 1,
+            min_p=off,
+            repetition=off + 1,
+            presence=off,
+            frequency=off,
+            num_biases=none,
+            bias_ids=torch.zeros(batch_size + 1, 512, dtype=torch.int32, device="cuda"),
+            bias_values=torch.zeros(batch_size + 1, 512, device="cuda"),
+            banned=torch.full((batch_size + 1, 16), 7, dtype=torch.int32, device="cuda"),
+            banned_before=none,
+            num_logprobs=none - 1,
+            generated=torch.zeros(batch_size + 1, VOCAB, dtype=torch.int32, device="cuda"),
+            in_prompt=torch.zeros(batch_size + 1, VOCAB, dtype=torch.bool, device="cuda"),
+            masks=torch.full((batch_size + 1, VOCAB // 32), -1, dtype=torch.int32, device="cuda"),
+        )
+        given = {name: getattr(self.asked, name) * 0 + value for name, value in fields.items()}
+        self.asked = self.asked._replace(**given)
+        self._rows, self._places, self._has_filters = rows[1:], rows[:-1], has_filters
+        self._lines = TokenLines.of(rows.long(), rows[:1].long(), batch_size, 4)
+        self._lines.counts[0] = 1
+        self._logprobs = LogprobLines.of(self._lines, 20)
+
+    def __call__(self, logits: Tensor) -> None:
+        """Sample, and amend the line."""
+        self.asked.lengths.add_(1)
+        asking_rows.sample_asking(
+            logits,
+            self._rows,
+            self._places,
+            self.asked,
+            self._lines,
+            self._logprobs,
+            has_filters=self._has_filters,
+        )
 
 
 def by_sorting(logits: Tensor, chosen: SamplingSettings, draw: PlainStep) -> None:
@@ -64,21 +121,25 @@ def measured(batch_size: int) -> dict[str, dict[str, float]]:
         "spread": 4 * normal,
         "flat": 0.64 * normal,
     }
-    rows = torch.arange(batch_size, dtype=torch.int32, device="cuda")
     greedy, random = PlainStep(batch_size, 0.0), PlainStep(batch_size, 1.0)
-    top_k = settings_of(batch_size, *ASKED["top-k 50"])
+    by_count = settings_of(batch_size, *ASKED["top-k 50"])
+    more = {name: AskingStep(batch_size, has_filters=False, **fields) for name, fields in MORE.items()}
     results = {
         "any": {
             "greedy": graph_us(lambda: greedy(normal)),
             "random": graph_us(lambda: random(normal)),
-            "top-k 50 by sorting": graph_us(lambda: by_sorting(normal, top_k, random), replays=1, rounds=3),
+            **{name: graph_us(lambda step=step: step(normal)) for name, step in more.items()},
+            "top-k 50 by sorting": graph_us(
+                lambda: by_sorting(normal, by_count, random), replays=1, rounds=3
+            ),
         }
     }
     for kind, logits in kinds.items():
         results[kind] = {}
-        for name, asked in ASKED.items():
-            chosen = settings_of(batch_size, *asked)
-            results[kind][name] = graph_us(lambda x=logits, s=chosen: sampling.sample(x, rows, s, rows))
+        for name, (top_k, top_p, min_p) in ASKED.items():
+            filters_of_all = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+            step = AskingStep(batch_size, has_filters=True, **filters_of_all)
+            results[kind][name] = graph_us(lambda x=logits, draw=step: draw(x), replays=20, rounds=9)
     for kind, times in results.items():
         print(
             f"{batch_size:4d} {kind:7s}",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.cuda.compiled import CudaKernel
-from ostinato.models.transformer import Attention
+from ostinato.models.layer import Attention
 from ostinato.models.weights import load_model
 from ostinato.tools.layer_step import LayerStep, graph_us
 from ostinato.tools.machine import machine

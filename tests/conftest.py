@@ -24,7 +24,6 @@ LONGEST_FIRST = (
     "kernels/test_cuda_emulator.py",
     "project/test_checks.py",
     "server/test_fuzzing.py",
-    "engine/test_prompt_burst.py",
     "server/test_page.py",
 )
 

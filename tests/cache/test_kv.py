@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from models.arena import Arena
 from ostinato.cache.kv import KVCache, KVCacheError, KVShape
+from ostinato.kernels.allocation import AllocationError
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
 
@@ -42,3 +44,16 @@ def test_impossible_shapes_are_refused() -> None:
         KVCache(SHAPE, num_pages=1, device="cpu")
     with pytest.raises(KVCacheError, match="num_kv_heads"):
         KVShape(num_layers=1, num_kv_heads=0, head_dim=8, dtype=torch.float32)
+
+
+def test_pages_lie_where_the_allocator_says_and_are_zeros_there_too() -> None:
+    arena = Arena(3 * 2 * 5 * 16 * 2 * 8 * 2)
+    cache = KVCache(SHAPE, num_pages=5, device="cpu", allocate=arena.allocate)
+    assert sorted(arena.asked) == sorted(cache.named_tensors())
+    assert all(arena.holds(tensor) and not tensor.any() for tensor in cache.named_tensors().values())
+    assert arena.taken == arena.memory.numel() == cache.num_bytes
+
+
+def test_an_allocator_that_gives_something_else_is_refused() -> None:
+    with pytest.raises(AllocationError, match=r"^kv\.0\.k: asked for \[5, 16, 2, 8\]"):
+        KVCache(SHAPE, num_pages=5, device="cpu", allocate=lambda shape, dtype, name: torch.zeros(1))

@@ -56,18 +56,16 @@ def expected_steps(
     cached: Sequence[int] | None = None,
     ahead: int = 0,
     pages: int | None = None,
-    burst: int = 0,
 ) -> list[Step]:
     """The steps that serve prompts of these lengths, each for so many output tokens (0: an embedding).
 
     `cached`: prompt tokens found in the prefix cache. `ahead`: steps launched before the tokens of the last
-    are read: a request then leaves that much later. `pages`: how many there are; without, enough. `burst`:
-    prompt steps in a row that decodes may sit out.
+    are read: a request then leaves that much later. `pages`: how many there are; without, enough.
     """
     counts = [outputs] * len(prompts) if isinstance(outputs, int) else list(outputs)
     hits = list(cached or [0] * len(prompts))
     waiting = [_Job(n, n + m, m == 0, hit) for n, m, hit in zip(prompts, counts, hits, strict=True)]
-    world = _World(waiting, running, budget, chunked, pages, burst)
+    world = _World(waiting, running, budget, chunked, pages)
     steps: list[Step] = []
     leaving: list[list[_Job]] = []
     while world.waiting or world.running or leaving:
@@ -81,29 +79,16 @@ def expected_steps(
 
 
 class _World:
-    def __init__(
-        self, waiting: list[_Job], most: int, budget: int, chunked: bool, pages: int | None, burst: int
-    ) -> None:
+    def __init__(self, waiting: list[_Job], most: int, budget: int, chunked: bool, pages: int | None) -> None:
         self.waiting, self.running = waiting, list[_Job]()
         self.most, self.budget, self.chunked = most, budget, chunked
         self.free = 10**9 if pages is None else pages - 1
-        self.burst, self.sat_out = burst, 0
 
     def advance(self) -> tuple[Step | None, list[_Job]]:
         """The next step, and who ends with it."""
         self._give_pages_to_decodes()
         decodes = [(job, 1) for job in self._decodes()]
-        enough = max(self.budget / 4, len(decodes))
-        plenty = self.budget / PAGE + 2 * self.most
-        may_sit_out = (
-            self.sat_out < self.burst and self.budget - len(decodes) >= enough and self.free >= plenty
-        )
-        prompts = self._prompts(self.budget - (0 if may_sit_out else len(decodes)))
-        if decodes and may_sit_out and sum(count for _, count in prompts) >= enough:
-            self.sat_out += 1
-            decodes = []
-        else:
-            self.sat_out = 0
+        prompts = self._prompts(self.budget - len(decodes))
         chunks = decodes + prompts
         if not chunks:
             return None, []
@@ -250,7 +235,6 @@ class Setup:
     length: int = 64
     """The longest request."""
     caching: bool = True
-    burst: int = 4
 
     @property
     def options(self) -> dict[str, Any]:
@@ -266,7 +250,6 @@ class Setup:
             "num_pages": self.pages,
             "max_model_len": self.length,
             "enable_prefix_caching": self.caching,
-            "prompt_burst": self.burst,
             # Freezing the collector collects first, which takes longer than capturing a tiny model.
             "enable_cudagraph_gc": True,
         }
@@ -284,7 +267,6 @@ class Setup:
             cached=cached,
             ahead=self.ahead,
             pages=self.pages,
-            burst=self.burst,
         )
 
     def service(self, steps: Sequence[Step]) -> Service:
@@ -294,10 +276,11 @@ class Setup:
     def sampling(self, steps: Sequence[Step], *, is_plain: bool = True) -> Service:
         """The same for sampling behind steps; which graph serves it is not told apart: see `sampling_of`.
 
-        `is_plain`: whether no request asks for more than a temperature and a seed. Decode steps, but not
-        those from a graph for mixed ones, then have it inside.
+        Decode steps, but not those from a graph for mixed ones, have plain sampling inside. `is_plain`: no
+        request asks for more than a temperature and a seed; else those who do get a graph of their own.
         """
-        count = sum(step.samples and not (is_plain and self._has_sampling(step)) for step in steps)
+        count = sum(step.samples and not self._has_sampling(step) for step in steps)
+        count += 0 if is_plain else sum(step.samples for step in steps)
         if self.mode == "none":
             return Service({}, {"disabled": count} if count else {})
         return Service({_SAMPLING: count} if count else {}, {})

@@ -53,7 +53,7 @@ def attention_off_by_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
             short = one_short(batch)
             return backend.attend_eager(q, k_cache, v_cache, short, lengths=lengths, **options)
 
-        return replace(backend, attend_rows=None, attend=attend, attend_eager=attend_eager)
+        return replace(backend, attend_qkv=None, attend=attend, attend_eager=attend_eager)
 
     _with_backend(monkeypatch, changed)
 
@@ -70,7 +70,7 @@ def a_page_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         def attend(q: Any, k_cache: Any, v_cache: Any, batch: AttentionBatch, **options: Any) -> Any:
             return backend.attend(q, k_cache, v_cache, twice(batch), **options)
 
-        return replace(backend, attend_rows=None, attend=attend)
+        return replace(backend, attend_qkv=None, attend=attend)
 
     _with_backend(monkeypatch, changed)
 
@@ -83,15 +83,15 @@ def wrong_rotary_position(monkeypatch: pytest.MonkeyPatch) -> None:
         return looked_up(self, (positions + 1).clamp(max=self.table.size(0) - 1))
 
     def changed(backend: AttentionBackend) -> AttentionBackend:
-        attend_rows = backend.attend_rows
-        if attend_rows is None:
+        attend_qkv = backend.attend_qkv
+        if attend_qkv is None:
             return backend
 
         def further(rows: Any, heads: Any, *others: Any, **options: Any) -> Any:
             turned = replace(heads, rotary=heads.rotary.roll(-1, 0))
-            return attend_rows(rows, turned, *others, **options)
+            return attend_qkv(rows, turned, *others, **options)
 
-        return replace(backend, attend_rows=further)
+        return replace(backend, attend_qkv=further)
 
     monkeypatch.setattr(RotaryTable, "forward", forward)
     _with_backend(monkeypatch, changed)
@@ -133,7 +133,7 @@ def kv_in_the_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         def write_kv(k: Any, v: Any, k_cache: Any, v_cache: Any, batch: AttentionBatch) -> None:
             backend.write_kv(k, v, k_cache, v_cache, replace(batch, positions=batch.positions ^ 1))
 
-        return replace(backend, attend_rows=None, write_kv=write_kv)
+        return replace(backend, attend_qkv=None, write_kv=write_kv)
 
     _with_backend(monkeypatch, changed)
 
@@ -151,21 +151,52 @@ def stale_page_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def temperature_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling graphs read a copy of the temperatures and bring it up to date when they are done."""
-    made, drawn = Sampler.__init__, Sampler._draw
+    made, sampled = Sampler.__init__, Sampler._sample_asking
     stale: dict[int, torch.Tensor] = {}
 
     def init(self: Sampler, runner: ModelRunner) -> None:
         made(self, runner)
-        stale[id(self)] = self._settings.temperature.clone()
-        self._settings = replace(self._settings, temperature=stale[id(self)])
+        stale[id(self)] = self._asked.temperature.clone()
+        self._asked = self._asked._replace(temperature=stale[id(self)])
 
-    def draw(self: Sampler, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        tokens = drawn(self, rows, logits)
+    def sample(self: Sampler, *inputs: torch.Tensor, has_filters: bool) -> None:
+        sampled(self, *inputs, has_filters=has_filters)
         stale[id(self)].copy_(self._rows["temperature"])
-        return tokens
 
     monkeypatch.setattr(Sampler, "__init__", init)
-    monkeypatch.setattr(Sampler, "_draw", draw)
+    monkeypatch.setattr(Sampler, "_sample_asking", sample)
+
+
+def _with_asking(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, torch.Tensor], tuple[Any, Any]]
+) -> None:
+    sampled = Sampler._sample_asking
+
+    def sample(self: Sampler, rows: torch.Tensor, places: torch.Tensor, *, has_filters: bool) -> None:
+        sampled(self, *change(rows, places), has_filters=has_filters)
+
+    monkeypatch.setattr(Sampler, "_sample_asking", sample)
+
+
+def amended_at_the_wrong_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who ask for more get each other's logits and places."""
+    _with_asking(monkeypatch, lambda rows, places: (rows, places.roll(1)))
+
+
+def padding_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded requests have row 1 as the first one has: its token is counted more than once."""
+    _with_asking(monkeypatch, lambda rows, places: (rows.clamp(min=1), places))
+
+
+def penalties_that_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are counted in a copy."""
+    made = Sampler.__init__
+
+    def init(self: Sampler, runner: ModelRunner) -> None:
+        made(self, runner)
+        self._asked = self._asked._replace(generated=self.generated.clone())
+
+    monkeypatch.setattr(Sampler, "__init__", init)
 
 
 def plain_temperature_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +227,10 @@ PLANTED: dict[str, tuple[Plant, str]] = {
     "a KV write to the wrong slot": (kv_in_the_wrong_slot, r"full decode 4x1"),
     "a stale page table": (stale_page_table, r"full decode 4x1"),
     "last step's temperature": (temperature_of_the_last_step, r"sampling filtered decode 4x1"),
+    "last step's temperature, adjusted": (temperature_of_the_last_step, r"sampling adjusted decode 4x1"),
+    "amended at the wrong places": (amended_at_the_wrong_places, r"sampling adjusted decode 4x1"),
+    "padding that is served": (padding_that_is_served, r"sampling filtered decode 4x1"),
+    "penalties that are not counted": (penalties_that_are_not_counted, r"sampling adjusted decode 4x1"),
     "last step's temperature in a decode graph": (plain_temperature_of_the_last_step, r"full decode 4x1"),
 }
 """What to plant, and a graph that must be named."""

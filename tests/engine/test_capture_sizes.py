@@ -126,6 +126,12 @@ def test_the_default_decode_list_is_sglangs_on_a_gpu_and_short_on_a_cpu(
     assert on_a_gpu(monkeypatch).decode_ladder == Ladder.sglang(256)
 
 
+@pytest.mark.parametrize("running", [64, 256, 512, 1000])
+def test_every_decode_batch_that_can_run_has_a_graph(monkeypatch: pytest.MonkeyPatch, running: int) -> None:
+    config = on_a_gpu(monkeypatch, max_running_requests=running)
+    assert config.decode_ladder.limit == running
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -21,7 +21,6 @@ def steps_of(seed: int, *, ahead: int) -> list[tuple[object, ...]]:
         num_pages=chance.choice([20, 60, 400]),
         page_size=chance.choice([2, 4, 16]),
         lookahead=ahead,
-        prompt_burst=chance.choice([0, 2]),
     )
     found: list[tuple[object, ...]] = []
     for _ in range(120):

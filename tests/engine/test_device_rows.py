@@ -1,6 +1,11 @@
 """What the host writes into rows arrives on the device, whatever the order and number of writes."""
 
+import itertools
+from typing import Any
+from unittest.mock import patch
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,6 +71,39 @@ def test_of_equal_places_the_last_write_counts() -> None:
     rows.send()
     assert rows["pages"][1, 0] == 11
     assert rows["pages"][2, 5:7].tolist() == [13, 14]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("piece", [0, 1, 2])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_what_could_not_be_sent_is_sent_next_time(
+    error: type[BaseException], piece: int, is_after: bool
+) -> None:
+    """Of 10,000 cells in three pieces one piece fails, before or behind its copy."""
+    rows = DeviceRows((RowField("pages", torch.int32, 1250),), NUM_ROWS, GraphPool("cpu"), GraphMode.NONE, 0)
+    values = np.arange(10_000).reshape(8, 1250) + 7
+    for row in range(8):
+        rows.write("pages", row + 1, values[row])
+    run, pieces = rows.scatter.run, itertools.count()
+
+    def run_or_fail(*args: Any) -> Any:
+        fails = next(pieces) == piece
+        if fails and not is_after:
+            raise error
+        found = run(*args)
+        if fails:
+            raise error
+        return found
+
+    with patch.object(rows.scatter, "run", run_or_fail):
+        with pytest.raises(error):
+            rows.send()
+        rows.write("pages", 1, values[0])  # known to the host already
+        rows.write("pages", 2, [1, 2, 3], first=9)
+        rows.send()
+    values[1, 9:12] = [1, 2, 3]
+    assert np.array_equal(rows["pages"][1:].numpy(), values)
+    assert not rows["pages"][0].any()
 
 
 writes = st.one_of(

@@ -17,20 +17,13 @@ SMALL: dict[str, Any] = {"max_model_len": 96, "max_running_requests": 6, "num_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"torch_compile_max_bs": 0}, "torch_compile_max_bs must be at least 1"),
         ({"batch_invariant": True, "disable_cuda_graph": True}, "it needs graphs"),
-        ({"batch_invariant": True, "enable_torch_compile": True}, "exclude each other"),
         ({"batch_invariant": True, "enable_cascade_attention": True}, "exclude each other"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
-
-
-def test_torch_compile_is_refused_where_nothing_compiles(tiny: TinyModel) -> None:
-    with pytest.raises(ConfigError, match="needs a CUDA device"):
-        LLM(tiny.directory, device="cpu", enable_torch_compile=True, **SMALL)
 
 
 def test_batch_invariant_gives_the_same_bits_alone_and_in_company(tiny: TinyModel) -> None:

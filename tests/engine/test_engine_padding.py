@@ -86,10 +86,10 @@ def check_row_zero(model: TinyModel, calls: int, tokens: int, ahead: int) -> int
         assert_equal(before, row_zero(llm))
         steps = setup.steps((3, 21, 9), tokens) * calls
         assert service_of(llm) == setup.service(steps)
-        # Two of three requests may be plain, and the last ones of a call: then decode graphs sample alone.
+        # Two of three requests may be plain, and the first or last ones of a call: then nobody asks for more.
         most = setup.sampling(steps, is_plain=False)
         assert sampling_of(llm).eager == most.eager == {}
-        assert 0.99 * most.steps < sampling_of(llm).steps <= most.steps
+        assert 0.98 * most.steps < sampling_of(llm).steps <= most.steps
         decode = [row for row in llm.graph_report().graphs if row.replays and row.num_tokens == 4]
         assert all(row.padding_waste > 0.2 for row in decode)
         for _ in stepwise(llm, seed=1):  # between any two steps, not only at the end

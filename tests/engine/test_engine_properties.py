@@ -22,8 +22,7 @@ SETUPS = {
     "small-chunks-ahead": Setup(pages=7, budget=7, token_rungs=(4, 7), ahead=1),
     "whole-full": Setup(mode="full", pages=8, chunked=False, token_rungs=(16, 64)),
     "no-cache-ahead": Setup(mode="full", pages=7, caching=False, ahead=1),
-    # The rest is too short of pages for prompt bursts.
-    "bursts-ahead": Setup(decode_rungs=(1, 3), running=3, pages=12, caching=False, ahead=1),
+    "plenty-ahead": Setup(decode_rungs=(1, 3), running=3, pages=12, caching=False, ahead=1),
 }
 BEGINNINGS = [prompt["prompt_token_ids"] for prompt in prompts_of((48, 48), seed=1)]
 ENDS = [prompt["prompt_token_ids"] for prompt in prompts_of((48, 48, 48), seed=2)]

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling.sampler import Kind
+from ostinato.engine.sampling.kinds import Kind
 from ostinato.engine.sampling_params import SamplingParams, StructuredOutputs
-from ostinato.engine.stepping.token_return import Launched, Sampled, TokenReturn
+from ostinato.engine.stepping.token_return import Amendment, Launched, Sampled, TokenReturn
+from ostinato.graphs import InputBuffers
+from ostinato.kernels import request_rows
+from ostinato.kernels.token_lines import LogprobLines
 
 from .conftest import TinyModel, prompts_of
 from .expected_steps import sampling_of
@@ -27,7 +31,7 @@ FILTERED: list[dict[str, Any]] = [
     {"seed": 6, "top_p": 0.8},
     {"seed": 7, "min_p": 0.1},
 ]
-COMPLETE: list[dict[str, Any]] = [
+ADJUSTED: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},
     {"seed": 8, "frequency_penalty": 0.7},
     {"temperature": 0, "logit_bias": {5: 4.0}},
@@ -65,31 +69,62 @@ def tokens_of(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> lis
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("asked", PLAIN + FILTERED + COMPLETE, ids=str)
+@pytest.mark.parametrize("asked", PLAIN + FILTERED + ADJUSTED, ids=str)
 def test_the_cheapest_kind(asked: dict[str, Any]) -> None:
-    wanted = Kind.PLAIN if asked in PLAIN else Kind.FILTERED if asked in FILTERED else Kind.COMPLETE
+    wanted = Kind.PLAIN if asked in PLAIN else Kind.FILTERED if asked in FILTERED else Kind.ADJUSTED
     assert Kind.of(SamplingParams(**asked)) is wanted
     # A greedy request has nothing to filter.
     filters = {name: value for name, value in asked.items() if name in ("top_k", "top_p", "min_p")}
     assert Kind.of(SamplingParams(temperature=0, **filters)) is Kind.PLAIN
-    under_a_grammar = StructuredOutputs(regex="a*")
-    assert Kind.of(SamplingParams(**asked, structured_outputs=under_a_grammar)) is Kind.COMPLETE
+    under_a_grammar = Kind.of(SamplingParams(**asked, structured_outputs=StructuredOutputs(regex="a*")))
+    assert under_a_grammar is max(wanted, Kind.ADJUSTED)
+
+
+def sampled_rows(llm: LLM) -> int:
+    """Requests that sampling graphs have worked on, padding not counted."""
+    report = llm.sampling_report()
+    assert report is not None
+    return round(sum(row.replays * row.num_tokens * (1 - row.padding_waste) for row in report.graphs))
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_only_steps_with_somebody_who_asks_for_more_have_a_sampling_graph(
-    tiny: TinyModel, ahead: int
-) -> None:
+def test_only_those_who_ask_for_more_are_served_by_another_graph(tiny: TinyModel, ahead: int) -> None:
     """Four tokens of one request, in company that goes on for longer."""
     with engine(tiny, steps_ahead=ahead) as llm:
-        for asked in (PLAIN[1], FILTERED[0], COMPLETE[0]):
-            before, lines = sampling_of(llm), counts(llm)[0]
+        for asked in (PLAIN[1], FILTERED[0], *ADJUSTED):
+            before, lines, rows = sampling_of(llm), counts(llm)[0], sampled_rows(llm)
             params = [params_of(asked, 4), *(params_of(plain, 12) for plain in PLAIN)]
             tokens_of(llm, PROMPTS, params)
-            # The prompts' step, then decode steps as long as that request is there.
-            behind = 1 if asked in PLAIN else 4
-            assert sampling_of(llm).since(before).steps == behind
-            assert counts(llm)[0] - lines == 11 + behind
+            # Behind the prompts' step all are sampled; then that request, as long as it is there.
+            alone = 0 if asked in PLAIN else 4
+            assert sampling_of(llm).since(before).steps == 1 + alone
+            assert sampled_rows(llm) - rows == len(PROMPTS) + alone
+            assert counts(llm)[0] - lines == 12, "one line a step"
+
+
+@pytest.mark.parametrize("asked", [FILTERED[1], ADJUSTED[0], ADJUSTED[1]], ids=str)
+def test_a_steady_step_uploads_nothing(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    """Plain requests and others side by side: inputs are filled when somebody joins or leaves."""
+    fills: list[set[str]] = []
+    fill_as = InputBuffers.fill_as
+
+    def filled(self: InputBuffers, plan: Any, batch: Any, **options: Any) -> None:
+        fills.append(set(batch))
+        fill_as(self, plan, batch, **options)
+
+    with engine(tiny, cuda_graph_mode="full") as llm:
+        monkeypatch.setattr(InputBuffers, "fill_as", filled)
+        params = [params_of(one, 14) for one in (asked, PLAIN[0], PLAIN[1])]
+        tokens_of(llm, [{"prompt_token_ids": [1, 2]}] * 3, params)
+        # Of the prompts' step and of the first decode step.
+        wanted = [{"rows", "places"}] * 2
+        assert [names for names in fills if names == {"rows", "places"}] == wanted
+        assert len([names for names in fills if names == {"req_rows"}]) == 1
+        report = llm.sampling_report()
+        assert report is not None
+        assert report.replays == 1 + 14
 
 
 @pytest.mark.parametrize(
@@ -103,7 +138,7 @@ def test_only_steps_with_somebody_who_asks_for_more_have_a_sampling_graph(
 )
 def test_every_mix_of_kinds_gives_each_its_own_tokens(tiny: TinyModel, mode: str, ahead: int) -> None:
     rng = random.Random(7)
-    asked = [rng.choice(PLAIN + FILTERED + COMPLETE) for _ in range(24)]
+    asked = [rng.choice(PLAIN + FILTERED + ADJUSTED) for _ in range(24)]
     params = [params_of(one, rng.randint(3, 14)) for one in asked]
     prompts = prompts_of([rng.randint(1, 25) for _ in asked], seed=3)
     with engine(tiny, cuda_graph_mode=mode, steps_ahead=ahead) as llm:
@@ -116,7 +151,7 @@ def test_a_row_forgets_the_kind_of_its_last_tenant(tiny: TinyModel) -> None:
     with engine(tiny, max_running_requests=1) as llm:
         wanted = {}
         for turn in range(3):
-            for asked in (PLAIN[1], FILTERED[0], PLAIN[0], COMPLETE[0], PLAIN[2], COMPLETE[1]):
+            for asked in (PLAIN[1], FILTERED[0], PLAIN[0], ADJUSTED[0], PLAIN[2], ADJUSTED[1]):
                 [found] = tokens_of(llm, PROMPTS[:1], [params_of(asked, 6)])
                 assert found == wanted.setdefault(str(asked), found), turn
         assert len({tuple(found) for found in wanted.values()}) >= 4
@@ -137,72 +172,6 @@ def test_embeddings_beside_generation_write_no_line(tiny: TinyModel) -> None:
         llm.embed(PROMPTS)
         assert counts(llm) == lines
         assert tokens_of(llm, PROMPTS[:1], [params_of(PLAIN[1], 6)]) == wanted
-
-
-# -- steps that fail -------------------------------------------------------------------------------
-
-
-def fail_at(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException, *, after: bool
-) -> None:
-    """The third call of a method from now on fails, before it has done anything or after."""
-    function, calls = getattr(owner, name), iter(range(10_000))
-
-    def call_or_fail(*args: Any, **kwargs: Any) -> Any:
-        fails = next(calls) == 2
-        if fails and not after:
-            raise error
-        result = function(*args, **kwargs)
-        if fails:
-            raise error
-        return result
-
-    monkeypatch.setattr(owner, name, call_or_fail)
-
-
-def failures() -> Iterator[Any]:
-    """Every way to fail at every place; of four ways in two modes half are slow, so that all pairs stay."""
-    places, errors = ("forward", "count", "mask", "sampling", "model"), (RuntimeError, KeyboardInterrupt)
-    ways = itertools.product(enumerate(("full", "none")), enumerate(places), (False, True), enumerate(errors))
-    for (i, mode), (j, where), after, (k, error) in ways:
-        marks = [pytest.mark.slow] if (i + j + after + k) % 2 else []
-        name = f"{mode}-{where}-{'after' if after else 'before'}-{error.__name__}"
-        yield pytest.param(mode, where, after, error("the bus left"), marks=marks, id=name)
-
-
-@pytest.mark.parametrize(("mode", "where", "after", "error"), list(failures()))
-def test_whatever_of_a_step_was_done_when_it_failed_the_next_ones_are_right(
-    tiny: TinyModel,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    where: str,
-    after: bool,
-    error: BaseException,
-) -> None:
-    asked = [PLAIN[0], PLAIN[1], COMPLETE[1], FILTERED[0]]
-    params = [params_of(one, 9) for one in asked]
-    with engine(tiny, cuda_graph_mode=mode, steps_ahead=1) as llm:
-        wanted = tokens_of(llm, PROMPTS, params)
-        core = llm.engine.core
-        assert core.sampler is not None
-        owners = {
-            "forward": (core.runner.graphs, "run"),
-            "count": (core.runner.returned, "launched"),
-            "mask": (core.sampler, "mask"),
-            "sampling": (core.sampler, "_run"),
-            "model": (core.runner.model, "logits"),
-        }
-        with monkeypatch.context() as patched:
-            fail_at(patched, *owners[where], error, after=after)
-            try:
-                outputs = llm.generate(PROMPTS, params)
-            except KeyboardInterrupt:
-                assert isinstance(error, KeyboardInterrupt)
-            else:
-                # A replayed model is not called, nor is a method of graphs that run again.
-                assert where in ("forward", "model") or any(output.error for output in outputs)
-        assert tokens_of(llm, PROMPTS, params) == wanted
-        assert tokens_of(llm, PROMPTS[:2], params[:2]) == wanted[:2]
 
 
 # -- the ring --------------------------------------------------------------------------------------
@@ -231,7 +200,7 @@ def test_an_interrupt_while_tokens_are_waited_for_leaves_an_engine_that_works(
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_lines_are_those_of_their_step_as_long_as_they_are_unread(lookahead: int) -> None:
-    """Steps of one line and of two in any order, read as late as the engine ever does."""
+    """Steps that ended and steps that failed in any order, read as late as the engine ever does."""
     rng = random.Random(lookahead)
     last_tokens, began = torch.zeros(9, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     returned = TokenReturn(last_tokens, began, 8, 2 * (lookahead + 2))
@@ -241,7 +210,7 @@ def test_lines_are_those_of_their_step_as_long_as_they_are_unread(lookahead: int
         rows = torch.randperm(8)[:num_requests].int() + 1
         for _ in range(rng.choice([1, 2])):
             tokens = torch.randint(0, 1000, (num_requests,))
-            returned.keep(rows, tokens)
+            request_rows.return_tokens(rows, tokens, returned.lines)
             returned.launched()
         unread.append((tokens.tolist(), returned.newest(num_requests)))
         assert last_tokens[rows.long()].tolist() == tokens.tolist()
@@ -254,17 +223,36 @@ def test_after_a_doubt_the_device_goes_on_with_the_count_of_the_host() -> None:
     last_tokens, began = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     returned = TokenReturn(last_tokens, began, 2, 4)
     rows, tokens = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([5, 6])
-    returned.keep(rows, tokens)
+    request_rows.return_tokens(rows, tokens, returned.lines)
     returned.launched()
-    returned.keep(rows, tokens)  # launched, and nobody was told
+    request_rows.return_tokens(rows, tokens, returned.lines)  # launched, and nobody was told
     returned.settle()
     assert returned.lines.counts.tolist() == [2, 0], "there was no doubt"
     returned.doubt()
     returned.settle()
     for step in range(9):
-        returned.keep(rows, tokens + step)
+        request_rows.return_tokens(rows, tokens + step, returned.lines)
         returned.launched()
         assert returned.newest(2).read().tokens.tolist() == [5 + step, 6 + step]
     returned.launched()  # counted, and never launched
     with pytest.raises(AssertionError, match="another step"):
         returned.newest(2).read()
+
+
+def test_a_line_that_should_have_been_amended_and_was_not_is_noticed() -> None:
+    last_tokens, began = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    returned = TokenReturn(last_tokens, began, 2, 4)
+    amendment = Amendment(np.array([1]), LogprobLines.of(returned.lines, 2))
+    rows, tokens = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([5, 0])
+    request_rows.return_tokens(rows, tokens, returned.lines)
+    returned.launched()
+    assert returned.newest(2).read().logprobs is None
+    with pytest.raises(AssertionError, match="ask for more"):
+        returned.newest(2, amendment).read()
+    returned.lines.ring[0, 3] = 1
+    with pytest.raises(AssertionError, match="ask for more"):
+        returned.newest(2).read()
+    amendment.logprobs.ranks[0, 0] = 7
+    sampled = returned.newest(2, amendment).read()
+    assert sampled.ranks is not None
+    assert sampled.ranks.tolist() == [0, 7], "by place"

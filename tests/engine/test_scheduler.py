@@ -8,7 +8,7 @@ wrongly, not recomputed or overwritten changes every token that follows.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from ostinato.graphs.errors import ConfigError
 
 GRAMMAR: Any = object()
 """All that the scheduler wants to know of a grammar is whether a request has one."""
+FAILURES = ("not at all", "told of pages", "computed")
+"""How far a step has got on the device when it fails."""
 VOCAB = 12
 EOS = frozenset({0})
 POISON = 666
@@ -74,10 +76,13 @@ class FakeDevice:
         self.weights = 0
         self.num_placeholders = 0
 
-    def run(self, step: ScheduledStep) -> list[int]:
+    def update_pages(self, step: ScheduledStep) -> None:
         for update in step.page_updates:
             assert 0 not in update.pages
             self.page_table[update.row, update.first : update.first + len(update.pages)] = update.pages
+
+    def run(self, step: ScheduledStep) -> list[int]:
+        self.update_pages(step)
         order = sorted(range(step.num_requests), key=lambda at: hash((at, step.index)))
         sampled = [POISON] * step.num_requests
         for at in order:
@@ -137,7 +142,6 @@ class Engine:
         self.pages.device = self.device
         self.launched: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.requests: list[Request] = []
-        self.sat_out: Counter[Request] = Counter()
         """Steps in a row that a request could have decoded in, and did not."""
         self._decoding: set[Request] = set()
 
@@ -164,14 +168,13 @@ class Engine:
             assert self.scheduler.is_paused or oldest is None or waits_for_result
             assert self.scheduler.is_paused or not left
             return None
-        self.check_who_sits_out(step, left)
+        self.check_that_all_decode(step, left)
         assert step.total_tokens <= self.config.max_batched_tokens
         assert step.num_requests <= self.config.max_running
         contexts = step.starts[: step.num_requests - len(step.prompt_tokens)].tolist()
-        if not self.scheduler.rows.num_waiting:  # who waits for a grammar falls behind the others
-            assert contexts == sorted(contexts, reverse=True), "the longest contexts come first"
+        assert contexts == sorted(contexts, reverse=True), "the longest contexts come first"
         has_advanced = oldest in step.requests or waits_for_result
-        assert has_advanced or self.sat_out[oldest], "the oldest request did not advance"
+        assert has_advanced, "the oldest request did not advance"
         self.launched.append((step, self.device.run(step)))
         self.scheduler.check_integrity()
         return step
@@ -180,23 +183,15 @@ class Engine:
         running = self.scheduler.running
         return [it for it in running if it in self._decoding and not self.waits_for_result(it)]
 
-    def check_who_sits_out(self, step: ScheduledStep, ready: list[Request]) -> None:
-        """Those that are ready decode in the step all together, or a burst of prompts is in their way."""
-        absent = [request for request in ready if request not in step.requests]
-        assert absent in ([], ready), "some decode and others sit out"
-        if absent:
-            assert len(step.prompt_tokens) == step.num_requests, "a decode in a prompt-only step"
-            assert step.total_tokens >= max(self.config.max_batched_tokens / 4, len(absent)), "in vain"
-        self.sat_out = Counter({request: self.sat_out[request] + 1 for request in absent})
-        assert max(self.sat_out.values(), default=0) <= self.config.prompt_burst, "too long a burst"
+    def check_that_all_decode(self, step: ScheduledStep, ready: list[Request]) -> None:
+        """Whoever is ready is in every step."""
+        assert all(request in step.requests for request in ready), "a decode sits out"
         self._decoding.difference_update(step.joined)
         self._decoding.update(request for at, request in enumerate(step.requests) if step.samples[at])
 
     def waits_for_result(self, request: Request) -> bool:
         if request.params is None:
             return request.num_unscheduled == 0
-        if request.grammar is not None and request.num_pending:
-            return True
         end = min(self.scheduler.max_len, request.num_prompt_tokens + (request.params.max_tokens or 10**9))
         return request.num_tokens + request.num_pending >= end
 
@@ -204,6 +199,21 @@ class Engine:
         done = self.scheduler.complete(*self.launched.popleft())
         self.scheduler.check_integrity()
         return done
+
+    def fail(self, how_far: str) -> tuple[Request, ...]:
+        """Launch a step that fails, when so much of it is done on the device; those that end with it."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return ()
+        if how_far == "told of pages":
+            self.device.update_pages(step)
+        elif how_far == "computed":
+            self.device.run(step)
+        while self.launched:
+            self.complete()
+        failed = self.scheduler.fail(step, "out of memory")
+        self.scheduler.check_integrity()
+        return failed
 
     def turn(self) -> None:
         """Launch if possible, and stay as far ahead of the device as allowed."""
@@ -732,7 +742,6 @@ def test_bad_requests_are_refused() -> None:
         ({"max_batched_tokens": 0}, "max_batched_tokens must be at least 1"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
         ({"lookahead": -1}, "lookahead must be at least 0"),
-        ({"prompt_burst": -1}, "prompt_burst must be at least 0"),
         ({"max_running": 20}, "is below max_running"),
         ({"chunked_prefill": False}, "without chunked prefill"),
     ],
@@ -751,9 +760,7 @@ def test_an_idle_scheduler_has_nothing_to_run() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_soak_of_everything_at_once(seed: int) -> None:
     random = np.random.default_rng(seed)
-    engine = Engine(
-        num_pages=24, max_running=6, max_batched_tokens=12, max_model_len=48, prompt_burst=(seed + 1) % 3
-    )
+    engine = Engine(num_pages=24, max_running=6, max_batched_tokens=12, max_model_len=48)
     dropped = 0
     for _ in range(1500):
         kind = random.integers(20)
@@ -830,7 +837,6 @@ class Serving(RuleBasedStateMachine):
             chunked_prefill=chunked,
             prefix_caching=data.draw(st.integers(0, 3), label="prefix_caching") > 0,
             lookahead=data.draw(st.integers(0, 2), label="lookahead"),
-            prompt_burst=data.draw(st.integers(0, 5), label="prompt_burst"),
         )
         self.exempt: set[Request] = set()
 
@@ -869,6 +875,12 @@ class Serving(RuleBasedStateMachine):
             assert scheduler.abort(request.request_id)
             assert request.output_ids == so_far
             self.exempt.add(request)
+
+    @precondition(lambda self: len(self.engine.launched) <= self.engine.config.lookahead)
+    @rule(how_far=st.sampled_from(FAILURES), turns=st.integers(0, 3))
+    def fail(self, how_far: str, turns: int) -> None:
+        self.exempt.update(self.engine.fail(how_far))
+        self.turn(turns)
 
     @rule(turns=st.integers(1, 3), arrival=ARRIVAL)
     def pause_and_continue(self, turns: int, arrival: Arrival) -> None:

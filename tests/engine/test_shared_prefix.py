@@ -49,7 +49,6 @@ def test_it_is_what_their_pages_have_in_common_in_every_step(seed: int, ahead: i
         num_pages=chance.choice([20, 60, 400]),
         page_size=chance.choice([1, 2, 4]),
         lookahead=ahead,
-        prompt_burst=chance.choice([0, 2]),
         shared_prefixes=True,
     )
     found = 0

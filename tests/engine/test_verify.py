@@ -21,8 +21,9 @@ from ostinato.engine.verifying.reference_model import rotation
 from ostinato.engine.verifying.row_graphs import check_row_graph
 from ostinato.engine.verifying.verification import EngineBusyError, verify
 from ostinato.graphs import ConfigError, GraphMode, GraphPool, VerifyError
-from ostinato.models.config import ModelConfig, RopeConfig
+from ostinato.models.config import ModelConfig
 from ostinato.models.layers import inverse_frequencies
+from ostinato.models.rope import RopeConfig
 
 from .conftest import TinyModel, prompts_of
 from .model_shapes import config_of
@@ -85,7 +86,7 @@ def test_right_graphs_pass(tmp_path: Path, name: str) -> None:
         assert outcome.passed
         names = set(outcome.by_graph())
         assert {f"{row.mode} {row.descriptor}" for row in llm.graph_report().graphs} <= names
-        kinds = () if name == "embeddings only" else ("plain", "filtered", "complete")
+        kinds = () if name == "embeddings only" else ("plain", "adjusted", "filtered")
         assert {f"sampling {kind} decode {n}x1" for kind in kinds for n in (1, 2, 4)} <= names
         assert max(check.error for check in outcome.checks) < 1e-4
         assert {check.kind for check in outcome.checks} == {"plain", "poison", "both"}
@@ -172,9 +173,10 @@ def state_of(llm: LLM) -> dict[str, torch.Tensor]:
     assert sampler is not None
     found = {f"kv {name}": tensor for name, tensor in runner.kv.named_tensors().items()}
     found |= {"rows": runner.rows.cells, "mirror": torch.from_numpy(runner.rows._mirror)}
-    found |= {"generated": sampler.generated, "in_prompt": sampler._in_prompt, "masks": sampler._masks}
+    found |= {"generated": sampler.generated, "in_prompt": sampler._in_prompt, "masks": sampler._masks.tensor}
     found |= {"counts": runner.returned.lines.counts, "ring": runner.returned.lines.ring}
-    found |= {"kinds": torch.from_numpy(sampler._kinds)}
+    found |= {"kinds": torch.from_numpy(sampler._kinds.kinds)}
+    found |= {"wants logprobs": torch.from_numpy(sampler._kinds.wants_logprobs)}
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -342,10 +344,10 @@ def test_row_graphs_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_configs_are_what_they_are_called() -> None:
     shapes = {name: ModelConfig.from_dict(config) for name, config in CONFIGS.items()}
     assert shapes["llama3 rope, tied"].rope.kind == "llama3"
-    assert shapes["qwen3, tied"].qk_norm
+    assert shapes["qwen3, tied"].layers[0].qk_norm
     assert shapes["qwen3, tied"].tie_word_embeddings
-    assert shapes["qwen2 biases"].qkv_bias
-    assert shapes["all biases"].mlp_bias
-    assert shapes["all biases"].output_bias
+    assert shapes["qwen2 biases"].layers[0].qkv_bias
+    assert shapes["all biases"].layers[0].mlp_bias
+    assert shapes["all biases"].layers[0].output_bias
     assert shapes["mistral window"].layer_windows == (20, 20)
     assert not shapes["embeddings only"].has_lm_head

@@ -30,13 +30,13 @@ def device() -> torch.device:
 def share_of_the_memory() -> Iterator[None]:
     """Where files run side by side (`benchmarks/gpu_suite.py --jobs`), engines see their share of the memory:
     each takes nearly all that it sees."""
-    jobs = int(os.environ.get("OSTINATO_GPU_TEST_JOBS", "1"))
-    if jobs == 1 or not torch.cuda.is_available():
+    share = int(os.environ.get("OSTINATO_GPU_TEST_SHARE", "1"))
+    if share == 1 or not torch.cuda.is_available():
         yield
         return
 
     def mem_get_info(device: object = None) -> tuple[int, int]:
-        total = real()[1] // jobs
+        total = real()[1] // share
         return max(0, total - torch.cuda.memory_reserved()), total
 
     real, torch.cuda.mem_get_info = torch.cuda.mem_get_info, mem_get_info

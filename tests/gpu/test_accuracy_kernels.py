@@ -13,6 +13,7 @@ from kernels.paged_cases import Case, make_case
 from ostinato.kernels import rows
 from ostinato.kernels.attention import PAGE_SIZE, HeadPreparation, get_backend
 from ostinato.kernels.linear import few_tokens, products
+from ostinato.kernels.linear.weight import Weight
 
 RATIO = 1.5
 """Our error over that of plain torch, at most."""
@@ -115,7 +116,7 @@ def test_linear_layers_with_their_neighbours(device, model, num_tokens):
         about = (model, name, num_tokens)
 
         ours = few_tokens.project(
-            x, weight, bias, norm_weight=norm_weight, eps=EPS, gated=gated, residual=residual
+            x, Weight(weight), bias, norm_weight=norm_weight, eps=EPS, gated=gated, residual=residual
         )
         theirs = projected(x, weight, bias, norm_weight, gated, residual)
         wide = doubled(x, weight, bias, norm_weight)
@@ -126,7 +127,7 @@ def test_linear_layers_with_their_neighbours(device, model, num_tokens):
         product = products.gated_linear if gated else products.linear
         theirs = projected(x, weight, bias, None, gated, None)
         exact = projected(*wide[:3], None, gated, None)
-        assert_accurate(product(x, weight, bias), theirs, exact, (*about, "alone"))
+        assert_accurate(product(x, Weight(weight), bias), theirs, exact, (*about, "alone"))
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
@@ -135,11 +136,11 @@ def test_logits(device, size, num_tokens):
     random = Inputs(device, num_tokens)
     x, weight = random(num_tokens, size[1]), random(*size, spread=size[1] ** -0.5)
     exact, theirs = x.double() @ weight.double().t(), functional.linear(x, weight)
-    ours = products.float_linear(x, weight)
+    ours = products.float_linear(x, Weight(weight))
     assert ours.dtype == torch.float32
     assert_accurate(ours, theirs, exact, (size, num_tokens))
     into = torch.full_like(ours, float("nan"))
-    assert products.float_linear(x, weight, into) is into
+    assert products.float_linear(x, Weight(weight), into) is into
     assert torch.equal(into, ours)
 
 
@@ -267,7 +268,7 @@ def check_attention(
     normed: bool,
     from_heads: bool = True,
 ) -> None:
-    """`attend_rows`, and if `from_heads` also `write_kv` with `attend`, of one batch with padding."""
+    """`attend_qkv`, and if `from_heads` also `write_kv` with `attend`, of one batch with padding."""
     num_heads, num_kv_heads, head_dim = shape
     random = Inputs(device, len(requests) + head_dim)
     case = make_case(
@@ -296,8 +297,8 @@ def check_attention(
     backend = get_backend("auto", device)
     options = {"scale": case.scale, "sliding_window": window}
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
-    assert backend.attend_rows is not None
-    ours = backend.attend_rows(
+    assert backend.attend_qkv is not None
+    ours = backend.attend_qkv(
         projected_rows, heads, k_cache, v_cache, case.batch, num_heads=num_heads, **options
     )
     assert ours.isfinite().all(), "padded tokens"

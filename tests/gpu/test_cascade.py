@@ -26,13 +26,19 @@ def _only_cascades(monkeypatch):
         raise AssertionError("attention of each token by itself was asked for")
 
     monkeypatch.setattr(cuda_decode, "attend_tokens", refuse)
-    monkeypatch.setattr(triton_decode, "attend_tokens", refuse)
+    attend = triton_decode.attend_tokens
+
+    def attend_behind_prefix(*args: object) -> torch.Tensor:
+        assert isinstance(args[7], torch.Tensor), "attention of each token by itself was asked for"
+        return attend(*args)
+
+    monkeypatch.setattr(triton_decode, "attend_tokens", attend_behind_prefix)
 
 
 def check(device, pages, lengths, heads, *, norm=True, dtype=torch.bfloat16, parts=1):
     """So many shared pages, and these lengths behind them; padding behind the requests."""
     requests = [(16 * pages + length, 1) for length in lengths]
-    fused_checks.check_attend_rows(
+    fused_checks.check_attend_qkv(
         device, dtype, requests, heads, norm=norm, max_query_len=1, parts=parts, shared_pages=pages
     )
 

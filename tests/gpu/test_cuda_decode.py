@@ -7,7 +7,7 @@ import torch
 
 from kernels import fused_checks
 from kernels.paged_cases import Case, make_case
-from ostinato.kernels.attention import HeadPreparation, cuda_decode, decode_tiles, triton_decode, triton_paged
+from ostinato.kernels.attention import HeadPreparation, cuda_decode, decode_tiles, gpu_ops, triton_decode
 from ostinato.kernels.cuda import compiled
 
 # (query heads, KV heads, head size)
@@ -29,7 +29,7 @@ def only_cuda(device, monkeypatch):
 
 def check(device, lengths, heads, *, norm=True, dtype=torch.bfloat16, window=None):
     requests = [(length, 1) for length in lengths]
-    fused_checks.check_attend_rows(device, dtype, requests, heads, norm=norm, max_query_len=1, window=window)
+    fused_checks.check_attend_qkv(device, dtype, requests, heads, norm=norm, max_query_len=1, window=window)
 
 
 @pytest.mark.parametrize("group", range(1, 17))
@@ -101,7 +101,7 @@ class Layer:
 
     def attend(self) -> torch.Tensor:
         case = self.case
-        return triton_paged.attend_rows(
+        return gpu_ops.attend_qkv(
             self.rows, self.heads, case.k_cache, case.v_cache, case.batch, num_heads=16, scale=case.scale
         )
 

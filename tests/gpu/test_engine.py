@@ -41,20 +41,6 @@ def test_greedy_output_equals_transformers_in_every_mode(model, mode, device):
         assert served(llm) == MODES[mode]
 
 
-def test_compiled_rungs_say_the_same(model, device):
-    """Through torch.compile, whole models too: the small rungs of decode graphs."""
-    setup = replace(SETUP, mode="full-decode-only")
-    options = {**setup.options, "enable_torch_compile": True, "torch_compile_max_bs": 2}
-    prompts = prompts_of((9, 5))
-    with LLM(model.directory, device="cuda", dtype="float32", **options) as llm:
-        for chosen in (prompts[:1], prompts):
-            outputs = llm.generate(chosen, SamplingParams(temperature=0, max_tokens=6))
-            for prompt, output in zip(chosen, outputs, strict=True):
-                assert output.outputs[0].token_ids == model.greedy(tuple(prompt["prompt_token_ids"]), 6)
-        assert not llm.graph_report().failures
-        assert sum(graph.replays for graph in llm.engine.core.runner.graphs.graphs.values()) >= 8
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("mode", ["full", "full-and-piecewise"])
 def test_preemption_changes_nothing(model, mode, ahead, device):

@@ -1,15 +1,17 @@
-"""Top-k, top-p and min-p on the GPU: cuts without a sort, in graphs, and what is drawn behind them."""
+"""Top-k, top-p and min-p on the GPU: cuts without a sort, and what is drawn behind them."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.conftest import TinyModel, prompts_of
+from kernels.asking_checks import AskingCase
 from kernels.filter_checks import KINDS, Filtering, check_cuts, logits_of
 from kernels.test_sampling import assert_follows
 from ostinato import LLM, SamplingParams
-from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import filters, sampling
-from ostinato.kernels.sampling import SamplingSettings
+from ostinato.kernels.token_lines import LINE_HEAD
 
 VOCAB = 151_936
 
@@ -27,10 +29,10 @@ def test_cuts_of_any_vocabulary(device, vocab):
 
 def test_the_same_cuts_on_every_device_where_rounding_decides_nothing(device):
     case = Filtering.random(logits_of("ties", 64, 5001), seed=4)
-    by_count = (case.temperature, case.top_k, torch.ones_like(case.top_p), torch.zeros_like(case.min_p))
-    wanted = filters.find_cuts(case.logits, *by_count, sampling.GREEDY_BELOW)
-    on_gpu = (tensor.to(device) for tensor in by_count)
-    found = filters.find_cuts(case.logits.to(device), *on_gpu, sampling.GREEDY_BELOW)
+    case = replace(case, top_p=torch.ones_like(case.top_p), min_p=torch.zeros_like(case.min_p))
+    filters_of_case = (case.temperature, case.top_k, case.top_p, case.min_p)
+    wanted = filters.reference(case.logits, *filters_of_case, sampling.GREEDY_BELOW)
+    found = case.to(device).cuts()
     assert torch.equal(
         filters.is_kept(case.logits, *wanted), filters.is_kept(case.logits, *(cut.cpu() for cut in found))
     )
@@ -42,12 +44,6 @@ def test_a_cut_does_not_depend_on_the_rows_beside_it(device):
     for row in range(0, 200, 17):
         alone = Filtering(*(tensor[row : row + 1].clone() for tensor in vars(together).values()))
         assert alone.cuts() == (value[row], last[row])
-
-
-def repeated(case: Filtering, seeds: torch.Tensor) -> SamplingSettings:
-    """The settings of the case's only row for as many rows as there are seeds."""
-    asked = (case.temperature, case.top_k, case.top_p, case.min_p)
-    return SamplingSettings(*(tensor.expand(seeds.size(0)).contiguous() for tensor in asked), seeds)
 
 
 @pytest.mark.parametrize(
@@ -64,33 +60,14 @@ def test_draws_follow_the_filtered_distribution(device, top_k, top_p, min_p):
         torch.tensor([top_p], device=device),
         torch.tensor([min_p], device=device),
     )
-    positions = torch.arange(n, device=device)
-    settings = repeated(case, torch.full((n,), 77, device=device))
-    tokens = sampling.sample(row.expand(n, -1), positions.int(), settings, positions)
+    many = Filtering(*(tensor.expand(n, *tensor.shape[1:]) for tensor in vars(case).values()))
+    positions = torch.arange(n + 1, dtype=torch.int32, device=device)
+    asked = many.asked(lengths=positions, seeds=torch.full((n + 1,), 77, device=device))
+    amended = AskingCase(many.logits, positions[1:], positions[:-1], asked).sampled(by_kernels=True)
+    tokens = amended.line[LINE_HEAD:]
     left = filters.is_kept(row, *case.cuts())
     wanted = (row.double() / 1.3).masked_fill(~left, float("-inf")).softmax(-1)[0]
-    assert_follows(torch.bincount(tokens, minlength=vocab).cpu(), wanted.cpu())
-
-
-def test_one_graph_serves_any_filters(device):
-    """Captured without filters, replayed with all kinds of them; bit for bit as outside."""
-    n = 16
-    positions = torch.arange(n, device=device)
-    rows, seeds = positions.int(), positions * 1001
-
-    def drawn(logits, temperature, top_k, top_p, min_p, positions):
-        # It is tried out with other numbers of rows, too, and an index that is too large ends the process.
-        settings = SamplingSettings(temperature, top_k, top_p, min_p, seeds)
-        return sampling.sample(logits, rows[: logits.size(0)], settings, positions)
-
-    function = graphed(drawn, ladder=[n], options=CaptureOptions(strict=True))
-    ones = torch.ones(n, device=device)
-    function.capture(torch.zeros(n, VOCAB, device=device), ones, ones.int() * 0, ones, ones * 0, positions)
-    for seed, kind in enumerate(KINDS):
-        case = Filtering.random(logits_of(kind, n, VOCAB, seed), seed).to(device)
-        inputs = (case.logits, case.temperature, case.top_k, case.top_p, case.min_p, positions)
-        assert torch.equal(function(*inputs), drawn(*inputs))
-    assert not function.report().eager_steps
+    assert_follows(torch.bincount(tokens, minlength=vocab), wanted.cpu())
 
 
 def test_top_k_of_one_is_greedy_and_filters_leave_logprobs_alone(device, tmp_path):

@@ -7,7 +7,9 @@ from kernels import fused_checks
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import rows
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import Gpu, gpu_of
 from ostinato.kernels.linear import choice, products
+from ostinato.kernels.linear.rules import gemv_tile
 from ostinato.kernels.linear.tiles import (
     FUSED,
     IN_CUDA,
@@ -16,13 +18,13 @@ from ostinato.kernels.linear.tiles import (
     SkinnyTile,
     Tile,
     WideTile,
-    default_gemv_tile,
 )
+from ostinato.kernels.linear.weight import Weight
 
 # (query heads, KV heads, head size), as in Qwen3-0.6B, Llama-3.2-1B, Qwen2-0.5B, Phi-2, Phi-3-mini.
 QWEN3, LLAMA, QWEN2, PHI2, PHI3 = (16, 8, 128), (32, 8, 64), (14, 2, 64), (32, 32, 80), (32, 32, 96)
 DECODE = [(1, 1), (17, 1), (256, 1), (257, 1), (1000, 1), (2049, 1), (4096, 1)]
-H200 = choice.package_table("nvidia-h200.json")
+H200 = choice.package_table(Gpu((9, 0), 132))
 MIXED = [(1500, 1), (700, 200), (64, 64), (33, 1), (90, 0), (513, 2)]
 
 
@@ -53,7 +55,7 @@ def _of_kind(*kinds: type[Tile]) -> list[tuple[MatrixShape, Tile]]:
 def test_decode_from_projected_rows(device, num_requests, heads, norm, dtype, window):
     """Every range of batch sizes has a tile of its own."""
     requests = [DECODE[index % len(DECODE)] for index in range(num_requests)]
-    fused_checks.check_attend_rows(device, dtype, requests, heads, norm=norm, max_query_len=1, window=window)
+    fused_checks.check_attend_qkv(device, dtype, requests, heads, norm=norm, max_query_len=1, window=window)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_decode_from_projected_rows(device, num_requests, heads, norm, dtype, wi
     ids=str,
 )
 def test_mixed_batches_from_projected_rows(device, heads, norm, dtype, window):
-    fused_checks.check_attend_rows(device, dtype, MIXED, heads, norm=norm, max_query_len=256, window=window)
+    fused_checks.check_attend_qkv(device, dtype, MIXED, heads, norm=norm, max_query_len=256, window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -77,7 +79,7 @@ def test_mixed_batches_from_projected_rows(device, heads, norm, dtype, window):
 )
 @pytest.mark.parametrize("size", [(4096, 1024), (1024, 3072), (49, 576), (100, 4864), (130, 14336)], ids=str)
 def test_projections(device, dtype, flags, size):
-    tile = default_gemv_tile(MatrixShape(*size))
+    tile = gemv_tile(MatrixShape(*size), gpu_of(device))
     fused_checks.check_projection(device, dtype, (1, *size), tile, **flags)
 
 
@@ -103,9 +105,9 @@ def test_products_of_some_tokens(device, shape, tile):
 @pytest.mark.parametrize(
     ("size", "tile"),
     [
-        ((100, 1000, 3000), SkinnyTile(64, 128, 64, 8, 3, parts=2, early=128)),
+        ((100, 1000, 3000), SkinnyTile(64, 128, 64, 8, 3, parts=2)),
         ((27, 200, 1000), SkinnyTile(32, 64, 128, 4, 3, parts=4)),
-        ((19, 333, 1000), SkinnyTile(16, 64, 64, 4, 3, early=64, prefetch=True)),
+        ((19, 333, 1000), SkinnyTile(16, 64, 64, 4, 3)),
         ((300, 129, 520), SkinnyTile(128, 64, 64, 8, 3)),
     ],
     ids=str,
@@ -124,9 +126,9 @@ def test_logits_are_float32_whoever_makes_them(device, num_rows):
     )
     wanted = hidden.double() @ weight.double().T
     out = torch.full((num_rows, 5000), float("nan"), device=device)
-    assert products.float_linear(hidden, weight, out) is out
+    assert products.float_linear(hidden, Weight(weight), out) is out
     torch.testing.assert_close(out.double(), wanted, atol=1e-3, rtol=1e-4)
-    assert torch.equal(products.float_linear(hidden, weight), out)
+    assert torch.equal(products.float_linear(hidden, Weight(weight)), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

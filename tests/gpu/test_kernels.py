@@ -12,7 +12,6 @@ from ostinato.kernels import sampling
 from ostinato.kernels.attention import AttentionBatch, get_backend
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-DTYPES = list(TOLERANCE)
 
 # (context, query) lengths and the longest query the graph allows.
 BATCHES = {
@@ -82,15 +81,6 @@ def test_triton_serves_the_heads_and_types_of_real_models(device, name, shape, d
     assert_close(case, step(case, "triton"), dense_attention(case))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_triton_writes_what_the_reference_writes(device, dtype):
-    case = poisoned_case(device, "mixed", QWEN2, dtype)
-    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
-    get_backend("triton", device).write_kv(case.k, case.v, k_cache, v_cache, case.batch)
-    for cache, wanted in zip((k_cache, v_cache), written_caches(case), strict=True):
-        assert torch.equal(cache[1:], wanted[1:])
-
-
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_reference_is_right_on_a_gpu_too(device, name):
     case = poisoned_case(device, name, (4, 2, 64), torch.float32)
@@ -151,6 +141,7 @@ def test_attention_of_a_request_does_not_depend_on_its_company(device):
             case.batch,
             token_rows=case.batch.token_rows.masked_fill(others, 0),
             positions=case.batch.positions.masked_fill(others, 0),
+            query_lens=case.batch.query_lens.masked_fill(others, 0),
         )
         again = step(dataclasses.replace(case, batch=batch), "triton")
         assert torch.equal(again[token], out[token])

@@ -11,12 +11,11 @@ from engine.test_plain_sampling import (  # noqa: F401
     test_batch_invariant_steps_are_not_decode_steps,
     test_embeddings_beside_generation_write_no_line,
     test_every_mix_of_kinds_gives_each_its_own_tokens,
-    test_only_steps_with_somebody_who_asks_for_more_have_a_sampling_graph,
 )
 from kernels.small_kernel_checks import PlainCase, lines_of
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import sampling
-from ostinato.kernels.request_rows import LINE_HEAD
+from ostinato.kernels.token_lines import LINE_HEAD
 
 VOCAB = 151_936
 

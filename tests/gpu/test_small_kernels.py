@@ -23,7 +23,3 @@ def test_greedy(device: torch.device, dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_plain_sampling(device: torch.device, dtype: torch.dtype) -> None:
     small_kernel_checks.check_return_plain(device, dtype)
-
-
-def test_sample_rows(device: torch.device) -> None:
-    small_kernel_checks.check_sample_rows(device)

@@ -15,12 +15,13 @@ pytestmark = pytest.mark.skipif(
     reason="needs Hopper and NVRTC",
 )
 
-TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32)
+TOKENS = (1, 2, 7, 8, 9, 15, 16)
 CASES = [
     (MatrixShape(256, 512), StreamedTile(32, 1, 1, 128, 3, 8, 112)),
     (MatrixShape(64, 1024), StreamedTile(16, 1, 8, 64, 2, 2, 112)),
     (MatrixShape(192, 2048), StreamedTile(64, 8, 1, 128, 2, 4, 112)),
     (MatrixShape(128, 14336), StreamedTile(64, 8, 2, 128, 3, 6, 112)),
+    (MatrixShape(128, 9728), StreamedTile(64, 8, 1, 64, 5, 8, 96)),
     (MatrixShape(96, 4096), StreamedTile(48, 4, 2, 128, 2, 3, 112)),
     (MatrixShape(112, 1024, gated=True), StreamedTile(56, 1, 1, 128, 3, 8, 112)),
     (MatrixShape(64, 2048, gated=True), StreamedTile(32, 2, 1, 256, 2, 8, 112)),
@@ -42,8 +43,8 @@ def test_equal_tokens_give_equal_bits_wherever_they_are():
     torch.manual_seed(0)
     shape, tile = CASES[3]
     weight, norm_weight = random(shape.out_features, shape.in_features), random(shape.in_features)
-    x = random(1, shape.in_features).expand(32, -1).contiguous()
-    out = torch.empty(20, 32, shape.out_features, device="cuda", dtype=torch.bfloat16)
+    x = random(1, shape.in_features).expand(16, -1).contiguous()
+    out = torch.empty(20, 16, shape.out_features, device="cuda", dtype=torch.bfloat16)
     for result in out:
         launch_streamed(x, weight, None, norm_weight, 1e-5, None, result, tile)
     assert (out == out[0, 0]).all()

@@ -5,7 +5,7 @@ import torch
 
 from engine.conftest import TinyModel, prompts_of
 from engine.test_windows import OPTIONS, assert_greedy
-from kernels.fused_checks import check_attend_rows
+from kernels.fused_checks import check_attend_qkv
 from kernels.window_cases import beginnings_gone
 from ostinato import LLM, SamplingParams
 
@@ -36,6 +36,6 @@ def test_an_answer_longer_than_the_whole_cache(tmp_path, ahead, device):
 def test_kernels_read_windows_only(requests, longest, window, dtype, device):
     """Page 0, which stands for what was given back, is full of NaN."""
     with beginnings_gone(window):
-        check_attend_rows(
+        check_attend_qkv(
             "cuda", dtype, requests, (8, 2, 128), norm=True, max_query_len=longest, window=window
         )

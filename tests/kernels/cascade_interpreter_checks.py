@@ -8,7 +8,8 @@ import torch
 
 from kernels import fused_checks
 from kernels.paged_cases import make_case
-from ostinato.kernels.attention import decode_tiles, triton_paged
+from ostinato.kernels.attention import decode_tiles, gpu_ops, triton_decode
+from ostinato.kernels.gpu import H200
 
 CASES = (
     # shared pages, lengths of contexts, (query heads, KV heads, size of a head), norm
@@ -26,15 +27,15 @@ def check_contexts(cases: Any) -> None:
     for pages, lengths, heads, norm in cases:
         options = {"norm": norm, "max_query_len": 1, "shared_pages": pages}
         decode = [(length, 1) for length in lengths]
-        fused_checks.check_attend_rows("cpu", torch.float32, decode, heads, **options)
+        fused_checks.check_attend_qkv("cpu", torch.float32, decode, heads, **options)
 
 
 def check_more_blocks_of_queries() -> None:
     """More queries than a tile holds, and half precision."""
     decode = [(81 + number, 1) for number in range(9)]
     options = {"norm": True, "max_query_len": 1, "shared_pages": 5}
-    fused_checks.check_attend_rows("cpu", torch.float32, decode, (9, 1, 16), **options)
-    fused_checks.check_attend_rows("cpu", torch.float16, decode[:5], (4, 2, 16), **options)
+    fused_checks.check_attend_qkv("cpu", torch.float32, decode, (9, 1, 16), **options)
+    fused_checks.check_attend_qkv("cpu", torch.float16, decode[:5], (4, 2, 16), **options)
 
 
 def check_windows() -> None:
@@ -42,7 +43,7 @@ def check_windows() -> None:
     decode = [(length, 1) for length in (129, 150, 130)]
     options = {"norm": True, "max_query_len": 1, "shared_pages": 8}
     for window in (140, 155):
-        fused_checks.check_attend_rows("cpu", torch.float32, decode, (4, 2, 16), window=window, **options)
+        fused_checks.check_attend_qkv("cpu", torch.float32, decode, (4, 2, 16), window=window, **options)
 
 
 def check_the_op_is_declared_truthfully() -> None:
@@ -52,19 +53,19 @@ def check_the_op_is_declared_truthfully() -> None:
     rows, rotary, weight = torch.randn(1, 8 * 16), torch.randn(32, 16), torch.randn(16)
     tokens = (b.page_table, b.token_rows, b.positions, b.prefix_lens)
     torch.library.opcheck(
-        torch.ops.ostinato.attend_behind_prefix.default,
-        (rows, rotary, weight, weight, 1e-5, case.k_cache, case.v_cache, *tokens, 4, case.scale, 32),
+        torch.ops.ostinato.attend_tokens.default,
+        (rows, rotary, weight, weight, 1e-5, case.k_cache, case.v_cache, *tokens, 4, case.scale, 0, 32),
         test_utils=("test_schema", "test_faketensor"),
     )
 
 
 if __name__ == "__main__":
-    assert triton_paged.INTERPRETED
+    assert gpu_ops.INTERPRETED
     torch.set_num_threads(1)
     # A few splits show what many do.
     with (
         patch.object(decode_tiles, "_PROGRAMS_WANTED", 60),
-        patch.object(decode_tiles, "_MULTIPROCESSORS", 6),
+        patch.object(triton_decode, "gpu_of", lambda _: H200._replace(multiprocessors=6)),
     ):
         is_all = sys.argv[1] == "all"
         check_contexts(CASES if is_all else FEW)

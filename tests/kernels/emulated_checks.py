@@ -12,6 +12,7 @@ from kernels import fused_checks
 from kernels.cuda_emulator.emulated import Emulator
 from ostinato.kernels.attention import cuda_decode
 from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
+from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import (
     cuda_fragments,
     cuda_gemv,
@@ -164,7 +165,7 @@ def emulated_attention(emulator: Emulator, tile: CudaDecodeTile, multiprocessors
             cuda_kernel=emulator.kernel,
             is_supported=lambda device: True,
             cuda_decode_tile=lambda *batch: tile,
-            _num_sms=lambda device: multiprocessors,
+            gpu_of=lambda device: Gpu((9, 0), multiprocessors),
             _counters_of_caches={},
         ),
         _new_tensors_full_of_nan(),
@@ -187,7 +188,7 @@ def check_attention(
     """From QKV rows to attention and caches, with padded tokens and NaN wherever nothing may be read."""
     requests = [(length, 1) for length in lengths]
     with emulated_attention(emulator, tile, multiprocessors):
-        fused_checks.check_attend_rows(
+        fused_checks.check_attend_qkv(
             CPU, dtype, requests, heads, norm=norm, max_query_len=1, window=window, parts=parts
         )
         assert cuda_decode._counters_of_caches

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.asked_rows import nothing_asked
 from ostinato.kernels import filters
+from ostinato.kernels.asked import Asked
 from ostinato.kernels.sampling import GREEDY_BELOW
 
 MASS_TOLERANCE = 5e-6
@@ -24,12 +26,29 @@ class Filtering:
     top_p: Tensor
     min_p: Tensor
 
+    def asked(self, **fields: Tensor) -> Asked:
+        """These filters, those of the first line of logits in row 1; row 0 has none."""
+        named = ("temperature", "top_k", "top_p", "min_p")
+        of_rows = {name: torch.cat([vars(self)[name][:1] * 0, vars(self)[name]]) for name in named}
+        n, vocab = self.logits.shape
+        return nothing_asked(n + 1, vocab, self.logits.device, **of_rows, **fields)
+
     def cuts(self) -> tuple[Tensor, Tensor]:
         """By the kernels, in the interpreter also on a CPU."""
+        from ostinato.kernels import triton_adjusted
         from ostinato.kernels.filters import triton_cuts
 
-        settings = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return triton_cuts.find_cuts(self.logits, *settings, GREEDY_BELOW)
+        asked, places = self.asked(), torch.arange(len(self.logits), device=self.logits.device).int()
+        drawn, drawn_at, logits, surveyed = triton_adjusted.draw_adjusted(
+            self.logits, places + 1, places, asked, has_filters=True, greedy_below=GREEDY_BELOW
+        )
+        # The candidate is the last token in the order: it stays only where nothing is cut off.
+        drawn.fill_(float("-inf"))[:, 0] = 1.0
+        drawn_at[:, 0] = self.logits.sort(dim=-1, descending=True, stable=True).indices[:, -1]
+        filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+        best = (drawn, drawn_at)
+        value, last = triton_cuts.find_cuts(logits, places + 1, filters, surveyed, best, GREEDY_BELOW)
+        return torch.where(value == float("inf"), float("-inf"), value), last
 
     def to(self, device: torch.device | str) -> "Filtering":
         """The same on another device."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kernels.paged_cases import dense_attention, make_case, written_caches
 from ostinato.kernels import triton_rows
-from ostinato.kernels.attention import HeadPreparation, torch_reference, triton_paged
+from ostinato.kernels.attention import HeadPreparation, gpu_ops, torch_reference
 from ostinato.kernels.linear import few_tokens, triton_linear
 from ostinato.kernels.linear.tiles import SkinnyTile, Tile, WideTile
 
@@ -140,7 +140,7 @@ def _in_parts(rows: Tensor, count: int) -> Tensor:
     return torch.stack([*shares, rows.float() * 2.0 ** (1 - count)])
 
 
-def check_attend_rows(
+def check_attend_qkv(
     device: torch.device | str,
     dtype: torch.dtype,
     requests: list[tuple[int, int]],
@@ -178,7 +178,7 @@ def check_attend_rows(
     q, k, v = torch_reference.prepare_heads(rows, preparation, num_heads, num_kv_heads, case.batch.positions)
     case = dataclasses.replace(case, q=q, k=k, v=v)
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
-    out = triton_paged.attend_rows(
+    out = gpu_ops.attend_qkv(
         rows if parts == 1 else _in_parts(rows, parts),
         preparation,
         k_cache,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.kernels import request_rows, sampling, triton_request_rows, triton_sampling
-from ostinato.kernels.request_rows import LINE_HEAD, TokenLines
 from ostinato.kernels.sampling import PlainSettings
+from ostinato.kernels.token_lines import LINE_HEAD, TokenLines
 
 
 def check_begin_decode(device: torch.device | str) -> None:
@@ -174,25 +174,9 @@ def check_return_plain(device: torch.device | str, dtype: torch.dtype = torch.fl
         assert case.by_dispatch() == wanted
 
 
-def check_sample_rows(device: torch.device | str) -> None:
-    """With nothing cut, what filtered sampling draws is what plain sampling draws."""
-    case = PlainCase.random(24, 5001, 3, torch.float32).to(device)
-    asked = case.settings
-    nothing = torch.full((24,), float("-inf"), device=device), torch.full_like(case.rows, 5001)
-    found = triton_sampling.sample_rows(
-        case.logits, case.rows, asked.temperature, asked.seeds, asked.lengths, sampling.GREEDY_BELOW, *nothing
-    )
-    is_plain = asked.is_plain[case.rows.long()] != 0
-    wanted = torch.tensor(case.wanted(), device=device)
-    assert torch.equal(found[is_plain], wanted[is_plain])
-    assert is_plain.any()
-    assert not is_plain.all()
-
-
 def check_all(device: torch.device | str) -> None:
     """Everything here."""
     check_begin_decode(device)
     check_return_tokens(device)
     check_greedy(device, torch.float32, 9000)
     check_return_plain(device)
-    check_sample_rows(device)

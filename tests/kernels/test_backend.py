@@ -22,17 +22,17 @@ def test_an_unknown_name_is_refused_with_the_names_there_are():
 
 
 def test_triton_on_a_cpu_is_refused_with_what_to_do(monkeypatch):
-    triton_paged = pytest.importorskip("ostinato.kernels.attention.triton_paged", exc_type=ImportError)
-    monkeypatch.setattr(triton_paged, "INTERPRETED", False)
+    gpu_ops = pytest.importorskip("ostinato.kernels.attention.gpu_ops", exc_type=ImportError)
+    monkeypatch.setattr(gpu_ops, "INTERPRETED", False)
     with pytest.raises(BackendError, match="needs a CUDA device, not cpu: use torch"):
         get_backend("triton", "cpu")
 
 
 def test_without_the_triton_package_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for module in ("attention.triton_paged", "dependent_launch"):
+    for module in ("attention.gpu_ops", "dependent_launch"):
         monkeypatch.delitem(sys.modules, f"ostinato.kernels.{module}", raising=False)
-    monkeypatch.delattr("ostinato.kernels.attention.triton_paged", raising=False)
+    monkeypatch.delattr("ostinato.kernels.attention.gpu_ops", raising=False)
     with pytest.raises(BackendError, match="pip install triton"):
         get_backend("triton", "cuda")
 
@@ -42,6 +42,6 @@ def test_the_reference_does_not_load_triton():
         "import sys, torch; before = 'triton' in sys.modules; "
         "from ostinato.kernels.attention import get_backend; import ostinato.kernels.sampling; "
         "get_backend('auto', 'cpu'); assert before or 'triton' not in sys.modules; "
-        "assert 'ostinato.kernels.attention.triton_paged' not in sys.modules"
+        "assert 'ostinato.kernels.attention.gpu_ops' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kernels.interpreted import assert_passes
 from kernels.paged_cases import dense_attention, make_case
 from ostinato.kernels.attention import PAGE_SIZE, decode_tiles, get_backend
+from ostinato.kernels.gpu import H200
 
 TORCH = get_backend("torch", "cpu")
 NAN = float("nan")
@@ -66,49 +67,15 @@ def test_half_precision_caches():
 def test_splits_fill_the_chip_and_never_outnumber_the_blocks_of_the_longest_prefix():
     for num_tokens in (2, 8, 32, 64, 128, 256):
         for heads, kv_heads in ((16, 8), (32, 8), (14, 2), (32, 32)):
-            tile = decode_tiles.prefix_tile(torch.bfloat16, num_tokens, heads // kv_heads)
-            splits = decode_tiles.prefix_splits_of(tile, num_tokens, heads, kv_heads, 8192)
+            tile = decode_tiles.prefix_tile(torch.bfloat16, num_tokens, heads // kv_heads, 128, H200)
+            splits = decode_tiles.prefix_splits_of(tile, num_tokens, heads, kv_heads, 8192, H200)
             blocks = -(-num_tokens * (heads // kv_heads) // tile.query_block)
             assert splits == 32 or splits * blocks * kv_heads > 132 // 2
             assert splits * blocks * kv_heads <= max(264, blocks * kv_heads)
-            short = decode_tiles.prefix_splits_of(tile, num_tokens, heads, kv_heads, 256)
+            short = decode_tiles.prefix_splits_of(tile, num_tokens, heads, kv_heads, 256, H200)
             assert short <= 256 // (tile.key_block * tile.least_blocks)
 
 
 @pytest.mark.parametrize("cases", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_the_kernels_are_right_in_the_interpreter(cases):
     assert_passes("kernels.cascade_interpreter_checks", cases, 110)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "num_tokens", "head_dim"),
-    [(torch.bfloat16, 32, 128), (torch.bfloat16, 4, 64), (torch.float32, 8, 80)],
-    ids=str,
-)
-def test_the_kernels_compile_for_hopper(dtype, num_tokens, head_dim):
-    triton = pytest.importorskip("triton")
-    if triton.knobs.runtime.interpret:
-        pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
-    from kernels.test_triton_kernels import HEADS, INDEX_TYPES, compiles, pointers
-    from ostinato.kernels.attention import triton_cascade, triton_decode
-
-    group = HEADS["num_heads"] // HEADS["num_kv_heads"]
-    tile = decode_tiles.decode_tile(dtype, num_tokens)
-    over_prefix = decode_tiles.prefix_tile(dtype, num_tokens, group)
-    shape = {**HEADS, "head_dim": head_dim, "dim_block": triton.next_power_of_2(head_dim)}
-    operands = pointers(dtype, "rows", "q", "q_norm", "k_norm", "k_cache", "v_cache", "out", "q_out")
-    parts = {"partial": "*fp32", "partial_lse": "*fp32", "scale": "fp32", "eps": "fp32", "rotary": "*fp32"}
-    types = {**operands, **parts, **INDEX_TYPES, "prefix_lens": "*i32"}
-
-    def only(kernel, values):
-        return {name: value for name, value in values.items() if name in kernel.arg_names}
-
-    kernel = triton_decode._decode
-    flags = {"window": 0, "fused": True, "has_norm": True, "has_prefix": True, "is_split": True}
-    assert compiles(kernel, only(kernel, types), {**shape, **flags, "group_block": 16}, tile)
-    kernel = triton_cascade._attend_prefix
-    assert compiles(kernel, only(kernel, types), dict(shape), over_prefix)
-    kernel = triton_cascade._merge
-    blocks = {"key_block": tile.key_block, "least_blocks": tile.least_blocks, "part_block": 16}
-    blocks |= {"prefix_key_block": over_prefix.key_block, "prefix_least_blocks": over_prefix.least_blocks}
-    assert compiles(kernel, only(kernel, types), {**only(kernel, shape), **blocks}, num_warps=4)

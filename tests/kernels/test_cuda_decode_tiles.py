@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from ostinato.kernels.attention import cuda_decode
 from ostinato.kernels.attention.cuda_decode import decode_kernel
 from ostinato.kernels.attention.decode_tiles import (
     CUDA_MAX_TOKENS,
@@ -15,6 +16,7 @@ from ostinato.kernels.attention.decode_tiles import (
     decode_class,
 )
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import Gpu
 
 HOPPER = (9, 0)
 MOST_SHARED_BYTES = 227 << 10
@@ -24,9 +26,11 @@ GROUPS = (1, 2, 3, 4, 7, 8, 9, 16)
 HEAD_DIMS = (64, 80, 128)
 
 
-def kernel_of(num_tokens: int, num_kv_heads: int, group: int, head_dim: int = 128):
+def kernel_of(
+    num_tokens: int, num_kv_heads: int, group: int, head_dim: int = 128, multiprocessors: int = 132
+):
     """The kernel, its tile and its shared memory."""
-    tile = cuda_decode_tile(num_tokens, num_kv_heads, group)
+    tile = cuda_decode_tile(num_tokens, num_kv_heads, group, Gpu((9, 0), multiprocessors))
     kernel, shared_bytes = decode_kernel(
         tile,
         num_tokens,
@@ -44,18 +48,22 @@ def test_programs_fit_a_multiprocessor(num_kv_heads):
     for num_tokens in (1, 2, 4, 8, 16, 17, 32, 33, 64, 128, 256, 257, 1024):
         for group in GROUPS:
             for head_dim in HEAD_DIMS:
-                _, tile, shared_bytes = kernel_of(num_tokens, num_kv_heads, group, head_dim)
-                assert shared_bytes <= MOST_SHARED_BYTES
-                assert tile.max_chunks >= 1
+                for multiprocessors in (78, 132, 148):
+                    size = (num_tokens, num_kv_heads, group, head_dim, multiprocessors)
+                    _, tile, shared_bytes = kernel_of(*size)
+                    assert shared_bytes <= MOST_SHARED_BYTES
+                    assert tile.max_chunks >= 1
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
 @pytest.mark.parametrize("group", GROUPS)
-def test_batches_of_a_class_run_the_same_kernel(num_kv_heads, group):
+@pytest.mark.parametrize("multiprocessors", [78, 132])
+def test_batches_of_a_class_run_the_same_kernel(num_kv_heads, group, multiprocessors):
     kernels: dict[object, set[object]] = {}
     for num_tokens in range(1, CUDA_MAX_TOKENS[-1] + 1):
-        same = kernels.setdefault(decode_class(num_tokens, num_kv_heads, torch.bfloat16), set())
-        same.add(kernel_of(num_tokens, num_kv_heads, group)[0])
+        found = decode_class(num_tokens, num_kv_heads, torch.bfloat16, Gpu((9, 0), multiprocessors))
+        kernel, *_ = kernel_of(num_tokens, num_kv_heads, group, multiprocessors=multiprocessors)
+        kernels.setdefault(found, set()).add(kernel)
     assert all(len(same) == 1 for same in kernels.values())
     assert len(kernels) <= 9
 
@@ -100,3 +108,16 @@ def test_the_launch_knows_how_much_shared_memory_the_source_takes(nvrtc):
     kernel, _, shared_bytes = kernel_of(1, 8, 2)
     with pytest.raises(compiled.CudaError, match="the launch knows of less"):
         report({**kernel._constants, "SHARED_BYTES": shared_bytes - 16})
+
+
+def test_counters_end_with_their_cache(monkeypatch):
+    """They were kept for every address at which a cache had ever been."""
+    monkeypatch.setattr(cuda_decode, "_counters_of_caches", {})
+    caches = [torch.zeros(4, 16, 2, 64) for _ in range(5)]
+    first = [cuda_decode._counters(cache) for cache in caches]
+    assert all(cuda_decode._counters(cache) is known for cache, known in zip(caches, first, strict=True))
+    assert len({id(known) for known in first}) == 5
+    caches.clear()
+    other = torch.zeros(9, 16, 2, 64)
+    assert not cuda_decode._counters(other).any()
+    assert len(cuda_decode._counters_of_caches) == 1

@@ -36,7 +36,6 @@ def test_the_kernels_compile_for_hopper():
         pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
     from ostinato.kernels.filters.triton_narrow import narrow
     from ostinato.kernels.filters.triton_settle import settle
-    from ostinato.kernels.filters.triton_survey import survey
 
     floats = (
         "logits",
@@ -49,12 +48,13 @@ def test_the_kernels_compile_for_hopper():
         "block_lead",
     )
     types = pointers(torch.float32, *floats, "range_sums", "sums", "cut")
-    types |= dict.fromkeys(("top_k", "ranges", "counts", "segments", "hits", "found", "cut_at"), "*i32")
+    types |= pointers(torch.float32, "drawn", "before")
+    integers = ("rows", "top_k", "ranges", "counts", "segments", "hits", "found", "cut_at", "drawn_at")
+    types |= dict.fromkeys(integers, "*i32")
     constants = {"width": 151_936, "block": 4096, "group": 128, "greedy_below": 1e-5, "parts_block": 64}
     constants |= {"segment": 256, "capacity": 2048, "few": 256, "group_block": 2048, "last_pass": 3}
     constants["pivot_block"] = 2048
     for kernel, more in (
-        (survey, {}),
         (narrow, {"is_last": False}),
         (narrow, {"is_last": True}),
         (settle, {}),

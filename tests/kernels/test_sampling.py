@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels import filters, sampling
-from ostinato.kernels.request_rows import LINE_HEAD, TokenLines
 from ostinato.kernels.sampling import Penalties, SamplingSettings
+from ostinato.kernels.token_lines import LINE_HEAD, TokenLines
 
 VOCAB = 40
 

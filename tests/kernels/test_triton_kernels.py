@@ -29,10 +29,6 @@ def compiled(kernel, types, constants, **options):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
 
 
-INDEX_TYPES = {"page_table": "*i32", "token_rows": "*i32", "positions": "*i64"}
-HEADS = {"num_heads": 14, "num_kv_heads": 2, "page_size": 16}
-
-
 def pointers(dtype: torch.dtype, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, POINTERS[dtype])
 
@@ -53,69 +49,6 @@ def _not_interpreted():
         pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "num_tokens", "head_dim", "window"),
-    [(torch.bfloat16, 1, 128, 0), (torch.float32, 256, 80, 64)],
-    ids=str,
-)
-def test_decode_attention_compiles_for_hopper(dtype, num_tokens, head_dim, window):
-    from ostinato.kernels.attention import decode_tiles, triton_decode, triton_heads
-
-    tile = decode_tiles.decode_tile(dtype, num_tokens)
-    is_split = decode_tiles.num_splits_of(num_tokens, 2) > 1
-    dim_block = triton.next_power_of_2(head_dim)
-    inputs = pointers(dtype, "rows", "q_norm", "k_norm", "k_cache", "v_cache", "out", "q_out")
-    types = {
-        **inputs,
-        **INDEX_TYPES,
-        "prefix_lens": "*i32",
-        "rotary": "*fp32",
-        "scale": "fp32",
-        "eps": "fp32",
-    }
-    types |= dict.fromkeys(("partial", "partial_lse"), "*fp32" if is_split else POINTERS[dtype])
-    shape = {**HEADS, "head_dim": head_dim, "dim_block": dim_block}
-    flags = {"window": window, "fused": True, "is_split": is_split, "has_norm": head_dim == 128}
-    prefix = {"has_prefix": False}
-
-    def only(kernel, **values):
-        return {name: value for name, value in values.items() if name in kernel.arg_names}
-
-    kernel = triton_decode._decode
-    assert compiles(kernel, only(kernel, **types), {**shape, **flags, **prefix, "group_block": 16}, tile)
-    if is_split:
-        kernel = triton_decode._combine
-        constants = only(kernel, **shape, **flags, split_block=32)
-        constants |= {"key_block": tile.key_block, "least_blocks": tile.least_blocks}
-        assert compiles(kernel, only(kernel, **types), constants)
-    kernel = triton_heads._prepare_heads
-    constants = {**shape, "has_norm": flags["has_norm"], "token_block": 4, "head_block": 8}
-    assert compiles(kernel, only(kernel, **types), constants)
-
-
-def test_prompt_attention_compiles_for_hopper():
-    from ostinato.kernels.attention import triton_prefill, triton_write
-
-    dtype, rows, window = torch.bfloat16, 64, 0
-    shape = {**HEADS, "head_dim": 64}
-    assert compiles(
-        triton_prefill._prefill,
-        pointers(dtype, "q", "k_cache", "v_cache", "out")
-        | dict.fromkeys(triton_prefill.INDEX_BUFFERS, "*i32")
-        | {"scale": "fp32"},
-        shape
-        | {"window": window, "query_block": rows // 8, "group_block": 8, "key_block": rows}
-        | {"dim_block": 64, "request_block": 256},
-        num_warps=4,
-        num_stages=2,
-    )
-    assert compiles(
-        triton_write._write_kv,
-        pointers(dtype, "k", "v", "k_cache", "v_cache") | INDEX_TYPES,
-        {"num_kv_heads": 2, "head_dim": 64, "page_size": 16, "block": 128},
-    )
-
-
 def test_linear_layers_compile_for_hopper():
     from ostinato.kernels.linear.tiles import GemvTile, SkinnyTile
     from ostinato.kernels.linear.triton_gemv import _gemv
@@ -126,11 +59,11 @@ def test_linear_layers_compile_for_hopper():
     operands = pointers(torch.bfloat16, "x", "weight", "bias", "out")
     norms = {**pointers(torch.bfloat16, "norm_weight", "residual"), "eps": "fp32"}
     assert compiles(_gemv, operands | norms, {**sizes, **flags}, GemvTile(4, 1024, 4))
-    for tile in (SkinnyTile(64, 16, 128, 4, 4, prefetch=True), SkinnyTile(16, 64, 64, 4, 3, early=128)):
+    for tile in (SkinnyTile(64, 16, 128, 4, 4), SkinnyTile(16, 64, 64, 4, 3)):
         assert compiles(_skinny, operands, dict(sizes), tile)
     in_parts = {**operands, "out": "*fp32"}
     plain = {**sizes, "gated": False, "has_bias": True}
-    assert compiles(_skinny, in_parts, plain, SkinnyTile(32, 64, 128, 4, 3, parts=2, early=128))
+    assert compiles(_skinny, in_parts, plain, SkinnyTile(32, 64, 128, 4, 3, parts=2))
 
 
 def test_row_kernels_compile_for_hopper():
@@ -147,7 +80,7 @@ def test_row_kernels_compile_for_hopper():
 
 
 def test_plain_sampling_compiles_for_hopper():
-    from ostinato.kernels import triton_best, triton_request_rows, triton_sampling
+    from ostinato.kernels import triton_request_rows, triton_sampling
 
     rows = {"rows": "*i32", "is_taken": "*i32", "temperature": "*fp32", "seeds": "*i64", "lengths": "*i32"}
     found = {"best": "*fp32", "best_at": "*i32"}
@@ -158,8 +91,7 @@ def test_plain_sampling_compiles_for_hopper():
         flags, cap = {**constants, "has_cuts": has_cuts}, triton_sampling._REGISTERS
         assert compiles(kernel, operands, flags, num_warps=4, maxnreg=cap)
     candidates = {"values": "*fp32", "tokens": "*i32"}
-    assert compiles(triton_best._join_best, {**candidates, "out": "*i64"}, {"block": 64})
     lines = dict.fromkeys(("last_tokens", "ring", "counts", "began"), "*i64")
     for block, tokens in ((64, candidates), (1, dict.fromkeys(candidates, "*i64"))):
-        kernel, sizes = triton_request_rows._return_tokens, {"head": 3, "rows_block": 16, "block": block}
+        kernel, sizes = triton_request_rows._return_tokens, {"head": 4, "rows_block": 16, "block": block}
         assert compiles(kernel, {"rows": "*i32", **tokens, **lines}, {**sizes, "timed": True})

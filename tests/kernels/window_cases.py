@@ -27,7 +27,7 @@ def without_beginnings(case: Case, window: int) -> Case:
 
 @contextmanager
 def beginnings_gone(window: int) -> Iterator[None]:
-    """Inside, `fused_checks.check_attend_rows` works on such cases; what it wants is as it would be."""
+    """Inside, `fused_checks.check_attend_qkv` works on such cases; what it wants is as it would be."""
     whole: list[Case] = []
 
     def made(*args: Any, **options: Any) -> Case:

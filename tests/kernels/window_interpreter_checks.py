@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from kernels.fused_checks import check_attend_rows
+from kernels.fused_checks import check_attend_qkv
 from kernels.window_cases import beginnings_gone
 
 ALL = sys.argv[1:] == ["all"]
@@ -19,7 +19,7 @@ if __name__ == "__main__":
         for requests, longest in ((DECODE, 1), (MIXED, 24)):
             heads = (4, 2, 16) if ALL else (1, 1, 16)
             with beginnings_gone(window):
-                check_attend_rows(
+                check_attend_qkv(
                     "cpu", torch.float32, requests, heads, norm=True, max_query_len=longest, window=window
                 )
             print(f"window {window}, queries of up to {longest}", flush=True)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.models.transformer import Attend, Transformer
+from ostinato.models.mixing import Attend
+from ostinato.models.transformer import Transformer
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from ostinato.models.config import ModelConfig, RopeConfig
+from ostinato.models.config import ModelConfig
 from ostinato.models.errors import ModelError, UnsupportedModelError
+from ostinato.models.layer_kind import LayerKind
+from ostinato.models.rope import RopeConfig
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,12 +58,12 @@ def test_rope_is_read_in_the_old_and_the_new_style(fields: dict[str, Any], rope:
 
 def test_families_differ_in_what_they_imply() -> None:
     llama = config(attention_bias=True, mlp_bias=True, torch_dtype="bfloat16")
-    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
+    assert llama.layers == (LayerKind(qkv_bias=True, output_bias=True, mlp_bias=True),) * 4
     assert (llama.head_dim, llama.dtype) == (16, "bfloat16")
     qwen2 = config(architectures=["Qwen2ForCausalLM"], sliding_window=8, use_sliding_window=False)
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.layer_windows) == (True, False, (None,) * 4)
+    assert qwen2.layers == (LayerKind(qkv_bias=True),) * 4
     qwen3 = config(architectures=["Qwen3ForCausalLM"])
-    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
+    assert (qwen3.head_dim, qwen3.layers) == (128, (LayerKind(qk_norm=True),) * 4)
     mistral = config(architectures=["MistralForCausalLM"], sliding_window=8, head_dim=None)
     assert (mistral.layer_windows, mistral.head_dim) == ((8,) * 4, 16)
 

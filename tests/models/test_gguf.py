@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ostinato.models import gguf as conversion
-from ostinato.models.config import RopeConfig
 from ostinato.models.errors import ModelError, UnsupportedModelError, WeightsError
 from ostinato.models.gguf import convert_gguf
 from ostinato.models.layers import inverse_frequencies
+from ostinato.models.rope import RopeConfig
 from ostinato.models.weights import checkpoint_tensors, load_model
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer

@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 
 from ostinato.kernels.linear import choice
 from ostinato.models.config import ModelConfig
-from ostinato.models.transformer import StepAttention, Transformer
+from ostinato.models.mixing import StepAttention
+from ostinato.models.transformer import Transformer
 
 from .simulated_pool import MIB, Pool, PooledAllocations
 

@@ -8,7 +8,9 @@ import torch
 
 from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.linear import scaled_rows
-from ostinato.models.transformer import StepAttention
+from ostinato.models.forms.few import Few
+from ostinato.models.forms.scaled import Scaled
+from ostinato.models.mixing import StepAttention
 from ostinato.models.weights import checkpoint_tensors, load_model
 
 from .small_models import FAMILIES, all_logits, dense_attend, saved_model
@@ -39,8 +41,8 @@ def test_every_form_of_a_step_gives_these_logits(
     """A CPU takes neither by itself."""
     reference = saved_model(family, tmp_path)
     model = load_model(tmp_path, dtype=torch.float32)
-    assert model.form(8) == "general"
-    monkeypatch.setattr(model, "form", lambda num_tokens: form)
+    assert model.form(8).name == "general"
+    monkeypatch.setattr(model, "form", lambda num_tokens, deltas: {"few": Few(), "scaled": Scaled()}[form])
     monkeypatch.setattr(scaled_rows, "SQUARES_TOGETHER", 16)  # these models are narrow
     assert_same_logits(model, reference)
 

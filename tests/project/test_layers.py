@@ -36,11 +36,9 @@ def imported_names(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level + 1] if node.level else []
             module = [*base, *(node.module.split(".") if node.module else [])]
-            names |= (
-                {".".join([*module, alias.name]) for alias in node.names}
-                if node.level
-                else {".".join(module)}
-            )
+            names |= {".".join([*module, alias.name]) for alias in node.names}
+            if not node.level:
+                names.add(".".join(module))
     return names
 
 
@@ -57,7 +55,7 @@ def test_imports_respect_the_layers(path: Path) -> None:
         return
     for name in imported_names(path):
         parts = name.split(".")
-        if parts[0] == "ostinato" and len(parts) > 1:
+        if parts[0] == "ostinato" and len(parts) > 1 and parts[1] != "__version__":
             assert parts[1] in MAY_IMPORT[layer(path)], f"{path.name} imports {name} against the layers"
 
 
@@ -68,6 +66,87 @@ def test_the_runtime_needs_torch_and_nothing_of_ours(path: Path) -> None:
     for name in imported_names(path):
         top = name.split(".")[0]
         assert top in {"ostinato", *OUTSIDE_PACKAGES_OF_GRAPHS} | set(sys.stdlib_module_names), name
+
+
+def module_name(path: Path) -> str:
+    parts = ["ostinato", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Every module with those it imports, at any depth of its code; entry points at the top apart."""
+    files = {module_name(path): path for path in modules() if path.parent != PACKAGE}
+
+    def home(name: str) -> str:
+        # What is imported may be a name inside a module.
+        return name if name in files else name.rpartition(".")[0]
+
+    return {
+        module: {home(name) for name in imported_names(path) if home(name) in files} - {module}
+        for module, path in files.items()
+    }
+
+
+def folder_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The same for folders; one inside another is a part of it."""
+    found: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        here = module.rpartition(".")[0]
+        there = {name.rpartition(".")[0] for name in imported}
+        apart = {name for name in there if not f"{name}.".startswith(f"{here}.")}
+        found.setdefault(here, set()).update(name for name in apart if not f"{here}.".startswith(f"{name}."))
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Every shortest way from a node back to itself."""
+    found = []
+    for start in graph:
+        ways = {start: [start]}
+        rest = [start]
+        while rest:
+            at = rest.pop(0)
+            for following in sorted(graph.get(at, ())):
+                if following == start:
+                    found.append([*ways[at], start])
+                    rest.clear()
+                    break
+                if following not in ways:
+                    ways[following] = [*ways[at], following]
+                    rest.append(following)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks"])
+def test_what_is_imported_from_the_package_exists(folder: str) -> None:
+    existing = {module_name(path) for path in modules()} | {"ostinato"}
+    root = PACKAGE.parents[1] / folder
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
+                is_ours = node.module.split(".")[0] == "ostinato"
+                assert not is_ours or node.module in existing, f"{path}: there is no {node.module}"
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    assert not circles(module_graph())
+
+
+def test_no_folder_imports_itself_in_a_circle() -> None:
+    assert not circles(folder_graph(module_graph()))
+
+
+def test_a_circle_is_seen() -> None:
+    graph = {
+        "x.a.one": {"x.b.two"},
+        "x.b.two": {"x.b.three"},
+        "x.b.three": {"x.a.four"},
+        "x.a.four": set[str](),
+    }
+    assert not circles(graph)
+    assert ["x.a", "x.b", "x.a"] in circles(folder_graph(graph))
+    graph["x.a.four"] = {"x.a.one"}
+    assert ["x.a.one", "x.b.two", "x.b.three", "x.a.four", "x.a.one"] in circles(graph)
 
 
 def test_a_wrong_arrow_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

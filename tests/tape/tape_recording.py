@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ostinato.graphs.backends import Recording
 from ostinato.graphs.backends.tape import TapeBackend, TapeMemory
-from ostinato.graphs.capturing.options import CaptureOptions
+from ostinato.graphs.options import CaptureOptions
 
 
 class Recorded:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.graphs.backends.tape import TapeBackend
 from ostinato.graphs.backends.tape.arena import ALIGNMENT, TapeMemory, place
-from ostinato.graphs.capturing.options import CaptureOptions
+from ostinato.graphs.options import CaptureOptions
 
 
 class Interval(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from tape_recording import record
 
 from ostinato.graphs.backends.tape import TapeBackend
-from ostinato.graphs.capturing.options import CaptureOptions
 from ostinato.graphs.errors import CaptureError
+from ostinato.graphs.options import CaptureOptions
 
 X = torch.arange(6.0).view(2, 3)
 FLAG = torch.tensor(True)

@@ -23,8 +23,8 @@ assert not any(name.startswith("torch._dynamo") for name in sys.modules)
 COMPILER_IMPORTED_LATER = """
 import sys
 import torch
-from ostinato.graphs.capturing.cold_kernels import refuse_cold_kernels
-from ostinato.graphs.capturing.journal import WriteJournal
+from ostinato.graphs.backends.cold_kernels import refuse_cold_kernels
+from ostinato.graphs.journal import WriteJournal
 from ostinato.graphs.errors import ColdKernelError
 
 x = torch.ones(4)

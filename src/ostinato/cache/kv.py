@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ostinato.kernels.allocation import Allocate, allocated
+
 from .pages import PAGE_SIZE
 
 
@@ -56,16 +58,28 @@ class KVCache:
     attention weights of zero, which does not remove a NaN.
     """
 
-    def __init__(self, shape: KVShape, num_pages: int, device: torch.device | str) -> None:
-        """Allocate `num_pages` pages on `device`."""
+    def __init__(
+        self,
+        shape: KVShape,
+        num_pages: int,
+        device: torch.device | str,
+        allocate: Allocate | None = None,
+    ) -> None:
+        """Allocate `num_pages` pages on `device`; `allocate` gives the memory, if not torch."""
         if num_pages < 2:
             raise KVCacheError(f"a KV cache needs at least 2 pages (page 0 is reserved), not {num_pages}")
         self.shape = shape
         self.num_pages = num_pages
         size = (num_pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
-        self.k = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+
+        def zeros(name: str) -> torch.Tensor:
+            if allocate is None:  # on a CPU, memory that is touched only as it is used
+                return torch.zeros(size, dtype=shape.dtype, device=device)
+            return allocated(allocate, size, shape.dtype, torch.device(device), name).zero_()
+
+        self.k = [zeros(f"kv.{layer}.k") for layer in range(shape.num_layers)]
         """Keys per layer."""
-        self.v = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+        self.v = [zeros(f"kv.{layer}.v") for layer in range(shape.num_layers)]
         """Values per layer."""
 
     @property

@@ -6,12 +6,9 @@ They decide that and nothing else: how many requests run and how prompts are cut
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ostinato.graphs import ConfigError, GraphMode, Ladder
-
-if TYPE_CHECKING:
-    from .config import EngineConfig
 
 logger = logging.getLogger("ostinato.engine")
 
@@ -20,7 +17,39 @@ _THEIRS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 _LADDERS = {"sglang": Ladder.sglang, "vllm": Ladder.vllm, "dense": Ladder.dense}
 
 
-def check_capture_sizes(config: EngineConfig) -> None:
+class AskedSizes(Protocol):
+    """What an `EngineConfig` says about sizes."""
+
+    @property
+    def cuda_graph_bs(self) -> tuple[int, ...] | None:
+        """Decode batches."""
+
+    @property
+    def cuda_graph_max_bs(self) -> int | None:
+        """The largest of them."""
+
+    @property
+    def cuda_graph_prefill_tokens(self) -> tuple[int, ...] | None:
+        """Mixed steps."""
+
+    @property
+    def cuda_graph_ladder(self) -> str:
+        """Which default list."""
+
+    @property
+    def cudagraph_capture_sizes(self) -> tuple[int, ...] | None:
+        """vLLM's list."""
+
+    @property
+    def max_cudagraph_capture_size(self) -> int | None:
+        """vLLM's limit."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """One size for all."""
+
+
+def check_capture_sizes(config: AskedSizes) -> None:
     """Refuse options that contradict each other."""
     ours, theirs = _given(config, _OURS), _given(config, _THEIRS)
     ladder = config.cuda_graph_ladder
@@ -49,7 +78,7 @@ def check_capture_sizes(config: EngineConfig) -> None:
 
 
 def capture_ladders(
-    config: EngineConfig, mode: GraphMode, running: int, tokens: int, *, on_gpu: bool
+    config: AskedSizes, mode: GraphMode, running: int, tokens: int, *, on_gpu: bool
 ) -> tuple[Ladder, Ladder]:
     """The captured decode batches, in requests, and the captured mixed ones, in tokens.
 
@@ -72,7 +101,7 @@ def capture_ladders(
     return decode, mixed
 
 
-def _decode_ladder(config: EngineConfig, mode: GraphMode, running: int, on_gpu: bool) -> Ladder:
+def _decode_ladder(config: AskedSizes, mode: GraphMode, running: int, on_gpu: bool) -> Ladder:
     if config.cuda_graph_bs is not None:
         ladder = Ladder(config.cuda_graph_bs)
         if ladder.limit > running:
@@ -85,7 +114,7 @@ def _decode_ladder(config: EngineConfig, mode: GraphMode, running: int, on_gpu: 
             asked = list(config.cudagraph_capture_sizes)
             raise ConfigError(f"no size of {asked} is a decode batch: at most {running} requests run")
         return Ladder(sizes)
-    wanted = config.cuda_graph_max_bs or config.max_cudagraph_capture_size or 256
+    wanted = config.cuda_graph_max_bs or config.max_cudagraph_capture_size or running
     if config.cuda_graph_max_bs is not None and wanted > running and mode is not GraphMode.NONE:
         logger.warning(
             "cuda_graph_max_bs %d is cut: max_running_requests is %d, so no larger batch ever runs",
@@ -98,7 +127,7 @@ def _decode_ladder(config: EngineConfig, mode: GraphMode, running: int, on_gpu: 
     return Ladder.sglang(limit) if on_gpu else _doubling(1, limit)
 
 
-def _token_ladder(config: EngineConfig, tokens: int, on_gpu: bool) -> Ladder:
+def _token_ladder(config: AskedSizes, tokens: int, on_gpu: bool) -> Ladder:
     if config.cuda_graph_prefill_tokens is not None:
         return Ladder(config.cuda_graph_prefill_tokens)
     if config.cudagraph_capture_sizes is not None:
@@ -109,7 +138,7 @@ def _token_ladder(config: EngineConfig, tokens: int, on_gpu: bool) -> Ladder:
     return Ladder.prefill(limit) if on_gpu else _doubling(8, limit)
 
 
-def _given(config: EngineConfig, names: tuple[str, ...]) -> list[str]:
+def _given(config: AskedSizes, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(config, name) is not None]
 
 

@@ -24,7 +24,6 @@ _AT_LEAST_ONE = (
     "num_pages",
     "cuda_graph_max_bs",
     "cuda_graph_memory_mb",
-    "torch_compile_max_bs",
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,15 +58,14 @@ class EngineConfig:
     enable_cascade_attention: bool = False
     """Let decode batches whose requests all share a long prefix read its KV once a step, instead of once a
     request: one more graph for each captured decode batch."""
-    prompt_burst: int = 4
-    """Prompt steps in a row that running requests may sit out; 0: every prompt step takes them along."""
     steps_ahead: int | None = None
     """Steps launched before the tokens of the last one are read, 0 or 1. Default: 1 on a GPU, 0 on a CPU."""
     attention_backend: str = "auto"
     """torch or triton; auto: triton on a GPU."""
     kernel_table: str | None = None
-    """A file that `ostinato tune` wrote: which kernels linear layers run with. Default: the one named by
-    OSTINATO_KERNEL_TABLE, else the one in the cache folder for this GPU; then the package's own."""
+    """A file that `ostinato tune` wrote: which kernels linear layers run with; none: no table at all, rules
+    decide. Default: the one named by OSTINATO_KERNEL_TABLE, else the one in the cache folder for such GPUs;
+    then the package's own."""
     seed: int = 0
     """For requests that bring no seed of their own."""
     cuda_graph_mode: str = "auto"
@@ -76,7 +74,8 @@ class EngineConfig:
     disable_cuda_graph: bool = False
     """The same as mode none."""
     cuda_graph_max_bs: int | None = None
-    """Largest captured decode batch, in requests; default: 256. Never more than max_running_requests."""
+    """Largest captured decode batch, in requests; default, and at most: max_running_requests. Larger ones run
+    from prefill graphs, or without a graph."""
     cuda_graph_bs: tuple[int, ...] | None = None
     """Captured decode batches, in requests, instead of the default list."""
     cuda_graph_prefill_tokens: tuple[int, ...] | None = None
@@ -98,10 +97,6 @@ class EngineConfig:
     cuda_graph_prefill_tokens."""
     max_cudagraph_capture_size: int | None = None
     """vLLM's limit, in tokens: cuts both default lists. Larger steps run without a graph."""
-    enable_torch_compile: bool = False
-    """Compile the decode step of small batches with torch.compile before capturing it; needs a GPU."""
-    torch_compile_max_bs: int = 32
-    """Largest decode batch that enable_torch_compile compiles."""
     batch_invariant: bool = False
     """Give each request the same bits whatever runs beside it: one shape for every step. Slower."""
 
@@ -119,9 +114,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        for name in ("seed", "prompt_burst"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must be at least 0, not {self.seed}")
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
         check_capture_sizes(self)
@@ -141,8 +135,6 @@ class EngineConfig:
     def _check_batch_invariant(self) -> None:
         if self.is_eager:
             raise ConfigError("batch_invariant pads every step to one captured shape: it needs graphs")
-        if self.enable_torch_compile:
-            raise ConfigError("batch_invariant and enable_torch_compile exclude each other")
         if self.enable_cascade_attention:
             raise ConfigError(
                 "batch_invariant and enable_cascade_attention exclude each other: what a request shares "
@@ -251,11 +243,8 @@ class ResolvedConfig:
 
     @property
     def warmups(self) -> int:
-        """Runs before a recording: none on a CPU; on a GPU one, as kernels are compiled before, or two for
-        what torch.compile makes."""
-        if self.device.type != "cuda":
-            return 0
-        return 2 if self.config.enable_torch_compile else 1
+        """Runs before a recording: none on a CPU; on a GPU one, as kernels are compiled before."""
+        return 1 if self.device.type == "cuda" else 0
 
 
 def _device(name: str) -> torch.device:

@@ -1,11 +1,28 @@
-"""The engine on token ids: requests in, tokens out, one step at a time."""
+"""The engine on token ids: requests in, tokens out, one step at a time.
+
+Note [Failed steps]
+A launch can fail anywhere: a kernel, memory, an interrupt between any two lines. What comes of it:
+
+- The requests of the step end with an error, once the steps before it have brought their tokens. Until its
+  last line is done, a launch counts as failed.
+- Whoever is not in the step goes on. What the step was to tell the device about them, pages above all,
+  travels again with the next step (`Scheduler.fail`); what the host has noted as a change stays noted until
+  it has been sent (`DeviceRows.send`, `TokenMasks.send`).
+- What the step has done on the device concerns rows and pages of its own requests, and these are gone.
+  Whoever gets them next writes all that it reads. The count of lines is put right (`TokenReturn.settle`).
+- What earlier steps brought is kept until `step` returns it, if an interrupt comes in between.
+
+Note [Grammars]
+A grammar has to see a token to say which may follow it; the forward pass finds it on the device. So a step
+with such requests is launched in two parts: while its forward pass runs, the tokens of the step before are
+read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,57 +32,20 @@ from ostinato.graphs import OstinatoError, Report, frozen_gc
 from .loading.device_memory import DeviceMemory
 from .loading.load import LoadedModel, allocate_kv
 from .loading.rehearsal import rehearse
-from .outputs import Logprob
 from .sampling.prompt_logprobs import prompt_logprobs_of
 from .sampling.sampler import Sampler
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import FinishReason, Request
-from .scheduling.scheduled_step import CompletedStep, ScheduledStep
+from .scheduling.scheduled_step import ScheduledStep
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig, window_of
+from .stepping.flight import Flight, Progress
 from .stepping.model_runner import ModelRunner
-from .stepping.prompt_states import PromptStates, PromptSums
+from .stepping.prompt_states import PromptSums
 from .stepping.times import StartupTimes, StepClock
-from .stepping.token_return import Launched, Sampled
+from .stepping.token_return import Sampled
 
 logger = logging.getLogger("ostinato.engine")
-
-
-class Extras(NamedTuple):
-    """What a step brought a request beside its token."""
-
-    logprobs: dict[int, Logprob] | None = None
-    """Of that token and of the likeliest ones, if asked for."""
-    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
-    """By position in the prompt, those that this step brought, if asked for; the first token has none."""
-    hidden: PromptStates | None = None
-    """For an embedding whose prompt is computed: its hidden states."""
-
-
-class Progress(NamedTuple):
-    """What one step brought."""
-
-    requests: tuple[Request, ...]
-    """Those that got a token; the very same tuple as in the step before while nothing changes."""
-    tokens: list[int]
-    """The token of each."""
-    ended: tuple[Request, ...]
-    """Those that ended with the step, with a token or without."""
-    extras: dict[Request, Extras]
-    """Of those that got more than a token, or something else."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step on the device."""
-
-    step: ScheduledStep
-    launched: Launched | None
-    prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]]
-    hidden: dict[str, PromptStates]
-    constrained: list[int]
-    is_timed: bool
-    """Whether the device notes its beginning, and another step was under way when it was launched."""
 
 
 class EngineCore:
@@ -93,7 +73,7 @@ class EngineCore:
         loaded, config = self.loaded, self.config
         graph_bytes = rehearse(loaded, self.startup)
         with self.startup.phase("kv"):
-            kv = allocate_kv(loaded.model, config, graph_bytes)
+            kv = allocate_kv(loaded.model, config, graph_bytes, loaded.arenas)
         self.runner = ModelRunner(loaded.model, kv, loaded.attention, config)
         self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
         self.scheduler = Scheduler(
@@ -105,12 +85,12 @@ class EngineCore:
                 prefix_caching=config.config.enable_prefix_caching,
                 shared_prefixes=config.config.enable_cascade_attention,
                 lookahead=config.lookahead,
-                prompt_burst=config.config.prompt_burst,
                 window=window_of(loaded.model.config.layer_windows, config.max_model_len),
             ),
             PageAllocator(kv.num_pages),
         )
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
+        self._arrived: list[Progress] = []
         self._prompt_sums = PromptSums(config.max_rows)
         before = DeviceMemory.now(config.device)
         report = self.runner.capture(self.startup, progress=progress)
@@ -123,14 +103,15 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step under way."""
-        return self.scheduler.has_work
+        """Whether a request is unfinished, a step under way, or what it brought not fetched."""
+        return self.scheduler.has_work or bool(self._arrived)
 
     @property
     def can_step(self) -> bool:
         """Whether a step would do something: requests that are paused wait without one."""
         scheduler = self.scheduler
-        return scheduler.has_work and (not scheduler.is_paused or scheduler.num_steps_in_flight > 0)
+        is_under_way = bool(self._arrived) or scheduler.num_steps_in_flight > 0
+        return is_under_way or (scheduler.has_work and not scheduler.is_paused)
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
@@ -153,30 +134,24 @@ class EngineCore:
         self.sampler.check(params)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now. False if it is unknown or finished already."""
+        """End a request now: no step brings it anything more. False if it is unknown or finished already."""
+        kept = [progress.without(request_id) for progress in self._arrived]
+        self._arrived = [progress for progress in kept if any(progress)]
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Progress]:
         """Launch the next step, then take in the oldest one that is due."""
         self.clock.start()
-        if len(self._flights) > self.config.lookahead:  # an interrupt came while its tokens were waited for
-            return self._complete()
-        step = self.scheduler.schedule()
-        self.clock.lap("schedule")
-        if step is not None:
-            self.clock.steps += 1
-            try:
-                self._flights.append(self._launch(step))
-            except (RuntimeError, OstinatoError) as error:
-                return self._fail(step, error)
-            except BaseException as error:
-                # An interrupt, or a bug: whoever called is told, and the books are closed on the step.
-                self._fail(step, error)
-                raise
-            self.clock.lap("launch")
-        if self._flights and (step is None or len(self._flights) > self.config.lookahead):
-            return self._complete()
-        return []
+        self._finish_what_was_interrupted()
+        if not self._arrived:
+            step = self.scheduler.schedule()
+            self.clock.lap("schedule")
+            if step is not None:
+                self._take_off(step)
+            if self._flights and (step is None or len(self._flights) > self.config.lookahead):
+                self._complete()
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def report(self) -> Report:
         """The forward graphs and what ran without one; sampling behind them has its own, `sampler.report`.
@@ -214,6 +189,7 @@ class EngineCore:
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.scheduler.abort(request.request_id)
         self._drain()
+        self._arrived.clear()
         if self.sampler is not None:
             self.sampler.drop()
         self.runner.rows.drop()
@@ -221,7 +197,25 @@ class EngineCore:
 
     # -- the verbs of a step -----------------------------------------------------------------------
 
-    def _launch(self, step: ScheduledStep) -> _Flight:
+    def _take_off(self, step: ScheduledStep) -> None:
+        """Launch a step. If that fails, the step ends its requests, and all others go on as if it had never
+        been: see Note [Failed steps]."""
+        flight = Flight(step)
+        self._flights.append(flight)
+        self.clock.steps += 1
+        try:
+            self._launch(flight)
+        except BaseException as error:
+            flight.error = f"the step failed on {self.config.device}: {type(error).__name__}: {error}"
+            logger.exception("step %d failed", step.index)
+            self._drain()
+            # Of an interrupt, or a bug, whoever called is told.
+            if not isinstance(error, RuntimeError | OstinatoError):
+                raise
+        self.clock.lap("launch")
+
+    def _launch(self, flight: Flight) -> None:
+        step = flight.step
         self.runner.returned.settle()
         self.runner.update_pages(step.page_updates)
         self.runner.update_prefix(step)
@@ -229,74 +223,80 @@ class EngineCore:
             self.sampler.join(step.joined)
         self.runner.rows.send()
         self.runner.run(step)
-        prompt_logprobs, hidden = self._beside_tokens(step)
-        launched, constrained = None, list[int]()
+        flight.is_timed = len(self._flights) > 1 and self.runner.notes_beginning
+        self._keep_beside_tokens(flight)
         if self.sampler is not None and (step.is_uniform_decode or step.samples.any()):
-            constrained = self._constrained(step)
-            self.sampler.mask([step.requests[at] for at in constrained])
-            launched = self.sampler.launch(step)
-        is_timed = bool(self._flights) and self.runner.notes_beginning
-        return _Flight(step, launched, prompt_logprobs, hidden, constrained, is_timed)
+            if self._waits_for_tokens(step):
+                self.clock.lap("launch")
+                while self._flights[0] is not flight:
+                    self._complete()
+            flight.constrained = self._constrained(step)
+            self.sampler.mask([step.requests[at] for at in flight.constrained])
+            flight.launched = self.sampler.launch(step)
+        flight.error = None
+
+    def _waits_for_tokens(self, step: ScheduledStep) -> bool:
+        """Whether a grammar has to see a token of a step under way to say which may follow."""
+        rows = self.scheduler.rows
+        if not rows.num_waiting or len(self._flights) == 1:
+            return False
+        # What this step samples is promised too.
+        pending = rows.num_promised[step.rows] - rows.num_tokens[step.rows] > 1
+        return bool((pending & rows.waits[step.rows] & step.samples).any())
 
     def _constrained(self, step: ScheduledStep) -> list[int]:
-        """Which requests of a step get their next token from a grammar."""
+        """Which requests of a step get their token from a grammar; nobody who has left since."""
         rows = self.scheduler.rows
         if not rows.num_waiting:
             return []
         found: list[int] = np.flatnonzero(rows.waits[step.rows] & step.samples).tolist()
         return found
 
-    def _beside_tokens(
-        self, step: ScheduledStep
-    ) -> tuple[dict[str, dict[int, dict[int, Logprob]]], dict[str, PromptStates]]:
+    def _keep_beside_tokens(self, flight: Flight) -> None:
         """What embeddings and prompt logprobs need of this step, before the next one overwrites it."""
-        logprobs: dict[str, dict[int, dict[int, Logprob]]] = {}
-        hidden: dict[str, PromptStates] = {}
+        step = flight.step
         if step.is_uniform_decode:
-            return logprobs, hidden
+            return
         for at, (request, count) in enumerate(step.items):
             begin = int(step.query_starts[at])
             states = self.runner.hidden[begin : begin + count]
             start = int(step.starts[at])
             if request.params is None:
                 if (embedded := self._prompt_sums.add(request, states, start)) is not None:
-                    hidden[request.request_id] = embedded
+                    flight.hidden[request.request_id] = embedded
             elif request.params.prompt_logprobs is not None:
                 found = prompt_logprobs_of(
                     self.loaded.model, states, request.prompt_ids, start, request.params.prompt_logprobs
                 )
-                logprobs[request.request_id] = dict(enumerate(found, start + 1))
-        return logprobs, hidden
+                flight.prompt_logprobs[request.request_id] = dict(enumerate(found, start + 1))
 
-    def _complete(self) -> list[Progress]:
-        """Take in the oldest step under way."""
-        flight = self._flights[0]
-        step = flight.step
-        sampled = flight.launched.read() if flight.launched is not None else None
-        self._flights.popleft()  # not before: an interrupt during the wait must leave it there
+    def _complete(self) -> None:
+        """Wait for the oldest step under way and take in what it brought."""
+        flight, sampled = self._flights[0], None
+        # It stays under way until its tokens are there: an interrupt during the wait changes nothing.
+        if flight.error is not None:
+            self.runner.returned.doubt()
+        elif flight.launched is not None:
+            sampled = flight.launched.read()
         self.clock.lap("wait")
-        span = None if sampled is None else sampled.span
-        self.clock.on_device(span, counts=flight.is_timed)
+        self.clock.on_device(None if sampled is None else sampled.span, counts=flight.is_timed)
+        self._arrived.append(self._take_in(flight, sampled))
+        self.clock.lap("complete")
+
+    def _take_in(self, flight: Flight, sampled: Sampled | None) -> Progress:
+        step = flight.step
+        if flight.error is not None:
+            failed = self.scheduler.fail(step, flight.error)
+            self._flights.popleft()
+            return Progress((), [], failed, {})
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
         done = self.scheduler.complete(step, tokens)
+        self._flights.popleft()
         ended = done.finished
         for at in flight.constrained:
             if done.accepted[at]:
                 ended += self._follow_grammar(step.requests[at], int(tokens[at]))
-        self.clock.lap("complete")
-        return [self._progress(flight, done, sampled, ended)]
-
-    def _progress(
-        self, flight: _Flight, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
-    ) -> Progress:
-        requests, tokens = flight.step.requests, done.tokens
-        if np.count_nonzero(done.accepted) < len(requests):
-            places = np.flatnonzero(done.accepted)
-            requests, tokens = tuple([requests[at] for at in places.tolist()]), tokens[places]
-        extras: dict[Request, Extras] = {}
-        if flight.prompt_logprobs or flight.hidden or (sampled is not None and sampled.logprobs is not None):
-            extras = _extras(flight, done, sampled, ended)
-        return Progress(requests, tokens.tolist(), ended, extras)
+        return flight.progress(done, sampled, ended)
 
     def _follow_grammar(self, request: Request, token: int) -> tuple[Request, ...]:
         """The request, if that ends it."""
@@ -317,51 +317,19 @@ class EngineCore:
             self.scheduler.finish(request, FinishReason.STOP)
         return (request,) if request.is_finished else ()
 
-    def _drain(self) -> list[Progress]:
-        progress = []
-        while self._flights:
-            progress += self._complete()
-        return progress
+    def _finish_what_was_interrupted(self) -> None:
+        while len(self._flights) > self.config.lookahead or self._has_failed:
+            self._complete()
 
-    def _fail(self, step: ScheduledStep, error: BaseException) -> list[Progress]:
-        logger.exception("step %d failed", step.index)
-        self.runner.returned.doubt()
-        progress = self._drain()
-        message = f"the step failed on {self.config.device}: {type(error).__name__}: {error}"
-        return [*progress, Progress((), [], self.scheduler.fail(step, message), {})]
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self._flights) and self._flights[-1].error is not None
+
+    def _drain(self) -> None:
+        while self._flights:
+            self._complete()
 
     def finish(self, request: Request, stop_reason: str) -> None:
         """End a request because its text contains a stop string."""
         if not request.is_finished:
             self.scheduler.finish(request, FinishReason.STOP, stop_reason=stop_reason)
-
-
-def _extras(
-    flight: _Flight, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
-) -> dict[Request, Extras]:
-    found: dict[Request, Extras] = {}
-    for at, request in enumerate(flight.step.requests):
-        if request.is_finished and request not in ended:
-            continue  # it left while the step was under way
-        name = request.request_id
-        logprobs = _logprobs(request, sampled, at) if done.accepted[at] else None
-        extras = Extras(logprobs, flight.prompt_logprobs.get(name), flight.hidden.get(name))
-        if any(part is not None for part in extras):
-            found[request] = extras
-    return found
-
-
-def _logprobs(request: Request, sampled: Sampled | None, at: int) -> dict[int, Logprob] | None:
-    asked = request.params.logprobs if request.params is not None else None
-    if asked is None or sampled is None or sampled.logprobs is None:
-        return None
-    assert sampled.logprob_tokens is not None
-    assert sampled.ranks is not None
-    values = sampled.logprobs[at, : asked + 1].tolist()
-    tokens = sampled.logprob_tokens[at, : asked + 1].tolist()
-    ranks = [int(sampled.ranks[at]), *range(1, asked + 1)]
-    # The sampled token comes first and may be among the likeliest as well.
-    found: dict[int, Logprob] = {}
-    for token, value, rank in zip(tokens, values, ranks, strict=False):
-        found.setdefault(token, Logprob(value, rank))
-    return found

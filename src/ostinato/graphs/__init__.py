@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # isort: off
     from .capturing.captured import CapturedGraph as CapturedGraph
     from .capturing.gate import capture_gate as capture_gate, frozen_gc as frozen_gc
-    from .capturing.options import CaptureOptions as CaptureOptions
+    from .options import CaptureOptions as CaptureOptions
     from .capturing.pool import GraphPool as GraphPool
     from .capturing.segments import SegmentedGraph as SegmentedGraph, eager_boundary as eager_boundary
     from .checking.addresses import AddressBook as AddressBook
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # isort: off
 _PUBLIC = {
     "capturing.captured": "CapturedGraph",
     "capturing.gate": "capture_gate frozen_gc",
-    "capturing.options": "CaptureOptions",
+    "options": "CaptureOptions",
     "capturing.pool": "GraphPool",
     "capturing.segments": "SegmentedGraph eager_boundary",
     "checking.addresses": "AddressBook",

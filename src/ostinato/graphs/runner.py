@@ -11,7 +11,6 @@ import torch
 from .backends import Backend
 from .capturing.captured import CapturedGraph
 from .capturing.gate import capture_gate, frozen_gc, require_open_gate, turn
-from .capturing.options import CaptureOptions
 from .capturing.pool import GraphPool
 from .capturing.progress import CaptureProgress
 from .capturing.recorder import Step, StepRecorder
@@ -26,6 +25,7 @@ from .dispatching.mode import GraphMode
 from .errors import AddressError, BatchError, CaptureError, ConfigError
 from .inputs.buffers import Batch, FillPlan, InputBuffers
 from .memory import storage_address
+from .options import CaptureOptions
 from .report import Report, describe
 from .trimming import Trimmer
 

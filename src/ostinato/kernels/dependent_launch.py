@@ -53,22 +53,3 @@ def wait_for_previous(dependent: tl.constexpr):
     let_next_start(dependent)
     if dependent:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch_to_l2(first, num_bytes, dependent: tl.constexpr):
-    """Ask for `num_bytes` (a multiple of 16) from `first` on, into L2, by one instruction of one thread.
-
-    More, smaller requests take longer to issue than they save.
-    """
-    if dependent:
-        one = tl.zeros([1], tl.int64)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred chosen; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 chosen, thread, 0; "
-            "@chosen cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [first.to(tl.int64) + one, num_bytes + one.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from .cuda.compiled import is_compiling_only
-
-LINE_HEAD = 3
-"""What a line begins with: its count, when the step's decode began, when it ended. See `TokenLines`."""
+from .token_lines import LINE_HEAD, TokenLines
 
 
 class DecodeInputs(NamedTuple):
@@ -53,31 +51,6 @@ def begin_decode(rows: Tensor, lengths: Tensor, last_tokens: Tensor, began: Tens
 def set_lengths(rows: Tensor, lengths: Tensor, seq_lens: Tensor) -> None:
     """Note that the context of these rows is now as long as `seq_lens` int32 [R] says."""
     lengths.index_copy_(0, rows.long(), seq_lens * (rows != 0))
-
-
-class TokenLines(NamedTuple):
-    """Where sampled tokens go: into their rows, and into lines of host memory, which the steps use in turn.
-
-    A line begins with how many were written before it and, on a GPU, with two times: that of `began`, and
-    that of its own writing.
-    """
-
-    last_tokens: Tensor
-    """int64 [max_rows]: the token of each row, where its next step finds it."""
-    ring: Tensor
-    """int64 [lines, LINE_HEAD + max requests] on the host, pinned where there is a GPU."""
-    counts: Tensor
-    """int64 [2] on the device: lines written so far, and what their kernel counts with, 0 between steps."""
-    began: Tensor
-    """int64 [1]: when the last decode step began, in nanoseconds of the device's own clock."""
-
-    @classmethod
-    def of(cls, last_tokens: Tensor, began: Tensor, max_requests: int, num_lines: int) -> TokenLines:
-        """Empty ones, for tokens of at most so many requests each."""
-        device = last_tokens.device
-        is_pinned = device.type == "cuda"
-        ring = torch.zeros(num_lines, LINE_HEAD + max_requests, dtype=torch.int64, pin_memory=is_pinned)
-        return cls(last_tokens, ring, torch.zeros(2, dtype=torch.int64, device=device), began)
 
 
 def return_tokens(rows: Tensor, tokens: Tensor, lines: TokenLines) -> None:

@@ -3,7 +3,8 @@
 The order is that of the HuggingFace processors: bias and penalties on the raw logits, then temperature, then
 top-k, top-p over what top-k left, min-p (`filters`). Every setting is a tensor with one value a row, so one
 captured graph serves any mix of requests; a row with temperature 0 is greedy. Plain requests have a
-temperature and a seed and ask for nothing else: theirs is a path of its own, `return_plain`.
+temperature and a seed and ask for nothing else: theirs is a path of its own, `return_plain`. `asking_rows`
+puts the rest together, for those who ask.
 
 Note [Counter-based randomness]
 A draw depends on (seed, position, token id) and on nothing else: not on the batch, the row, or earlier draws.
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from . import filters
 from .custom_op import custom_op
-from .request_rows import TokenLines, return_tokens
+from .request_rows import return_tokens
+from .token_lines import TokenLines
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy: dividing by them would only overflow."""
@@ -137,19 +139,14 @@ def _(logits: Tensor, *others: object) -> Tensor:
 
 
 def sample(logits: Tensor, rows: Tensor, settings: SamplingSettings, lengths: Tensor) -> Tensor:
-    """int64 [R]: a token for each row of float32 logits [R, vocab].
+    """int64 [R]: a token for each row of float32 logits [R, vocab], in plain torch.
 
     `rows` int32 [R]: the requests' rows, which `settings` and `lengths` are by; `lengths` [n]: where in its
     request the new token will stand. Each row needs one finite logit at least.
     """
     asked = settings.of(rows)
-    cuts = filter_cuts(logits, asked)
-    if logits.is_cuda:
-        from . import triton_sampling
-
-        drawn_by = (settings.temperature, settings.seeds, lengths)
-        return triton_sampling.sample_rows(logits, rows, *drawn_by, GREEDY_BELOW, *cuts)
-    logits = logits.masked_fill(~filters.is_kept(logits, *cuts), float("-inf"))
+    left = filters.is_kept(logits, *filter_cuts(logits, asked))
+    logits = logits.masked_fill(~left, float("-inf"))
     return sample_unfiltered(logits, asked.temperature, asked.seeds, lengths.index_select(0, rows))
 
 
@@ -160,9 +157,9 @@ def sample_unfiltered(logits: Tensor, temperature: Tensor, seeds: Tensor, positi
 
 
 def filter_cuts(logits: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """Where top-k, top-p and min-p cut each row: `filters.find_cuts`."""
+    """Where top-k, top-p and min-p cut each row: `filters.reference`."""
     chosen = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
-    return filters.find_cuts(logits, *chosen, GREEDY_BELOW)
+    return filters.reference(logits, *chosen, GREEDY_BELOW)
 
 
 def apply_penalties(

@@ -12,7 +12,7 @@ from . import dependent_launch
 from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
 from .host_sizes import cdiv
-from .request_rows import LINE_HEAD
+from .token_lines import LINE_HEAD
 from .triton_best import best_of_rows, joined_block
 
 _BLOCK = 128
@@ -120,6 +120,7 @@ def _return_tokens(
         num_ended = tl.atomic_add(counts + 1, 1)
     if num_ended == tl.num_programs(0) - 1:
         tl.store(line, step)
+        tl.store(line + 3, 0)  # not amended yet
         if timed:
             tl.store(line + 1, tl.load(began))
             tl.store(line + 2, globaltimer())

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""`sampling.sample` in one pass over the logits, cuts given: the noise exists in registers only.
+"""A draw in one pass over the logits: the noise exists in registers only.
 
 In plain torch it takes some twenty passes over [n, vocab] in 64-bit integers, more than a whole decode step.
+Plain requests are drawn here, and those whose filters cut off what `triton_adjusted` has drawn for them.
 """
 
 import torch
@@ -14,7 +15,6 @@ from . import dependent_launch
 from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
 from .host_sizes import cdiv, next_power_of_2
-from .triton_best import join_best
 
 _BLOCK = 2048
 _REGISTERS = 64
@@ -30,8 +30,11 @@ def _mix64(x):
 
 
 @triton.jit
-def _gumbel(key, column):
-    """Standard Gumbel noise of a row's key for these columns; see Note [Counter-based randomness]."""
+def noise_of(row, seeds, lengths, column):
+    """Standard Gumbel noise of a request for these tokens; see Note [Counter-based randomness]."""
+    seed = tl.load(seeds + row).to(tl.uint64)
+    position = tl.load(lengths + row).to(tl.uint64)
+    key = _mix64(_mix64(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
     bits = _mix64(key + (column + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     u = ((bits >> 1) | 1).to(tl.float32) * 1.0842021724855044e-19  # 2**-63
     u = tl.minimum(u, 0.99999994)
@@ -68,12 +71,14 @@ def _noisy_best_of_block(
     # What rows ask for is on the device before the step.
     row = tl.load(rows + at)
     heat = tl.load(temperature + row)
-    taken = 1
+    taken = True
     if not has_cuts:
-        taken = tl.load(is_taken + row)
+        taken = tl.load(is_taken + row) != 0
     wait_for_previous(dependent)
+    if has_cuts:
+        taken = tl.load(cut + at) < float("inf")
     found, found_at = float("-inf"), 0
-    if taken != 0:
+    if taken:
         value = tl.load(logits + at * row_stride + column, mask=column < width, other=float("-inf"))
         value = value.to(tl.float32)
         any_left = True
@@ -84,50 +89,12 @@ def _noisy_best_of_block(
             any_left = tl.max(value, 0) > float("-inf")
         # Most blocks have nothing left of a row that is cut short: no noise for them.
         if (heat >= greedy_below) & any_left:
-            seed = tl.load(seeds + row).to(tl.uint64)
-            position = tl.load(lengths + row).to(tl.uint64)
-            key = _mix64(_mix64(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
-            value += heat * _gumbel(key, column)
+            value += heat * noise_of(row, seeds, lengths, column)
         found, found_at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best + at * num_blocks + part, found)
-    tl.store(best_at + at * num_blocks + part, part * block + found_at)
-
-
-def _best_of_blocks(
-    logits: Tensor,
-    rows: Tensor,
-    asked: tuple[Tensor, Tensor, Tensor],
-    greedy_below: float,
-    *,
-    is_taken: Tensor | None = None,
-    cuts: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Of rows that are taken, or of all rows what the cuts leave."""
-    num_rows, width = logits.shape
-    block = min(_BLOCK, next_power_of_2(width))
-    num_blocks = cdiv(width, block)
-    best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
-    best_at = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
-    _noisy_best_of_block[(num_blocks, num_rows)](
-        logits,
-        rows,
-        rows if is_taken is None else is_taken,
-        *asked,
-        *(cuts or (best, best_at)),
-        best,
-        best_at,
-        logits.stride(0),
-        num_blocks,
-        width=width,
-        block=block,
-        has_cuts=cuts is not None,
-        greedy_below=greedy_below,
-        num_warps=4,
-        maxnreg=_REGISTERS,
-        enable_fp_fusion=True,
-        **dependent_launch.options(logits.device),
-    )
-    return best, best_at
+    # What is passed over here has no token; what is not cut keeps the one that it has.
+    is_told = taken | (not has_cuts)
+    tl.store(best + at * num_blocks + part, found, is_told)
+    tl.store(best_at + at * num_blocks + part, part * block + found_at, is_told)
 
 
 @custom_op("best_of_blocks")
@@ -144,32 +111,68 @@ def best_of_blocks(
 
     Of requests that are not taken, -inf and any token. Everything but the logits is by request row.
     """
-    return _best_of_blocks(logits, rows, (temperature, seeds, lengths), greedy_below, is_taken=is_taken)
+    found = _outputs(logits)
+    asked = (is_taken, temperature, seeds, lengths)
+    _launch(logits, rows, asked, found, found, _block(logits), greedy_below, has_cuts=False)
+    return found
 
 
 @best_of_blocks.register_fake
 def _(logits: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    shape = logits.size(0), cdiv(logits.size(1), min(_BLOCK, next_power_of_2(logits.size(1))))
+    return _outputs(logits)
+
+
+def draw_again(
+    logits: Tensor,
+    rows: Tensor,
+    asked: tuple[Tensor, Tensor, Tensor],
+    cuts: tuple[Tensor, Tensor],
+    best: tuple[Tensor, Tensor],
+    block: int,
+    greedy_below: float,
+) -> None:
+    """Put the best of what the cuts leave into `best` [n, blocks]; a row that is cut at +inf stays as it is.
+
+    `asked`: temperature, seeds and lengths, by request row.
+    """
+    _launch(logits, rows, (rows, *asked), cuts, best, block, greedy_below, has_cuts=True)
+
+
+def _block(logits: Tensor) -> int:
+    return min(_BLOCK, next_power_of_2(logits.size(1)))
+
+
+def _outputs(logits: Tensor) -> tuple[Tensor, Tensor]:
+    shape = logits.size(0), cdiv(logits.size(1), _block(logits))
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
-@custom_op("sample_rows")
-def sample_rows(
+def _launch(
     logits: Tensor,
     rows: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    lengths: Tensor,
+    asked: tuple[Tensor, ...],
+    cuts: tuple[Tensor, Tensor],
+    best: tuple[Tensor, Tensor],
+    block: int,
     greedy_below: float,
-    cut: Tensor,
-    cut_at: Tensor,
-) -> Tensor:
-    """int64 [n]: a token for each row of logits [n, vocab], of those that the cuts of `filters` leave."""
-    asked = (temperature, seeds, lengths)
-    best, best_at = _best_of_blocks(logits, rows, asked, greedy_below, cuts=(cut, cut_at))
-    return join_best(best, best_at, logits.size(1))
-
-
-@sample_rows.register_fake
-def _(logits: Tensor, *others: object) -> Tensor:
-    return torch.empty(logits.size(0), dtype=torch.int64, device=logits.device)
+    *,
+    has_cuts: bool,
+) -> None:
+    (num_rows, width), num_blocks = logits.shape, best[0].size(1)
+    _noisy_best_of_block[(num_blocks, num_rows)](
+        logits,
+        rows,
+        *asked,
+        *cuts,
+        *best,
+        logits.stride(0),
+        num_blocks,
+        width=width,
+        block=block,
+        has_cuts=has_cuts,
+        greedy_below=greedy_below,
+        num_warps=4 if block <= _BLOCK else 8,
+        enable_fp_fusion=True,
+        maxnreg=_REGISTERS,
+        **dependent_launch.options(logits.device),
+    )

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable
 import torch
 
 from .attention.decode_tiles import cascade_class, decode_class
+from .gpu import gpu_of
 from .linear.choice import choose
 from .linear.tiles import MatrixShape, compiled_variant
 
@@ -35,4 +36,4 @@ def kernel_class(
         return linear
     # Layers with a window attend as if nothing was shared.
     shared = cascade_class(num_tokens, num_heads, num_kv_heads, dtype) if is_cascade else None
-    return linear, decode_class(num_tokens, num_kv_heads, dtype), shared
+    return linear, decode_class(num_tokens, num_kv_heads, dtype, gpu_of(device)), shared

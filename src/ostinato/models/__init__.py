@@ -1,1 +1,2 @@
-"""Models: find one (`locate`), read its shape (`config`), build it (`transformer`), fill it (`weights`)."""
+"""Models: find one (`locate`), read its shape (`config`, `families`), build it (`transformer`), fill it
+(`weights`), and run its layers (`forms`)."""

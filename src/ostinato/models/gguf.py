@@ -90,7 +90,7 @@ def _dequantised(
             ) from error
         # Plain tensors come back as the read-only file itself.
         weight = torch.from_numpy(np.require(values, requirements="W"))
-        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if config.family.gguf_has_pairs_together and (".q_proj." in name or ".k_proj." in name):
             weight = _pairs_apart(weight, config.num_heads if ".q_proj." in name else config.num_kv_heads)
         dtype = stored.get(tensor.tensor_type, torch.float16)
         if dtype == torch.float16 and weight.abs().max() > torch.finfo(dtype).max:

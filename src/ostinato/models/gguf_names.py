@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import RopeConfig
 from .errors import ModelError, UnsupportedModelError
+from .families import FAMILIES
 from .layers import inverse_frequencies
+from .rope import RopeConfig
 
-SUPPORTED_GGUF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""GGUF's `general.architecture` to the architecture that runs it. GGUF calls Mistral and SmolLM2 llama."""
+SUPPORTED_GGUF = {family.gguf: family for family in FAMILIES if family.gguf is not None}
+"""By GGUF's `general.architecture`. GGUF calls Mistral and SmolLM2 llama."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
@@ -62,7 +63,7 @@ def config_from_metadata(metadata: Mapping[str, Any], tensors: set[str]) -> dict
         # Refused by ModelConfig, with its list, unless it is linear.
         rope |= {"rope_type": scaling, "factor": float(field("rope.scaling.factor"))}
     return {
-        "architectures": [SUPPORTED_GGUF[kind]],
+        "architectures": [SUPPORTED_GGUF[kind].architectures[0]],
         "model_type": kind,
         "vocab_size": int(field("vocab_size", len(metadata.get("tokenizer.ggml.tokens", [])))),
         "hidden_size": hidden,

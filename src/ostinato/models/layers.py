@@ -1,98 +1,65 @@
-"""The layers a transformer is made of. Weights are parameters without gradient, filled by `weights`.
+"""What a transformer is made of: holders of weights, which `weights` fills, and the rotary table.
 
-Shapes in comments: T tokens, H hidden size, D head dimension.
+What a step does with the weights of a layer is up to its form: see `forms`. Shapes in comments: T tokens,
+H hidden size, D head dimension.
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ostinato.kernels import rows
-from ostinato.kernels.linear import few_tokens, products, scaled_rows
-from ostinato.kernels.linear.scaled_rows import ScaledRows
+from ostinato.kernels.linear.weight import PLAIN, ShardDim, Weight
 
-from .config import RopeConfig
-
-ShardDim = Literal[0, 1] | None
-"""Which dimension of a weight tensor parallelism splits: 0 by output, 1 by input, None not at all."""
-WeightFormat = Literal["plain"]
-"""How a weight is stored; `plain` is one tensor in the model's dtype."""
-
-
-def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """Room for a weight on the current default device."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+from .room import Room
+from .rope import RopeConfig
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`. Several checkpoint layers with the same input may be fused by rows: `parts`."""
+    """Holds the matrix and the bias of `x @ weight.T + bias`.
+
+    Several checkpoint layers with the same input may lie in it, one below the other: `parts` are their rows.
+    """
 
     bias: nn.Parameter | None
 
     def __init__(
         self,
+        room: Room,
         in_features: int,
         out_features: int,
         *,
         bias: bool,
         shard_dim: ShardDim,
-        dtype: torch.dtype,
-        parts: dict[str, int] | None = None,
-        weight_format: WeightFormat = "plain",
+        parts: tuple[int, ...] = (),
     ) -> None:
-        """`parts` maps the names of the checkpoint layers to their rows, in order."""
         super().__init__()
-        assert parts is None or sum(parts.values()) == out_features
+        assert not parts or sum(parts) == out_features
+        self.name = room.module
+        self.format = PLAIN
         self.shard_dim = shard_dim
-        self.weight_format = weight_format
         self.parts = parts
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype)
-        self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
+        self.weight = room.parameter("weight", out_features, in_features)
+        self.bias = room.parameter("bias", out_features) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out]."""
-        return products.linear(x, self.weight, self.bias)
-
-    def in_parts(self, x: Tensor) -> Tensor:
-        """What `forward` returns, or float32 [parts, T, out] whose sum it is; see `RMSNorm.after_adding`."""
-        return products.linear_in_parts(x, self.weight, self.bias)
-
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(first half) * second half of what `forward` returns."""
-        return products.gated_linear(x, self.weight, self.bias)
-
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        norm: "RMSNorm | None" = None,
-        gated: bool = False,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """`residual + gate(forward(norm(x)))`, each part where it is asked for: see `few_tokens`."""
-        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return few_tokens.project(
-            x, self.weight, self.bias, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual
-        )
-
-    def of_scaled(self, x: ScaledRows, norm: "RMSNorm", *, gated: bool = False) -> Tensor:
-        """`forward(norm(rows))`, gated if asked; `x` was scaled by the weight of that norm."""
-        return scaled_rows.project(x, self.weight, self.bias, norm.eps, gated=gated)
-
-    def added_to(self, rows: ScaledRows, x: Tensor, norm: "RMSNorm") -> ScaledRows:
-        """`rows + forward(x)`, scaled by the weight of `norm`; `rows` are gone."""
-        return scaled_rows.add_projected(rows, x, self.weight, self.bias, norm.weight)
+    @property
+    def matrix(self) -> Weight:
+        """The weight as kernels take it."""
+        return Weight(self.weight, None, self.format, self.shard_dim, self.parts)
 
 
 class Embedding(nn.Module):
     """A table of one row per token id."""
 
-    def __init__(self, rows: int, width: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, room: Room, rows: int, width: int) -> None:
         super().__init__()
-        self.shard_dim: ShardDim = 0
-        self.weight = empty_parameter(rows, width, dtype=dtype)
+        self.weight = room.parameter("weight", rows, width)
+
+    @property
+    def matrix(self) -> Weight:
+        """The table as the matrix of an output layer."""
+        return Weight(self.weight, shard_dim=0)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[T] to [T, width]."""
@@ -102,25 +69,14 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """Scales the last dimension to a mean square of one, in float32 whatever the dtype of the model."""
 
-    def __init__(self, width: int, eps: float, *, dtype: torch.dtype) -> None:
+    def __init__(self, room: Room, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = empty_parameter(width, dtype=dtype)
+        self.weight = room.parameter("weight", width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
         return rows.rms_norm(x, self.weight, self.eps)
-
-    def begun(self, x: Tensor) -> ScaledRows:
-        """Rows and what the next layer needs to normalise them."""
-        return scaled_rows.scale(x, self.weight)
-
-    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of `residual + x`, and that sum, perhaps in the memory of `residual`.
-
-        x may be in parts, as `Linear.in_parts` returns it.
-        """
-        return rows.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class RotaryTable(nn.Module):

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ostinato.kernels.allocation import Allocate
+
 from .config import ModelConfig
 from .errors import WeightsError
 from .layers import Linear, RMSNorm
@@ -30,11 +32,19 @@ def load_model(
     load_format: LoadFormat = "safetensors",
     max_positions: int | None = None,
     seed: int = 0,
+    allocate: Allocate | None = None,
 ) -> Transformer:
-    """Build the model of `directory` with its weights on `device` in `dtype` (default: the checkpoint's)."""
+    """Build the model of `directory` with its weights on `device` in `dtype` (default: the checkpoint's).
+
+    `allocate`: who gives memory for them, if not torch.
+    """
     config = ModelConfig.load(directory)
     model = Transformer(
-        config, device=device, dtype=dtype or getattr(torch, config.dtype), max_positions=max_positions
+        config,
+        device=device,
+        dtype=dtype or getattr(torch, config.dtype),
+        max_positions=max_positions,
+        allocate=allocate,
     )
     if load_format == "dummy":
         fill_with_random_weights(model, seed)
@@ -47,19 +57,15 @@ def load_model(
 
 def checkpoint_tensors(model: Transformer) -> dict[str, Tensor]:
     """Every weight under its checkpoint name, as a view of the parameter that holds it: copy into a view to
-    load, read it to export. Fused layers appear as their parts."""
+    load, read it to export. Fused layers appear as their parts, where the checkpoint has them apart."""
     views: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, Linear) and module.parts is not None:
-                parent = module_name.rpartition(".")[0]
-                rows = parameter.split(list(module.parts.values()))
-                views |= {
-                    f"{parent}.{part}.{name}": view for part, view in zip(module.parts, rows, strict=True)
-                }
-            else:
-                views[f"{module_name}.{name}"] = parameter
-    return {name if name.startswith("lm_head.") else f"model.{name}": view for name, view in views.items()}
+        for kind, parameter in module.named_parameters(recurse=False):
+            names = model.config.family.tensors.of(module_name)
+            is_apart = isinstance(module, Linear) and len(names) > 1
+            tensors = parameter.split(list(module.matrix.parts)) if is_apart else (parameter,)
+            views |= {f"{name}.{kind}": view for name, view in zip(names, tensors, strict=True)}
+    return views
 
 
 def load_weights(model: Transformer, directory: str | Path) -> None:
@@ -87,10 +93,16 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
 def fill_with_random_weights(model: Transformer, seed: int = 0) -> None:
     """Weights that depend only on `seed`, the tensor's name and the kind of device, scaled so that
     activations and logits stay of order one at any depth."""
-    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, RMSNorm)}
+    names = model.config.family.tensors
+    norms = {
+        f"{name}.weight"
+        for module_name, module in model.named_modules()
+        if isinstance(module, RMSNorm)
+        for name in names.of(module_name)
+    }
     residual_scale = (2 * model.config.num_layers) ** -0.5
     for name, tensor in checkpoint_tensors(model).items():
-        if name.removeprefix("model.") in norms:
+        if name in norms:
             tensor.fill_(1.0)
             continue
         generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))

@@ -20,7 +20,7 @@ from .config import ServerConfig
 from .engine_client.client import EngineClient, EngineState
 from .garbage import spare_long_lived_objects
 from .http.app import make_app
-from .http.service import Service
+from .service import Service
 
 RED_SECONDS = 2.0
 """How long a server whose engine died still answers, so that clients and probes learn of it."""

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from ostinato.kernels import sampling
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
-from ostinato.kernels.request_rows import TokenLines
 from ostinato.kernels.sampling import PlainSettings
-from ostinato.models.transformer import FromRows, Layer, StepAttention, Transformer
+from ostinato.kernels.token_lines import TokenLines
+from ostinato.models.forms.general import General, Sum
+from ostinato.models.layer import Layer
+from ostinato.models.mixing import FromRows, StepAttention
+from ostinato.models.transformer import Transformer
 
 Part = tuple[Callable[[int], Any], int]
 """What runs for a layer, and the bytes it cannot do without."""
@@ -43,10 +46,10 @@ class LayerStep:
         self.batch = AttentionBatch(
             table, each + 1, positions, each + 1, ones * context, each, ones, 1, context
         )
-        attend_rows = get_backend("triton", device).attend_rows
-        assert attend_rows is not None
+        attend_qkv = get_backend("triton", device).attend_qkv
+        assert attend_qkv is not None
         self._attend_rows = functools.partial(
-            attend_rows, batch=self.batch, num_heads=config.num_heads, scale=config.attention_scale
+            attend_qkv, batch=self.batch, num_heads=config.num_heads, scale=config.attention_scale
         )
         self.mix = FromRows(StepAttention(self._refuse, self._attend), model.rotary.table)
 
@@ -79,47 +82,32 @@ class LayerStep:
             "down": mlp.down_proj.weight.nbytes + self.inner.nbytes + self.hidden.nbytes,
             "add, norm": 4 * self.hidden.nbytes,
         }
-        of_form = {"few": self._few_parts, "scaled": self._scaled_parts, "general": self._parts}
-        parts = of_form[self.model.form(self.hidden.size(0))]()
+        parts = self._steps()
         parts["attention"] = lambda i: self.mix(self.layers[i].self_attn, self.qkv)
         return {name: (parts[name], size) for name, size in sizes.items() if name in parts}
 
-    def _few_parts(self) -> dict[str, Callable[[int], Any]]:
-        x, layers = self.hidden, self.layers
-        return {
-            "qkv": lambda i: layers[i].self_attn.qkv_proj.fused(x, norm=layers[i].input_layernorm),
-            "o": lambda i: layers[i].self_attn.o_proj.fused(self.attended, residual=x),
-            "gate, up": lambda i: layers[i].mlp.gate_up_proj.fused(
-                x, norm=layers[i].post_attention_layernorm, gated=True
-            ),
-            "down": lambda i: layers[i].mlp.down_proj.fused(self.inner, residual=x),
-        }
-
-    def _scaled_parts(self) -> dict[str, Callable[[int], Any]]:
-        layers = self.layers
+    def _steps(self) -> dict[str, Callable[[int], Any]]:
+        """The steps of a layer around attention, in the form that this number of tokens has."""
+        form, layers = self.model.form(self.hidden.size(0)), self.layers
         norm = layers[0].input_layernorm
-        rows = norm.begun(self.residual)
-        return {
-            "qkv": lambda i: layers[i].self_attn.qkv_proj.of_scaled(rows, norm),
-            "o": lambda i: layers[i].self_attn.o_proj.added_to(rows, self.attended, norm),
-            "gate, up": lambda i: layers[i].mlp.gate_up_proj.of_scaled(rows, norm, gated=True),
-            "down": lambda i: layers[i].mlp.down_proj.added_to(rows, self.inner, norm),
+        rows = form.normed(form.begin(self.residual, norm), norm)
+        steps: dict[str, Callable[[int], Any]] = {
+            "qkv": lambda i: form.project(rows, norm, layers[i].self_attn.qkv_proj),
+            "o": lambda i: form.add(rows, layers[i].self_attn.o_proj, self.attended, norm),
+            "gate, up": lambda i: form.project(rows, norm, layers[i].mlp.gate_up_proj, gated=True),
+            "down": lambda i: form.add(rows, layers[i].mlp.down_proj, self.inner, norm),
         }
-
-    def _parts(self) -> dict[str, Callable[[int], Any]]:
-        x, layers = self.hidden, self.layers
-        return {
-            "qkv": lambda i: layers[i].self_attn.qkv_proj.in_parts(x),
-            "o": lambda i: layers[i].self_attn.o_proj.in_parts(self.attended),
-            "gate, up": lambda i: layers[i].mlp.gate_up_proj.gated(x),
-            "down": lambda i: layers[i].mlp.down_proj.in_parts(self.inner),
-            "add, norm": lambda i: layers[i].input_layernorm.after_adding(x, self.residual),
-        }
+        if isinstance(form, General):
+            steps["add, norm"] = lambda i: form.normed(
+                Sum(self.residual, added=self.hidden), layers[i].input_layernorm
+            )
+        return steps
 
     def run_layers(self) -> Tensor:
         """All layers here, from hidden states to hidden states."""
-        is_kept = self.model.form(self.hidden.size(0)) == "few"  # others add to what comes in
-        return self.model.through(self.layers, self.hidden if is_kept else self.hidden.clone(), self.mix)
+        form = self.model.form(self.hidden.size(0))
+        hidden = self.hidden if form.keeps_input else self.hidden.clone()
+        return form.through(self.layers, hidden, self.mix, self.model.norm)
 
     def run_head(self) -> Tensor:
         """From hidden states to logits."""

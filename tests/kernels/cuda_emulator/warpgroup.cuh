@@ -14,7 +14,7 @@ static char* memory_of_tiles() { return dynamic_shared(); }
 
 static void fetch_map(const TensorMap&) {}
 
-static void copy_box_to(uint32 programs, void* to, const TensorMap& map, int column, int row, ByteCount* count) {
+static void copy_box(void* to, const TensorMap& map, int column, int row, ByteCount* count) {
   if (map.box[0] != 64) emulator::fail("a row of a tile has 64 elements");
   if (shared_address(to) % 1024 != 0) emulator::fail("a tile begins at a multiple of 1,024 bytes");
   std::vector<char> tile(map.box[1] * 128);
@@ -25,19 +25,13 @@ static void copy_box_to(uint32 programs, void* to, const TensorMap& map, int col
       memcpy(tile.data() + r * 128 + (i ^ r % 8) * 16, &v, 16);
     }
   }
-  for (uint32 rank = 0; rank < emulator::cluster.size(); ++rank) {
-    if (!(programs >> rank & 1)) continue;
-    char* const place = emulator::cluster_memory + remote_address(to, rank);
-    if (rank == cluster_rank()) memset(place, emulator::kPoison, tile.size());
-    emulator::Count& there = count_of(rank, count);
-    emulator::begin_next_if_complete(there);
-    there.sent.push_back({place, tile});
-    there.missing -= (int)tile.size();
-    emulator::deliver_if_complete(there);
-  }
-}
-static void copy_box(void* to, const TensorMap& map, int column, int row, ByteCount* count) {
-  copy_box_to(1u << cluster_rank(), to, map, column, row, count);
+  char* const place = emulator::cluster_memory + remote_address(to, cluster_rank());
+  memset(place, emulator::kPoison, tile.size());
+  emulator::Count& there = count_of(cluster_rank(), count);
+  emulator::begin_next_if_complete(there);
+  there.sent.push_back({place, tile});
+  there.missing -= (int)tile.size();
+  emulator::deliver_if_complete(there);
 }
 
 static void show_to_copies() {}

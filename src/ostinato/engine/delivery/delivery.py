@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from ostinato.text.tokenizer import Tokenizer
 
-from ..core import Extras, Progress
 from ..outputs import Logprob, RequestOutput
 from ..scheduling.request import Request
+from ..stepping.flight import Extras, Progress
 from .served_completion import ServedCompletion
 
 

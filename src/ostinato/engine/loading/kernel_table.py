@@ -2,23 +2,27 @@
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import torch
 
 from ostinato.graphs import ConfigError
-from ostinato.kernels.linear.choice import table_name, use_table
+from ostinato.kernels.gpu import gpu_of
+from ostinato.kernels.linear.choice import fallbacks, table_name, use_table
 from ostinato.kernels.linear.table_file import KernelTableError, load_table
 from ostinato.models.cache_folder import cache_folder
 
 logger = logging.getLogger("ostinato.engine")
 
 TABLE_VARIABLE = "OSTINATO_KERNEL_TABLE"
+NO_TABLE = "none"
+"""In place of a file: no table decides, that of the package neither, but the rules for any matrix."""
 
 
 def tuned_table(device: torch.device) -> Path:
-    """Where `ostinato tune` leaves the table for this GPU."""
-    return cache_folder() / "kernel-tables" / table_name(device)
+    """Where `ostinato tune` leaves the table for such GPUs."""
+    return cache_folder() / "kernel-tables" / table_name(gpu_of(device))
 
 
 def use_table_of_user(asked: str | None, device: torch.device) -> None:
@@ -28,6 +32,16 @@ def use_table_of_user(asked: str | None, device: torch.device) -> None:
             raise ConfigError(f"kernel_table is for kernels of a GPU, and the engine runs on {device}")
         return
     named = asked or os.environ.get(TABLE_VARIABLE)
+    if named == NO_TABLE:
+        use_table(None, package=False)
+        logger.info("kernels by rules: all tables are switched off")
+    else:
+        _use_file(named, device)
+    for told in fallbacks(device):
+        logger.warning("linear layers: %s", told)
+
+
+def _use_file(named: str | None, device: torch.device) -> None:
     file = Path(named).expanduser() if named else tuned_table(device)
     try:
         table = load_table(file) if named or file.is_file() else None
@@ -39,8 +53,22 @@ def use_table_of_user(asked: str | None, device: torch.device) -> None:
         table = None
     use_table(table)
     if table is None:
+        _tell_of_old_table(device)
         return
     logger.info("kernels by the table %s", file)
-    name = torch.cuda.get_device_name(device)
-    if table.gpu != name:
-        logger.warning("the kernel table %s was made on %s, not on %s", file, table.gpu, name)
+    if table.gpu != str(gpu_of(device)):
+        logger.warning("the kernel table %s was made on %s, not on %s", file, table.gpu, gpu_of(device))
+
+
+def _tell_of_old_table(device: torch.device) -> None:
+    """Versions before called tables by the GPU's product name: one that is left there decides nothing."""
+    product = torch.cuda.get_device_name(device)
+    old = tuned_table(device).with_name(re.sub(r"[^a-z0-9]+", "-", product.lower()) + ".json")
+    if old.is_file():
+        logger.warning(
+            "the kernel table %s is not used: tables are for %s now, not for %s; make it again with "
+            "`ostinato tune`, or delete it",
+            old,
+            gpu_of(device),
+            product,
+        )

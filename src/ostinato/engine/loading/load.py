@@ -23,6 +23,7 @@ from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
 
 from ..config import EngineConfig, ResolvedConfig
+from .arenas import Arenas, from_torch
 from .kernel_table import use_table_of_user
 
 logger = logging.getLogger("ostinato.engine")
@@ -46,9 +47,11 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     """None where the directory has none: prompts are token ids then."""
     eos_token_ids: frozenset[int]
+    arenas: Arenas = from_torch
+    """Who gives memory for weights and KV cache."""
 
 
-def load(asked: EngineConfig) -> LoadedModel:
+def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
     """Find, read and place the model that was asked for."""
     try:
         directory = locate_model(asked.model)
@@ -69,13 +72,14 @@ def load(asked: EngineConfig) -> LoadedModel:
                 load_format="dummy" if asked.load_format == "dummy" else "safetensors",
                 max_positions=config.max_model_len,
                 seed=asked.seed,
+                allocate=arenas("weights", config.device),
             )
             tokenizer = reading.result()
         eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(directory)
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
         raise ModelLoadError(str(error)) from error
     logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
-    return LoadedModel(directory, config, model, attention, tokenizer, frozenset(eos))
+    return LoadedModel(directory, config, model, attention, tokenizer, frozenset(eos), arenas)
 
 
 def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:
@@ -84,7 +88,9 @@ def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:
     return KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.dtype)
 
 
-def allocate_kv(model: Transformer, config: ResolvedConfig, graph_bytes: int) -> KVCache:
+def allocate_kv(
+    model: Transformer, config: ResolvedConfig, graph_bytes: int, arenas: Arenas = from_torch
+) -> KVCache:
     """The KV cache: as many pages as asked for, or as fit beside weights and what `rehearse` found."""
     shape = kv_shape(model, config)
     # Pages of all requests at their longest, and page 0: more would never be used but as prefix cache.
@@ -96,7 +102,7 @@ def allocate_kv(model: Transformer, config: ResolvedConfig, graph_bytes: int) ->
             pages = shape.pages_that_fit(_free_on_gpu(config) - graph_bytes)
         else:
             pages = min(useful, max(shape.pages_that_fit(CPU_KV_BYTES), config.page_columns + 1))
-        cache = KVCache(shape, pages, config.device)
+        cache = KVCache(shape, pages, config.device, arenas("kv_cache", config.device))
     except KVCacheError as error:
         raise ModelLoadError(str(error)) from error
     logger.info("KV cache: %d pages, %.1f MiB", pages, cache.num_bytes / 2**20)

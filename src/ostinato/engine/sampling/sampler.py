@@ -1,18 +1,17 @@
 """Chooses the next token of each request on the device.
 
 The parameters of a request are written once, into its row, when it gets the row. A step then brings only
-rows, and nothing if they are those of the step before. There are three kinds of sampling, each doing more
-than the one before, and a step takes the cheapest kind that serves all its requests. Each kind has graphs of
-its own; the plain one is also the end of every decode step (`plain_sampling`), which then needs no other.
+rows, and nothing if they are those of the step before. Plain sampling, which is also the end of every decode
+step (`plain_sampling`), serves all requests of a step but those that ask for more; another graph then serves
+these, and nobody else (`kernels.asking_rows`). It is the cheapest kind that serves them all (`kinds`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from enum import IntEnum
 
 import numpy as np
 import torch
@@ -32,45 +31,29 @@ from ostinato.graphs import (
     capture_keys,
     frozen_gc,
 )
-from ostinato.kernels import sampling
-from ostinato.kernels.sampling import Penalties, SamplingSettings
-from ostinato.text.grammar import mask_words
+from ostinato.kernels import asking_rows
+from ostinato.kernels.asked import Asked
+from ostinato.kernels.token_lines import LogprobLines
 
 from ..sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import ScheduledStep
 from ..stepping.model_runner import ModelRunner
 from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
-from ..stepping.token_return import Launched
+from ..stepping.token_return import Amendment, Launched
+from .kinds import Asking, Kind, RowKinds
+from .token_masks import TokenMasks
 
-PIECE_BYTES = 24 << 20
-"""What an intermediate over the vocabulary may take: sorting all rows of a large batch at once takes GBs."""
-
-
-class Kind(IntEnum):
-    """What a sampling graph can do; each one all that the smaller ones can."""
-
-    PLAIN = 0
-    """Greedy, or random with a temperature and a seed."""
-    FILTERED = 1
-    """Also top-k, top-p and min-p."""
-    COMPLETE = 2
-    """Also penalties, biases, bans, grammars and logprobs."""
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> Kind:
-        """The cheapest kind that serves these parameters."""
-        if params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None:
-            return cls.COMPLETE
-        if params.structured_outputs is not None:
-            return cls.COMPLETE
-        if not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
-            return cls.FILTERED
-        return cls.PLAIN
-
-
-SAMPLING_FIELDS = (Field("req_rows", torch.int32, per="request"),)
+PLAIN_FIELDS = (Field("req_rows", torch.int32, per="request"),)
 """Requests that sample nothing in a step have row 0, like padding: its state never changes."""
+
+
+def asking_fields(max_requests: int) -> tuple[Field, ...]:
+    """Padding has row 0, whose token goes nowhere, and so any place."""
+    return (
+        Field("rows", torch.int32, per="request"),
+        Field("places", torch.int32, per="request", poison=max_requests - 1),
+    )
 
 
 class Sampler:
@@ -81,47 +64,48 @@ class Sampler:
         self._runner = runner
         self._rows = runner.rows
         num_rows, device, vocab = config.max_rows, config.device, runner.logits.size(1)
-        running = config.max_running_requests
         self._vocab = vocab
-        self._kinds = np.zeros(num_rows, dtype=np.int8)
+        self._kinds = RowKinds(num_rows)
         self.generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
         """How often each row generated each token, of rows that ask for penalties."""
         self._in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
-        # -1 is all bits: every token allowed.
-        words = mask_words(vocab)
-        self._masks = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
-        self._masked_rows: set[int] = set()
+        self._masks = TokenMasks(num_rows, vocab, device)
         self._biased_rows: set[int] = set()
-        self._buffers = InputBuffers(
-            SAMPLING_FIELDS,
-            max_tokens=running,
-            max_reqs=running,
-            device=device,
-            allocate=runner.pool.allocate,
-        )
-        self._settings = SamplingSettings(
-            **{field.name: self._rows[field.name] for field in fields(SamplingSettings)}
+        self._asked = Asked(
+            generated=self.generated,
+            in_prompt=self._in_prompt,
+            masks=self._masks.tensor,
+            **{name: self._rows[name] for name in Asked._fields[:-3]},
         )
         self._returned = runner.returned
-        self.graphs = {kind: self._make_graphs(kind) for kind in Kind}
+        self.logprobs = LogprobLines.of(self._returned.lines, min(MAX_LOGPROBS, vocab))
+        """Where log-probabilities come back."""
+        asking = self._buffers_for(asking_fields(config.max_running_requests))
+        buffers = {Kind.PLAIN: self._buffers_for(PLAIN_FIELDS), Kind.ADJUSTED: asking, Kind.FILTERED: asking}
+        self.graphs = {kind: self._make_graphs(kind, buffers[kind]) for kind in Kind}
         """The graphs of each kind."""
-        self._decided: tuple[IntArray | None, Kind] = (None, Kind.PLAIN)
-        self._held: IntArray | None = None
+        self._decided: tuple[IntArray | None, Asking | None] = (None, None)
+        self._held: dict[Kind, object] = dict.fromkeys(Kind)
         eager_steps: Counter[Reason] = Counter()  # one count for all kinds: they report as one
         for graphs in self.graphs.values():
             graphs.eager_steps = eager_steps
 
-    def _make_graphs(self, kind: Kind) -> CudaGraphRunner:
+    def _buffers_for(self, fields: Sequence[Field]) -> InputBuffers:
+        running = self._runner.config.max_running_requests
+        device, allocate = self._runner.config.device, self._runner.pool.allocate
+        return InputBuffers(fields, max_tokens=running, max_reqs=running, device=device, allocate=allocate)
+
+    def _make_graphs(self, kind: Kind, buffers: InputBuffers) -> CudaGraphRunner:
         config = self._runner.config
         running = config.max_running_requests
         asked = config.graph_mode
         mode = GraphMode.NONE if asked is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
         powers = [1 << power for power in range(running.bit_length()) if 1 << power < running]
         keys = capture_keys(mode, Ladder([*powers, running]), None, max_reqs=running)
-        steps = (self._plain, self._filtered, self._complete)
+        steps = (self._plain, self._sample_adjusted, self._sample_filtered)
         return CudaGraphRunner(
             steps[kind],
-            self._buffers,
+            buffers,
             keys,
             dispatcher=Dispatcher(mode),
             pool=self._runner.graphs.pool,
@@ -134,9 +118,9 @@ class Sampler:
 
     def try_out(self) -> None:
         """Run what has kernels of its own once, without a trace."""
-        for kind in (Kind.PLAIN, Kind.FILTERED):
-            for key in self.graphs[kind].keys[:1]:
-                self.graphs[kind].try_out(key)
+        for graphs in self.graphs.values():
+            for key in graphs.keys[:1]:
+                graphs.try_out(key)
 
     def capture(self, *, progress: bool | None = None) -> Report:
         """Capture the graphs of all kinds."""
@@ -152,22 +136,23 @@ class Sampler:
     @property
     def num_bytes(self) -> int:
         """Bytes of what the rows' tokens were so far; the parameters are in the rows."""
-        return self.generated.nbytes + self._in_prompt.nbytes + self._masks.nbytes
+        return self.generated.nbytes + self._in_prompt.nbytes + self._masks.num_bytes
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Whoever joins inside is gone at the end, and the graphs' inputs are held by nobody."""
-        tensors = (self.generated, self._in_prompt, self._masks)
-        before, kinds = [tensor.clone() for tensor in tensors], self._kinds.copy()
-        masked, biased = set(self._masked_rows), set(self._biased_rows)
+        tensors = (self.generated, self._in_prompt)
+        before, kinds = [tensor.clone() for tensor in tensors], copy.deepcopy(self._kinds)
+        biased = set(self._biased_rows)
         try:
-            yield
+            with self._masks.unchanged():
+                yield
         finally:
             for tensor, content in zip(tensors, before, strict=True):
                 tensor.copy_(content)
-            self._kinds[:] = kinds
-            self._masked_rows, self._biased_rows = masked, biased
-            self._decided, self._held = (None, Kind.PLAIN), None
+            self._kinds = kinds
+            self._biased_rows = biased
+            self._decided, self._held = (None, None), dict.fromkeys(Kind)
 
     def drop(self) -> None:
         """Forget all graphs."""
@@ -194,14 +179,13 @@ class Sampler:
 
     def _write(self, request: Request, params: SamplingParams) -> None:
         row, write = request.row, self._rows.write
-        kind = self._kinds[row] = Kind.of(params)
-        write("is_plain", row, kind is Kind.PLAIN)
+        write("is_plain", row, self._kinds.set(row, params) is Kind.PLAIN)
         write("temperature", row, 0.0 if params.is_greedy else params.temperature)
         write("top_k", row, min(max(params.top_k, 0), self._vocab))
         write("top_p", row, params.top_p)
         write("min_p", row, params.min_p)
         write("seeds", row, params.seed or 0)
-        # A row of a simpler kind may run in a COMPLETE step, so these are always set.
+        # Those of a kind do not all ask for the same, so these are always set.
         write("repetition", row, params.repetition_penalty)
         write("presence", row, params.presence_penalty)
         write("frequency", row, params.frequency_penalty)
@@ -209,21 +193,21 @@ class Sampler:
         banned = self._banned(request, params)
         write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
         write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
+        write("num_logprobs", row, -1 if params.logprobs is None else min(params.logprobs, self._vocab))
         if params.has_penalties:
             self._count_tokens_of(request)
-        if row in self._masked_rows and request.grammar is None:
-            self._masked_rows.remove(row)
-            self._masks[row] = -1
+        if request.grammar is None:
+            self._masks.allow_all(row)
 
     def _write_biases(self, row: int, biases: Mapping[int, float]) -> None:
         if not biases and row not in self._biased_rows:
             return
-        rest = MAX_BIASES - len(biases)
-        self._rows.write("bias_ids", row, [*biases, *[0] * rest])
-        self._rows.write("bias_values", row, [*biases.values(), *[0.0] * rest])
-        if biases:
-            self._biased_rows.add(row)
-        else:
+        self._biased_rows.add(row)  # whatever of this fails, the next tenant writes it again
+        tokens, rest = sorted(biases), MAX_BIASES - len(biases)
+        self._rows.write("num_biases", row, len(tokens))
+        self._rows.write("bias_ids", row, [*tokens, *[0] * rest])
+        self._rows.write("bias_values", row, [*[biases[token] for token in tokens], *[0.0] * rest])
+        if not biases:
             self._biased_rows.remove(row)
 
     def _banned(self, request: Request, params: SamplingParams) -> list[int]:
@@ -245,113 +229,63 @@ class Sampler:
     # -- steps -------------------------------------------------------------------------------------
 
     def mask(self, requests: Sequence[Request]) -> None:
-        """Allow these requests, each under a grammar, only what may follow; before `launch`."""
-        if not requests:
-            return
-        masks = torch.empty(
-            len(requests), self._masks.size(1), dtype=torch.int32, pin_memory=self._masks.is_cuda
-        )
-        for request, mask in zip(requests, masks.numpy(), strict=True):
+        """Allow these requests, each under a grammar, only what may follow; before every `launch`."""
+        for request in requests:
             assert request.grammar is not None
-            request.grammar.fill(mask)
-        rows = torch.tensor([request.row for request in requests])
-        device = self._masks.device
-        self._masks.index_copy_(0, rows.to(device), masks.to(device, non_blocking=True))
-        self._masked_rows.update(rows.tolist())
+            self._masks.follow(request.row, request.grammar)
+        self._masks.send()
 
     def launch(self, step: ScheduledStep) -> Launched:
-        """Sample from the logits of the step just run, one row per request, unless that has been done.
+        """Sample from the logits of the step just run, one row per request, as far as it has not done it.
 
         The tokens are on their way to the host when this returns; `Launched.read` waits for them.
         """
-        kind = self._kind_of(step)
-        if kind is Kind.PLAIN and self._runner.has_sampled:
+        if not self._runner.has_sampled:
+            rows = step.rows if step.is_uniform_decode else None
+            self._run(Kind.PLAIN, {"req_rows": _sampling_rows(step)}, rows)
+            self._returned.launched()
+        asking = self._asking_in(step)
+        if asking is None:
             return self._returned.newest(step.num_requests)
-        extra = self._run(self.graphs[kind], step)
-        self._returned.launched()
-        return self._returned.newest(step.num_requests, extra)
+        self._run(asking.kind, {"rows": asking.rows, "places": asking.places}, asking)
+        return self._returned.newest(step.num_requests, Amendment(asking.told, self.logprobs))
 
-    def _kind_of(self, step: ScheduledStep) -> Kind:
-        rows, kind = self._decided
+    def _asking_in(self, step: ScheduledStep) -> Asking | None:
+        rows, asking = self._decided
         if step.rows is not rows:
-            kind = Kind(int(self._kinds[_sampling_rows(step)].max()))
-            self._decided = (step.rows if step.is_uniform_decode else None), kind
-        return kind
+            asking = self._kinds.asking(step)
+            self._decided = (step.rows if step.is_uniform_decode else None), asking
+        return asking
 
-    def _run(self, graphs: CudaGraphRunner, step: ScheduledStep) -> tuple[Tensor, ...]:
-        shape = BatchShape.decode(step.num_requests)
-        if step.rows is self._held and graphs.can_rerun(shape):
-            extra: tuple[Tensor, ...] = graphs.rerun(shape)
-            return extra
-        self._held = None
-        extra = graphs.run({"req_rows": _sampling_rows(step)}, shape)
-        if step.is_uniform_decode:
-            self._held = step.rows
-        return extra
+    def _run(self, kind: Kind, batch: Mapping[str, IntArray], made_of: object) -> None:
+        """`made_of`: while it is the same as in the last such step, the graph needs nothing new."""
+        graphs, shape = self.graphs[kind], BatchShape.decode(len(next(iter(batch.values()))))
+        is_held = made_of is not None and made_of is self._held[kind]
+        self._held[kind] = None
+        if is_held and graphs.can_rerun(shape):
+            graphs.rerun(shape)
+        else:
+            graphs.run(batch, shape)
+        self._held[kind] = made_of
 
-    def _plain(self, req_rows: Tensor) -> tuple[Tensor, ...]:
+    def _plain(self, req_rows: Tensor) -> tuple[()]:
         self._runner.sample_plain(req_rows)
         return ()
 
-    def _filtered(self, req_rows: Tensor) -> tuple[Tensor, ...]:
-        def draw(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-            return (self._draw(rows, logits),)
-
-        if req_rows.is_cuda:  # nothing is sorted there
-            tokens = self._draw(req_rows, self._logits(req_rows))
-        else:
-            [tokens] = self._in_pieces(draw, req_rows)
-        self._returned.keep(req_rows, tokens)
+    def _sample_adjusted(self, rows: Tensor, places: Tensor) -> tuple[()]:
+        self._sample_asking(rows, places, has_filters=False)
         return ()
 
-    def _complete(self, req_rows: Tensor) -> tuple[Tensor, ...]:
-        tokens, *logprobs = self._in_pieces(self._complete_piece, req_rows)
-        sampling.count_tokens(self.generated, req_rows, tokens)
-        self._returned.keep(req_rows, tokens)
-        return tuple(logprobs)
+    def _sample_filtered(self, rows: Tensor, places: Tensor) -> tuple[()]:
+        self._sample_asking(rows, places, has_filters=True)
+        return ()
 
-    def _complete_piece(self, rows: Tensor, raw: Tensor) -> tuple[Tensor, ...]:
-        def of_rows(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, rows)
-
-        state = self._rows
-        logits = sampling.add_bias(raw, of_rows(state["bias_ids"]).long(), of_rows(state["bias_values"]))
-        banned = of_rows(state["banned"]).long()
-        # Lengths say where the new tokens will stand: behind all that the forward pass has just computed.
-        is_early = of_rows(state["lengths"]) < of_rows(state["banned_before"])
-        is_banned = (banned >= 0) & is_early.unsqueeze(1)
-        logits = sampling.add_bias(logits, banned.clamp(min=0), torch.where(is_banned, float("-inf"), 0.0))
-        penalties = Penalties(
-            repetition=of_rows(state["repetition"]),
-            presence=of_rows(state["presence"]),
-            frequency=of_rows(state["frequency"]),
+    def _sample_asking(self, rows: Tensor, places: Tensor, *, has_filters: bool) -> None:
+        lines = self._returned.lines
+        logits = self._runner.logits
+        asking_rows.sample_asking(
+            logits, rows, places, self._asked, lines, self.logprobs, has_filters=has_filters
         )
-        logits = sampling.apply_penalties(
-            logits, penalties, of_rows(self.generated), of_rows(self._in_prompt)
-        )
-        logits = sampling.allow(logits, of_rows(self._masks))
-        tokens = self._draw(rows, logits)
-        found = sampling.token_logprobs(raw, tokens, min(MAX_LOGPROBS, self._vocab))
-        return tokens, found.chosen, found.rank, found.top, found.top_tokens
-
-    def _in_pieces(
-        self, sample: Callable[[Tensor, Tensor], tuple[Tensor, ...]], req_rows: Tensor
-    ) -> tuple[Tensor, ...]:
-        """`sample(rows, their logits)` over a few rows at a time: every row is on its own."""
-        size = max(1, PIECE_BYTES // (8 * self._vocab))
-        pieces = [
-            sample(rows, logits)
-            for rows, logits in zip(req_rows.split(size), self._logits(req_rows).split(size), strict=True)
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
-
-    def _logits(self, req_rows: Tensor) -> Tensor:
-        return self._runner.logits[: req_rows.size(0)]
-
-    def _draw(self, rows: Tensor, logits: Tensor) -> Tensor:
-        return sampling.sample(logits, rows, self._settings, self._rows["lengths"])
 
 
 def _sampling_rows(step: ScheduledStep) -> IntArray:

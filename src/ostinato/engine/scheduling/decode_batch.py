@@ -2,8 +2,7 @@
 
 Note [Longest first]
 Attention takes a batch's contexts in its order, and programs that begin with the longest end at about the
-same time. All of a batch grow by a token in each step, so an order by length stays one. (But for those that
-wait for a grammar: the order is for speed alone.)
+same time. All of a batch grow by a token in each step, so an order by length stays one.
 
 Note [Steady steps]
 Between two changes every step is the one before it, one token further. How many such steps there are is
@@ -45,7 +44,7 @@ class DecodeBatch:
     def look_ahead(self) -> None:
         """All of them have just been scheduled: how many steady steps follow?"""
         state, places = self._state, self._places
-        if state.num_waiting or not len(places):
+        if not len(places):
             self.steady_steps = 0
             return
         self._starts = state.num_scheduled[places]

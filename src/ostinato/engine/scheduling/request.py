@@ -217,7 +217,7 @@ class RequestRows:
         self.stop_ids = np.full((1, rows), -1, dtype=np.int32)
         """Tokens that end it, one per line, padded with -1; as many lines as the largest set so far."""
         self.waits = np.zeros(rows, dtype=bool)
-        """Whether its next token can only be chosen once the last one is known: it follows a grammar."""
+        """Whether a token can only be chosen once the one before it is known: it follows a grammar."""
         self.num_waiting = 0
         """How many do."""
         self.tenancy = np.zeros(rows, dtype=np.int64)

@@ -159,6 +159,10 @@ class RequestPages:
         self._updates.clear()
         return updates
 
+    def put_back_updates(self, updates: Sequence[PageUpdate]) -> None:
+        """These were taken, and the step that was to apply them may not have done so: they are due again."""
+        self._updates[:0] = updates
+
     def _extend(self, request: Request, pages: IntArray) -> None:
         if len(pages):
             self._updates.append(PageUpdate(request.row, len(request.pages), pages))

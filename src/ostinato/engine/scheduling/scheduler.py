@@ -23,9 +23,9 @@ victim of a preemption is the youngest running one and goes to the head of the q
 request is older than every waiting one. Prompts take what the decodes leave of a step, one after the other,
 so at most one running request has its prompt computed in part, and it is the youngest.
 
-The oldest of all advances in every step, if it computes its prompt, for then it runs alone and has all pages;
-and in one of any `prompt_burst` + 1 steps, if it decodes, for it sits out no more (Note [Prompt bursts]) and
-nobody takes its pages. So it ends, another is the oldest, and nobody starves.
+The oldest of all advances in every step: if it computes its prompt, for then it runs alone and has all pages;
+if it decodes, for every step takes all decodes along and nobody takes its pages. So it ends, another is the
+oldest, and nobody starves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ import numpy as np
 from ostinato.cache.pages import PageAllocator
 
 from .decode_batch import DecodeBatch
-from .prompt_burst import PromptBurst
 from .request import FinishReason, IntArray, Request, RequestError, RequestRows, RequestStatus
 from .request_pages import RequestPages, longest_request
 from .scheduled_step import CompletedStep, ScheduledStep
@@ -69,7 +68,6 @@ class Scheduler:
         self._steps = StepMaker(self.rows, config.max_running)
         self._in_flight: deque[ScheduledStep] = deque()
         self._joined: list[Request] = []
-        self._burst = PromptBurst(config, pages.page_size)
         self._taken = RequestPages(pages, self.rows, config)
         self._num_added = 0
         self._is_paused = False
@@ -156,12 +154,7 @@ class Scheduler:
         requests, rows = self._ready_decodes()
         if self._grow(requests, rows):
             requests, rows = self._ready_decodes()
-        enough = self._burst.enough(len(rows), self.pages.num_free)
-        chunks = self._prompts(self.config.max_batched_tokens - (len(rows) if enough is None else 0))
-        sits_out = enough is not None and sum(count for _, count in chunks) >= enough
-        self._burst.count(is_sat_out=sits_out)
-        if sits_out:
-            requests, rows = (), rows[:0]
+        chunks = self._prompts(self.config.max_batched_tokens - len(rows))
         if not chunks and not requests:
             return None
         joined, page_updates = tuple(self._joined), self._taken.take_updates()
@@ -197,7 +190,9 @@ class Scheduler:
         return CompletedStep(step, tokens, accepted, tuple(finished))
 
     def fail(self, step: ScheduledStep, error: str) -> tuple[Request, ...]:
-        """Instead of `complete`: the step did not run. Ends its requests with `error` and returns them."""
+        """Instead of `complete`: the step did not run, or who knows how far. Ends its requests with `error`
+        and returns them. Others may have got pages with it: they are told again."""
+        self._taken.put_back_updates(step.page_updates)
         failed = tuple(step.requests[at] for at in np.flatnonzero(self._land(step, step.rows)).tolist())
         for request in failed:
             self.finish(request, FinishReason.ERROR, error=error)
@@ -246,17 +241,11 @@ class Scheduler:
         return min(self.max_len, request.num_prompt_tokens + request.params.max_tokens)
 
     def _ready_decodes(self) -> tuple[tuple[Request, ...], IntArray]:
-        """Requests that decode in the next step: all but those whose last token is pending, and those under a
-        grammar whose every token has to be seen before the next."""
+        """Requests that decode in the next step: all but those whose last token is pending."""
         if self._decode_batch is None:
             self._decode_batch = DecodeBatch(self._decoding, self.rows)
         requests, rows = self._decode_batch.requests, self._decode_batch.rows
-        state = self.rows
-        promised = state.num_promised[rows]
-        ready = promised < state.max_tokens[rows]
-        if state.num_waiting:
-            # A grammar has to see the last token before it can say which may follow.
-            ready &= ~state.waits[rows] | (promised == state.num_tokens[rows])
+        ready = self.rows.num_promised[rows] < self.rows.max_tokens[rows]
         if ready.all():
             return requests, rows
         return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]
@@ -376,7 +365,6 @@ class Scheduler:
         """What `schedule` would come to, known beforehand: see Note [Steady steps] in decode_batch."""
         self._shared_prefix()
         step = self._steps.steady(batch, self._taken.take_updates())
-        self._burst.count(is_sat_out=False)
         self._in_flight.append(step)
         return step
 

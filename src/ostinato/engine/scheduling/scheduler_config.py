@@ -24,8 +24,6 @@ class SchedulerConfig:
     """Find out what all requests of a decode batch have in common."""
     lookahead: int = 1
     """Steps that may be incomplete when the next one is scheduled; 0 waits for every step."""
-    prompt_burst: int = 0
-    """Prompt steps in a row that running requests may sit out; 0: every prompt step takes them along."""
     window: int | None = None
     """So many tokens, its own included, a token looks back on at most; None: on all before it."""
 
@@ -33,9 +31,8 @@ class SchedulerConfig:
         for name in ("max_running", "max_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("lookahead", "prompt_burst"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if self.lookahead < 0:
+            raise ConfigError(f"lookahead must be at least 0, not {self.lookahead}")
         if self.max_batched_tokens < self.max_running:
             raise ConfigError(
                 f"max_batched_tokens ({self.max_batched_tokens}) is below max_running ({self.max_running}): "

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 
 import numpy as np
 import torch
@@ -57,6 +58,30 @@ class RowField:
         return (self.width or 1) * self.dtype.itemsize // 4
 
 
+@dataclass
+class _Changes:
+    """Cells of the mirror that the device does not have yet; noted before the mirror is written."""
+
+    spans: list[tuple[int, int]] = dataclass_field(default_factory=list)
+    """From and to."""
+    cells: list[IntArray] = dataclass_field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.spans or self.cells)
+
+    def places(self) -> IntArray:
+        """Each cell once: a scatter promises no order among equal places."""
+        places = self.cells
+        if self.spans:
+            begins, ends = np.array(self.spans, dtype=np.int64).T
+            lengths = ends - begins
+            offsets = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+            places = [*places, np.repeat(begins, lengths) + offsets]
+        # Sorted, which is several times as fast as numpy's `unique`, and mostly in order already.
+        ordered = np.sort(np.concatenate(places, dtype=np.int64), kind="stable")
+        return ordered[np.append(True, ordered[1:] != ordered[:-1])]
+
+
 class DeviceRows:
     """Per-request state at fixed addresses. Tensors of it by name: `rows["lengths"]`."""
 
@@ -78,8 +103,7 @@ class DeviceRows:
             view[:] = self._fields[name].initial
         self._state = torch.from_numpy(self._mirror.copy()).to(pool.device)
         self._tensors = {name: self._device_view(self._fields[name], num_rows) for name in self._fields}
-        self._changed_spans: list[tuple[int, int]] = []
-        self._changed_cells: list[IntArray] = []
+        self._changes = _Changes()
         self.scatter = self._make_scatter(mode, pool, warmups)
         """The graphs that put changes in place."""
 
@@ -101,14 +125,13 @@ class DeviceRows:
     def unchanged(self) -> Iterator[None]:
         """Whatever is written and sent inside is undone at the end, on both sides."""
         state, mirror = self._state.clone(), self._mirror.copy()
-        unsent = self._changed_spans, self._changed_cells
-        self._changed_spans, self._changed_cells = [], []
+        unsent, self._changes = self._changes, _Changes()
         try:
             yield
         finally:
             self._state.copy_(state)
             self._mirror[:] = mirror
-            self._changed_spans, self._changed_cells = unsent
+            self._changes = unsent
 
     def write(self, name: str, row: int, values: float | Sequence[float], first: int = 0) -> None:
         """Set a field of a row, of a list the values from `first` on; sent with the next `send`."""
@@ -117,17 +140,17 @@ class DeviceRows:
         if field.width is None:
             if target[row] == values and not field.advances:
                 return
+            begin = self._starts[name] + row * field.cells
+            self._changes.spans.append((begin, begin + field.cells))
             target[row] = values
-            begin, length = self._starts[name] + row * field.cells, field.cells
         else:
             new = np.asarray(values, dtype=target.dtype)
             if np.array_equal(target[row, first : first + len(new)], new) and not field.advances:
                 return
-            target[row, first : first + len(new)] = new
             size = field.cells // field.width
             begin = self._starts[name] + row * field.cells + first * size
-            length = len(new) * size
-        self._changed_spans.append((begin, begin + length))
+            self._changes.spans.append((begin, begin + len(new) * size))
+            target[row, first : first + len(new)] = new
 
     def write_rows(self, name: str, rows: IntArray, value: float) -> None:
         """Set a single value of 32 bits in many rows."""
@@ -137,8 +160,8 @@ class DeviceRows:
         assert not field.advances
         changed = rows[self._views[name][rows] != value]
         if len(changed):
+            self._changes.cells.append(self._starts[name] + changed.astype(np.int64))
             self._views[name][changed] = value
-            self._changed_cells.append(self._starts[name] + changed.astype(np.int64))
 
     def write_cells(
         self,
@@ -152,8 +175,8 @@ class DeviceRows:
         assert field.width is not None
         assert field.cells == field.width
         cells = self._starts[name] + np.asarray(rows) * field.width + np.asarray(columns)
+        self._changes.cells.append(cells)
         self._mirror[cells] = values
-        self._changed_cells.append(cells)
 
     def _make_scatter(self, mode: GraphMode, pool: GraphPool, warmups: int) -> CudaGraphRunner:
         return CudaGraphRunner(
@@ -181,28 +204,19 @@ class DeviceRows:
         self.scatter.drop()
 
     def send(self) -> None:
-        """Bring all changes to the device, behind the steps launched so far."""
-        if not self._changed_spans and not self._changed_cells:
+        """Bring all changes to the device, behind the steps launched so far.
+
+        If that fails, all of them are sent again next time; no step runs in between, so that nothing the
+        device has moved on is set back.
+        """
+        if not self._changes:
             return
-        places = self._places()
-        self._changed_spans.clear()
-        self._changed_cells.clear()
+        places = self._changes.places()
         for begin in range(0, len(places), _LADDER.limit):
             piece = places[begin : begin + _LADDER.limit]
             shape = BatchShape.decode(len(piece))
             self.scatter.run({"places": piece, "values": self._mirror[piece]}, shape)
-
-    def _places(self) -> IntArray:
-        """The cells that changed, each once: a scatter promises no order among equal places."""
-        places = self._changed_cells
-        if self._changed_spans:
-            begins, ends = np.array(self._changed_spans, dtype=np.int64).T
-            lengths = ends - begins
-            offsets = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-            places = [*places, np.repeat(begins, lengths) + offsets]
-        # Sorted, which is several times as fast as numpy's `unique`, and mostly in order already.
-        ordered = np.sort(np.concatenate(places, dtype=np.int64), kind="stable")
-        return ordered[np.append(True, ordered[1:] != ordered[:-1])]
+        self._changes = _Changes()
 
     def _put(self, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         self._state.index_copy_(0, places, values)

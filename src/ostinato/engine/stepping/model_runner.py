@@ -36,7 +36,10 @@ from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
 from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.attention.query_tiles import Queries, query_class
+from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.variants import kernel_class
+from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Attend, StepAttention, Transformer
 
 from ..config import ResolvedConfig
@@ -123,7 +126,7 @@ class ModelRunner:
         """Of one layer."""
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
-        # Two lines a step: one from its decode graph, one from a sampling graph.
+        # A line a step, and as many again: a step that failed may have written one, too.
         self.returned = TokenReturn(self.last_tokens, self.began, running, 2 * (config.lookahead + 2))
         self.sample_plain = PlainSampling(self.rows, self.logits, self.returned)
         self.has_sampled = False
@@ -182,7 +185,6 @@ class ModelRunner:
             # Padding writes page 0 only, and the logits belong to nobody between steps.
             state=self.returned.state,
             dummy=self._dummy,
-            compile_up_to=asked.torch_compile_max_bs if asked.enable_torch_compile else 0,
             kernels_of=self.kernels_of,
         )
         runner.watch(self.model)
@@ -208,7 +210,9 @@ class ModelRunner:
             is_decode=is_decode,
             is_cascade=key.descriptor.cascade,
         )
-        return key.mode, is_decode, kernels
+        queries = queries_of(self.model.config, self.config, key.descriptor)
+        attention = None if is_decode else query_class(queries, gpu_of(device))
+        return key.mode, is_decode, kernels, attention
 
     def capture(
         self, times: StartupTimes, *, keys: Sequence[GraphKey] | None = None, progress: bool | None = None
@@ -250,7 +254,8 @@ class ModelRunner:
     def run(self, step: ScheduledStep) -> torch.Tensor:
         """One step; the logits of each request's last token, good until the next step."""
         # While the rows stay the same, a decode graph needs nothing new; its bucket of contexts may change.
-        held = self._held
+        # If this fails on the way, nobody knows what the inputs are.
+        held, self._held = self._held, _NOTHING
         is_same = step.rows is held.rows and step.shared_prefix == held.shared_prefix
         shape = held.shape if is_same and not self._contexts else self.shape_of(step)
         if self._why_no_cascade is not None:
@@ -258,13 +263,13 @@ class ModelRunner:
         if is_same and self.graphs.can_rerun(shape):
             logits = self.graphs.rerun(shape)
             self._count_line()
+            self._held = held
             return logits
         decision = self.graphs.decide(shape)
         self.notes_beginning = decision.descriptor is not None and decision.descriptor.is_uniform
         self.has_sampled = self.samples(decision.descriptor or shape.as_descriptor())
         # Only a full graph has attention inside; between segments and eagerly it needs the real lengths.
         self._host = None if decision.mode is GraphMode.FULL else host_lengths(step)
-        self._held = _NOTHING
         logits = self.graphs.run(inputs_of(step), shape)
         self._count_line()
         if self.notes_beginning:
@@ -353,7 +358,7 @@ class ModelRunner:
             query_starts=query_starts,
             query_lens=query_lens,
             max_query_len=descriptor.query_len or descriptor.num_tokens,
-            max_context=min(descriptor.context or self.config.max_model_len, self.config.page_columns * 16),
+            max_context=max_context(self.config, descriptor),
             prefix_lens=self.rows["prefix_lens"] if descriptor.cascade else None,
         )
         hidden = self.model(input_ids, positions, self._attention_over(batch))
@@ -369,16 +374,16 @@ class ModelRunner:
 
     def _attention_over(self, batch: AttentionBatch) -> Attend:
         heads = functools.partial(self._attend, batch)
-        if self._attention.attend_rows is None:
+        if self._attention.attend_qkv is None:
             return heads
         return StepAttention(heads, functools.partial(self._attend_rows, batch))
 
     def _attend_rows_of_layer(
         self, batch: AttentionBatch, layer: int, rows: torch.Tensor, heads: HeadPreparation
     ) -> torch.Tensor:
-        assert self._attention.attend_rows is not None
+        assert self._attention.attend_qkv is not None
         model = self.model.config
-        return self._attention.attend_rows(
+        return self._attention.attend_qkv(
             rows,
             heads,
             *self.kv.layer(layer),
@@ -411,6 +416,25 @@ class ModelRunner:
         return {
             field.name: torch.full_like(views[field.name], field.pad) for field in self.graphs.buffers.fields
         }
+
+
+def max_context(config: ResolvedConfig, descriptor: BatchDescriptor) -> int:
+    """No request of a step is longer."""
+    return min(descriptor.context or config.max_model_len, config.page_columns * PAGE_SIZE)
+
+
+def queries_of(model: ModelConfig, config: ResolvedConfig, descriptor: BatchDescriptor) -> Queries:
+    """What attention of a prompt or a mixed batch knows."""
+    return Queries(
+        dtype=config.dtype,
+        num_tokens=descriptor.num_tokens,
+        num_requests=descriptor.num_reqs,
+        max_query_len=descriptor.query_len or descriptor.num_tokens,
+        max_context=max_context(config, descriptor),
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
 
 
 def inputs_of(step: ScheduledStep) -> dict[str, IntArray]:

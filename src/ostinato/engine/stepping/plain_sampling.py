@@ -1,7 +1,7 @@
 """The tokens of requests that ask for a temperature and a seed at most: chosen at the end of a decode graph.
 
 So most steps are one graph. Requests that ask for more are passed over here; a sampling graph behind the
-decode graph serves them, and with them all others of their step once more, to the same tokens.
+decode graph serves them, and nobody else, and puts their tokens into the same line.
 """
 
 from torch import Tensor

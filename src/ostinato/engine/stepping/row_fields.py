@@ -27,8 +27,10 @@ def row_fields(page_columns: int) -> tuple[RowField, ...]:
         RowField("repetition", real, initial=1),
         RowField("presence", real),
         RowField("frequency", real),
+        RowField("num_biases", integer),
         RowField("bias_ids", integer, MAX_BIASES),
         RowField("bias_values", real, MAX_BIASES),
         RowField("banned", integer, MAX_BANNED, initial=-1),
         RowField("banned_before", integer),
+        RowField("num_logprobs", integer, initial=-1),
     )

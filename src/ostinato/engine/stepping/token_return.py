@@ -1,21 +1,22 @@
 """Sampled tokens on their way to the host, and there.
 
-On a GPU the last kernel of a step writes the tokens into pinned memory itself: no copy is queued behind the
-graph, and the host only waits for an event. Log-probabilities, rarely asked for, are copied.
+On a GPU the last kernel of a step writes the tokens into pinned memory itself, and log-probabilities if they
+are asked for: no copy is queued behind the graph, and the host only waits for an event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.graphs import CurrentStream
-from ostinato.kernels import request_rows
-from ostinato.kernels.request_rows import LINE_HEAD, TokenLines
+from ostinato.kernels.token_lines import LINE_HEAD, LogprobLines, TokenLines
 
 from ..scheduling.request import IntArray
 
@@ -27,7 +28,8 @@ class Sampled:
     tokens: IntArray
     """int64 [R]."""
     logprobs: IntArray | None = None
-    """float32 [R, 1 + n]: of the sampled token, then of the n likeliest; None if nobody asked."""
+    """float32 [R, 1 + n]: of the sampled token, then of the n likeliest; None if nobody asked. Who did not
+    ask has zeros, who asked for less than n has anything behind them."""
     logprob_tokens: IntArray | None = None
     """int64 [R, 1 + n]: whose they are."""
     ranks: IntArray | None = None
@@ -37,16 +39,24 @@ class Sampled:
     one."""
 
 
+class Amendment(NamedTuple):
+    """What a sampling graph behind plain sampling adds to a line."""
+
+    told: IntArray
+    """int64 [n]: places of the requests that ask for logprobs, in the order in which these come back."""
+    logprobs: LogprobLines
+
+
 class Launched:
     """A step whose tokens are on their way."""
 
     def __init__(
-        self, line: IntArray, count: int, extra: Sequence[Tensor], done: torch.cuda.Event | None
+        self, line: IntArray, count: int, amendment: Amendment | None, done: torch.cuda.Event | None
     ) -> None:
         """`done`: None where everything is done already."""
         self._line = line
         self._count = count
-        self._extra = extra
+        self._amendment = amendment
         self._done = done
 
     def read(self) -> Sampled:
@@ -55,21 +65,28 @@ class Launched:
             self._done.synchronize()
         tokens = self._line[LINE_HEAD:]
         assert self._line[0] == self._count, "the tokens of another step"
+        assert self._line[3] == (self._amendment is not None), "tokens of requests that ask for more"
         span = None if self._done is None else (int(self._line[1]), int(self._line[2]))
-        if not self._extra:
+        if self._amendment is None or not len(self._amendment.told):
             return Sampled(tokens, span=span)
-        chosen, ranks, top, top_tokens = self._extra
-        logprobs = torch.cat([chosen[:, None], top], 1).numpy()
-        logprob_tokens = torch.cat([torch.from_numpy(tokens)[:, None], top_tokens], 1).numpy()
-        return Sampled(tokens, logprobs, logprob_tokens, ranks.numpy(), span)
+        told = self._amendment.told
+        values, named, ranks = (self._placed(lines, told) for lines in self._amendment.logprobs)
+        return Sampled(tokens, values, named, ranks, span)
+
+    def _placed(self, lines: Tensor, told: IntArray) -> IntArray:
+        """What came back one after another, each where its request is in the step."""
+        compact = lines[self._count % lines.size(0), : len(told)].numpy()
+        placed = np.zeros((len(self._line) - LINE_HEAD, *compact.shape[1:]), compact.dtype)
+        placed[told] = compact
+        return placed
 
 
 class TokenReturn:
     """Where steps leave their tokens, and which line of the ring is whose.
 
-    Decode graphs and sampling graphs write lines; a step has one of its own from each that it launches, and
-    the last one counts. Device and host count the lines independently of each other: `Launched.read` checks
-    that they agree.
+    A step has one line. Its decode graph writes it, or plain sampling behind it; a sampling graph for those
+    who ask for more then amends it. Device and host count the lines independently of each other:
+    `Launched.read` checks that they agree, and that the line was amended if it should have been.
     """
 
     def __init__(self, last_tokens: Tensor, began: Tensor, max_requests: int, num_lines: int) -> None:
@@ -98,10 +115,6 @@ class TokenReturn:
             for tensor, before in kept:
                 tensor.copy_(before)
 
-    def keep(self, rows: Tensor, tokens: Tensor) -> None:
-        """Captured: leave the tokens in their rows and in the next line."""
-        request_rows.return_tokens(rows, tokens, self.lines)
-
     def launched(self) -> None:
         """Something that writes a line was launched."""
         self._num_launched += 1
@@ -111,22 +124,19 @@ class TokenReturn:
         self._is_in_doubt = True
 
     def settle(self) -> None:
-        """After a doubt, before the next step: the device takes over the host's count."""
+        """After a doubt, before the next step: the device takes over the host's count.
+
+        That waits for the device, so that nothing a failed step has queued still reads pinned memory.
+        """
         if self._is_in_doubt:
             self.lines.counts.copy_(torch.tensor([self._num_launched, 0]))
             self._is_in_doubt = False
 
-    def newest(self, num_requests: int, extra: Sequence[Tensor] = ()) -> Launched:
-        """The line of what was launched last, to be read; `extra`: what else its graph returned."""
+    def newest(self, num_requests: int, amendment: Amendment | None = None) -> Launched:
+        """The line that was launched last, to be read; `amendment`: what was launched behind it."""
         count = self._num_launched - 1
         place = count % len(self._ring)
         done = self._events[place]
-        copies = [
-            torch.empty(output.shape, dtype=output.dtype, pin_memory=done is not None).copy_(
-                output, non_blocking=True
-            )
-            for output in extra
-        ]
         if done is not None:
             done.record(self._stream.get())
-        return Launched(self._ring[place, : LINE_HEAD + num_requests], count, copies, done)
+        return Launched(self._ring[place, : LINE_HEAD + num_requests], count, amendment, done)

@@ -15,9 +15,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ostinato.models.config import RopeConfig
+from ostinato.models.layer import Layer
 from ostinato.models.layers import Linear
-from ostinato.models.transformer import Layer, Transformer
+from ostinato.models.rope import RopeConfig
+from ostinato.models.transformer import Transformer
 
 _TOKENS_AT_ONCE = 1024
 _SCORES_AT_ONCE = 1 << 26
@@ -100,7 +101,7 @@ class ReferenceModel:
         rows = self._linear(self._norm(x, layer.input_layernorm.weight), attention.qkv_proj)
         heads = rows.unflatten(1, (config.num_heads + 2 * config.num_kv_heads, config.head_dim))
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        if config.qk_norm:
+        if attention.qk_norm:
             q, k = self._norm(q, attention.q_norm.weight), self._norm(k, attention.k_norm.weight)
         return q, k, v
 

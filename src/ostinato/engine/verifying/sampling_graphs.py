@@ -1,21 +1,25 @@
-"""Sampling graphs: every kind and rung on made logits, other parameters in the rows at every launch."""
+"""Sampling graphs: every kind and rung on made logits, other parameters in the rows at every launch.
+
+Graphs for those who ask for more get a line that is full of other tokens, and requests at any places of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.graphs import BatchShape, CapturedGraph, CudaGraphRunner
+from ostinato.kernels.token_lines import LINE_HEAD
 from ostinato.text.grammar import Grammar
 
 from ..core import EngineCore
-from ..sampling.sampler import Kind
-from ..sampling_params import MAX_LOGPROBS, SamplingParams
+from ..sampling.kinds import Kind
+from ..sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..token_ids import token_array
 from .borrowed_pages import HOSTILE
@@ -28,6 +32,8 @@ _SPREAD = 2.5
 _PROMPT = 24
 _LOGPROB_ERROR = 1e-3
 _FEW = 4
+_Found: TypeAlias = tuple[str, float, float, str]
+"""What was compared, the error, its tolerance, and more about it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class _Asked:
 
     @property
     def kind(self) -> Kind:
-        return Kind.COMPLETE if self.is_masked else Kind.of(self.params)
+        return max(Kind.of(self.params), Kind.ADJUSTED if self.is_masked else Kind.PLAIN)
 
 
 _EOS = 1
@@ -59,7 +65,9 @@ _ASKED = (
     _Asked(SamplingParams(temperature=1.3, seed=8, logprobs=0), is_masked=True),
     _Asked(SamplingParams(temperature=0.0), is_masked=True),
 )
-"""In turn; graphs of simpler kinds see those that they serve."""
+"""In turn; graphs of simpler kinds see those that they serve, and only plain ones the plain."""
+_UNTOUCHED = -7
+"""Stands for tokens of others in a line that is amended."""
 
 
 @dataclass
@@ -80,61 +88,80 @@ class SamplingGraphs:
         # Few rows show less of what is wrong with them at a time.
         counts = [full, full, max(1, full // 3), *[full] * (full <= _FEW)]
         for launch, count in enumerate(counts):
-            yield from self._launch(kind, graph, name, count, launch)
+            batch, state = f"{count} requests, launch {launch + 1}", "poison" if launch == 2 else "plain"
+            for what, error, tolerance, more in self._launch(kind, graph, count, launch):
+                yield Check(name, batch, state, what, error, tolerance, more)
 
-    def _launch(
-        self, kind: Kind, graph: CapturedGraph, name: str, count: int, launch: int
-    ) -> Iterator[Check]:
+    def _launch(self, kind: Kind, graph: CapturedGraph, count: int, launch: int) -> Iterator[_Found]:
         core, poison = self.core, launch == 2
         runner, sampler = core.runner, core.sampler
         assert sampler is not None
-        batch = f"{count} requests, launch {launch + 1}"
-        state = "poison" if poison else "plain"
         # The same rows, other parameters: what a graph remembers of the last launch is wrong now.
         rows = list(range(1, count + 1))
         sources = self._seat(kind, rows, launch)
         runner.logits.copy_(self._logits)
         graphs: CudaGraphRunner = sampler.graphs[kind]
+        places = list(range(count)) if kind is Kind.PLAIN else self._places(count)
+        inputs = {"req_rows": np.array(rows, dtype=np.int32)}
+        if kind is not Kind.PLAIN:
+            inputs = {"rows": inputs["req_rows"], "places": np.array(places, dtype=np.int32)}
         if poison:
-            runner.logits[count:] = HOSTILE
+            others = [at for at in range(runner.logits.size(0)) if at not in places]
+            runner.logits[others] = HOSTILE
             graphs.poison_surroundings()
             for field, value in (("temperature", 50.0), ("top_k", 1), ("repetition", 7.0), ("seeds", 9)):
                 runner.rows.write(field, 0, value)
+            runner.rows.write("num_logprobs", 0, 3)
             runner.rows.send()
-        lengths, generated = runner.lengths.clone(), sampler.generated.clone()
-        number = int(runner.returned.lines.counts[0])
-        graphs.buffers.fill(
-            {"req_rows": np.array(rows, dtype=np.int32)},
-            BatchShape.decode(count),
-            graph.descriptor,
-            poison=poison,
-        )
+        number = self._begin_line(kind)
+        before = _State(runner.lengths.clone(), runner.last_tokens.clone(), sampler.generated.clone())
+        graphs.buffers.fill(inputs, BatchShape.decode(count), graph.descriptor, poison=poison)
         graphs.launch(graph)
-        written, *tokens = written_line(core, number, count)
-        raw = self._logits
+        written, *line = written_line(core, number, runner.logits.size(0))
+        tokens, raw = [line[place] for place in places], self._logits[places]
         wrong = [at for at, source in enumerate(sources) if not source.is_right(tokens[at], raw[at])]
         detail = f"request {wrong[0]} with {_told(sources[wrong[0]].params)}" if wrong else ""
-        found = [("tokens", float(len(wrong)), 0.0, detail)]
-        found.append(("line", float(written != number), 0.0, ""))
+        yield "tokens", float(len(wrong)), 0.0, detail
+        yield "line", float(written != number), 0.0, ""
+        mark = int(runner.returned.lines.ring[number % runner.returned.lines.ring.size(0), 3])
+        yield "mark of amended lines", float(mark != (kind is not Kind.PLAIN)), 0.0, ""
         now = int(runner.returned.lines.counts[0])
-        found.append(("number of lines", float(abs(now - number - 1)), 0.0, ""))
-        kept = runner.last_tokens[1 : count + 1].tolist()
-        changed = sum(a != b for a, b in zip(kept, tokens, strict=True))
-        found.append(("last tokens", float(changed + int(runner.last_tokens[0] != 0)), 0.0, ""))
-        found.append(("lengths", float((runner.lengths != lengths).sum()), 0.0, ""))
-        if kind is Kind.COMPLETE:
-            places = torch.tensor(rows, device=lengths.device), torch.tensor(tokens, device=lengths.device)
-            generated[places] += 1
-            found += self._logprobs(graph, raw[:count], tokens)
-        found.append(("counted tokens", float((sampler.generated != generated).sum()), 0.0, ""))
-        for what, error, tolerance, more in found:
-            yield Check(name, batch, state, what, error, tolerance, more)
+        yield "number of lines", float(abs(now - number - 1)), 0.0, ""
+        before.last_tokens[rows] = torch.tensor(tokens, device=before.lengths.device)
+        yield "last tokens", float((runner.last_tokens != before.last_tokens).sum()), 0.0, ""
+        yield "lengths", float((runner.lengths != before.lengths).sum()), 0.0, ""
+        if kind is not Kind.PLAIN:
+            others = [token for at, token in enumerate(line) if at not in places]
+            changed = sum(token != _UNTOUCHED for token in others)
+            yield "tokens of others", float(changed), 0.0, ""
+            for row, source, token in zip(rows, sources, tokens, strict=True):
+                before.generated[row, token] += source.params.has_penalties
+            yield from self._logprobs(number, sources, raw, tokens)
+        yield "counted tokens", float((sampler.generated != before.generated).sum()), 0.0, ""
+
+    def _places(self, count: int) -> list[int]:
+        """Any, of the requests that a step can have."""
+        places: list[int] = self.generator.permutation(self.core.runner.logits.size(0))[:count].tolist()
+        return places
+
+    def _begin_line(self, kind: Kind) -> int:
+        """The number of the line that a graph will write, or of one that is there for it to amend."""
+        lines = self.core.runner.returned.lines
+        number = int(lines.counts[0])
+        if kind is not Kind.PLAIN:
+            line = lines.ring[number % lines.ring.size(0)]
+            line[0], line[1:LINE_HEAD], line[LINE_HEAD:] = number, 0, _UNTOUCHED
+            lines.counts[0] += 1
+            assert self.core.sampler is not None
+            self.core.sampler.logprobs.ranks[number % lines.ring.size(0)] = _UNTOUCHED
+        return number
 
     def _seat(self, kind: Kind, rows: Sequence[int], launch: int) -> list[SampledFrom]:
         """Put requests with their parameters into rows; what each one's token must come from."""
         runner, sampler = self.core.runner, self.core.sampler
         assert sampler is not None
-        choice = [asked for asked in _ASKED if asked.kind <= kind]
+        least = Kind.PLAIN if kind is Kind.PLAIN else Kind.ADJUSTED
+        choice = [asked for asked in _ASKED if least <= asked.kind <= kind]
         vocab = runner.logits.size(1)
         requests, sources, masked = [], [], []
         for row in rows:
@@ -163,25 +190,45 @@ class SamplingGraphs:
         return sources
 
     def _logprobs(
-        self, graph: CapturedGraph, raw: Tensor, tokens: Sequence[int]
-    ) -> Iterator[tuple[str, float, float, str]]:
-        """Of the chosen tokens and the likeliest, and the ranks."""
-        count = len(tokens)
-        chosen, ranks, top, top_tokens = (leaf[:count] for leaf in graph.leaves)
-        right = raw.double().log_softmax(-1)
-        own = right.gather(1, torch.tensor(tokens, device=right.device).unsqueeze(1))
-        best = right.topk(min(MAX_LOGPROBS, right.size(1)), dim=-1).values
-        errors = (
-            chosen.double().unsqueeze(1) - own,
-            top.double() - best,
-            right.gather(1, top_tokens) - best,
-        )
-        yield "logprobs", max(_largest(error) for error in errors), _LOGPROB_ERROR, ""
-        # Equal to within rounding may be counted either way.
-        fewest = (right > own + _LOGPROB_ERROR).sum(-1) + 1
-        most = (right > own - _LOGPROB_ERROR).sum(-1)
-        wrong = ((ranks < fewest) | (ranks > most.clamp(min=1))).sum()
+        self, number: int, sources: Sequence[SampledFrom], raw: Tensor, tokens: Sequence[int]
+    ) -> Iterator[_Found]:
+        """Of the chosen tokens and the likeliest, and the ranks, of requests that ask; others have none."""
+        assert self.core.sampler is not None
+        values, named, ranks = self.core.sampler.logprobs
+        number %= values.size(0)
+        largest, wrong, untold = 0.0, 0, 0
+        for at, source in enumerate(sources):
+            asked = source.params.logprobs
+            if asked is None:
+                untold += int((ranks[number, at] != _UNTOUCHED).sum())
+                continue
+            right = raw[at].double().log_softmax(-1).cpu()
+            top = named[number, at, 1 : asked + 1]
+            found, own = values[number, at, : asked + 1].double(), right[tokens[at]]
+            best = right.topk(min(asked, right.numel())).values
+            errors = (
+                found[:1] - own,
+                found[1:] - best,
+                right[top] - best,
+                named[number, at, :1] - tokens[at],
+            )
+            largest = max(largest, _largest(torch.cat(errors)))
+            # Equal to within rounding may be counted either way.
+            fewest = int((right > own + _LOGPROB_ERROR).sum()) + 1
+            most = int((right > own - _LOGPROB_ERROR).sum())
+            wrong += not fewest <= int(ranks[number, at]) <= max(1, most)
+        yield "logprobs", largest, _LOGPROB_ERROR, ""
         yield "ranks", float(wrong), 0.0, ""
+        yield "logprobs of others", float(untold), 0.0, ""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a sampling graph may change, or must not."""
+
+    lengths: Tensor
+    last_tokens: Tensor
+    generated: Tensor
 
 
 class _EveryThird:

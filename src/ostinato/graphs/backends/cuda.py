@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..capturing.cold_kernels import refuse_cold_kernels
-from ..capturing.options import CaptureOptions
 from ..current_stream import CurrentStream
 from ..memory import weak_alias
+from ..options import CaptureOptions
 from ..trees import map_tensors
+from .cold_kernels import refuse_cold_kernels
 from .pool_segments import PoolSegments
 from .protocol import Kept, PoolMemory, Recording, Session
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..capturing.options import CaptureOptions
+from ..options import CaptureOptions
 
 
 class PoolMemory(Protocol):

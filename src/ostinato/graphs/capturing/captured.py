@@ -12,10 +12,10 @@ from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.keys import GraphKey
 from ..errors import CaptureError, OstinatoError
 from ..memory import Allocate, tensor_over
+from ..options import CaptureOptions
 from ..trees import flatten, leaves_of, map_tensors
 from .autocast import clean_autocast_cache
 from .gate import recording
-from .options import CaptureOptions
 from .pool import GraphPool, Lent
 from .segments import BoundaryCapture, Bridges, SegmentedGraph
 

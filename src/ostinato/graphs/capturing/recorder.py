@@ -16,14 +16,14 @@ from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
 from ..errors import CaptureError, ColdKernelError
 from ..inputs.buffers import Batch, InputBuffers
+from ..journal import writing_inference_tensors
 from ..memory import storage_address
+from ..options import CaptureOptions
 from ..trees import tensors_in
 from .autocast import clean_autocast_cache
 from .captured import CapturedGraph, Recorded, record, with_outputs_of_their_own
 from .compiled import CompiledSteps
 from .gate import turn
-from .journal import writing_inference_tensors
-from .options import CaptureOptions
 from .pool import GraphPool
 from .segments import Bridges
 from .trial import Trials

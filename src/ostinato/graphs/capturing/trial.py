@@ -9,7 +9,7 @@ import torch
 
 from ..backends import Backend
 from ..errors import CaptureError
-from .journal import WriteJournal, writing_inference_tensors
+from ..journal import WriteJournal, writing_inference_tensors
 
 
 class Trials:

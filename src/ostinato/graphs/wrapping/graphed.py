@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..capturing.options import CaptureOptions
 from ..capturing.pool import GraphPool
 from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
 from ..errors import ConfigError
 from ..inputs.fields import Scalar
+from ..options import CaptureOptions
 from .graphed_call import Settings
 from .wrappers import wrap
 

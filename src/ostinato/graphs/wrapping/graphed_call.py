@@ -12,8 +12,6 @@ import torch
 
 from ..capturing.captured import CapturedGraph
 from ..capturing.gate import turn
-from ..capturing.journal import writing_inference_tensors
-from ..capturing.options import CaptureOptions
 from ..capturing.pool import GraphPool
 from ..checking.verify import Verification
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
@@ -25,6 +23,8 @@ from ..dispatching.step_mode import decided_step_mode, step_mode
 from ..errors import BatchError, CaptureError, VerifyError
 from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Scalar
+from ..journal import writing_inference_tensors
+from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors

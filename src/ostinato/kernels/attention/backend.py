@@ -9,11 +9,8 @@ from torch import Tensor
 
 from . import torch_reference
 from .batch import AttentionBatch, HostLengths
+from .errors import BackendError
 from .heads import HeadPreparation
-
-
-class BackendError(ValueError):
-    """A backend that does not exist, or that cannot run on this device."""
 
 
 class Attend(Protocol):
@@ -51,12 +48,12 @@ class AttendEager(Protocol):
         ...
 
 
-class AttendRows(Protocol):
-    """The same from the rows of the QKV projection: [T, (Hq + 2 Hkv) * D] to [T, Hq, D]."""
+class AttendQkv(Protocol):
+    """The same from the QKV projection: [T, (Hq + 2 Hkv) * D] to [T, Hq, D]."""
 
     def __call__(
         self,
-        rows: Tensor,
+        qkv: Tensor,
         heads: HeadPreparation,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -93,11 +90,11 @@ class AttentionBackend:
     attend_eager: AttendEager
     """For eager steps and between captured segments."""
 
-    attend_rows: AttendRows | None = None
+    attend_qkv: AttendQkv | None = None
     """All of it in fewer kernels, in a graph or out of it; None: there is nothing to gain."""
 
     reads_prefix_once: bool = False
-    """Whether `attend_rows`, or `attend` where there is none, makes use of `AttentionBatch.prefix_lens`."""
+    """Whether `attend_qkv`, or `attend` where there is none, makes use of `AttentionBatch.prefix_lens`."""
 
 
 # `attend_captured` is legal for every batch, so ALWAYS is what is true. It is efficient for single tokens
@@ -126,12 +123,12 @@ def get_backend(name: str, device: torch.device | str) -> AttentionBackend:
 
 def _triton(device: torch.device) -> AttentionBackend:
     try:
-        from . import triton_paged
+        from . import gpu_ops
     except ImportError as error:
         raise BackendError(
             "the triton attention backend needs the package triton (pip install triton), or use torch"
         ) from error
-    if device.type != "cuda" and not triton_paged.INTERPRETED:
+    if device.type != "cuda" and not gpu_ops.INTERPRETED:
         raise BackendError(
             f"the triton attention backend needs a CUDA device, not {device}: use torch, or set "
             "TRITON_INTERPRET=1 before Python starts to run its kernels slowly anywhere"
@@ -139,9 +136,9 @@ def _triton(device: torch.device) -> AttentionBackend:
     return AttentionBackend(
         name="triton",
         capability="ALWAYS",
-        write_kv=triton_paged.write_kv,
-        attend=triton_paged.attend,
-        attend_eager=triton_paged.attend_eager,
-        attend_rows=triton_paged.attend_rows,
+        write_kv=torch_reference.write_kv,
+        attend=gpu_ops.attend,
+        attend_eager=gpu_ops.attend_eager,
+        attend_qkv=gpu_ops.attend_qkv,
         reads_prefix_once=True,
     )

@@ -1,16 +1,15 @@
-"""Attention of single tokens from the rows of the QKV projection, in CUDA C++ (`cuda/decode_attention.cu`).
+"""Attention of single tokens from the QKV projection, in CUDA C++ (`cuda/decode_attention.cu`).
 
-Does what `triton_decode` does when `fused`, where `serves` says so: norm, rotation, KV write and attention in
+Does what `triton_decode` does, where `serves` says so: norm, rotation, KV write and attention in
 one kernel, whose programs share out the contexts of all tokens evenly, whatever their lengths.
 """
-
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..cuda.compiled import CudaError, CudaKernel, cuda_kernel, is_supported
+from ..gpu import gpu_of
 from ..on_chip_memory import AS_IT_IS
 from .batch import PAGE_SIZE
 from .decode_tiles import CUDA_MAX_TOKENS, CudaDecodeTile, cuda_decode_tile
@@ -18,18 +17,15 @@ from .heads import HeadPreparation
 from .triton_tiles import LOG2_E
 
 _MAX_GROUP = 16
-_SHARED_BYTES_PER_SM = 228 << 10
-_RESERVED_SHARED_BYTES = 1 << 10
-"""Of each program, by CUDA."""
 
 
-def serves(rows: Tensor, heads: HeadPreparation, k_cache: Tensor, num_heads: int) -> bool:
+def serves(qkv: Tensor, heads: HeadPreparation, k_cache: Tensor, num_heads: int) -> bool:
     """Whether `attend_tokens` can do this."""
     dtype = k_cache.dtype
-    if not is_supported(rows.device) or dtype not in (torch.bfloat16, torch.float16):
+    if not is_supported(qkv.device) or dtype not in (torch.bfloat16, torch.float16):
         return False
-    is_whole = rows.dim() == 2 and rows.dtype == dtype
-    is_in_parts = rows.dim() == 3 and rows.dtype == torch.float32 and rows.is_contiguous()
+    is_whole = qkv.dim() == 2 and qkv.dtype == dtype
+    is_in_parts = qkv.dim() == 3 and qkv.dtype == torch.float32 and qkv.is_contiguous()
     norms = (norm for norm in (heads.q_norm, heads.k_norm) if norm is not None)
     return (
         (is_whole or is_in_parts)
@@ -38,14 +34,14 @@ def serves(rows: Tensor, heads: HeadPreparation, k_cache: Tensor, num_heads: int
         and k_cache.size(3) % 16 == 0
         and k_cache.size(3) <= 128
         and num_heads <= _MAX_GROUP * k_cache.size(2)
-        and 0 < rows.size(-2) <= CUDA_MAX_TOKENS[-1]
-        and rows.stride(-2) % 2 == 0  # two elements are loaded at a time
-        and rows.data_ptr() % (2 * rows.element_size()) == 0
+        and 0 < qkv.size(-2) <= CUDA_MAX_TOKENS[-1]
+        and qkv.stride(-2) % 2 == 0  # two elements are loaded at a time
+        and qkv.data_ptr() % (2 * qkv.element_size()) == 0
     )
 
 
 def attend_tokens(
-    rows: Tensor,
+    qkv: Tensor,
     heads: HeadPreparation,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -56,17 +52,18 @@ def attend_tokens(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    """Attention [T, Hq, D] of tokens whose QKV rows are `rows`, or the sum of it: float32 [parts, T, ...]."""
-    num_tokens, num_kv_heads, head_dim = rows.size(-2), k_cache.size(2), k_cache.size(3)
+    """Attention [T, Hq, D] of tokens whose projection is `qkv`, or the sum of it: float32 [parts, T, ...]."""
+    num_tokens, num_kv_heads, head_dim = qkv.size(-2), k_cache.size(2), k_cache.size(3)
     group = num_heads // num_kv_heads
-    tile = cuda_decode_tile(num_tokens, num_kv_heads, group)
+    gpu = gpu_of(qkv.device)
+    tile = cuda_decode_tile(num_tokens, num_kv_heads, group, gpu)
     out = k_cache.new_empty(num_tokens, num_heads, head_dim)
     chunks = min(tile.max_chunks, -(-page_table.size(1) // tile.chunk_tiles))
     partial = partial_sums = out
     if chunks > 1:
         sizes = (num_tokens, num_kv_heads, chunks, group)
-        partial = torch.empty(*sizes, head_dim, dtype=torch.float32, device=rows.device)
-        partial_sums = torch.empty(*sizes, 2, dtype=torch.float32, device=rows.device)
+        partial = torch.empty(*sizes, head_dim, dtype=torch.float32, device=qkv.device)
+        partial_sums = torch.empty(*sizes, 2, dtype=torch.float32, device=qkv.device)
     kernel, shared_bytes = decode_kernel(
         tile,
         num_tokens,
@@ -75,18 +72,18 @@ def attend_tokens(
         num_kv_heads=num_kv_heads,
         has_norm=heads.q_norm is not None,
         dtype=k_cache.dtype,
-        parts=rows.size(0) if rows.dim() == 3 else 1,
+        parts=qkv.size(0) if qkv.dim() == 3 else 1,
     )
     # More than are resident at a time would have to wait, and find nothing left to do.
-    resident = min(tile.programs, _SHARED_BYTES_PER_SM // (shared_bytes + _RESERVED_SHARED_BYTES))
-    programs = min(num_tokens * num_kv_heads * chunks, _num_sms(rows.device) * resident)
+    resident = min(tile.programs, gpu.most_programs(shared_bytes))
+    programs = min(num_tokens * num_kv_heads * chunks, gpu.multiprocessors * resident)
     kernel.launch(
         grid=(programs, 1, 1),
         block=32 * tile.warps,
         args=(
-            rows,
-            rows if heads.q_norm is None else heads.q_norm,
-            rows if heads.k_norm is None else heads.k_norm,
+            qkv,
+            qkv if heads.q_norm is None else heads.q_norm,
+            qkv if heads.k_norm is None else heads.k_norm,
             heads.rotary,
             k_cache,
             v_cache,
@@ -99,7 +96,7 @@ def attend_tokens(
             positions,
             scale * LOG2_E,
             heads.eps,
-            rows.stride(-2),
+            qkv.stride(-2),
             page_table.stride(0),
             num_tokens,
             sliding_window,
@@ -147,27 +144,23 @@ def decode_kernel(
     return kernel, shared_bytes
 
 
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 _counters_of_caches: dict[tuple[torch.device, int, int], tuple[StorageWeakRef, Tensor]] = {}
 
 
 def _counters(k_cache: Tensor) -> Tensor:
     """Zeros before and after every launch on these keys, none of which begins before the last one ended.
 
-    Kept as long as the keys have their memory, because graphs point to both.
+    Kept as long as the keys, because graphs point to them.
     """
-    device, num_kv_heads = k_cache.device, k_cache.size(2)
-    place = device, num_kv_heads, k_cache.data_ptr()
+    place = k_cache.device, k_cache.size(2), k_cache.data_ptr()
     known = _counters_of_caches.get(place)
-    if known is None or known[0].expired():
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise CudaError("attention is captured before it has run on this cache: run the step once before")
-        counters = torch.zeros(1 + CUDA_MAX_TOKENS[-1] * num_kv_heads, dtype=torch.int32, device=device)
-        for other in [other for other, (memory, _) in _counters_of_caches.items() if memory.expired()]:
-            del _counters_of_caches[other]
-        known = _counters_of_caches[place] = StorageWeakRef(k_cache.untyped_storage()), counters
-    return known[1]
+    if known is not None and not known[0].expired():
+        return known[1]
+    if k_cache.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CudaError("attention is captured before it has run on this cache: run the step once before")
+    for gone in [place for place, (keys, _) in _counters_of_caches.items() if keys.expired()]:
+        del _counters_of_caches[gone]
+    size = 1 + CUDA_MAX_TOKENS[-1] * k_cache.size(2)
+    counters = torch.zeros(size, dtype=torch.int32, device=k_cache.device)
+    _counters_of_caches[place] = StorageWeakRef(k_cache.untyped_storage()), counters
+    return counters

@@ -1,16 +1,17 @@
 """How decode attention divides its work: by the number of tokens and heads, as measured on an H200."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ..gpu import Gpu
 from ..host_sizes import cdiv, next_power_of_2
+from .shared_memory import key_blocks
 
 # Programs that a split batch should have, and how many need no splitting.
 _PROGRAMS_WANTED = 256
 _ENOUGH_PROGRAMS = 96
-_MULTIPROCESSORS = 132
 MAX_SPLITS = 32
 """Parts of the context per token and KV head, at most."""
 
@@ -30,8 +31,16 @@ class DecodeTile:
     memory, which leaves registers for more programs."""
 
 
-def decode_tile(dtype: torch.dtype, num_tokens: int) -> DecodeTile:
-    """The tile for a batch; measured on an H200 (docs/kernels.md)."""
+def decode_tile(dtype: torch.dtype, num_tokens: int, head_dim: int) -> DecodeTile:
+    """The tile for a batch: of wide heads half as many keys, for which there are registers."""
+    tile = _measured_tile(dtype, num_tokens)
+    if head_dim <= 128:
+        return tile
+    return replace(tile, key_block=max(16, tile.key_block // 2), least_blocks=2 * tile.least_blocks)
+
+
+def _measured_tile(dtype: torch.dtype, num_tokens: int) -> DecodeTile:
+    """On an H200 (docs/kernels.md), with heads of up to 128."""
     if dtype == torch.float32:
         return DecodeTile(key_block=32, least_blocks=1, num_warps=4, num_stages=2, ahead=False)
     if num_tokens == 1:
@@ -64,17 +73,17 @@ class CudaDecodeTile:
     """...unless that makes more than so many."""
 
 
-def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int) -> CudaDecodeTile:
+def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int, gpu: Gpu) -> CudaDecodeTile:
     """The CUDA kernel's tile for a batch; measured on an H200 (docs/kernels.md)."""
-    pairs = num_tokens * num_kv_heads
+    pairs, multiprocessors = num_tokens * num_kv_heads, gpu.multiprocessors
     if group > 8:  # twice the registers
-        return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, 132 // pairs))
+        return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, multiprocessors // pairs))
     if pairs <= 32:
         # 256 keys are on their way before the wait; short contexts are joined in one program.
-        return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=132 // pairs)
-    if pairs <= 132:
-        return CudaDecodeTile(4, 6, 2, chunk_tiles=32, max_chunks=264 // pairs)
-    if pairs <= 264 and group > 2:
+        return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=max(1, multiprocessors // pairs))
+    if pairs <= multiprocessors:
+        return CudaDecodeTile(4, 6, 2, chunk_tiles=32, max_chunks=2 * multiprocessors // pairs)
+    if pairs <= 2 * multiprocessors and group > 2:
         return CudaDecodeTile(4, 4, 2, chunk_tiles=64, max_chunks=8)
     chunk_tiles = 32 if pairs < 1024 else 64
     # Four programs leave a thread 128 registers: not enough for 8 queries, says NVRTC 13.4.
@@ -103,18 +112,20 @@ class PrefixTile:
     num_stages: int
 
 
-def prefix_tile(dtype: torch.dtype, num_tokens: int, group: int) -> PrefixTile:
-    """The tile for a batch: that of prompt attention, or less where there are fewer rows.
-
-    Triton counts the way from a page's number to its keys as a stage of its own, so that five of them have
-    two blocks on their way (and two programs still fit on a multiprocessor).
-    """
-    most_rows, key_block, num_stages = (32, 32, 2) if dtype == torch.float32 else (64, 64, 5)
-    query_block = max(16, min(most_rows, next_power_of_2(num_tokens * group)))
-    return PrefixTile(query_block, key_block, least_blocks=2, num_warps=4, num_stages=num_stages)
+def prefix_tile(dtype: torch.dtype, num_tokens: int, group: int, head_dim: int, gpu: Gpu) -> PrefixTile:
+    """The tile for a batch: that of prompt attention, or less where there are fewer queries."""
+    query_block = _prefix_queries(dtype, num_tokens, group)
+    blocks = key_blocks(dtype, head_dim, query_block, (5, 4), gpu, programs=2)
+    return PrefixTile(query_block, blocks.keys, least_blocks=2, num_warps=4, num_stages=blocks.num_stages)
 
 
-def prefix_splits_of(tile: PrefixTile, num_tokens: int, num_heads: int, num_kv_heads: int, limit: int) -> int:
+def _prefix_queries(dtype: torch.dtype, num_tokens: int, group: int) -> int:
+    return max(16, min(32 if dtype == torch.float32 else 64, next_power_of_2(num_tokens * group)))
+
+
+def prefix_splits_of(
+    tile: PrefixTile, num_tokens: int, num_heads: int, num_kv_heads: int, limit: int, gpu: Gpu
+) -> int:
     """Parts of a prefix of at most `limit` positions, enough to fill a GPU.
 
     Two programs on a multiprocessor hide each other's gaps. One is enough for a single block of 64 queries:
@@ -122,21 +133,21 @@ def prefix_splits_of(tile: PrefixTile, num_tokens: int, num_heads: int, num_kv_h
     """
     tiles = cdiv(num_tokens * (num_heads // num_kv_heads), tile.query_block)
     is_one_large = tiles == 1 and tile.query_block >= 64
-    wanted = _MULTIPROCESSORS * (1 if is_one_large else 2) // (tiles * num_kv_heads)
+    wanted = gpu.multiprocessors * (1 if is_one_large else 2) // (tiles * num_kv_heads)
     return max(1, min(wanted, MAX_SPLITS, cdiv(limit, tile.key_block * tile.least_blocks)))
 
 
 def cascade_class(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> Hashable:
     """Equal for batches whose attention over a shared prefix runs the same compiled kernels."""
-    return decode_tile(dtype, num_tokens), prefix_tile(dtype, num_tokens, num_heads // num_kv_heads)
+    return _measured_tile(dtype, num_tokens), _prefix_queries(dtype, num_tokens, num_heads // num_kv_heads)
 
 
-def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype) -> Hashable:
+def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype, gpu: Gpu) -> Hashable:
     """Equal for batches that run the same compiled kernels, whichever of the two kernels that is."""
-    triton = decode_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
+    triton = _measured_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
     if dtype == torch.float32:
         return triton
     # Between them, groups of 1 and of 3 have all the differences there are; above 8 there is one tile only.
-    tiles = (cuda_decode_tile(num_tokens, num_kv_heads, group) for group in (1, 3))
+    tiles = (cuda_decode_tile(num_tokens, num_kv_heads, group, gpu) for group in (1, 3))
     room = next((limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit), None)
     return triton, room, tuple((tile.warps, tile.slots, tile.programs) for tile in tiles)

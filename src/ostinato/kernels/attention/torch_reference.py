@@ -34,12 +34,12 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Atte
 
 
 def prepare_heads(
-    rows: Tensor, heads: HeadPreparation, num_heads: int, num_kv_heads: int, positions: Tensor
+    qkv: Tensor, heads: HeadPreparation, num_heads: int, num_kv_heads: int, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v from rows [T, (Hq + 2 Hkv) * D]; q and k normalised and turned by their positions."""
+    """q, k and v from qkv [T, (Hq + 2 Hkv) * D]; q and k normalised and turned by their positions."""
     head_dim = heads.rotary.size(1)
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in rows.split(sizes, dim=1))
+    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in qkv.split(sizes, dim=1))
     if heads.q_norm is not None:
         q = F.rms_norm(q, heads.q_norm.shape, heads.q_norm, heads.eps)
         k = F.rms_norm(k, heads.q_norm.shape, heads.k_norm, heads.eps)

@@ -1,21 +1,27 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""Attention of single tokens: one program per token, KV head and part of the context.
+"""Attention of single tokens from the QKV projection: one program per token, KV head and part of the context.
 
-    rows of the tile      the query heads that share the KV head, padded to what a tensor core takes
+    heads of the tile     the query heads that share the KV head, padded to what a tensor core takes
     parts of the context  | split 0 | split 1 | ...     equal numbers of key blocks of the real context
 
 The number of splits follows from the rung, so that a small batch fills the GPU; how far each reaches follows
-from the position on the device. A split with nothing to do returns at once; `_combine` joins the others.
-With one split in use there is nothing to join and the result is stored directly.
+from the position on the device. A split with nothing to do returns at once; `_join` joins the others. With
+one split in use there is nothing to join and the result is stored directly.
 
-A token's row and position are all there is to know: padded tokens (row 0, position 0) see themselves only.
+Queries and the new key are normalised and rotated here, the new key and value stored, and attended to from
+registers, so no program reads what another one writes. A token's row of the page table and its position are
+all there is to know: padded tokens (row 0, position 0) see themselves only.
 
-`fused` starts from the rows of the QKV projection: queries and the new key are normalised and rotated here,
-the new key and value stored, and attended to from registers, so no program reads what another one writes.
+Requests that share a prefix have it read once for all of them:
 
-With `has_prefix` a context begins behind the prefix that all requests share, which `triton_cascade` reads for
-all of them at once: every split then leaves its part for that to join, and the first one its queries.
+    positions           0                    prefix_len              position
+    request a           | - - - - - - - - - - - - |--- its own ----------|
+    request b           | - - shared pages  - - - |--- its own ---|
+    who reads them      `triton_prefix`           `_decode`, one program per token
+    parts of a context  | split | split | ...     | split | ...
+
+`_decode` then begins behind the prefix, and leaves all its parts and its queries; `_join` joins both kinds.
 """
 
 import torch
@@ -25,12 +31,18 @@ from torch import Tensor
 
 from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
+from ..gpu import gpu_of
+from ..host_sizes import next_power_of_2
 from .batch import PAGE_SIZE
-from .decode_tiles import MAX_SPLITS, DecodeTile, decode_tile, num_splits_of
+from .decode_tiles import decode_tile, num_splits_of, prefix_splits_of, prefix_tile
 from .heads import HeadPreparation
+from .triton_prefix import attend_prefix, prefix_range
 from .triton_tiles import (
     INDEX_BUFFERS,
     LOG2_E,
+    PARTS_AT_A_TIME,
+    fold_in,
+    fold_parts,
     keys_and_values,
     load_heads,
     load_norm,
@@ -38,8 +50,9 @@ from .triton_tiles import (
     turned,
 )
 
-# tl.dot wants 16 rows at least.
-_MIN_TILE_ROWS = 16
+BUFFERS = (*INDEX_BUFFERS, "prefix_lens")
+# tl.dot wants so many at least.
+_LEAST_TILE_HEADS = 16
 
 
 @triton.jit
@@ -48,25 +61,23 @@ def split_range(
     prefix_len,
     split,
     num_splits,
-    fused: tl.constexpr,
     window: tl.constexpr,
     key_block: tl.constexpr,
     least_blocks: tl.constexpr,
 ):
-    """(begin, end, splits in use): the cached positions behind the prefix that a split attends to."""
-    end_cached = position + (0 if fused else 1)
+    """(begin, end, splits in use): the positions behind the prefix that a split reads, all before its own."""
     first = prefix_len
     if window > 0:
         first = tl.maximum(first, position - window + 1) // key_block * key_block
-    blocks = tl.maximum(tl.cdiv(end_cached - first, key_block), 1)
+    blocks = tl.maximum(tl.cdiv(position - first, key_block), 1)
     per_split = tl.maximum(tl.cdiv(blocks, num_splits), least_blocks)
     begin = first + split * per_split * key_block
-    return begin, tl.minimum(begin + per_split * key_block, end_cached), tl.cdiv(blocks, per_split)
+    return begin, tl.minimum(begin + per_split * key_block, position), tl.cdiv(blocks, per_split)
 
 
-@triton.jit(do_not_specialize=("num_splits", "num_parts"), do_not_specialize_on_alignment=INDEX_BUFFERS)
+@triton.jit(do_not_specialize=("num_splits", "num_parts"), do_not_specialize_on_alignment=BUFFERS)
 def _decode(
-    rows,
+    qkv,
     q_norm,
     k_norm,
     rotary,
@@ -91,7 +102,6 @@ def _decode(
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
     window: tl.constexpr,
-    fused: tl.constexpr,
     has_norm: tl.constexpr,
     has_prefix: tl.constexpr,
     is_split: tl.constexpr,
@@ -108,9 +118,7 @@ def _decode(
     table_row = tl.load(token_rows + token).to(tl.int64)
     pages = page_table + table_row * page_table_stride
     prefix_len = tl.load(prefix_lens + table_row) if has_prefix else 0
-    begin, end, in_use = split_range(
-        position, prefix_len, split, num_splits, fused, window, key_block, least_blocks
-    )
+    begin, end, in_use = split_range(position, prefix_len, split, num_splits, window, key_block, least_blocks)
     if (split > 0) & (begin >= end):
         return
     if ahead:
@@ -124,49 +132,44 @@ def _decode(
     head = kv_head * group + in_group
     dims = tl.arange(0, dim_block)
     in_head = dims < head_dim
-    row = rows + token * token_stride
+    of_token = qkv + token * token_stride
+    cos, sin = load_turn(rotary, position + tl.zeros([1], tl.int32), head_dim, dim_block)
+    if has_norm:
+        q_weight, q_weight_y = load_norm(q_norm, head_dim, dim_block)
+        k_weight, k_weight_y = load_norm(k_norm, head_dim, dim_block)
+    else:
+        q_weight, q_weight_y, k_weight, k_weight_y = None, None, None, None
+    page = tl.load(pages + position // page_size).to(tl.int64)
+    place = ((page * page_size + position % page_size) * num_kv_heads + kv_head) * head_dim
+    wait_for_previous(dependent)
+    # All loads before the first use of any: their latencies overlap.
+    first = (split + tl.zeros([1], tl.int32)) == 0
+    k_head = of_token + (num_heads + kv_head) * head_dim
+    q_x, q_y = load_heads(of_token + head * head_dim, real, head_dim, dim_block)
+    k_x, k_y = load_heads(k_head + tl.zeros([1], tl.int32), first, head_dim, dim_block)
+    new_v = tl.load(
+        k_head + num_kv_heads * head_dim + dims[None, :],
+        mask=first[:, None] & in_head[None, :],
+        other=0.0,
+    ).to(v_cache.dtype.element_ty)
+    q_tile = turned(q_x, q_y, q_weight, q_weight_y, cos, sin, eps, head_dim, has_norm)
+    q_tile = q_tile.to(k_cache.dtype.element_ty)
+    new_k = turned(k_x, k_y, k_weight, k_weight_y, cos, sin, eps, head_dim, has_norm)
+    new_k = new_k.to(k_cache.dtype.element_ty)
     best = tl.full([group_block], float("-inf"), tl.float32)
     total = tl.zeros([group_block], tl.float32)
     acc = tl.zeros([group_block, dim_block], tl.float32)
-    if fused:
-        cos, sin = load_turn(rotary, position + tl.zeros([1], tl.int32), head_dim, dim_block)
-        if has_norm:
-            q_weight, q_weight_y = load_norm(q_norm, head_dim, dim_block)
-            k_weight, k_weight_y = load_norm(k_norm, head_dim, dim_block)
-        else:
-            q_weight, q_weight_y, k_weight, k_weight_y = None, None, None, None
-        page = tl.load(pages + position // page_size).to(tl.int64)
-        place = ((page * page_size + position % page_size) * num_kv_heads + kv_head) * head_dim
-        wait_for_previous(dependent)
-        # All loads before the first use of any: their latencies overlap.
-        first = (split + tl.zeros([1], tl.int32)) == 0
-        k_head = row + (num_heads + kv_head) * head_dim
-        q_x, q_y = load_heads(row + head * head_dim, real, head_dim, dim_block)
-        k_x, k_y = load_heads(k_head + tl.zeros([1], tl.int32), first, head_dim, dim_block)
-        new_v = tl.load(
-            k_head + num_kv_heads * head_dim + dims[None, :],
-            mask=first[:, None] & in_head[None, :],
-            other=0.0,
-        ).to(v_cache.dtype.element_ty)
-        q_tile = turned(q_x, q_y, q_weight, q_weight_y, cos, sin, eps, head_dim, has_norm)
-        q_tile = q_tile.to(k_cache.dtype.element_ty)
-        new_k = turned(k_x, k_y, k_weight, k_weight_y, cos, sin, eps, head_dim, has_norm)
-        new_k = new_k.to(k_cache.dtype.element_ty)
-        if split == 0:
-            tl.store(k_cache + place + dims[None, :], new_k, in_head[None, :])
-            tl.store(v_cache + place + dims[None, :], new_v, in_head[None, :])
-            if has_prefix:
-                queries = q_out + (token * num_heads + head)[:, None] * head_dim + dims[None, :]
-                tl.store(queries, q_tile, real[:, None] & in_head[None, :])
-            best = tl.sum(q_tile.to(tl.float32) * new_k.to(tl.float32), 1) * scale
-            total += 1.0
-            acc += new_v.to(tl.float32)
-    else:
-        wait_for_previous(dependent)
-        q_tile = tl.load(
-            row + head[:, None] * head_dim + dims[None, :], mask=real[:, None] & in_head[None, :], other=0.0
-        )
+    if split == 0:
+        tl.store(k_cache + place + dims[None, :], new_k, in_head[None, :])
+        tl.store(v_cache + place + dims[None, :], new_v, in_head[None, :])
+        if has_prefix:
+            queries = q_out + (token * num_heads + head)[:, None] * head_dim + dims[None, :]
+            tl.store(queries, q_tile, real[:, None] & in_head[None, :])
+        best = tl.sum(q_tile.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+        total += 1.0
+        acc += new_v.to(tl.float32)
 
+    last = position + tl.zeros([group_block], tl.int32)
     for start in range(begin, end, key_block):
         if ahead:
             next_k, next_v = keys_and_values(
@@ -179,19 +182,9 @@ def _decode(
                 num_kv_heads, head_dim, page_size, key_block, dim_block,
             )  # fmt: skip
         key = start + tl.arange(0, key_block)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-        visible = key < end
-        if window > 0:
-            visible = visible & (key > position - window)
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        # A window may hide a whole block: -inf minus -inf would be NaN.
-        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - shift[:, None])
-        faded = tl.exp2(best - shift)
-        total = total * faded + tl.sum(weights, 1)
-        acc = acc * faded[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
-        best = new_best
+        best, total, acc = fold_in(
+            q_tile, k_tile, v_tile, key, last, end, best, total, acc, scale, window, True
+        )
         if ahead:
             k_tile, v_tile = next_k, next_v
 
@@ -209,188 +202,154 @@ def _decode(
     tl.store(out + place[:, None] * head_dim + dims[None, :], result.to(out.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=INDEX_BUFFERS)
-def _combine(
+@triton.jit(do_not_specialize=("num_splits", "num_prefix_splits"), do_not_specialize_on_alignment=BUFFERS)
+def _join(
     partial,
     partial_lse,
     out,
+    token_rows,
     positions,
+    prefix_lens,
     num_splits,
+    num_prefix_splits,
     head_dim: tl.constexpr,
     num_heads: tl.constexpr,
     window: tl.constexpr,
-    fused: tl.constexpr,
+    has_prefix: tl.constexpr,
     key_block: tl.constexpr,
     least_blocks: tl.constexpr,
-    split_block: tl.constexpr,
+    prefix_key_block: tl.constexpr,
+    prefix_least_blocks: tl.constexpr,
+    part_block: tl.constexpr,
     dim_block: tl.constexpr,
     dependent: tl.constexpr,
 ):
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
-    # Only these splits were written for this token; memory of the others holds anything.
-    _, _, in_use = split_range(position, 0, 0, num_splits, fused, window, key_block, least_blocks)
-    splits = tl.arange(0, split_block)
-    dims = tl.arange(0, dim_block)
-    written, in_head = splits < in_use, dims < head_dim
-    places = (token * num_heads + head) * num_splits + splits
+    prefix_len = tl.load(prefix_lens + tl.load(token_rows + token).to(tl.int64)) if has_prefix else 0
+    # Only these parts were written for this token; memory of the others holds anything.
+    _, _, in_use = split_range(position, prefix_len, 0, num_splits, window, key_block, least_blocks)
+    place = token * num_heads + head
+    first = place * (num_splits + num_prefix_splits)
+    best = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([dim_block], tl.float32)
     # Also by programs with nothing to join: the next kernel waits for this one only.
     wait_for_previous(dependent)
-    if in_use == 1:
+    if (not has_prefix) & (in_use == 1):
         return
-    lse = tl.load(partial_lse + places, mask=written, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    parts = tl.load(
-        partial + places[:, None] * head_dim + dims[None, :],
-        mask=written[:, None] & in_head[None, :],
-        other=0.0,
+    best, total, acc = fold_parts(
+        partial, partial_lse, first, in_use, best, total, acc, head_dim, part_block, dim_block
     )
-    result = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out + (token * num_heads + head) * head_dim + dims, result.to(out.dtype.element_ty), in_head)
+    if has_prefix:
+        _, _, prefix_in_use = prefix_range(
+            prefix_len, 0, num_prefix_splits, prefix_key_block, prefix_least_blocks
+        )
+        best, total, acc = fold_parts(
+            partial, partial_lse, first + num_splits, prefix_in_use,
+            best, total, acc, head_dim, part_block, dim_block,
+        )  # fmt: skip
+    dims = tl.arange(0, dim_block)
+    tl.store(out + place * head_dim + dims, (acc / total).to(out.dtype.element_ty), dims < head_dim)
 
 
-def launch_decode(
-    rows: Tensor,
-    out: Tensor,
-    partial: Tensor,
-    partial_lse: Tensor,
+def attend_tokens(
+    qkv: Tensor,
+    heads: HeadPreparation,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
     token_rows: Tensor,
     positions: Tensor,
-    heads: HeadPreparation | None,
-    *,
+    prefix_lens: Tensor | None,
     num_heads: int,
-    num_splits: int,
     scale: float,
     sliding_window: int,
-    tile: DecodeTile,
-    prefix_lens: Tensor | None = None,
-) -> None:
-    """Queue the kernel: into `out`, or into the partials when there are several splits.
-
-    Behind prefixes: queries into `out`, the rest into the first of the partials [T, Hq, parts, D].
-    """
-    num_tokens, head_dim, num_kv_heads = rows.size(0), k_cache.size(3), k_cache.size(2)
-    group_block = max(_MIN_TILE_ROWS, triton.next_power_of_2(num_heads // num_kv_heads))
-    _decode[(num_kv_heads * num_splits, num_tokens)](
-        rows,
-        heads.q_norm if heads and heads.q_norm is not None else rows,
-        heads.k_norm if heads and heads.k_norm is not None else rows,
-        heads.rotary if heads else rows,
+    max_context: int,
+) -> Tensor:
+    """Attention [T, Hq, D] of tokens whose QKV projection is `qkv`, their keys and values stored."""
+    num_tokens, num_kv_heads, head_dim = qkv.size(0), k_cache.size(2), k_cache.size(3)
+    out = qkv.new_empty(num_tokens, num_heads, head_dim)
+    if not num_tokens:
+        return out
+    has_prefix = prefix_lens is not None
+    group = num_heads // num_kv_heads
+    gpu = gpu_of(qkv.device)
+    tile = decode_tile(qkv.dtype, num_tokens, head_dim)
+    over_prefix = prefix_tile(qkv.dtype, num_tokens, group, head_dim, gpu)
+    splits, prefix_splits = num_splits_of(num_tokens, num_kv_heads), 0
+    if has_prefix:
+        prefix_splits = prefix_splits_of(over_prefix, num_tokens, num_heads, num_kv_heads, max_context, gpu)
+    is_split = splits + prefix_splits > 1
+    partial = partial_lse = out
+    if is_split:
+        sizes = (num_tokens, num_heads, splits + prefix_splits)
+        partial = torch.empty(*sizes, head_dim, dtype=torch.float32, device=qkv.device)
+        partial_lse = torch.empty(sizes, dtype=torch.float32, device=qkv.device)
+    queries = torch.empty_like(out) if has_prefix else out
+    tokens = (page_table, token_rows, positions)
+    lens = token_rows if prefix_lens is None else prefix_lens
+    overlapping = dependent_launch.options(qkv.device)
+    _decode[(num_kv_heads * splits, num_tokens)](
+        qkv,
+        qkv if heads.q_norm is None else heads.q_norm,
+        qkv if heads.k_norm is None else heads.k_norm,
+        heads.rotary,
         k_cache,
         v_cache,
         out,
-        out,
+        queries,
         partial,
         partial_lse,
-        page_table,
-        token_rows,
-        positions,
-        token_rows if prefix_lens is None else prefix_lens,
+        *tokens,
+        lens,
         scale * LOG2_E,
-        heads.eps if heads else 0.0,
-        rows.stride(0),
+        heads.eps,
+        qkv.stride(0),
         page_table.stride(0),
-        num_splits,
-        num_splits if prefix_lens is None else partial.size(2),
+        splits,
+        splits + prefix_splits,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=PAGE_SIZE,
-        window=sliding_window,
-        fused=heads is not None,
-        has_norm=heads is not None and heads.q_norm is not None,
-        has_prefix=prefix_lens is not None,
-        is_split=num_splits > 1 or prefix_lens is not None,
-        group_block=group_block,
-        key_block=tile.key_block,
-        least_blocks=tile.least_blocks,
-        dim_block=max(16, triton.next_power_of_2(head_dim)),
-        ahead=tile.ahead,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        window=0 if has_prefix else sliding_window,
+        has_norm=heads.q_norm is not None,
+        has_prefix=has_prefix,
+        is_split=is_split,
+        group_block=max(_LEAST_TILE_HEADS, next_power_of_2(group)),
+        dim_block=max(16, next_power_of_2(head_dim)),
         enable_fp_fusion=True,
-        **dependent_launch.options(rows.device),
+        **vars(tile),
+        **overlapping,
     )
-
-
-def launch_combine(
-    partial: Tensor,
-    partial_lse: Tensor,
-    out: Tensor,
-    positions: Tensor,
-    *,
-    sliding_window: int,
-    fused: bool,
-    tile: DecodeTile,
-) -> None:
-    """Join partials [T, Hq, splits, D] into `out` [T, Hq, D]."""
-    num_tokens, num_heads, num_splits, head_dim = partial.shape
-    _combine[(num_heads, num_tokens)](
-        partial,
-        partial_lse,
-        out,
-        positions,
-        num_splits,
-        head_dim=head_dim,
-        num_heads=num_heads,
-        window=sliding_window,
-        fused=fused,
-        key_block=tile.key_block,
-        least_blocks=tile.least_blocks,
-        split_block=MAX_SPLITS,
-        dim_block=triton.next_power_of_2(head_dim),
-        num_warps=4,
-        enable_fp_fusion=True,
-        **dependent_launch.options(out.device),
-    )
-
-
-def attend_tokens(
-    rows: Tensor,
-    heads: HeadPreparation | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
-    num_heads: int,
-    scale: float,
-    sliding_window: int,
-) -> Tensor:
-    """Attention [T, Hq, D] of tokens whose heads, or QKV rows if there is preparation, are `rows`."""
-    num_tokens, num_kv_heads, head_dim = rows.size(0), k_cache.size(2), k_cache.size(3)
-    out = rows.new_empty(num_tokens, num_heads, head_dim)
-    if not num_tokens:
-        return out
-    tile, num_splits = decode_tile(rows.dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads)
-    partial = partial_lse = out
-    if num_splits > 1:
-        sizes = (num_tokens, num_heads, num_splits)
-        partial = torch.empty(*sizes, head_dim, dtype=torch.float32, device=rows.device)
-        partial_lse = torch.empty(sizes, dtype=torch.float32, device=rows.device)
-    launch_decode(
-        rows,
-        out,
-        partial,
-        partial_lse,
-        k_cache,
-        v_cache,
-        page_table,
-        token_rows,
-        positions,
-        heads,
-        num_heads=num_heads,
-        num_splits=num_splits,
-        scale=scale,
-        sliding_window=sliding_window,
-        tile=tile,
-    )
-    if num_splits > 1:
-        fused = heads is not None
-        launch_combine(
-            partial, partial_lse, out, positions, sliding_window=sliding_window, fused=fused, tile=tile
+    if prefix_lens is not None:
+        caches = (k_cache, v_cache, page_table, token_rows, prefix_lens)
+        attend_prefix(
+            queries, partial, partial_lse, *caches, num_splits=prefix_splits, scale=scale, tile=over_prefix
+        )
+    if is_split:
+        _join[(num_heads, num_tokens)](
+            partial,
+            partial_lse,
+            out,
+            token_rows,
+            positions,
+            lens,
+            splits,
+            prefix_splits,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            window=0 if has_prefix else sliding_window,
+            has_prefix=has_prefix,
+            key_block=tile.key_block,
+            least_blocks=tile.least_blocks,
+            prefix_key_block=over_prefix.key_block,
+            prefix_least_blocks=over_prefix.least_blocks,
+            part_block=PARTS_AT_A_TIME,
+            dim_block=next_power_of_2(head_dim),
+            num_warps=4,
+            enable_fp_fusion=True,
+            **overlapping,
         )
     return out

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""From the rows of the QKV projection to what attention takes: norm, rotation and the KV write in one pass.
+"""From the QKV projection to what attention takes: norm, rotation and the KV write in one pass.
 
-    row of a token   | q heads ... | k heads ... | v heads ... |
+    qkv of a token   | q heads ... | k heads ... | v heads ... |
     goes to          | q_out       | k_cache     | v_cache     |
 
 A program takes a few tokens and a block of heads of one kind.
@@ -16,6 +16,7 @@ from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
+from .heads import HeadPreparation
 from .triton_tiles import INDEX_BUFFERS, load_heads, load_norm, load_turn, turned
 
 _TOKENS_AT_A_TIME = 4
@@ -24,7 +25,7 @@ _HEADS_AT_A_TIME = 8
 
 @triton.jit(do_not_specialize=("num_tokens",), do_not_specialize_on_alignment=INDEX_BUFFERS)
 def _prepare_heads(
-    rows,
+    qkv,
     q_norm,
     k_norm,
     rotary,
@@ -48,8 +49,8 @@ def _prepare_heads(
     dim_block: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    row = tl.arange(0, token_block * head_block)
-    token = (tl.program_id(0) * token_block + row // head_block).to(tl.int64)
+    place = tl.arange(0, token_block * head_block)
+    token = (tl.program_id(0) * token_block + place // head_block).to(tl.int64)
     is_token = token < num_tokens
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (num_heads + head_block - 1) // head_block
@@ -63,9 +64,9 @@ def _prepare_heads(
         weight_x, weight_y = None, None
     wait_for_previous(dependent)
     if block < q_blocks:
-        head = block * head_block + row % head_block
+        head = block * head_block + place % head_block
         real = is_token & (head < num_heads)
-        x, y = load_heads(rows + token * token_stride + head * head_dim, real, head_dim, dim_block)
+        x, y = load_heads(qkv + token * token_stride + head * head_dim, real, head_dim, dim_block)
         q = turned(x, y, weight_x, weight_y, cos, sin, eps, head_dim, has_norm)
         target = q_out + (token * num_heads + head)[:, None] * head_dim + dims
         tl.store(target, q.to(q_out.dtype.element_ty), real[:, None] & (dims < head_dim))
@@ -74,64 +75,64 @@ def _prepare_heads(
     page = tl.load(page_table + table_row * page_table_stride + position // page_size).to(tl.int64)
     slot = page * page_size + position % page_size
     if block < q_blocks + kv_blocks:
-        head = (block - q_blocks) * head_block + row % head_block
+        head = (block - q_blocks) * head_block + place % head_block
         real = is_token & (head < num_kv_heads)
-        source = rows + token * token_stride + (num_heads + head) * head_dim
+        source = qkv + token * token_stride + (num_heads + head) * head_dim
         x, y = load_heads(source, real, head_dim, dim_block)
         k = turned(x, y, weight_x, weight_y, cos, sin, eps, head_dim, has_norm)
         target = k_cache + (slot * num_kv_heads + head)[:, None] * head_dim + dims
         tl.store(target, k.to(k_cache.dtype.element_ty), real[:, None] & (dims < head_dim))
     else:
-        head = (block - q_blocks - kv_blocks) * head_block + row % head_block
+        head = (block - q_blocks - kv_blocks) * head_block + place % head_block
         mask = (is_token & (head < num_kv_heads))[:, None] & (dims < head_dim)
-        source = rows + token * token_stride + (num_heads + num_kv_heads + head) * head_dim
+        source = qkv + token * token_stride + (num_heads + num_kv_heads + head) * head_dim
         value = tl.load(source[:, None] + dims, mask=mask, other=0.0)
         target = v_cache + (slot * num_kv_heads + head)[:, None] * head_dim + dims
         tl.store(target, value.to(v_cache.dtype.element_ty), mask)
 
 
-def launch_prepare_heads(
-    rows: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    rotary: Tensor,
-    eps: float,
-    q_out: Tensor,
+def prepare_heads(
+    qkv: Tensor,
+    heads: HeadPreparation,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
     token_rows: Tensor,
     positions: Tensor,
-) -> None:
-    """Queue the kernel: rows [T, (Hq + 2 Hkv) * D] into q_out [T, Hq, D] and the caches."""
-    num_tokens, num_heads, head_dim = q_out.shape
-    num_kv_heads = k_cache.size(2)
+    num_heads: int,
+) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) * D] to queries [T, Hq, D], keys and values into the caches."""
+    num_tokens, num_kv_heads, head_dim = qkv.size(0), k_cache.size(2), k_cache.size(3)
+    q_out = qkv.new_empty(num_tokens, num_heads, head_dim)
+    if not num_tokens:
+        return q_out
     head_block = min(_HEADS_AT_A_TIME, next_power_of_2(num_heads))
     blocks = cdiv(num_heads, head_block) + 2 * cdiv(num_kv_heads, head_block)
     _prepare_heads[(cdiv(num_tokens, _TOKENS_AT_A_TIME), blocks)](
-        rows,
-        rows if q_norm is None else q_norm,
-        rows if k_norm is None else k_norm,
-        rotary,
+        qkv,
+        qkv if heads.q_norm is None else heads.q_norm,
+        qkv if heads.k_norm is None else heads.k_norm,
+        heads.rotary,
         q_out,
         k_cache,
         v_cache,
         page_table,
         token_rows,
         positions,
-        eps,
+        heads.eps,
         num_tokens,
-        rows.stride(0),
+        qkv.stride(0),
         page_table.stride(0),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=PAGE_SIZE,
-        has_norm=q_norm is not None,
+        has_norm=heads.q_norm is not None,
         token_block=_TOKENS_AT_A_TIME,
         head_block=head_block,
         dim_block=max(16, next_power_of_2(head_dim)),
         num_warps=4,
         enable_fp_fusion=True,
-        **dependent_launch.options(rows.device),
+        **dependent_launch.options(qkv.device),
     )
+    return q_out

@@ -53,10 +53,18 @@ class CudaError(RuntimeError):
 
 @cache
 def is_supported(device: torch.device) -> bool:
-    """On Hopper and on data centres' Blackwell, where there is a compiler; others have less shared memory."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return False
-    return has_nvrtc()
+    """Whether kernels of this folder run: on Hopper and on data centres' Blackwell."""
+    return why_unsupported(device) is None
+
+
+def why_unsupported(device: torch.device) -> str | None:
+    """What keeps kernels of this folder from a device; None if nothing does."""
+    if device.type != "cuda":
+        return f"kernels in CUDA C++ do not run on {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in (9, 10):
+        return f"kernels in CUDA C++ need clusters and 227 KiB of shared memory, sm_{major}{minor} has less"
+    return None if has_nvrtc() else "kernels in CUDA C++ need NVRTC and cuda-bindings to be installed"
 
 
 def has_warpgroup_products(device: torch.device) -> bool:

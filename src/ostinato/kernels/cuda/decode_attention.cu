@@ -1,4 +1,4 @@
-// Attention of single tokens over paged keys and values, from the rows of the QKV projection: norm and rotation
+// Attention of single tokens over paged keys and values, from the QKV projection: norm and rotation
 // of the heads, the KV write, and attention to everything up to the token itself.
 //
 // A unit of work is a KV head of a token and a chunk of its context. Programs take units from a list that each
@@ -11,7 +11,7 @@
 // A token's context is cut into equal chunks; their number follows from its position alone. In a unit, tiles of
 // 16 keys (a page) go to the warps in turn.
 //
-// The rows may come as PARTS parts whose sum they are, each of all tokens.
+// The projection may come as PARTS parts whose sum it is, each of all tokens.
 //
 // What earlier kernels of the step do not write is asked for before the wait: positions, pages, old KV. The new
 // key and value go into their row of the last tile when its copy has arrived.
@@ -24,7 +24,7 @@
 static_assert(kListAt + sizeof(Units::Shared) <= SHARED_BYTES, "the launch knows of less");
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_PROGRAMS)
-    attend(const Row* rows, const Element* __restrict__ q_norm, const Element* __restrict__ k_norm,
+    attend(const Projected* qkv, const Element* __restrict__ q_norm, const Element* __restrict__ k_norm,
            const float* __restrict__ rotary, char* k_cache, char* v_cache, Element* out, float* partial,
            float* partial_sums, int* counters, const int* __restrict__ page_table,
            const int* __restrict__ token_rows, const long long* __restrict__ positions, float scale, float eps,
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_PROGRAMS)
     if (is_first) wait_for_previous();
     int ticket = 0;
     if (units.count > gridDim.x && threadIdx.x == 0) ticket = atomicAdd(counters, 1);
-    heads.load(rows + (long long)unit.token * token_stride, num_tokens * token_stride, unit);
+    heads.load(qkv + (long long)unit.token * token_stride, num_tokens * token_stride, unit);
     heads.finish(base, unit, k_cache, v_cache, new_page, eps);
     __syncthreads();
 

@@ -9,10 +9,9 @@
 //     columns      | warp 0 | warp 1 | ...        32 at a time; thread lane % 4 has 8 of them
 //     [tokens, 32] x [32, 8 rows]  ->  parts [tokens, rows] of each warp  ->  their sum
 //
-// After the wait come the tokens, TOKENS at a time (8, 16 or 32), and every result is the sum over the warps.
-// With SLICES > 1 the programs of a cluster share the columns too: each sends its parts to the one that finishes
-// those rows, which counts the bytes that come. There are two places for them: nobody sends for the next but one
-// pass before he has all parts of the next, and so before all have read those of this one.
+// After the wait come the tokens, up to TOKENS (8 or 16), and every result is the sum over the warps. With
+// SLICES > 1 the programs of a cluster share the columns too: each sends its parts to the one that finishes those
+// rows, which counts the bytes that come.
 //
 // NORM: the rows of x are to be normalised. The norm's weight is applied to x; its factor, one number per token,
 // to the results. GATED: silu(first half) * second half. Sums are float32 and rounded once.
@@ -40,13 +39,14 @@ struct Shared {
   Word4 staged[kStaged > 0 ? kStaged : 1][kThreads];  // the norm's weight last
   float parts[WARPS][TOKENS][kStride];
   float squares[WARPS][TOKENS];
-  float from_cluster[SLICES > 1 ? 2 : 1][SLICES][TOKENS][SLICES > 1 ? kHalves * kOwned : 4];
-  float squares_from_cluster[2][SLICES][TOKENS];
-  ByteCount arrived[2];
+  float from_cluster[SLICES][TOKENS][SLICES > 1 ? kHalves * kOwned : 4];
+  float squares_from_cluster[SLICES][TOKENS];
+  ByteCount arrived;
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
 static_assert(IN % (SLICES * WARPS * 32) == 0, "columns are shared in blocks of 32");
+static_assert(kGroups == 1 || kGroups == 2, "tokens are the 8 or the 16 rows of a fragment");
 static_assert(kRows % 8 == 0 && ROWS % (4 * SLICES) == 0, "rows come in eights, results in fours");
 
 __device__ __forceinline__ float4 operator*(float4 a, float b) {
@@ -99,10 +99,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 
   allow_next_kernel();
   if (SLICES > 1) {
-    if (threadIdx.x == 0) {
-      make_count(&shared.arrived[0]);
-      make_count(&shared.arrived[1]);
-    }
+    if (threadIdx.x == 0) make_count(&shared.arrived);
     arrive_at_cluster();
   }
   Word4 held[HELD > 0 ? HELD : 1][kSteps];
@@ -131,132 +128,122 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     if (tile >= kTiles) return Word4{0, 0, 0, 0};
     return tile < HELD ? held[tile][step] : shared.staged[(tile - HELD) * kSteps + step][threadIdx.x];
   };
-  for (int done = 0, pass = 0; done < num_tokens; done += TOKENS, ++pass) {
-    const int turn = pass % 2;
-    const int tokens_here = min(TOKENS, num_tokens - done);
-    if (done > 0) __syncthreads();  // the parts of the tokens before were read
-    Word4 v[kGroups][kSteps];
-    load_tokens(v, x + (long long)done * IN + first_column, tokens_here);
+  Word4 v[kGroups][kSteps];
+  load_tokens(v, x + first_column, num_tokens);
 #if RESIDUAL
-    uint2 old[kItems];
+  uint2 old[kItems];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int item = threadIdx.x + i * kThreads, token = item / (kOwned / 4);
-      const int row = first_row + rank * kOwned + item % (kOwned / 4) * 4;
-      if (token < tokens_here)
-        old[i] = load_two_words(residual + (long long)(done + token) * out_features + row);
-    }
+  for (int i = 0; i < kItems; ++i) {
+    const int item = threadIdx.x + i * kThreads, token = item / (kOwned / 4);
+    const int row = first_row + rank * kOwned + item % (kOwned / 4) * 4;
+    if (token < num_tokens)
+      old[i] = load_two_words(residual + (long long)token * out_features + row);
+  }
 #endif
-    if (done == 0) wait_for_copies();
+  wait_for_copies();
 
 #if NORM
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      float squares = 0.f;
+  for (int g = 0; g < kGroups; ++g) {
+    float squares = 0.f;
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-        squares += scale(v[g][s], shared.staged[(kTiles - HELD) * kSteps + s][threadIdx.x]);
-      squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-      squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-      if (lane % 4 == 0) shared.squares[warp][g * 8 + lane / 4] = squares;
-    }
+    for (int s = 0; s < kSteps; ++s)
+      squares += scale(v[g][s], shared.staged[(kTiles - HELD) * kSteps + s][threadIdx.x]);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+    if (lane % 4 == 0) shared.squares[warp][g * 8 + lane / 4] = squares;
+  }
 #endif
 #if TOKENS == 8
-    // The rows of the matrix as the 16 rows of a fragment.
-    float acc[(kTiles + 1) / 2][4] = {};
+  // The rows of the matrix as the 16 rows of a fragment.
+  float acc[(kTiles + 1) / 2][4] = {};
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
+  for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
-      for (int t = 0; t < kTiles; t += 2) {
-        const Word4 a = weights(t, s), c = weights(t + 1, s), b = v[0][s];
-        multiply_add(acc[t / 2], {a.x, c.x, a.y, c.y}, b.x, b.y);
-        multiply_add(acc[t / 2], {a.z, c.z, a.w, c.w}, b.z, b.w);
-      }
+    for (int t = 0; t < kTiles; t += 2) {
+      const Word4 a = weights(t, s), c = weights(t + 1, s), b = v[0][s];
+      multiply_add(acc[t / 2], {a.x, c.x, a.y, c.y}, b.x, b.y);
+      multiply_add(acc[t / 2], {a.z, c.z, a.w, c.w}, b.z, b.w);
     }
+  }
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    float* part = &shared.parts[warp][lane % 4 * 2][t * 8 + lane / 4];
+    part[0] = acc[t / 2][t % 2 * 2];
+    part[kStride] = acc[t / 2][t % 2 * 2 + 1];
+  }
+#else
+  float acc[kTiles][4] = {};
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      float* part = &shared.parts[warp][lane % 4 * 2][t * 8 + lane / 4];
-      part[0] = acc[t / 2][t % 2 * 2];
-      part[kStride] = acc[t / 2][t % 2 * 2 + 1];
+      const Word4 a = v[0][s], c = v[1][s], b = weights(t, s);
+      multiply_add(acc[t], {a.x, c.x, a.y, c.y}, b.x, b.y);
+      multiply_add(acc[t], {a.z, c.z, a.w, c.w}, b.z, b.w);
     }
-#else
-    float acc[kGroups / 2][kTiles][4] = {};
+  }
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
+  for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const Word4 b = weights(t, s);
-#pragma unroll
-        for (int g = 0; g < kGroups; g += 2) {
-          const Word4 a = v[g][s], c = v[g + 1][s];
-          multiply_add(acc[g / 2][t], {a.x, c.x, a.y, c.y}, b.x, b.y);
-          multiply_add(acc[g / 2][t], {a.z, c.z, a.w, c.w}, b.z, b.w);
-        }
-      }
+    for (int t = 0; t < kTiles; ++t) {
+      const float* from = acc[t] + g * 2;
+      *(float2*)&shared.parts[warp][g * 8 + lane / 4][t * 8 + lane % 4 * 2] = make_float2(from[0], from[1]);
     }
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const float* from = acc[g / 2][t] + g % 2 * 2;
-        *(float2*)&shared.parts[warp][g * 8 + lane / 4][t * 8 + lane % 4 * 2] = make_float2(from[0], from[1]);
-      }
-    }
+  }
 #endif
-    __syncthreads();
+  __syncthreads();
 
-    constexpr int kPartStride = TOKENS * kStride, kRankStride = TOKENS * kHalves * kOwned;
-    if (SLICES > 1) {
-      ByteCount* const arrived = &shared.arrived[turn];
-      if (threadIdx.x == 0)
-        expect_bytes(arrived, SLICES * 4 * (tokens_here * kHalves * kOwned + (NORM ? TOKENS : 0)));
-      for (int item = threadIdx.x; item < tokens_here * (kRows / 4); item += kThreads) {
-        const int token = item / (kRows / 4), row = item % (kRows / 4) * 4;
-        const int half = row / ROWS, place = row % ROWS;
-        send_four(&shared.from_cluster[turn][rank][token][half * kOwned + place % kOwned], place / kOwned,
-                  sum_four<WARPS, kPartStride>(&shared.parts[0][token][row]), arrived);
-      }
-      if (NORM) {
-        for (int item = threadIdx.x; item < TOKENS * SLICES; item += kThreads) {
-          const float sum = sum_one<WARPS>(&shared.squares[0][item / SLICES]);
-          send(&shared.squares_from_cluster[turn][rank][item / SLICES], item % SLICES, sum, arrived);
-        }
-      }
-      wait_for_bytes(arrived, pass / 2 % 2);
+  constexpr int kPartStride = TOKENS * kStride, kRankStride = TOKENS * kHalves * kOwned;
+  if (SLICES > 1) {
+    if (threadIdx.x == 0)
+      expect_bytes(&shared.arrived, SLICES * 4 * (num_tokens * kHalves * kOwned + (NORM ? TOKENS : 0)));
+    for (int item = threadIdx.x; item < num_tokens * (kRows / 4); item += kThreads) {
+      const int token = item / (kRows / 4), row = item % (kRows / 4) * 4;
+      const int half = row / ROWS, place = row % ROWS;
+      send_four(&shared.from_cluster[rank][token][half * kOwned + place % kOwned], place / kOwned,
+                sum_four<WARPS, kPartStride>(&shared.parts[0][token][row]), &shared.arrived);
     }
+    if (NORM) {
+      for (int item = threadIdx.x; item < TOKENS * SLICES; item += kThreads) {
+        const float sum = sum_one<WARPS>(&shared.squares[0][item / SLICES]);
+        send(&shared.squares_from_cluster[rank][item / SLICES], item % SLICES, sum, &shared.arrived);
+      }
+    }
+    wait_for_bytes(&shared.arrived, false);
+  }
 
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int item = threadIdx.x + i * kThreads;
-      const int token = item / (kOwned / 4), own = item % (kOwned / 4) * 4;
-      const int row = first_row + rank * kOwned + own;
-      if (token >= tokens_here) break;
-      float4 y, second = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (SLICES > 1) {
-        y = sum_four<SLICES, kRankStride>(&shared.from_cluster[turn][0][token][own]);
-        if (GATED) second = sum_four<SLICES, kRankStride>(&shared.from_cluster[turn][0][token][kOwned + own]);
-      } else {
-        y = sum_four<WARPS, kPartStride>(&shared.parts[0][token][own]);
-        if (GATED) second = sum_four<WARPS, kPartStride>(&shared.parts[0][token][ROWS + own]);
-      }
+  for (int i = 0; i < kItems; ++i) {
+    const int item = threadIdx.x + i * kThreads;
+    const int token = item / (kOwned / 4), own = item % (kOwned / 4) * 4;
+    const int row = first_row + rank * kOwned + own;
+    if (token >= num_tokens) break;
+    float4 y, second = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (SLICES > 1) {
+      y = sum_four<SLICES, kRankStride>(&shared.from_cluster[0][token][own]);
+      if (GATED) second = sum_four<SLICES, kRankStride>(&shared.from_cluster[0][token][kOwned + own]);
+    } else {
+      y = sum_four<WARPS, kPartStride>(&shared.parts[0][token][own]);
+      if (GATED) second = sum_four<WARPS, kPartStride>(&shared.parts[0][token][ROWS + own]);
+    }
 #if NORM
-      const float squares = SLICES > 1 ? sum_one<SLICES>(&shared.squares_from_cluster[turn][0][token])
-                                       : sum_one<WARPS>(&shared.squares[0][token]);
-      const float factor = rsqrtf(squares / IN + eps);
-      y = y * factor;
-      if (GATED) second = second * factor;
+    const float squares = SLICES > 1 ? sum_one<SLICES>(&shared.squares_from_cluster[0][token])
+                                     : sum_one<WARPS>(&shared.squares[0][token]);
+    const float factor = rsqrtf(squares / IN + eps);
+    y = y * factor;
+    if (GATED) second = second * factor;
 #endif
 #if BIAS
-      y = y + four_of(*(const uint2*)(bias + row));
-      if (GATED) second = second + four_of(*(const uint2*)(bias + out_features + row));
+    y = y + four_of(*(const uint2*)(bias + row));
+    if (GATED) second = second + four_of(*(const uint2*)(bias + out_features + row));
 #endif
-      if (GATED) {
-        y = make_float4(gate(y.x, second.x), gate(y.y, second.y), gate(y.z, second.z), gate(y.w, second.w));
-      }
-#if RESIDUAL
-      y = y + four_of(old[i]);
-#endif
-      store_four(out + (long long)(done + token) * out_features + row, y);
+    if (GATED) {
+      y = make_float4(gate(y.x, second.x), gate(y.y, second.y), gate(y.z, second.z), gate(y.w, second.w));
     }
+#if RESIDUAL
+    y = y + four_of(old[i]);
+#endif
+    store_four(out + (long long)token * out_features + row, y);
   }
 }

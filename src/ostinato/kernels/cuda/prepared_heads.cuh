@@ -1,4 +1,4 @@
-// Queries, key and value of a KV head from the rows of the QKV projection: norm, rotation, KV write.
+// Queries, key and value of a KV head from the QKV projection: norm, rotation, KV write.
 #pragma once
 #include "work_units.cuh"
 
@@ -9,22 +9,22 @@ constexpr int kItems = GROUP + 2;     // heads to prepare: queries, key, value
 constexpr int kRounds = (kItems + WARPS - 1) / WARPS;
 
 #if PARTS > 1
-typedef float Row;
+typedef float Projected;
 
 // Two neighbours of a row: its parts added in their order, and rounded like a product that is not in parts.
-__device__ __forceinline__ uint32 load_pair(const Row* row, int pair, int part_stride) {
+__device__ __forceinline__ uint32 load_pair(const Projected* of_token, int pair, int part_stride) {
   float2 parts[PARTS], sum = make_float2(0.f, 0.f);
 #pragma unroll
-  for (int p = 0; p < PARTS; ++p) parts[p] = as_floats(load_two_words(row + (long long)p * part_stride + pair * 2));
+  for (int p = 0; p < PARTS; ++p) parts[p] = as_floats(load_two_words(of_token + (long long)p * part_stride + pair * 2));
 #pragma unroll
   for (int p = 0; p < PARTS; ++p) sum = make_float2(sum.x + parts[p].x, sum.y + parts[p].y);
   return rounded(sum.x, sum.y);
 }
 #else
-typedef Element Row;
+typedef Element Projected;
 
-__device__ __forceinline__ uint32 load_pair(const Row* row, int pair, int part_stride) {
-  return load_word(row + pair * 2);
+__device__ __forceinline__ uint32 load_pair(const Projected* of_token, int pair, int part_stride) {
+  return load_word(of_token + pair * 2);
 }
 #endif
 
@@ -65,7 +65,7 @@ struct Heads {
     }
   }
 
-  __device__ __forceinline__ void load(const Row* row, int part_stride, const Unit& unit) {
+  __device__ __forceinline__ void load(const Projected* of_token, int part_stride, const Unit& unit) {
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const int item = item_of(r);
@@ -74,8 +74,8 @@ struct Heads {
       if (has_item(item, unit)) {
 #pragma unroll
         for (int i = 0; i < kWordsEach; ++i) {
-          x[r][i] = load_pair(row + head * HEAD_DIM, word_of(i), part_stride);
-          y[r][i] = load_pair(row + head * HEAD_DIM, kWords + word_of(i), part_stride);
+          x[r][i] = load_pair(of_token + head * HEAD_DIM, word_of(i), part_stride);
+          y[r][i] = load_pair(of_token + head * HEAD_DIM, kWords + word_of(i), part_stride);
         }
       }
     }

@@ -33,16 +33,6 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int col
       : "memory");
 }
 
-// The same, to this place in all programs of the cluster whose bit is set, and to their counts.
-__device__ __forceinline__ void copy_box_to(uint32 programs, void* to, const TensorMap& map, int column, int row,
-                                            ByteCount* count) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(count)), "h"((unsigned short)programs)
-      : "memory");
-}
-
 // What this thread stored in shared memory before, copies read afterwards.
 __device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -104,15 +94,6 @@ __device__ __forceinline__ unsigned long long described(uint32 tile) {
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_32 \
   NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64 \
-  NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-           "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_96 \
-  NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-           "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_128 \
-  NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-           "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define MULTIPLY_TILES(columns, names, a_and_b, ...)                                                          \
   __device__ __forceinline__ void multiply_tiles(float (&d)[columns / 2], uint32 a, uint32 b) {               \
     asm volatile("{ .reg .pred yes; setp.eq.u32 yes, 0, 0; wgmma.mma_async.sync.aligned.m64n" #columns        \
@@ -127,10 +108,3 @@ __device__ __forceinline__ unsigned long long described(uint32 tile) {
 MULTIPLY_TILES(16, NAMES_8, "%8, %9", EIGHT(0))
 MULTIPLY_TILES(32, NAMES_16, "%16, %17", EIGHT(0), EIGHT(8))
 MULTIPLY_TILES(64, NAMES_32, "%32, %33", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
-MULTIPLY_TILES(128, NAMES_64, "%64, %65", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48),
-               EIGHT(56))
-MULTIPLY_TILES(192, NAMES_96, "%96, %97", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48),
-               EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88))
-MULTIPLY_TILES(256, NAMES_128, "%128, %129", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40),
-               EIGHT(48), EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112),
-               EIGHT(120))

@@ -1,4 +1,4 @@
-// A matrix times dozens or hundreds of tokens: both come as tiles, by themselves, and the tensor cores of four warps
+// A matrix times dozens of tokens: both come as tiles, by themselves, and the tensor cores of four warps
 // read them where they lie.
 //
 // A program owns ROWS rows of the matrix (of a gated one: ROWS of each half) and TOKENS tokens. One thread asks for
@@ -9,8 +9,7 @@
 //
 // What a multiprocessor takes in is what takes time: weights once, but the tokens again for every program. With
 // SLICES > 1 programs of a cluster share the columns, and so can have more rows each: they send their sums to the one
-// that finishes those tokens, which counts the bytes that come. With PEERS > 1 neighbours, which need the same tokens
-// for other rows, fetch a part of each tile for all of them.
+// that finishes those tokens, which counts the bytes that come.
 //
 // A norm may be left half done between two of these kernels. ADDED: results are added to rows that are there; what
 // the next layer multiplies with are these sums times the norm's weight, and the sums' squares are added for every 64
@@ -43,16 +42,8 @@ struct Fetcher {
     const int slot = step % TOKEN_SLOTS, column = work.column_of(step);
     ByteCount* const count = &shared.tokens_are_there[slot];
     expect_bytes(count, kTokenBytes);
-    for (int box = 0; box < kBoxes; ++box) {
-      char* const to = shared.tokens(slot) + box * kTokenBox;
-      if (PEERS == 1) {
-        copy_box(to, x, column + box * 64, work.first_token, count);
-      } else {
-        const uint32 peers = ((1u << PEERS) - 1) << work.slice * PEERS;
-        copy_box_to(peers, to + work.peer * (kTokenBox / PEERS), x, column + box * 64,
-                    work.first_token + work.peer * (TOKENS / PEERS), count);
-      }
-    }
+    for (int box = 0; box < kBoxes; ++box)
+      copy_box(shared.tokens(slot) + box * kTokenBox, x, column + box * 64, work.first_token, count);
   }
 
   // All tiles of tokens, and the weights behind those that were asked for before the wait.
@@ -78,7 +69,7 @@ __device__ __forceinline__ void make_counts(Shared& shared) {
   }
   for (int i = 0; i < TOKEN_SLOTS; ++i) {
     make_count_of(&shared.tokens_are_there[i], 1);
-    make_count_of(&shared.tokens_are_read[i], kGroups * PEERS);
+    make_count_of(&shared.tokens_are_read[i], kGroups);
   }
   make_count_of(&shared.sums_are_there, 1);
 }
@@ -86,10 +77,8 @@ __device__ __forceinline__ void make_counts(Shared& shared) {
 // To those who wait for it, and to nobody who may have ended.
 __device__ __forceinline__ void say_read(Shared& shared, const Work& work, int step) {
   if (threadIdx.x % 128 != 0) return;
-  if (step + WEIGHT_SLOTS < kSteps) arrive_at(&shared.weights_are_read[step % WEIGHT_SLOTS], work.rank);
-  if (step + TOKEN_SLOTS < kSteps) {
-    for (int p = 0; p < PEERS; ++p) arrive_at(&shared.tokens_are_read[step % TOKEN_SLOTS], work.slice * PEERS + p);
-  }
+  if (step + WEIGHT_SLOTS < kSteps) arrive_at(&shared.weights_are_read[step % WEIGHT_SLOTS], work.slice);
+  if (step + TOKEN_SLOTS < kSteps) arrive_at(&shared.tokens_are_read[step % TOKEN_SLOTS], work.slice);
 }
 
 __device__ __forceinline__ void multiply_all(float (&acc)[TOKENS / 2], Shared& shared, const Work& work) {
@@ -130,7 +119,7 @@ __device__ __forceinline__ void put_sums(const float (&acc)[TOKENS / 2], Shared&
     if (!kSendsFromRegisters || owner == work.slice) {
       *(float4*)(shared.sums_for(owner) + to) = four;
     } else if (token < work.tokens_here) {
-      send_four(shared.sums_from(work.slice, owner) + to, work.rank_of(owner), four, &shared.sums_are_there);
+      send_four(shared.sums_from(work.slice, owner) + to, owner, four, &shared.sums_are_there);
     }
   }
   if (SLICES > 1 && !kSendsFromRegisters) show_to_copies();
@@ -142,7 +131,7 @@ __device__ __forceinline__ void exchange_sums(Shared& shared, const Work& work) 
   if (work.own_tokens > 0) expect_bytes(&shared.sums_are_there, (SLICES - 1) * each);
   for (int s = 0; s < SLICES && !kSendsFromRegisters; ++s) {
     if (s != work.slice && s * kOwned < work.tokens_here)
-      copy_to_program(work.rank_of(s), shared.sums_from(work.slice, s), shared.sums_for(s), kPart * 4,
+      copy_to_program(s, shared.sums_from(work.slice, s), shared.sums_for(s), kPart * 4,
                       &shared.sums_are_there);
   }
 }
@@ -166,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncwarp();
   Residual residual;
   if (ADDED) residual.ask_weight(norm_weight, work);
-  if (kCluster > 1) {
+  if (SLICES > 1) {
     arrive_at_cluster();
     wait_for_cluster();
   } else {

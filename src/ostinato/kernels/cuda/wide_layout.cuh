@@ -10,14 +10,13 @@ constexpr int kMultiplying = kGroups * 128;  // threads
 constexpr int kThreads = kMultiplying + 32;
 constexpr int kBoxes = COLUMNS / 64;  // beside each other, of a tile
 constexpr int kSteps = IN / SLICES / COLUMNS;
-constexpr int kCluster = SLICES * PEERS;
 constexpr int kOwned = TOKENS / SLICES;  // tokens that a program of the cluster finishes
 constexpr int kWeightBox = kMatrixRows * 128, kTokenBox = TOKENS * 128;
 constexpr int kWeightBytes = kBoxes * kWeightBox, kTokenBytes = kBoxes * kTokenBox;
 constexpr int kRingBytes = WEIGHT_SLOTS * kWeightBytes + TOKEN_SLOTS * kTokenBytes;
 constexpr int kStride = kOwned + (kOwned % 8 == 0 ? 4 : 0);  // what a warp reads at once is in different banks
 constexpr int kPart = kMatrixRows * kStride;                 // sums for one program to finish
-constexpr int kShares = kMultiplying > kOwned ? kMultiplying / kOwned : 1;  // threads for the squares of a token
+constexpr int kShares = kMultiplying / kOwned;               // threads for the squares of a token
 
 struct Shared {
   // Sums take the place of tiles when all have been multiplied; those of others may come before.
@@ -44,22 +43,20 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
 static_assert(kMatrixRows % 64 == 0, "each four warps take 64 rows");
 static_assert(IN % (SLICES * COLUMNS) == 0, "columns are shared evenly");
 static_assert(WEIGHT_SLOTS > 1 && TOKEN_SLOTS > 1, "a place is free again when the next tiles are multiplied");
-static_assert(kOwned % 4 == 0 && TOKENS % (PEERS * 8) == 0, "tokens are finished in fours, fetched in eights");
+static_assert(kOwned % 4 == 0, "tokens are finished in fours");
 static_assert(!ADDED || ROWS % 64 == 0, "squares are added by warps");
 
 // Which of the work is this program's.
 struct Work {
-  int rank, peer, slice;    // in the cluster
+  int slice;  // its number in the cluster
   int first_row, first_column, first_step;
   int first_token, tokens_here;
   int first_own, own_tokens;  // of the tokens that it finishes; none if the number is not positive
 
   __device__ __forceinline__ explicit Work(int num_tokens) {
-    const int cluster = (int)blockIdx.x / kCluster;
-    rank = kCluster > 1 ? (int)cluster_rank() : 0;
-    peer = rank % PEERS;
-    slice = rank / PEERS;
-    first_row = (cluster * PEERS + peer) * ROWS;
+    const int cluster = (int)blockIdx.x / SLICES;
+    slice = SLICES > 1 ? (int)cluster_rank() : 0;
+    first_row = cluster * ROWS;
     first_column = slice * kSteps * COLUMNS;
     first_step = cluster % kSteps;
     first_token = (int)blockIdx.y * TOKENS;
@@ -72,7 +69,6 @@ struct Work {
   __device__ __forceinline__ int column_of(int step) const {
     return first_column + (first_step + step) % kSteps * COLUMNS;
   }
-  __device__ __forceinline__ int rank_of(int other_slice) const { return other_slice * PEERS + peer; }
 };
 
 // Where the sums of a row are among those of a program: odd rows apart, so that pairs are read without conflicts.

@@ -3,7 +3,7 @@
 #include "wide_layout.cuh"
 
 constexpr int kItems = (kOwned / 4 * (ROWS / 2) + kThreads - 1) / kThreads;  // four tokens of two rows each
-constexpr int kSquares = (IN / 64 + kShares - 1) / kShares, kTurns = (kOwned + kMultiplying - 1) / kMultiplying;
+constexpr int kSquares = (IN / 64 + kShares - 1) / kShares;
 
 // Calls `f` with the number, the first of two rows and the first of four tokens of each item of this thread.
 template <class F>
@@ -17,33 +17,27 @@ __device__ __forceinline__ void for_own_items(int own_tokens, F f) {
 
 // The squares of the tokens that a program finishes: each thread that multiplies has a share of one token's.
 struct Squares {
-  float asked[SCALED ? kTurns : 1][SCALED ? kSquares : 1];
+  float asked[SCALED ? kSquares : 1];
 
-  static __device__ __forceinline__ int token_of(int turn) { return (int)threadIdx.x % kOwned + turn * kMultiplying; }
-  static __device__ __forceinline__ int share() { return (int)threadIdx.x / kOwned % kShares; }
+  static __device__ __forceinline__ int token() { return (int)threadIdx.x % kOwned; }
+  static __device__ __forceinline__ int share() { return (int)threadIdx.x / kOwned; }
 
   // Loads that nothing waits for yet.
   __device__ __forceinline__ void ask(const float* squares, int num_tokens, const Work& work) {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-#pragma unroll
-      for (int i = 0; i < kSquares; ++i) {
-        const int part = share() + i * kShares;
-        asked[turn][i] = 0.f;
-        if (token_of(turn) < work.own_tokens && part < IN / 64)
-          asked[turn][i] = __uint_as_float(load_word(squares + part * num_tokens + work.first_own + token_of(turn)));
-      }
+    for (int i = 0; i < kSquares; ++i) {
+      const int part = share() + i * kShares;
+      asked[i] = 0.f;
+      if (token() < work.own_tokens && part < IN / 64)
+        asked[i] = __uint_as_float(load_word(squares + part * num_tokens + work.first_own + token()));
     }
   }
 
   __device__ __forceinline__ void add_up(Shared& shared) const {
+    float sum = 0.f;
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < kSquares; ++i) sum += asked[turn][i];
-      if (token_of(turn) < kOwned) shared.squares[share()][token_of(turn)] = sum;
-    }
+    for (int i = 0; i < kSquares; ++i) sum += asked[i];
+    shared.squares[share()][token()] = sum;
   }
 };
 

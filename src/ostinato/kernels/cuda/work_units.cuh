@@ -51,7 +51,7 @@ struct Unit {
 struct Units {
   // In shared memory. Segments are of 32 tokens.
   struct Shared {
-    int rows[MAX_TOKENS];             // of the tokens
+    int table_rows[MAX_TOKENS];       // of the tokens, in the page table
     int sums[kSegments];              // chunks of the segments
     unsigned short ends[MAX_TOKENS];  // of a token's chunks, in its segment
   };
@@ -72,7 +72,7 @@ struct Units {
       const int token = segment * 32 + lane;
       int chunks = 0;
       if (token < num_tokens) {
-        shared->rows[token] = __ldg(token_rows + token);
+        shared->table_rows[token] = __ldg(token_rows + token);
         chunks = cut.of(position_of(token)).chunks;
       }
       const int end = sum_up_to_lane(chunks, lane);
@@ -96,7 +96,7 @@ struct Units {
     const int previous_end = __shfl_sync(kAll, some_end, max(in_segment - 1, 0));
     Unit u;
     u.token = segment * 32 + in_segment;
-    u.row = shared->rows[u.token];
+    u.row = shared->table_rows[u.token];
     u.position = position_of(u.token);
     u.kv_head = unit % KV_HEADS;
     u.chunk = chunk - (in_segment > 0 ? previous_end : before);

@@ -1,5 +1,5 @@
 """Top-k, top-p and min-p: a torch reference that sorts, and kernels that do not."""
 
-from .cuts import find_cuts, is_kept, reference
+from .cuts import is_kept, reference
 
-__all__ = ["find_cuts", "is_kept", "reference"]
+__all__ = ["is_kept", "reference"]

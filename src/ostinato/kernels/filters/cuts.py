@@ -8,31 +8,20 @@ Top-p counts the probabilities of what top-k left, in float32: a token stays if 
 than top_p. Sums that come within a few 1e-6 of top_p may be decided either way. Min-p keeps logits from
 `best + temperature * log(min_p)` on, equal ones together. The best token always stays. Greedy rows are whole.
 
-On a CPU the rows are sorted; on a GPU `triton_cuts` finds the cut without.
+Here the rows are sorted; on a GPU `triton_cuts` finds the cut without.
 """
 
 import torch
 from torch import Tensor
 
 
-def find_cuts(
+def reference(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, greedy_below: float
 ) -> tuple[Tensor, Tensor]:
     """(float32 [n], int32 [n]): logit and id of the last token of each row of float32 logits [n, vocab].
 
     A row without a filter, or with a temperature below `greedy_below`, is cut at -inf.
     """
-    if logits.is_cuda:
-        from . import triton_cuts
-
-        return triton_cuts.find_cuts(logits, temperature, top_k, top_p, min_p, greedy_below)
-    return reference(logits, temperature, top_k, top_p, min_p, greedy_below)
-
-
-def reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, greedy_below: float
-) -> tuple[Tensor, Tensor]:
-    """`find_cuts` in plain torch, by a sort."""
     vocab = logits.size(1)
     is_greedy = temperature < greedy_below
     heat = torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
@@ -53,7 +42,7 @@ def reference(
 
 
 def is_kept(logits: Tensor, value: Tensor, last: Tensor) -> Tensor:
-    """bool [n, vocab]: which tokens the cuts of `find_cuts` leave."""
+    """bool [n, vocab]: which tokens cuts of `reference` leave."""
     ids = torch.arange(logits.size(1), device=logits.device)
     value, last = value.unsqueeze(1), last.unsqueeze(1)
     return (logits > value) | ((logits == value) & (ids <= last))

@@ -1,9 +1,9 @@
-"""`cuts.find_cuts` on a GPU, without a sort.
+"""Where top-k, top-p and min-p cut rows (`cuts`) on a GPU, without a sort.
 
 | kernel | programs | does |
 |---|---|---|
-| `survey` | many a row | the best logit of each group of 128 tokens, the sum of all weights |
-| `narrow` | many a row, four times | wide rows: brings the range of the cut down, collects it |
+| `triton_adjusted` | many a row | makes logits and a draw; the best of groups of 128, the sum of weights |
+| `narrow` | many a row, four times | whether that draw stays; wide rows: narrows the range of the cut |
 | `settle` | one a row | collects what reaches a bound, and finds the cut among that |
 
 The bound: the k best *groups* hold at least k tokens no worse than the k-th of them. So few groups, and few
@@ -13,20 +13,22 @@ tokens, have to be looked at again:
     collected       7.2 6.4 6.0, in the order of their ids
 
 Likewise for top-p: if the best tokens of groups reach top_p on their own, so do all tokens from there on.
-Where that says little (a flat distribution, a k of many hundreds) a row is *wide*. `narrow` returns at once
-for other rows, and everything does for rows without filters.
+Where that says little (a flat distribution, a k of many hundreds) a row is *wide*. After the first pass
+`narrow` returns at once for other rows, and everything does for rows without filters and those whose draw
+stays (`triton_candidate`).
 """
 
+from typing import NamedTuple
+
 import torch
-import triton
 from torch import Tensor
 
 from .. import dependent_launch
-from ..custom_op import custom_op
+from ..host_sizes import cdiv, next_power_of_2
+from ..triton_best import joined_block
 from .triton_narrow import narrow
 from .triton_search import PIVOTS
 from .triton_settle import settle
-from .triton_survey import survey
 
 _BLOCK = 4096
 _GROUP = 128
@@ -43,27 +45,65 @@ _PROGRAMS_WANTED, _MOST_BLOCKS = 512, 8
 """Of `narrow`: so many programs fill a GPU, and each has much to find out before its first block."""
 
 
-@custom_op("find_cuts")
+class Surveyed(NamedTuple):
+    """What the kernel that makes logits [n, vocab] leaves for filters, by `triton_survey.survey_block`."""
+
+    group_best: Tensor
+    """float32 [n, groups]: of each group of tokens."""
+    block_best: Tensor
+    """float32 [n, blocks]."""
+    block_sum: Tensor
+    """float32 [n, blocks]: weights relative to the block's best."""
+    block_lead: Tensor
+    """float32 [n, blocks]: of those, what the best of the groups have."""
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, device: torch.device) -> "Surveyed":
+        """Room for it."""
+        num_groups, num_blocks = cdiv(width, _GROUP), cdiv(width, block_of(width))
+        sizes = (num_groups, num_blocks, num_blocks, num_blocks)
+        return cls(*(torch.empty(num_rows, size, device=device) for size in sizes))
+
+
+def block_of(width: int) -> int:
+    """Tokens that a program looks at; also how `drawn` is cut."""
+    return max(_GROUP, min(_BLOCK, next_power_of_2(width)))
+
+
+def group_of() -> int:
+    """Tokens of a group."""
+    return _GROUP
+
+
 def find_cuts(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, greedy_below: float
+    logits: Tensor,
+    rows: Tensor,
+    filters: tuple[Tensor, Tensor, Tensor, Tensor],
+    surveyed: Surveyed,
+    drawn: tuple[Tensor, Tensor],
+    greedy_below: float,
 ) -> tuple[Tensor, Tensor]:
-    """(float32 [n], int32 [n]) of float32 logits [n, vocab]; see `filters.find_cuts`."""
+    """(float32 [n], int32 [n]) of float32 logits [n, vocab], as `cuts.reference` returns them.
+
+    `rows` int32 [n]: the request row of each, which `filters` (temperature, top-k, top-p, min-p) are by.
+    `drawn` float32 and int32 [n, blocks]: the best value with noise in each block, and its token. Where the
+    best of all is left by the filters, or there is none, the row is cut at +inf: it needs no other draw.
+    """
     num_rows, width = logits.shape
-    block = max(_GROUP, min(_BLOCK, triton.next_power_of_2(width)))
-    num_groups, num_blocks = triton.cdiv(width, _GROUP), triton.cdiv(width, block)
+    block = block_of(width)
+    num_groups, num_blocks = cdiv(width, _GROUP), cdiv(width, block)
+    group_best, *of_blocks = surveyed
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits.device)
 
-    filters = (temperature, top_k, top_p, min_p)
-    of_blocks = (empty(num_rows, num_blocks), empty(num_rows, num_blocks), empty(num_rows, num_blocks))
-    group_best = empty(num_rows, num_groups)
     cut, cut_at = empty(num_rows), empty(num_rows, dtype=torch.int32)
     ranges = (empty(_PASSES + 1, num_rows, 2, dtype=torch.int32), empty(_PASSES + 1, num_rows))
     collected = (
         empty(num_rows, num_blocks, dtype=torch.int32),
         empty(num_rows, num_blocks, _SEGMENT, dtype=torch.int32),
     )
+    candidates = (*drawn, empty(num_rows, num_blocks))
     blocks_each = max(1, min(_MOST_BLOCKS, num_rows * num_blocks // _PROGRAMS_WANTED))
     sums = empty(_PASSES, num_rows, num_blocks, PIVOTS.value)
     hits = empty(num_rows, num_groups, dtype=torch.int32)
@@ -71,20 +111,18 @@ def find_cuts(
 
     sizes = (logits.stride(0), num_groups, num_blocks)
     constants = {"width": width, "greedy_below": greedy_below, "enable_fp_fusion": True}
+    constants |= {"segment": _SEGMENT, "capacity": _CAPACITY, "parts_block": joined_block(num_blocks)}
     constants |= dependent_launch.options(logits.device)
-    survey[(num_blocks, num_rows)](
-        logits, *filters, group_best, *of_blocks, *sizes, **constants, group=_GROUP, block=block, num_warps=8
-    )
-    constants |= {"segment": _SEGMENT, "capacity": _CAPACITY}
-    constants["parts_block"] = max(16, triton.next_power_of_2(num_blocks))
     for number in range(_PASSES + 1):
-        narrow[(triton.cdiv(num_blocks, blocks_each), num_rows)](
+        narrow[(cdiv(num_blocks, blocks_each), num_rows)](
             logits,
+            rows,
             *filters,
             *of_blocks,
             *ranges,
             sums,
             *collected,
+            *candidates,
             *sizes,
             num_rows,
             blocks_each,
@@ -96,11 +134,13 @@ def find_cuts(
         )
     settle[(num_rows,)](
         logits,
+        rows,
         *filters,
         *of_blocks,
         group_best,
         *ranges,
         *collected,
+        *candidates,
         hits,
         found,
         cut,
@@ -113,13 +153,7 @@ def find_cuts(
         pivot_block=max(_GROUP, min(_TILE, block) // 2),
         group=_GROUP,
         few=_FEW,
-        group_block=max(16, triton.next_power_of_2(num_groups)),
+        group_block=max(16, next_power_of_2(num_groups)),
         num_warps=8,
     )
     return cut, cut_at
-
-
-@find_cuts.register_fake
-def _(logits: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    num_rows = logits.size(0)
-    return logits.new_empty(num_rows), logits.new_empty(num_rows, dtype=torch.int32)

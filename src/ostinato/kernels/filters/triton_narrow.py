@@ -6,12 +6,15 @@ A pass begins where the one before it ended: it adds up what that one's programs
 that is left, and looks from new pivots. Sums are kept block by block, however many blocks a program takes, so
 that a cut does not depend on the number of rows beside it. Each block of a row collects the tokens in the
 range that the last pass finds into a segment of its own: they stay in the order of their ids.
+
+The first pass also adds up what is before the candidate of every row, wide or not (`triton_candidate`).
 """
 
 import triton
 import triton.language as tl
 
 from ..dependent_launch import wait_for_previous
+from .triton_candidate import candidate_of, is_kept
 from .triton_search import LOWEST_KEY, PIVOTS, even_values, key_of, narrowed, weights_from
 from .triton_survey import LOG2_E, facts_of, filters_of, may_be_wide
 
@@ -39,9 +42,10 @@ def range_before(
     return low, high, above
 
 
-@triton.jit(do_not_specialize=("round", "num_rows", "blocks_each"))
+@triton.jit(do_not_specialize=("round", "num_rows", "blocks_each"), do_not_specialize_on_alignment=("rows",))
 def narrow(
     logits,
+    rows,
     temperature,
     top_k,
     top_p,
@@ -54,6 +58,9 @@ def narrow(
     sums,
     counts,
     segments,
+    drawn,
+    drawn_at,
+    before,
     row_stride,
     num_groups,
     num_blocks,
@@ -72,15 +79,25 @@ def narrow(
     """One pass over wide rows: sums from pivots on; the last one collects what is left of the range."""
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     wait_for_previous(dependent)
-    heat, k, p, _, by_count, by_mass, _ = filters_of(
-        row, temperature, top_k, top_p, min_p, width, greedy_below
+    heat, k, p, share, by_count, by_mass, _ = filters_of(
+        rows, row, temperature, top_k, top_p, min_p, width, greedy_below
     )
-    if may_be_wide(k, by_count, by_mass, num_groups):
+    is_first = round == 0
+    if may_be_wide(k, by_count, by_mass, num_groups) | (is_first & (by_count | by_mass)):
         best, worst, mass, target, is_wide = facts_of(
             row, heat, k, p, by_count, by_mass, block_best, block_sum, block_lead, num_groups, num_blocks,
             width, capacity, parts_block,
         )  # fmt: skip
-        if is_wide:
+        logits += row * row_stride
+        going = is_wide
+        if is_first:
+            going = True
+        elif is_wide:
+            going = is_kept(
+                row, logits, drawn, drawn_at, before, best, heat, share, by_count, by_mass, target,
+                num_blocks, width, parts_block,
+            ) == 0  # fmt: skip
+        if going:
             low, high, above = range_before(
                 round, row, num_rows, ranges, range_sums, sums, num_blocks, best, worst, heat, p, mass,
                 by_count, target, width, parts_block,
@@ -90,7 +107,8 @@ def narrow(
                 tl.store(ranges + 2 * place, low.to(tl.int32))
                 tl.store(ranges + 2 * place + 1, high.to(tl.int32))
                 tl.store(range_sums + place, above)
-            logits += row * row_stride
+            drawn_x, drawn_token = candidate_of(row, logits, drawn, drawn_at, num_blocks, width, parts_block)
+            drawn_key = key_of(drawn_x)
             pivots = even_values(low, high, best, worst, heat, p, mass, by_count, width, PIVOTS)
             for number in range(part * blocks_each, tl.minimum((part + 1) * blocks_each, num_blocks)):
                 column = number * block + tl.arange(0, block)
@@ -105,8 +123,13 @@ def narrow(
                 else:
                     weights = tl.where(by_count, 1.0, tl.exp2((x - best) * (LOG2_E / heat)))
                     weights = tl.where(column < width, weights, 0.0)
-                    to = sums + (place * num_blocks + number) * PIVOTS
-                    tl.store(to + tl.arange(0, PIVOTS), weights_from(keys, weights, pivots))
+                    if is_first:
+                        is_before = (keys > drawn_key) | ((keys == drawn_key) & (column < drawn_token))
+                        behind = tl.sum(tl.where(is_before, weights, 0.0), 0)
+                        tl.store(before + row * num_blocks + number, behind)
+                    if is_wide:
+                        to = sums + (place * num_blocks + number) * PIVOTS
+                        tl.store(to + tl.arange(0, PIVOTS), weights_from(keys, weights, pivots))
 
 
 @triton.jit

@@ -2,6 +2,9 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """The cut of a row by one program: among few tokens that are collected first.
 
+A row whose candidate stays (`triton_candidate`), or that has no filter, is said to be cut at +inf: it needs
+no other draw.
+
 What is collected: the tokens that reach a bound known from the groups' best ones; of a wide row those that
 `triton_narrow` left. Should that be too many, passes over the row narrow the range further.
 """
@@ -10,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..dependent_launch import wait_for_previous
+from .triton_candidate import is_kept
 from .triton_narrow import take_segments
 from .triton_search import (
     LOWEST_KEY,
@@ -135,9 +139,10 @@ def _cut_among(
     return low.to(tl.int32), tl.max(tl.where(within, column, 0), 0)
 
 
-@triton.jit(do_not_specialize=("num_rows",))
+@triton.jit(do_not_specialize=("num_rows",), do_not_specialize_on_alignment=("rows",))
 def settle(
     logits,
+    rows,
     temperature,
     top_k,
     top_p,
@@ -150,6 +155,9 @@ def settle(
     range_sums,
     counts,
     segments,
+    drawn,
+    drawn_at,
+    before,
     hits,
     found,
     cut,
@@ -174,18 +182,24 @@ def settle(
     row = tl.program_id(0).to(tl.int64)
     wait_for_previous(dependent)
     heat, k, p, share, by_count, by_mass, any_filter = filters_of(
-        row, temperature, top_k, top_p, min_p, width, greedy_below
+        rows, row, temperature, top_k, top_p, min_p, width, greedy_below
     )
-    value, last = float("-inf"), width - 1
+    value, last, is_settled = float("inf"), width - 1, True
+    best, worst, mass, first_target, is_wide = 0.0, 0.0, 0.0, 0.0, False
+    logits += row * row_stride
     if any_filter:
-        logits += row * row_stride
-        hits += row * num_groups
-        found += row * capacity
-        slope = LOG2_E / heat
         best, worst, mass, first_target, is_wide = facts_of(
             row, heat, k, p, by_count, by_mass, block_best, block_sum, block_lead, num_groups, num_blocks,
             width, capacity, parts_block,
         )  # fmt: skip
+        is_settled = is_kept(
+            row, logits, drawn, drawn_at, before, best, heat, share, by_count, by_mass, first_target,
+            num_blocks, width, parts_block,
+        )  # fmt: skip
+    if is_settled == 0:
+        hits += row * num_groups
+        found += row * capacity
+        slope = LOG2_E / heat
         above_best = key_of(best).to(tl.int64) + 1
         groups = tl.arange(0, group_block)
         is_group = groups < num_groups

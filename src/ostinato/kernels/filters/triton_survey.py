@@ -1,62 +1,44 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""One look at all logits of a row by many programs: the best of each group of tokens, and sums of weights."""
+"""What one look at all logits of a row tells: the best of each group of tokens, and sums of weights.
+
+Rows of logits are numbered as they lie; what their requests ask for is by request row, which `rows` names.
+"""
 
 import triton
 import triton.language as tl
-
-from ..dependent_launch import wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def filters_of(row, temperature, top_k, top_p, min_p, width: tl.constexpr, greedy_below: tl.constexpr):
+def filters_of(rows, row, temperature, top_k, top_p, min_p, width: tl.constexpr, greedy_below: tl.constexpr):
     """(temperature, k, p, min_p, whether by top-k, by top-p, at all)."""
-    heat, k = tl.load(temperature + row), tl.load(top_k + row)
-    p, share = tl.load(top_p + row), tl.load(min_p + row)
-    random = heat >= greedy_below
+    asking = tl.load(rows + row)
+    heat, k = tl.load(temperature + asking), tl.load(top_k + asking)
+    p, share = tl.load(top_p + asking), tl.load(min_p + asking)
+    random = (heat >= greedy_below) & (asking != 0)  # padding asks for nothing
     by_count = random & (k > 0) & (k < width)
     by_mass = random & (p < 1.0)
     return heat, k, p, share, by_count, by_mass, by_count | by_mass | (random & (share > 0.0))
 
 
 @triton.jit
-def survey(
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    group_best,
-    block_best,
-    block_sum,
-    block_lead,
-    row_stride,
-    num_groups,
-    num_blocks,
-    width: tl.constexpr,
-    block: tl.constexpr,
-    group: tl.constexpr,
-    greedy_below: tl.constexpr,
-    dependent: tl.constexpr,
-):
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    groups = part * (block // group) + tl.arange(0, block // group)
-    column = groups[:, None] * group + tl.arange(0, group)[None, :]
-    wait_for_previous(dependent)
-    heat, _, _, _, _, _, any_filter = filters_of(row, temperature, top_k, top_p, min_p, width, greedy_below)
-    if any_filter:
-        x = tl.load(logits + row * row_stride + column, mask=column < width, other=float("-inf"))
-        best_of_groups = tl.max(x, 1)
-        best = tl.max(best_of_groups, 0)
-        shift = tl.where(best == float("-inf"), 0.0, best)
-        weights = tl.exp2((x - shift) * (LOG2_E / heat))
-        tl.store(group_best + row * num_groups + groups, best_of_groups, groups < num_groups)
-        tl.store(block_best + row * num_blocks + part, best)
-        tl.store(block_sum + row * num_blocks + part, tl.sum(tl.sum(weights, 1), 0))
-        lead = tl.sum(tl.exp2((best_of_groups - shift) * (LOG2_E / heat)), 0)
-        tl.store(block_lead + row * num_blocks + part, lead)
+def survey_block(
+    x, row, part, heat, group_best, block_best, block_sum, block_lead, num_groups, num_blocks,
+    num_here: tl.constexpr,
+):  # fmt: skip
+    """Of logits [num_here, group], those of a block of a row: the best of each group, and sums of weights."""
+    groups = part * num_here + tl.arange(0, num_here)
+    best_of_groups = tl.max(x, 1)
+    best = tl.max(best_of_groups, 0)
+    shift = tl.where(best == float("-inf"), 0.0, best)
+    weights = tl.exp2((x - shift) * (LOG2_E / heat))
+    tl.store(group_best + row * num_groups + groups, best_of_groups, groups < num_groups)
+    tl.store(block_best + row * num_blocks + part, best)
+    tl.store(block_sum + row * num_blocks + part, tl.sum(tl.sum(weights, 1), 0))
+    lead = tl.sum(tl.exp2((best_of_groups - shift) * (LOG2_E / heat)), 0)
+    tl.store(block_lead + row * num_blocks + part, lead)
 
 
 @triton.jit

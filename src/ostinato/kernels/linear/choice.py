@@ -2,10 +2,9 @@
 
 Nothing is timed here, since nothing may be tuned while a graph is captured. The first of these that knows
 the matrix at that number of tokens decides: a table given by the user (`use_table`), this package's table for
-the GPU (`tables/`, made by `ostinato tune`), a rule.
+such GPUs (`tables/`, made by `ostinato tune`), the rules.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,13 +13,15 @@ from pathlib import Path
 import torch
 
 from ..cuda import compiled
+from ..gpu import Gpu, gpu_of
 from .kernel_table import KernelTable
+from .rules import HOPPER, gemv_tile, tile_by_rule
 from .table_file import load_table
-from .tiles import IN_CUDA, Library, MatrixShape, Tile, WideTile, default_gemv_tile
+from .tiles import IN_CUDA, Library, MatrixShape, Tile, WideTile
 
 _FOLDER = Path(__file__).parent / "tables"
-_LIBRARY = Library()
 _given: KernelTable | None = None
+_asks_package = True
 
 
 def choose(shape: MatrixShape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tile:
@@ -38,14 +39,15 @@ def _found(
     device: torch.device,
 ) -> Tile:
     shape = MatrixShape(out_features, in_features, gated)
+    gpu = gpu_of(device) if device.type == "cuda" else None
     if dtype == torch.bfloat16:
-        for table in (_given, _table_of_package(device)):
+        for table in (_given, package_table(gpu) if gpu and _asks_package else None):
             tile = table.find(shape, num_tokens) if table is not None else None
             if tile is not None and _runs(tile, device):
                 return tile
-    if num_tokens == 1 and dtype in (torch.bfloat16, torch.float16):
-        return default_gemv_tile(shape)
-    return _LIBRARY
+    if gpu and dtype == torch.bfloat16:
+        return tile_by_rule(shape, num_tokens, gpu, cuda=compiled.is_supported(device))
+    return gemv_tile(shape, gpu) if gpu and dtype == torch.float16 and num_tokens == 1 else Library()
 
 
 def _runs(tile: Tile, device: torch.device) -> bool:
@@ -55,42 +57,55 @@ def _runs(tile: Tile, device: torch.device) -> bool:
     return not isinstance(tile, IN_CUDA) or compiled.is_supported(device)
 
 
+def fallbacks(device: torch.device) -> list[str]:
+    """What of this package's kernels, or of the table in use, does not run on a GPU, and why."""
+    gpu, told = gpu_of(device), []
+    if (reason := compiled.why_unsupported(device)) is not None:
+        told.append(reason)
+    if gpu.capability != HOPPER:
+        told.append(
+            f"rules for two and more tokens were measured on sm_90 alone: on {gpu} cuBLAS runs what no table "
+            "has (`ostinato tune` makes one)"
+        )
+    tiles = [choice.tile for choices in _given.choices.values() for choice in choices] if _given else []
+    if left_out := sum(not _runs(tile, device) for tile in tiles):
+        told.append(f"{left_out} of {len(tiles)} choices of the table do not run on {gpu}: rules decide")
+    return told
+
+
 # For torch.compile: what `torch.compiler.assume_constant_result` does, without importing all of dynamo.
 _found.__wrapped__._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def use_table(table: KernelTable | None) -> None:
-    """Let this table decide before those of the package, in this process; None: no table of a user.
+def use_table(table: KernelTable | None, *, package: bool = True) -> None:
+    """Let this table decide first, in this process; None: no table of a user.
 
-    Graphs captured before keep what they were captured with.
+    `package`: whether the package's table decides next, or the rules do. Graphs captured before keep what
+    they were captured with.
     """
-    global _given
-    _given = table
+    global _given, _asks_package
+    _given, _asks_package = table, package
     _found.cache_clear()
 
 
 @contextmanager
-def using(table: KernelTable) -> Iterator[None]:
+def using(table: KernelTable | None, *, package: bool = True) -> Iterator[None]:
     """`use_table` for a while."""
-    before = _given
-    use_table(table)
+    before = _given, _asks_package
+    use_table(table, package=package)
     try:
         yield
     finally:
-        use_table(before)
+        use_table(before[0], package=before[1])
 
 
-def table_name(device: torch.device) -> str:
-    """How the files of tables for this GPU are called."""
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()) + ".json"
-
-
-def _table_of_package(device: torch.device) -> KernelTable | None:
-    return package_table(table_name(device)) if device.type == "cuda" else None
+def table_name(gpu: Gpu) -> str:
+    """How the files of tables for such GPUs are called."""
+    return f"{gpu}.json"
 
 
 @cache
-def package_table(name: str) -> KernelTable | None:
-    """The committed table in the file of this name, if there is one."""
-    file = _FOLDER / name
+def package_table(gpu: Gpu) -> KernelTable | None:
+    """The committed table for such GPUs, if there is one."""
+    file = _FOLDER / table_name(gpu)
     return load_table(file) if file.is_file() else None

@@ -1,4 +1,4 @@
-"""Launches `cuda/fragments.cu`: a linear layer with its neighbours, for up to some dozens of tokens."""
+"""Launches `cuda/fragments.cu`: a linear layer with its neighbours, for a small matrix and some tokens."""
 
 import torch
 from torch import Tensor
@@ -9,15 +9,14 @@ from .tiles import FragmentsTile, MatrixShape
 
 
 def shared_bytes(tile: FragmentsTile, shape: MatrixShape, tokens: int, *, norm: bool) -> int:
-    """As `sizeof(Shared)` there, for so many tokens at a time."""
+    """As `sizeof(Shared)` there, for so many tokens."""
     rows = tile.rows * (2 if shape.gated else 1)
     steps = shape.in_features // tile.slices // tile.num_warps // 32
     staged = max(1, (rows // 8 - tile.held + norm) * steps) * tile.num_warps * 32
     padding = 4 if tokens == 8 else 8 if rows % 16 == 0 else 0
     parts = tile.num_warps * tokens * (rows + padding + 1)
-    from_cluster = 2 * rows if tile.slices > 1 else 4
-    counts = 2 * 8
-    return counts + staged * 16 + (parts + tokens * from_cluster + 2 * tile.slices * tokens) * 4
+    from_cluster = rows if tile.slices > 1 else 4
+    return staged * 16 + (parts + tokens * from_cluster + tile.slices * tokens) * 4 + 16
 
 
 def fragments_kernel(
@@ -30,7 +29,7 @@ def fragments_kernel(
     residual: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> CudaKernel:
-    """The kernel for so many tokens at a time; results in `dtype`."""
+    """The kernel for up to so many tokens; results in `dtype`."""
     assert tile.fits(shape), (shape, tile)
     return cuda_kernel(
         "fragments.cu",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel
-from .tiles import FragmentsTile, MatrixShape, StreamedTile
+from .tiles import MOST_TOKENS, FragmentsTile, MatrixShape, StreamedTile
 
 
 def layer_constants(
@@ -60,7 +60,8 @@ def launch_sliced(
     `make_kernel` and `count_shared_bytes` take tile, shape and the tokens to compile for.
     """
     num_tokens, shape = x.size(0), layer_shape(x, weight, out)
-    tokens, norm = tile.tokens_at_a_time(num_tokens), norm_weight is not None
+    assert num_tokens <= MOST_TOKENS[type(tile)], num_tokens
+    tokens, norm = tile.compiled_tokens(num_tokens), norm_weight is not None
     form = {"norm": norm, "bias": bias is not None, "residual": residual is not None}
     shared_bytes = count_shared_bytes(tile, shape, tokens, norm=norm)
     make_kernel(tile, shape, tokens, **form, dtype=out.dtype).launch(

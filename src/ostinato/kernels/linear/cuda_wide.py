@@ -1,4 +1,4 @@
-"""Launches `cuda/wide.cu`: a linear layer for dozens or hundreds of tokens."""
+"""Launches `cuda/wide.cu`: a linear layer for dozens of tokens."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def shared_bytes(tile: WideTile, shape: MatrixShape, *, scaled: bool = False) ->
     owned = tile.tokens // tile.slices
     part = rows * (owned + (4 if owned % 8 == 0 else 0)) * 4
     from_cluster = max((tile.slices - 1) * part, 16)
-    squares = (max(rows * 2 // owned, 1) + 1) * owned * 4 if scaled else 16
+    squares = (rows * 2 // owned + 1) * owned * 4 if scaled else 16
     counts = (2 * (tile.weight_slots + tile.token_slots) + 1) * 8
     return max(rings, tile.slices * part) + from_cluster + squares + counts
 
@@ -50,7 +50,6 @@ def wide_kernel(
         WEIGHT_SLOTS=tile.weight_slots,
         TOKEN_SLOTS=tile.token_slots,
         SLICES=tile.slices,
-        PEERS=tile.peers,
         SHARED_BYTES=shared_bytes(tile, shape, scaled=scaled),
     )
 
@@ -83,7 +82,7 @@ def launch_wide(
         block=tile.num_threads(shape),
         args=(
             TileMap(weight, (tile.rows, _COLUMNS)),
-            TileMap(x, (tile.tokens // tile.peers, _COLUMNS)),
+            TileMap(x, (tile.tokens, _COLUMNS)),
             *(x if tensor is None else tensor for tensor in (bias, squares, norm_weight)),
             out,
             *(out if tensor is None else tensor for tensor in (scaled, new_squares)),
@@ -92,5 +91,5 @@ def launch_wide(
             float(eps),
         ),
         shared_bytes=shared_bytes(tile, shape, scaled=is_scaled),
-        cluster=tile.slices * tile.peers,
+        cluster=tile.slices,
     )

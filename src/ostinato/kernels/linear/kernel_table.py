@@ -19,9 +19,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The choices for one GPU; each matrix has ranges of tokens, apart and in ascending order."""
+    """The choices for a kind of GPU; each matrix has ranges of tokens, apart and in ascending order."""
 
     gpu: str
+    """As `str(Gpu)` says it."""
     choices: Mapping[MatrixShape, tuple[Choice, ...]]
 
     def find(self, shape: MatrixShape, num_tokens: int) -> Tile | None:

@@ -5,12 +5,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..rows import silu_mul
-from .choice import choose
 from .cpu_product import multiply, multiply_somehow
-from .tiles import UNFUSED, Library, SkinnyTile, Tile, shape_of
+from .tiles import UNFUSED, Library, SkinnyTile, Tile
+from .weight import Weight, plain, tile_for
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` of rows x [T, in]."""
     return joined(linear_in_parts(x, weight, bias), x.dtype)
 
@@ -20,54 +20,53 @@ def joined(product: Tensor, dtype: torch.dtype) -> Tensor:
     return product if product.dim() == 2 else product.sum(0).to(dtype)
 
 
-def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_in_parts(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """The same, or float32 [parts, T, out] whose sum it is, for a reader that can add (`rows.add_rms_norm`,
     attention of single tokens).
 
     Several programs may share the columns of a matrix that has too few rows for all of them.
     """
-    tile = _choice(x, weight, gated=False)
+    matrix, tile = plain(weight, "a product"), tile_for(x, weight, gated=False)
     if isinstance(tile, Library):
-        return functional.linear(x, weight, bias) if x.is_cuda else multiply(x, weight, bias)
-    return _by_kernel(tile, x, weight, bias, gated=False)
+        return _by_library(x, matrix, bias)
+    return _by_kernel(tile, x, matrix, bias, gated=False)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """silu(first half) * second half of `x @ weight.T + bias`; its rows may lie apart."""
-    tile = _choice(x, weight, gated=True)
+    matrix, tile = plain(weight, "a gated product"), tile_for(x, weight, gated=True)
     if isinstance(tile, Library):
-        return silu_mul(functional.linear(x, weight, bias) if x.is_cuda else multiply(x, weight, bias))
-    return _by_kernel(tile, x, weight, bias, gated=True)
+        return silu_mul(_by_library(x, matrix, bias))
+    return _by_kernel(tile, x, matrix, bias, gated=True)
 
 
-def float_linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+def float_linear(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
     """`x @ weight.T` in float32, for logits; in dense `out` if that is given."""
+    matrix = plain(weight, "a product in float32")
     if not x.is_cuda or x.dtype == torch.float32:
-        product = functional.linear(x, weight) if x.is_cuda else multiply_somehow(x, weight).float()
+        product = functional.linear(x, matrix) if x.is_cuda else multiply_somehow(x, matrix).float()
         return product.contiguous() if out is None else out.copy_(product)
     if out is None:
-        out = x.new_empty(x.size(0), weight.size(0), dtype=torch.float32)
-    tile = _choice(x, weight, gated=False)
+        out = x.new_empty(x.size(0), matrix.size(0), dtype=torch.float32)
+    tile = tile_for(x, weight, gated=False)
     if isinstance(tile, Library):
-        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        return torch.mm(x, matrix.t(), out_dtype=torch.float32, out=out)
     from . import triton_linear
 
     if isinstance(tile, SkinnyTile) and tile.parts > 1:
-        return torch.sum(triton_linear.multiply(x, weight, None, False, torch.float32), 0, out=out)
-    triton_linear.multiply_into(x, weight, out)
+        return torch.sum(triton_linear.multiply(x, matrix, None, False, torch.float32), 0, out=out)
+    triton_linear.multiply_into(x, matrix, out)
     return out
 
 
-def _choice(x: Tensor, weight: Tensor, *, gated: bool) -> Tile:
-    if not x.is_cuda:
-        return Library()
-    return choose(shape_of(weight, gated), x.size(0), x.dtype, x.device)
+def _by_library(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, matrix, bias) if x.is_cuda else multiply(x, matrix, bias)
 
 
-def _by_kernel(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+def _by_kernel(tile: Tile, x: Tensor, matrix: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
     from . import triton_linear
 
     x = x.contiguous()
     if isinstance(tile, UNFUSED):
-        return triton_linear.multiply(x, weight, bias, gated, x.dtype)
-    return triton_linear.project_few_tokens(x, weight, bias, None, 0.0, gated, None, x.dtype)
+        return triton_linear.multiply(x, matrix, bias, gated, x.dtype)
+    return triton_linear.project_few_tokens(x, matrix, bias, None, 0.0, gated, None, x.dtype)

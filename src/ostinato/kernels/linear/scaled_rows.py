@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..squares import SQUARES_TOGETHER
 from .choice import choose
 from .tiles import MatrixShape, WideTile
+from .weight import Weight, plain
 
 
 class ScaledRows(NamedTuple):
@@ -48,14 +49,15 @@ def scale(rows: Tensor, norm_weight: Tensor) -> ScaledRows:
     return _scaled(rows, norm_weight)
 
 
-def project(x: ScaledRows, weight: Tensor, bias: Tensor | None, eps: float, *, gated: bool) -> Tensor:
+def project(x: ScaledRows, weight: Weight, bias: Tensor | None, eps: float, *, gated: bool) -> Tensor:
     """`norm(rows) @ weight.T + bias`, gated if asked."""
+    matrix = plain(weight, "a product of scaled rows")
     if x.rows.is_cuda:
         from .cuda_scaled import project_scaled
 
-        return project_scaled(x.scaled, x.squares, weight, bias, eps, gated)
+        return project_scaled(x.scaled, x.squares, matrix, bias, eps, gated)
     factor = (x.squares.sum(0) / x.rows.size(1) + eps).rsqrt()
-    y = functional.linear(x.scaled, weight).float() * factor[:, None]
+    y = functional.linear(x.scaled, matrix).float() * factor[:, None]
     y = y if bias is None else y + bias
     if gated:
         first, second = y.chunk(2, dim=-1)
@@ -64,14 +66,15 @@ def project(x: ScaledRows, weight: Tensor, bias: Tensor | None, eps: float, *, g
 
 
 def add_projected(
-    to: ScaledRows, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor
+    to: ScaledRows, x: Tensor, weight: Weight, bias: Tensor | None, norm_weight: Tensor
 ) -> ScaledRows:
     """`rows + x @ weight.T + bias` and what the next layer needs of its norm; on a GPU in the same memory."""
+    matrix = plain(weight, "a product that is added to rows")
     if x.is_cuda:
         from .cuda_scaled import add_projected as add
 
-        return ScaledRows(to.rows, *add(x, weight, bias, to.rows, norm_weight))
-    return _scaled(to.rows + functional.linear(x, weight, bias), norm_weight)
+        return ScaledRows(to.rows, *add(x, matrix, bias, to.rows, norm_weight))
+    return _scaled(to.rows + functional.linear(x, matrix, bias), norm_weight)
 
 
 def _scaled(rows: Tensor, norm_weight: Tensor) -> ScaledRows:

@@ -1,6 +1,6 @@
 """Tables of choices as JSON files, a line for each choice:
 
-{"gpu": "NVIDIA H200",
+{"gpu": "sm90-132",
  "matrices": [
   {"out_features": 1024, "in_features": 2048, "gated": false, "choices": [
    {"tokens": [1, 1], "kernel": "gemv", "tile": {"rows": 4, "block": 2048, "num_warps": 8}},
@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..gpu import Gpu
 from . import cuda_fragments, cuda_streamed, cuda_wide
 from .kernel_table import Choice, KernelTable
 from .tiles import (
@@ -33,7 +34,7 @@ from .tiles import (
 _NAMES = {kind: name for name, kind in KERNELS.items()}
 # As Triton wants the sizes of its tiles.
 _POWERS_OF_TWO = ("rows", "block", "num_warps", "tokens")
-_MAY_BE_ZERO = ("early", "held")
+_MAY_BE_ZERO = ("held",)
 
 
 class KernelTableError(ValueError):
@@ -80,7 +81,13 @@ def _lines(choices: Iterable[Choice]) -> Iterator[str]:
 
 def _table(content: Any) -> KernelTable:
     if not isinstance(content, dict) or not isinstance(content.get("gpu"), str):
-        raise KernelTableError('it has no "gpu", the name of the GPU it is for')
+        raise KernelTableError('it has no "gpu", what it is for: compute capability and multiprocessors')
+    if Gpu.named(content["gpu"]) is None:
+        raise KernelTableError(
+            f'its "gpu" is {content["gpu"]!r}, where it must be a compute capability and a number of '
+            "multiprocessors, like sm90-132 (H100, H200): make the table again with `ostinato tune`, or put "
+            "that in its place"
+        )
     if not isinstance(content.get("matrices"), list):
         raise KernelTableError('it has no list "matrices"')
     choices: dict[MatrixShape, tuple[Choice, ...]] = {}
@@ -126,11 +133,8 @@ def _choice(shape: MatrixShape, given: Any) -> Choice:
             f"{where}: a program for {last} tokens would take {needed:,} bytes of shared memory, "
             f"{MOST_SHARED_BYTES:,} are there"
         )
-    if isinstance(tile, SkinnyTile):
-        if shape.gated and tile.parts > 1:
-            raise KernelTableError(f"{where}: parts of a gated matrix cannot be added")
-        if 0 < tile.early < tile.block or tile.early & (tile.early - 1):
-            raise KernelTableError(f"{where}: early must be 0 or a power of two of at least block")
+    if isinstance(tile, SkinnyTile) and shape.gated and tile.parts > 1:
+        raise KernelTableError(f"{where}: parts of a gated matrix cannot be added")
     return Choice(first, last, tile)
 
 
@@ -141,9 +145,8 @@ def _tile(kind: type[Tile], given: Any, where: str) -> Tile:
         expected = ", ".join(name if name in needed else f"{name} (optional)" for name in known) or "nothing"
         raise KernelTableError(f"{where}: a tile of {_NAMES[kind]} has {expected}")
     for name, value in given.items():
-        is_number = known[name].type is int
-        if type(value) is not known[name].type or value < (name not in _MAY_BE_ZERO and is_number):
-            raise KernelTableError(f"{where}: {name} must be {'a number' if is_number else 'true or false'}")
+        if type(value) is not int or value < (name not in _MAY_BE_ZERO):
+            raise KernelTableError(f"{where}: {name} must be a number")
         if kind not in IN_CUDA and name in _POWERS_OF_TWO and (value == 0 or value & (value - 1)):
             raise KernelTableError(f"{where}: {name} must be a power of two")
     return kind(**given)
@@ -153,9 +156,9 @@ def _shared_bytes(tile: Tile, shape: MatrixShape, num_tokens: int) -> int:
     """Of a program; 0 where a kernel sees to that itself."""
     norm = shape.in_features <= shape.out_features  # matrices that make rows longer follow one
     if isinstance(tile, FragmentsTile):
-        return cuda_fragments.shared_bytes(tile, shape, tile.tokens_at_a_time(num_tokens), norm=norm)
+        return cuda_fragments.shared_bytes(tile, shape, tile.compiled_tokens(num_tokens), norm=norm)
     if isinstance(tile, StreamedTile):
-        return cuda_streamed.shared_bytes(tile, shape, tile.tokens_at_a_time(num_tokens), norm=norm)
+        return cuda_streamed.shared_bytes(tile, shape, tile.compiled_tokens(num_tokens), norm=norm)
     if isinstance(tile, WideTile):
         return cuda_wide.shared_bytes(tile, shape, scaled=norm)
     return 0

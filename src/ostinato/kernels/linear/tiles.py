@@ -21,7 +21,7 @@ _OTHER_WIDE_REGISTERS = 26
 """Of a thread of `cuda_wide` beside its sums, at least."""
 _COLUMNS_OF_A_BOX, _MOST_ROWS_OF_A_BOX = 64, 256
 _CLUSTERS = (1, 2, 4, 8)
-_WIDTHS = (16, 32, 64, 128, 192, 256)
+_WIDTHS = (16, 32, 64)
 """Tokens that the tensor cores of four warps take at once, of those that `warpgroup.cuh` has."""
 
 
@@ -100,9 +100,10 @@ class FragmentsTile:
     registers: int
     """Of a thread, at most."""
 
-    def tokens_at_a_time(self, num_tokens: int) -> int:
-        """Tokens of one pass, which is compiled for as many; more tokens take several."""
-        return next((size for size in (8, 16) if num_tokens <= size), 32)
+    @staticmethod
+    def compiled_tokens(num_tokens: int) -> int:
+        """Tokens that it is compiled for; there are never more."""
+        return 8 if num_tokens <= 8 else 16
 
     def fits(self, shape: MatrixShape) -> bool:
         """Whether the matrix can be divided like that."""
@@ -144,9 +145,10 @@ class StreamedTile:
         """Of a program."""
         return self.rows // (8 if shape.gated else 16) * self.shares
 
-    def tokens_at_a_time(self, num_tokens: int) -> int:
+    @staticmethod
+    def compiled_tokens(num_tokens: int) -> int:
         """Tokens that it is compiled for; there are never more."""
-        return next((size for size in (8, 16) if num_tokens <= size), 32)
+        return 8 if num_tokens <= 8 else 16
 
     def fits(self, shape: MatrixShape) -> bool:
         """Whether the matrix can be divided like that."""
@@ -180,8 +182,6 @@ class WideTile:
     """The same of the tokens."""
     slices: int = 1
     """Programs of a cluster that share the columns."""
-    peers: int = 1
-    """Programs of a cluster that have neighbouring rows and fetch tokens for each other."""
 
     def num_threads(self, shape: MatrixShape) -> int:
         """Of a program: those that multiply, and a warp that fetches."""
@@ -196,10 +196,9 @@ class WideTile:
             and self.columns % _COLUMNS_OF_A_BOX == 0
             and self.tokens in _WIDTHS
             and self.tokens % (self.slices * 4) == 0
-            and self.tokens % (self.peers * 8) == 0
             and rows % 64 == 0
-            and shape.out_features % (self.rows * self.peers) == 0
-            and self.slices * self.peers in _CLUSTERS
+            and shape.out_features % self.rows == 0
+            and self.slices in _CLUSTERS
             and self.num_threads(shape) <= _MOST_WARPS * 32
             and 2 <= self.weight_slots <= steps  # one is free again when the next is being multiplied
             and 2 <= self.token_slots <= steps
@@ -221,10 +220,6 @@ class SkinnyTile:
     num_stages: int
     parts: int = 1
     """Programs that share the columns; the reader of the result adds their parts."""
-    early: int = 0
-    """Columns that are fetched before the previous kernel is done."""
-    prefetch: bool = False
-    """Whether all weights are asked into L2 before the previous kernel is done."""
 
 
 @dataclass(frozen=True)
@@ -251,25 +246,18 @@ KERNELS: dict[str, type[Tile]] = {
 }
 """By the names that tables use."""
 
-MOST_TOKENS: dict[type[Tile], int] = {GemvTile: 1, CudaGemvTile: 1, FragmentsTile: 64, StreamedTile: 32}
+MOST_TOKENS: dict[type[Tile], int] = {
+    GemvTile: 1,
+    CudaGemvTile: 1,
+    FragmentsTile: 16,
+    StreamedTile: 16,
+    WideTile: 64,
+}
 """Of the kernels that take only so many."""
 
 
 def compiled_variant(tile: Tile, num_tokens: int) -> Hashable:
     """Equal where the same kernel is compiled for a matrix."""
     if isinstance(tile, FragmentsTile | StreamedTile):
-        return tile, tile.tokens_at_a_time(num_tokens)
+        return tile, tile.compiled_tokens(num_tokens)
     return tile
-
-
-# Columns that one program holds in registers before it waits.
-_WIDEST = 4096
-
-
-def default_gemv_tile(shape: MatrixShape) -> GemvTile:
-    """For a matrix that nobody measured."""
-    block = 1 << max(shape.in_features - 1, 1).bit_length()
-    if block > _WIDEST:
-        return GemvTile(rows=2, block=2048, num_warps=4)
-    # 4096 elements a program and 128 threads: enough in flight, and room for the next kernel's programs.
-    return GemvTile(rows=max(1, 4096 // block), block=block, num_warps=4)

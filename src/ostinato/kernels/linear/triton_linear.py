@@ -175,8 +175,6 @@ def _launch_skinny(
 ) -> None:
     num_tokens, in_features = x.shape
     out_features = out.size(-1)
-    # What is asked for must lie inside the matrix, and begin and end at multiples of 16 bytes.
-    can_ask = out_features % tile.rows == 0 and tile.rows % tile.parts == 0 and in_features % 8 == 0
     grid = (cdiv(num_tokens, tile.tokens), cdiv(out_features, tile.rows), tile.parts)
     _skinny[grid](
         x,
@@ -192,8 +190,6 @@ def _launch_skinny(
         rows=tile.rows,
         block=tile.block,
         parts=tile.parts,
-        early=tile.early,
-        prefetch=tile.prefetch and can_ask,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,

@@ -7,17 +7,14 @@ longer side of the tensor cores. With `parts` > 1 the columns are shared too:
 
     columns      | part 0 | part 1 | ...      each its own product, float32 [parts, T, out]
 
-and who reads the result adds them, in order, so that the same input always gives the same bits.
-
-Before it waits for the previous kernel, a program fetches its first `early` columns, or asks for all its
-weights into L2 (`prefetch`). The early columns are multiplied last: they are there, and the others need time
-to arrive. `gated` is silu(first half of the rows) * second half.
+and who reads the result adds them, in order, so that the same input always gives the same bits. `gated` is
+silu(first half of the rows) * second half.
 """
 
 import triton
 import triton.language as tl
 
-from ..dependent_launch import let_next_start, prefetch_to_l2, wait_for_previous
+from ..dependent_launch import wait_for_previous
 
 
 @triton.jit
@@ -53,45 +50,28 @@ def _skinny(
     rows: tl.constexpr,
     block: tl.constexpr,
     parts: tl.constexpr,
-    early: tl.constexpr,
-    prefetch: tl.constexpr,
     dependent: tl.constexpr,
 ):
     turned: tl.constexpr = rows > tokens
-    step: tl.constexpr = parts * max(block, early)
-    columns: tl.constexpr = (in_features + step - 1) // step * max(block, early)
+    step: tl.constexpr = parts * block
+    columns: tl.constexpr = (in_features + step - 1) // step * block
     even: tl.constexpr = out_features % rows == 0 and in_features % (parts * columns) == 0
-    let_next_start(dependent)
     part = tl.program_id(2)
     first_row = tl.program_id(1).to(tl.int64) * rows
     n = first_row + tl.arange(0, rows)
     in_rows = n < out_features
     second = weight + out_features * in_features
-    if prefetch:
-        # The parts of a block of rows take turns, so that each asks for one stretch of memory.
-        share = (first_row + part * (rows // parts)) * in_features
-        prefetch_to_l2(weight + share, rows // parts * in_features * 2, dependent)
-        if gated:
-            prefetch_to_l2(second + share, rows // parts * in_features * 2, dependent)
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     # Surplus tokens are masked: all programs reading one row in their place would queue up for it.
     real = (token < num_tokens)[:, None]
     place = n[:, None] * in_features + part * columns
     source = token.to(tl.int64)[:, None] * in_features + part * columns
     limit = in_features - part * columns
-    if early > 0:
-        k_early = tl.arange(0, early)[None, :]
-        in_matrix = in_rows[:, None] & (k_early < limit)
-        w_early = _load_tile(weight + place + k_early, in_matrix, even)
-        if gated:
-            w_up_early = _load_tile(second + place + k_early, in_matrix, even)
     wait_for_previous(dependent)
-    if early > 0:
-        v_early = tl.load(x + source + k_early, mask=real & (k_early < limit), other=0.0)
 
     acc = tl.zeros([rows, tokens] if turned else [tokens, rows], tl.float32)
     acc_up = tl.zeros([rows, tokens] if turned else [tokens, rows], tl.float32)
-    for start in range(early, columns, block):
+    for start in range(0, columns, block):
         k = start + tl.arange(0, block)[None, :]
         known, inside = real, in_rows[:, None] & (k < limit)
         if not even:
@@ -100,10 +80,6 @@ def _skinny(
         acc = _multiply(_load_tile(weight + place + k, inside, even), v, acc, turned)
         if gated:
             acc_up = _multiply(_load_tile(second + place + k, inside, even), v, acc_up, turned)
-    if early > 0:
-        acc = _multiply(w_early, v_early, acc, turned)
-        if gated:
-            acc_up = _multiply(w_up_early, v_early, acc_up, turned)
 
     if turned:
         acc, acc_up = tl.trans(acc), tl.trans(acc_up)

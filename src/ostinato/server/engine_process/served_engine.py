@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from ostinato.engine.core import EngineCore, Extras, Progress
+from ostinato.engine.core import EngineCore
 from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
 from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.request import Request
+from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.engine.token_ids import token_array
 from ostinato.text.grammar import Grammar
 

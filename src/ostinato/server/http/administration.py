@@ -11,9 +11,9 @@ from starlette.responses import Response
 from ..engine_client.client import EngineCallError, EngineGone
 from ..openai.errors import ApiError, unavailable
 from ..openai.requests import AbortRequest
+from ..service import Service
 from .api_document import answers
 from .json_answers import json_response
-from .service import Service
 
 
 def admin_routes(service: Service) -> APIRouter:

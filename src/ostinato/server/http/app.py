@@ -13,6 +13,7 @@ from ostinato import __version__
 
 from ..openai.errors import ApiError
 from ..openai.generation import ClientGone
+from ..service import Service
 from .administration import admin_routes
 from .answer_count import AnswerCount
 from .api_document import schemas
@@ -21,7 +22,6 @@ from .generating import generating_routes
 from .json_answers import error_response
 from .keys import KeyCheck
 from .observing import observing_routes
-from .service import Service
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody reads."""

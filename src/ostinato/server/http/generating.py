@@ -33,11 +33,11 @@ from ..openai.responses import (
     TokenizeBody,
 )
 from ..openai.served_model import ServedModel
+from ..service import Service
 from .api_document import answers
 from .client_watch import ClientWatch
 from .event_stream import EventStream
 from .json_answers import json_response
-from .service import Service
 
 Result = TypeVar("Result")
 

@@ -18,10 +18,10 @@ from ..metrics.live import LiveStatistics
 from ..openai.completion import Completion
 from ..openai.errors import ApiError, unavailable
 from ..openai.generation import ClientGone
+from ..service import Service
 from .api_document import answers
 from .client_watch import ClientWatch
 from .json_answers import json_response
-from .service import Service
 
 PROBE_SECONDS = 30.0
 """An engine that takes longer for one token is not healthy."""

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from .histogram import Histogram
 
 if TYPE_CHECKING:
-    from ..http.service import Service
+    from ..service import Service
     from ..wire.messages import Statistics
 
 OURS = "ostinato"

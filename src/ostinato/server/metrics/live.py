@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from ..http.service import Service
+    from ..service import Service
 
 RATE_SECONDS = 2.0
 """Rates are over at least this long, whoever asks how often."""

@@ -96,8 +96,6 @@ class Subject:
                 fitting["max_model_len"] = length
             if batch > self.config.max_running_requests:
                 fitting["max_running_requests"] = batch
-                if not self.options.get("cuda_graph_bs"):
-                    fitting["cuda_graph_max_bs"] = batch
         options = {**fitting, **self.options, **changes}
         return LLM(options.pop("model", None), **options)
 

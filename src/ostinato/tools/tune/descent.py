@@ -15,6 +15,7 @@ import torch
 
 from ostinato.kernels.compile_ahead import compiling_only
 from ostinato.kernels.cuda.compiled import has_warpgroup_products, is_supported
+from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear.choice import choose, using
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.tiles import (
@@ -53,6 +54,16 @@ class Form(NamedTuple):
     """What it can run them with."""
     candidates: Mapping[MatrixShape, list[Tile]]
 
+    def beside(self, present: Tiles) -> Form:
+        """The same, and what is the choice at present tried too, where it is of this form."""
+        return Form(
+            self.kinds,
+            {
+                shape: [*tiles, present[shape]] if isinstance(present[shape], self.kinds) else tiles
+                for shape, tiles in self.candidates.items()
+            },
+        )
+
 
 @dataclass
 class Descent:
@@ -85,11 +96,9 @@ class Found:
 class Tuner:
     """Finds the kernels of a model on the GPU that it is on."""
 
-    def __init__(self, model: Transformer, shared_bytes: int) -> None:
-        """`shared_bytes`: the most shared memory of a program."""
-        self.model = model
+    def __init__(self, model: Transformer, gpu: Gpu) -> None:
+        self.model, self.gpu = model, gpu
         self.device = model.embed_tokens.weight.device
-        self.shared_bytes = shared_bytes
         self.has_cuda_kernels = is_supported(self.device)
         is_bfloat16 = model.embed_tokens.weight.dtype == torch.bfloat16
         self.has_wide_kernel = is_bfloat16 and has_warpgroup_products(self.device)
@@ -106,18 +115,18 @@ class Tuner:
         start = present | start
 
         def layers_us(tiles: Tiles) -> float:
-            return self._us(step.run_layers, tiles, num_tokens)
+            return self.us(step.run_layers, tiles, num_tokens)
 
         before_us = layers_us(present)
         library_us = layers_us({shape: Library() for shape in self.shapes})
         descents = [
-            self._descent(num_tokens, step.run_layers, start, form)
+            self._descent(num_tokens, step.run_layers, start, form.beside(present))
             for form in self._forms(num_tokens)
             if all(form.candidates.values())
         ]
         best = min(descents, key=lambda descent: descent.us)
-        head_before_us = self._us(step.run_head, present, num_tokens)
-        head = self._descent(num_tokens, step.run_head, start, self._head_form(num_tokens))
+        head_before_us = self.us(step.run_head, present, num_tokens)
+        head = self._descent(num_tokens, step.run_head, start, self._head_form(num_tokens).beside(present))
         return Found(
             num_tokens=num_tokens,
             tiles=best.tiles | head.tiles,
@@ -132,7 +141,7 @@ class Tuner:
     def _forms(self, num_tokens: int) -> Iterator[Form]:
         """Those of a step: see `Transformer.form`."""
         yield Form(FUSED, {shape: self._fused(shape, num_tokens) for shape in self.shapes})
-        if self.has_wide_kernel and num_tokens >= FEWEST_WIDE_TOKENS:
+        if self.has_wide_kernel and FEWEST_WIDE_TOKENS <= num_tokens <= MOST_TOKENS[WideTile]:
             yield Form((WideTile,), {shape: self._wide(shape, num_tokens) for shape in self.shapes})
         if num_tokens > 1:
             yield Form(SEPARATE, {shape: self._separate(shape, num_tokens) for shape in self.shapes})
@@ -144,17 +153,17 @@ class Tuner:
         return Form(SEPARATE, {self.head: self._separate(self.head, num_tokens)})
 
     def _fused(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
-        return fused_tiles(shape, num_tokens, cuda=self.has_cuda_kernels, shared_bytes=self.shared_bytes)
+        return fused_tiles(shape, num_tokens, cuda=self.has_cuda_kernels, gpu=self.gpu)
 
     def _wide(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
-        return wide_tiles(shape, num_tokens, shared_bytes=self.shared_bytes)
+        return wide_tiles(shape, num_tokens, gpu=self.gpu)
 
     def _separate(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
         # What the second and the last matrix of a layer give is added to something; attention in CUDA C++
         # adds parts of what the first gives.
         qkv, o, _, down = self.shapes
         in_parts = shape in (o, down) or (shape == qkv and self.has_cuda_kernels)
-        return separate_tiles(shape, num_tokens, in_parts=in_parts, shared_bytes=self.shared_bytes)
+        return separate_tiles(shape, num_tokens, in_parts=in_parts, gpu=self.gpu)
 
     def _descent(self, num_tokens: int, run: Callable[[], Any], start: Tiles, form: Form) -> Descent:
         descent = Descent(run, {})
@@ -167,7 +176,7 @@ class Tuner:
         finer = {}
         for shape, times in descent.tried.items():
             ranked = sorted(times, key=lambda tile: times[tile])
-            leaders = [more for tile in ranked if (more := refined(tile, shape, self.shared_bytes))][:2]
+            leaders = [more for tile in ranked if (more := refined(tile, shape, self.gpu))][:2]
             finer[shape] = [tile for more in leaders for tile in more]
         self._try(descent, num_tokens, finer)
         return descent
@@ -178,26 +187,25 @@ class Tuner:
                 for tile in tiles:
                     with self._running({**descent.tiles, shape: tile}, num_tokens):
                         descent.run()
-        descent.us = self._us(descent.run, descent.tiles, num_tokens)
+        descent.us = self.us(descent.run, descent.tiles, num_tokens)
         for shape, tiles in candidates.items():
             times = descent.tried.setdefault(shape, {})
             times[descent.tiles[shape]] = descent.us
             for tile in tiles:
                 if tile not in times:
-                    times[tile] = self._us(descent.run, {**descent.tiles, shape: tile}, num_tokens)
+                    times[tile] = self.us(descent.run, {**descent.tiles, shape: tile}, num_tokens)
             best = min(times, key=lambda tile: times[tile])
             if times[best] < descent.us * KEPT:
                 descent.tiles[shape], descent.us = best, times[best]
 
-    def _us(self, run: Callable[[], Any], tiles: Tiles, num_tokens: int) -> float:
+    def us(self, run: Callable[[], Any], tiles: Tiles, num_tokens: int) -> float:
+        """Microseconds of a run with these tiles."""
         with self._running(tiles, num_tokens):
             return graph_us(run, replays=5, rounds=3)
 
     @contextmanager
     def _running(self, tiles: Tiles, num_tokens: int) -> Iterator[None]:
-        """The model with these tiles, in the form that they allow; that of `wide` it finds by itself."""
-        is_fused = all(isinstance(tiles.get(shape), FUSED) for shape in self.shapes)
-        self.model.most_few_tokens = num_tokens if is_fused else 0
+        """The model with these tiles, in the form that follows from them."""
         choices = {shape: (Choice(num_tokens, num_tokens, tile),) for shape, tile in tiles.items()}
         with using(KernelTable("", choices)):
             yield

@@ -10,7 +10,8 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from ostinato.engine.loading.load.kernel_table import tuned_table
+from ostinato.engine.loading.kernel_table import tuned_table
+from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.table_file import KernelTableError, as_entry, load_table, save_table
 from ostinato.kernels.linear.tiles import MatrixShape, Tile
@@ -37,13 +38,12 @@ def tune(
     device = torch.device("cuda", torch.cuda.current_device())
     file = file or tuned_table(device)
     try:
-        table = load_table(file) if file.is_file() else KernelTable(torch.cuda.get_device_name(device), {})
+        table = load_table(file) if file.is_file() else KernelTable(str(gpu_of(device)), {})
         directory = locate_model(model_name)
         model = load_model(directory, device=device, dtype=torch.bfloat16, load_format="dummy")
     except (ModelError, DownloadError, KernelTableError) as error:
         raise TuneError(str(error)) from error
-    properties: Any = torch.cuda.get_device_properties(device)
-    tuner = Tuner(model, properties.shared_memory_per_block_optin)
+    tuner = Tuner(model, gpu_of(device))
     all_found: list[Found] = []
     for num_tokens in sorted(set(tokens)):
         found = tuner.find(num_tokens, all_found[-1].tiles if all_found else {})
@@ -81,9 +81,9 @@ def result(model: str, all_found: Sequence[Found]) -> dict[str, Any]:
                     "found": round(found.layer_us, 2),
                 },
                 "head_us": {"before": round(found.head_before_us, 2), "found": round(found.head_us, 2)},
-                "found": {_matrix(shape): _kernel(tile) for shape, tile in found.tiles.items()},
+                "found": {matrix_text(shape): kernel_text(tile) for shape, tile in found.tiles.items()},
                 "tried_us": {
-                    _matrix(shape): {_kernel(tile): round(us, 2) for tile, us in times.items()}
+                    matrix_text(shape): {kernel_text(tile): round(us, 2) for tile, us in times.items()}
                     for shape, times in found.tried.items()
                 },
             }
@@ -92,11 +92,13 @@ def result(model: str, all_found: Sequence[Found]) -> dict[str, Any]:
     }
 
 
-def _matrix(shape: MatrixShape) -> str:
+def matrix_text(shape: MatrixShape) -> str:
+    """A matrix as results name it."""
     return f"{shape.out_features} x {shape.in_features}" + (" gated" if shape.gated else "")
 
 
-def _kernel(tile: Tile) -> str:
+def kernel_text(tile: Tile) -> str:
+    """A kernel and its tile as results name them."""
     entry = as_entry(tile)
     values = ", ".join(f"{name} {value}" for name, value in entry.get("tile", {}).items())
     return f"{entry['kernel']}: {values}" if values else entry["kernel"]

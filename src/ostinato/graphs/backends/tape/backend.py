@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ...blame import calling_line
-from ...capturing.journal import WriteJournal
-from ...capturing.options import CaptureOptions
 from ...errors import CaptureError
+from ...journal import WriteJournal
 from ...memory import is_foreign
+from ...options import CaptureOptions
 from ...trees import Structure, flatten
 from ..protocol import Kept, PoolMemory, Recording
 from .arena import Layout, TapeMemory

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ...capturing.dispatch_mode import DispatchMode
+from ...dispatch_mode import DispatchMode
 
 _BINDINGS: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 _SCALAR_OPERATORS = {"add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge"}

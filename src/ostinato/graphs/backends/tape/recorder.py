@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...capturing.dispatch_mode import DispatchMode
-from ...capturing.journal import written_arguments
+from ...dispatch_mode import DispatchMode
+from ...journal import written_arguments
 from ...memory import is_foreign, tensors_of
 from .refusals import check_op
 from .storages import StorageTable, TensorSpec, map_leaves

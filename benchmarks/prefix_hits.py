@@ -1,0 +1,226 @@
+"""Time to the first token of prompts whose beginning is in the prefix cache, and of attention in such steps.
+
+python benchmarks/prefix_hits.py benchmarks/results/prefix-hits-h200.json
+python benchmarks/prefix_hits.py /tmp/divisions.json --divisions
+
+The first table is one layer's attention in a captured graph, over caches that L2 does not hold: with one
+program for each block of queries, which reads the whole context, and as it is. The second goes through
+`LLM.generate`, one token each: random weights, a prefix that was seen before, and new tokens at its
+end, other ones every time. With `--divisions` attention alone, for other divisions of the work than the one
+that is chosen.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ostinato import LLM, SamplingParams
+from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, get_backend
+from ostinato.kernels.attention.query_tiles import Chunks, Queries, QueryTile
+from ostinato.kernels.gpu import Gpu
+from ostinato.models.config import ModelConfig
+from ostinato.tools.layer_step import graph_us
+from ostinato.tools.machine import machine
+
+MODELS = Path(__file__).parent / "models"
+CONTEXTS, NEW_TOKENS = (1024, 8192, 32_768), (16, 64, 256)
+LONGEST = max(CONTEXTS) + PAGE_SIZE
+REPEATS = 7
+LAYERS = 4
+"""In a chain: of the shorter contexts L2 would hold one."""
+BATCHES = {
+    **{
+        f"{tokens} behind {context - tokens}": [(context, tokens)]
+        for context in (256, *CONTEXTS)
+        for tokens in NEW_TOKENS
+        if tokens < context
+    },
+    "16 x 5 drafts at 8192": [(8192, 5)] * 16,
+    "4 x 5 drafts at 32768": [(32_768, 5)] * 4,
+    "64 behind 8128, 30 decodes at 4096": [(8192, 64), *[(4096, 1)] * 30],
+    "prompt of 256": [(256, 256)],
+    "prompt of 4096": [(4096, 4096)],
+}
+"""(context, new tokens) of each request."""
+
+Division = tuple[QueryTile, Chunks | None]
+
+
+def first_token_ms(llm: LLM, context: int, new: int) -> dict[str, Any]:
+    """One row: prompts of `context` tokens of which `new` are."""
+    vocab = llm.engine.core.loaded.model.config.vocab_size
+    draw = random.Random(f"{context} {new}")
+    prefix = [draw.randrange(vocab) for _ in range(context - new)]
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    times = []
+    for _ in range(REPEATS + 2):
+        prompt = {"prompt_token_ids": prefix + [draw.randrange(vocab) for _ in range(new)]}
+        began = time.perf_counter()
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        times.append((time.perf_counter() - began) * 1e3)
+    assert output.num_cached_tokens == context - new
+    # The first fills the cache, the second is the first that finds it.
+    times = times[2:]
+    return {"context": context, "new_tokens": new, "ms": statistics.median(times), "ms_each": times}
+
+
+def whole_steps() -> list[dict[str, Any]]:
+    """Rows through the engine."""
+    rows = []
+    with LLM(
+        str(MODELS / "qwen3-0.6b"),
+        load_format="dummy",
+        max_model_len=LONGEST,
+        max_running_requests=16,
+        num_pages=3 * LONGEST * len(NEW_TOKENS) // PAGE_SIZE,
+        cuda_graph_bs=(1,),
+        cuda_graph_prefill_tokens=(*NEW_TOKENS, 4096),
+    ) as llm:
+        print("context  new tokens  first token ms", flush=True)
+        for context, new in itertools.product(CONTEXTS, NEW_TOKENS):
+            rows.append(first_token_ms(llm, context, new))
+            print(f"{context:7d}  {new:10d}  {rows[-1]['ms']:14.2f}", flush=True)
+        assert not llm.graph_report().eager_steps
+    return rows
+
+
+def layer(config: ModelConfig, requests: list[tuple[int, int]]) -> Callable[[], None]:
+    """Attention of one batch, `LAYERS` times."""
+    device = torch.device("cuda")
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    pages = [-(-context // PAGE_SIZE) for context, _ in requests]
+    ends = list(itertools.accumulate(pages))
+    order = torch.randperm(ends[-1], device=device).int() + 1
+    table = torch.zeros(len(requests) + 1, max(pages), dtype=torch.int32, device=device)
+    for row, (count, end) in enumerate(zip(pages, ends, strict=True), start=1):
+        table[row, :count] = order[end - count : end]
+    lengths = [new for _, new in requests]
+    num_tokens = sum(lengths)
+
+    def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=device)
+
+    batch = AttentionBatch(
+        page_table=table,
+        token_rows=ints(row for row, new in enumerate(lengths, start=1) for _ in range(new)),
+        positions=ints((p for c, new in requests for p in range(c - new, c)), torch.int64),
+        req_rows=ints(range(1, len(requests) + 1)),
+        seq_lens=ints(context for context, _ in requests),
+        query_starts=ints(itertools.accumulate([0, *lengths[:-1]])),
+        query_lens=ints(lengths),
+        max_query_len=lengths[0] if len(set(lengths)) == 1 else num_tokens,
+        max_context=LONGEST,
+    )
+    shape = (ends[-1] + 1, PAGE_SIZE, kv_heads, size)
+    caches = [
+        tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in "kv") for _ in range(LAYERS)
+    ]
+    q = torch.randn(num_tokens, heads, size, device=device, dtype=torch.bfloat16)
+    attend = get_backend("triton", device).attend
+
+    def run() -> None:
+        for k_cache, v_cache in caches:
+            attend(q, k_cache, v_cache, batch, scale=config.attention_scale)
+
+    return run
+
+
+@contextmanager
+def divided(change: Callable[[Queries, Gpu, Division], Division]) -> Iterator[None]:
+    """Inside, work is divided as this says."""
+    chosen = Queries.divided
+    with patch.object(Queries, "divided", lambda self, gpu: change(self, gpu, chosen(self, gpu))):
+        yield
+
+
+def uncut(queries: Queries, gpu: Gpu, chosen: Division) -> Division:
+    """One program for each block of queries, as it was: 64 query heads at a time."""
+    tile, chunks = chosen
+    if chunks is None:
+        return chosen
+    return dataclasses.replace(tile, query_block=64 // tile.group_block, num_stages=4), None
+
+
+def kernels(config: ModelConfig) -> list[dict[str, Any]]:
+    """Rows of attention alone."""
+    rows = []
+    print("one layer's attention, us             before     now", flush=True)
+    for name, requests in BATCHES.items():
+        run = layer(config, requests)
+        now = graph_us(run) / LAYERS
+        with divided(uncut):
+            before = graph_us(run) / LAYERS
+        rows.append({"batch": name, "requests": requests, "uncut_us": before, "us": now})
+        print(f"{name:36s}{before:8.1f}{now:8.1f}", flush=True)
+    return rows
+
+
+def divisions(config: ModelConfig) -> list[dict[str, Any]]:
+    """Other sizes of tiles and chunks."""
+    rows = []
+    print("batch                  heads a tile  stages   keys of a chunk: us", flush=True)
+    for new, context in itertools.product(NEW_TOKENS, CONTEXTS[1:]):
+        run = layer(config, [(context, new)])
+        for heads, stages in itertools.product((16, 32, 64), (4, 5)):
+            times = {}
+            for keys in (256, 512, 1024, 2048):
+
+                def other(
+                    queries: Queries,
+                    gpu: Gpu,
+                    chosen: Division,
+                    heads: int = heads,
+                    stages: int = stages,
+                    keys: int = keys,
+                ) -> Division:
+                    tile, chunks = chosen
+                    assert chunks is not None
+                    block = dataclasses.replace(
+                        tile, query_block=heads // tile.group_block, num_stages=stages
+                    )
+                    return block, dataclasses.replace(chunks, keys=keys, parts=-(-LONGEST // keys))
+
+                with divided(other):
+                    times[keys] = graph_us(run) / LAYERS
+            rows.append({"new": new, "context": context, "heads": heads, "stages": stages, "us": times})
+            shown = "  ".join(f"{keys}: {us:.1f}" for keys, us in times.items())
+            print(f"{new:4d} behind {context - new:6d} {heads:12d} {stages:9d}   {shown}", flush=True)
+    return rows
+
+
+def main(file: Path, *, only_divisions: bool) -> None:
+    """Measure, print and write."""
+    began = time.perf_counter()
+    config = ModelConfig.load(MODELS / "qwen3-0.6b")
+    if only_divisions:
+        found = {"divisions": divisions(config)}
+    else:
+        found = {"kernels": kernels(config)}
+        torch.cuda.empty_cache()
+        found["first_token"] = whole_steps()
+    seconds = round(time.perf_counter() - began, 1)
+    described = {"benchmark": "prefix hits", "machine": machine(), "model": "qwen3-0.6b", "seconds": seconds}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**described, **found}, indent=1) + "\n")
+    print(f"{seconds} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="where the result goes")
+    parser.add_argument("--divisions", action="store_true", help="other divisions of the work instead")
+    arguments = parser.parse_args()
+    main(arguments.file, only_divisions=arguments.divisions)

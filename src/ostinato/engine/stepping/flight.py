@@ -1,0 +1,108 @@
+"""A step on its way through the device, and what it brought when it has landed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ..outputs import Logprob
+from ..scheduling.request import Request
+from ..scheduling.scheduled_step import CompletedStep, ScheduledStep
+from .prompt_states import PromptStates
+from .token_return import Launched, Sampled
+
+
+class Extras(NamedTuple):
+    """What a step brought a request beside its token."""
+
+    logprobs: dict[int, Logprob] | None = None
+    """Of that token and of the likeliest ones, if asked for."""
+    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
+    """By position in the prompt, those that this step brought, if asked for; the first token has none."""
+    hidden: PromptStates | None = None
+    """For an embedding whose prompt is computed: its hidden states."""
+
+
+class Progress(NamedTuple):
+    """What one step brought."""
+
+    requests: tuple[Request, ...]
+    """Those that got a token; the very same tuple as in the step before while nothing changes."""
+    tokens: list[int]
+    """The token of each."""
+    ended: tuple[Request, ...]
+    """Those that ended with the step, with a token or without."""
+    extras: dict[Request, Extras]
+    """Of those that got more than a token, or something else."""
+
+    def without(self, request_id: str) -> Progress:
+        """The same for everybody else."""
+        kept = [at for at, request in enumerate(self.requests) if request.request_id != request_id]
+        return Progress(
+            tuple([self.requests[at] for at in kept]),
+            [self.tokens[at] for at in kept],
+            tuple([request for request in self.ended if request.request_id != request_id]),
+            {request: more for request, more in self.extras.items() if request.request_id != request_id},
+        )
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step from its launch until its results are taken in."""
+
+    step: ScheduledStep
+    launched: Launched | None = None
+    """Its tokens on their way; None if it samples nothing."""
+    prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]] = field(default_factory=dict)
+    """By request and position."""
+    hidden: dict[str, PromptStates] = field(default_factory=dict)
+    """By request, of embeddings."""
+    constrained: list[int] = field(default_factory=list)
+    """Which of its requests get their token from a grammar."""
+    is_timed: bool = False
+    """Whether the device notes its beginning, and another step was under way when it was launched."""
+    error: str | None = "the step was interrupted before it was launched"
+    """Why it was not launched to the end; None once it was."""
+
+    def progress(self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]) -> Progress:
+        """What it brought; `ended` are those that it ended."""
+        requests, tokens = self.step.requests, done.tokens
+        if np.count_nonzero(done.accepted) < len(requests):
+            places = np.flatnonzero(done.accepted)
+            requests, tokens = tuple([requests[at] for at in places.tolist()]), tokens[places]
+        extras: dict[Request, Extras] = {}
+        if self.prompt_logprobs or self.hidden or (sampled is not None and sampled.logprobs is not None):
+            extras = self._extras(done, sampled, ended)
+        return Progress(requests, tokens.tolist(), ended, extras)
+
+    def _extras(
+        self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
+    ) -> dict[Request, Extras]:
+        found: dict[Request, Extras] = {}
+        for at, request in enumerate(self.step.requests):
+            if request.is_finished and request not in ended:
+                continue  # it left while the step was under way
+            name = request.request_id
+            logprobs = _logprobs(request, sampled, at) if done.accepted[at] else None
+            extras = Extras(logprobs, self.prompt_logprobs.get(name), self.hidden.get(name))
+            if any(part is not None for part in extras):
+                found[request] = extras
+        return found
+
+
+def _logprobs(request: Request, sampled: Sampled | None, at: int) -> dict[int, Logprob] | None:
+    asked = request.params.logprobs if request.params is not None else None
+    if asked is None or sampled is None or sampled.logprobs is None:
+        return None
+    assert sampled.logprob_tokens is not None
+    assert sampled.ranks is not None
+    values = sampled.logprobs[at, : asked + 1].tolist()
+    tokens = sampled.logprob_tokens[at, : asked + 1].tolist()
+    ranks = [int(sampled.ranks[at]), *range(1, asked + 1)]
+    # The sampled token comes first and may be among the likeliest as well.
+    found: dict[int, Logprob] = {}
+    for token, value, rank in zip(tokens, values, ranks, strict=False):
+        found.setdefault(token, Logprob(value, rank))
+    return found

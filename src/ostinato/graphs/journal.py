@@ -1,0 +1,184 @@
+"""A journal of what a trial run reads and writes, so that it can be undone and watched.
+
+Warm-ups and recordings must leave no trace. The journal sees every ATen write (also those of custom ops
+that declare what they mutate), saves the region about to change, and puts it back on `undo`. A raw kernel
+launch shows nothing to it: state that such a kernel changes has to be declared to the runner.
+
+Undoing does not empty the journal: a second run of the same step on the same inputs writes the same
+regions, so the same journal undoes that as well, without being active during it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+
+from .dispatch_mode import DispatchMode
+from .memory import byte_range, is_foreign, storage_address, tensors_of
+
+aten = torch.ops.aten
+
+# Ops that write arguments their schema does not mark, by position.
+_UNDECLARED_WRITES: dict[Any, tuple[int, ...]] = {
+    aten.native_batch_norm.default: (3, 4),  # the running statistics
+    aten.cudnn_batch_norm.default: (3, 4),
+}
+
+# Ops that write a few rows of a large tensor: saving those rows is enough. Each entry reads the rows.
+_ROW_WRITES: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.index_copy_.default: lambda self, dim, index, *_: self.index_select(dim, index),
+}
+
+
+_LIFTS = (aten.lift_fresh.default, aten.lift.default)
+"""What makes a tensor of a number or a list."""
+
+
+def writes(func: Any) -> bool:
+    """Whether an op writes any of its arguments."""
+    return func._schema.is_mutable or func.namespace == "c10d" or func in _UNDECLARED_WRITES
+
+
+def draws(func: Any) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors an op is going to write, by its schema."""
+    if func.namespace == "c10d":  # in-place collectives carry no alias annotation
+        return list(tensors_of((args, kwargs)))
+    written = list(tensors_of([args[i] for i in _UNDECLARED_WRITES.get(func, ()) if i < len(args)]))
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written += tensors_of(value)
+    return written
+
+
+def writing_inference_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors made under `inference_mode` may be written outside of it."""
+    inside = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ExcludeDispatchKeyGuard(inside)
+
+
+def _besides_tensors(value: Any) -> str:
+    """Arguments of an op, with only the shapes of tensors."""
+    if isinstance(value, torch.Tensor):
+        return "?" if is_lazy(value) else str(list(value.shape))
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_besides_tensors, value))})"
+    if isinstance(value, dict):
+        return str({key: _besides_tensors(item) for key, item in value.items()})
+    plain = isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device | None)
+    return repr(value) if plain else type(value).__name__
+
+
+class WriteJournal(DispatchMode):
+    """Active as a context manager; `undo()` restores what was written, as often as it is called."""
+
+    def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
+        """`ignore`: memory whose contents nobody needs; writes that stay within it are not saved."""
+        super().__init__()
+        self._ignored = [byte_range(tensor) for tensor in ignore]
+        # Memory allocated while active, by address. What existed before is never freed and reused for it
+        # without becoming new, so an address is enough to tell the two apart.
+        self._created: dict[int, StorageWeakRef] = {}
+        self._made: list[weakref.ref[torch.Tensor]] = []
+        self._undo: list[Callable[[], Any]] = []
+        self.reads: dict[int, weakref.ref[torch.Tensor]] = {}
+        """What was there before and is used, by the address of its storage: the tensor seen first."""
+        self.written: set[int] = set()
+        """Addresses of the storages among them that are written."""
+        self.draws_from_default = False
+        """Whether random numbers are drawn from a generator that nobody passes."""
+        self.generators: dict[torch.Generator, torch.Tensor] = {}
+        self.unplain: str | None = None
+        """What kind of tensors without memory of the ordinary kind are used, if any are."""
+        self.work: list[tuple[Any, str]] = []
+        """The ops in order, with what they were given besides tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = list(tensors_of((args, kwargs)))
+        if any(is_foreign(tensor) for tensor in given):
+            return NotImplemented
+        for tensor in given:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                self.unplain = "nested" if tensor.is_nested else str(tensor.layout)
+                return func(*args, **kwargs)
+        if draws(func):
+            self._note_draw([*args, *kwargs.values()])
+        if func.namespace != "profiler":
+            is_made_of_numbers = func in _LIFTS and args[0].device.type == "cpu" and args[0].numel() < 64
+            besides = str(args[0].tolist()) if is_made_of_numbers else _besides_tensors((args, kwargs))
+            self.work.append((func, besides))
+        known = {storage_address(tensor): tensor for tensor in given}
+        for address, tensor in known.items():
+            if address not in self._created:
+                self.reads.setdefault(address, weakref.ref(tensor))
+        for tensor in written_arguments(func, args, kwargs) if writes(func) else ():
+            self._save(func, tensor, args)
+        result = func(*args, **kwargs)
+        for tensor in tensors_of(result):
+            if is_foreign(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+                continue
+            if storage_address(tensor) not in known:
+                self._created[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+            if storage_address(tensor) in self._created:
+                self._made.append(weakref.ref(tensor))
+        return result
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether random numbers are drawn at all."""
+        return self.draws_from_default or bool(self.generators)
+
+    def _note_draw(self, given: list[Any]) -> None:
+        passed = [value for value in given if isinstance(value, torch.Generator)]
+        self.draws_from_default = self.draws_from_default or not passed
+        for generator in passed:
+            if generator not in self.generators:
+                self.generators[generator] = generator.get_state()
+
+    def survivors(self) -> set[int]:
+        """Addresses of what was made while active and still lives: state that the step keeps."""
+        return {address for address, ref in self._created.items() if address and not ref.expired()}
+
+    def kept(self) -> set[int]:
+        """Those of them that somebody holds in Python: libraries keep memory of their own, too."""
+        return {storage_address(tensor) for ref in self._made if (tensor := ref()) is not None}
+
+    def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+        if storage_address(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
+            return
+        self.written.add(storage_address(tensor))
+        target = tensor.detach()
+        if func is aten.index_put_.default and not (len(args) > 3 and args[3]):
+            indices = [None if index is None else index.clone() for index in args[1]]
+            rows = aten.index.Tensor(target, indices)
+            self._undo.append(lambda: aten.index_put_.default(target, indices, rows))
+        elif func in _ROW_WRITES:
+            dim, index = args[1], args[2].clone()
+            rows = _ROW_WRITES[func](target, dim, index)
+            self._undo.append(lambda: target.index_copy_(dim, index, rows))
+        else:
+            saved = target.clone()
+            self._undo.append(lambda: target.copy_(saved))
+
+    def _is_ignored(self, tensor: torch.Tensor) -> bool:
+        start, end = byte_range(tensor)
+        return any(first <= start and end <= last for first, last in self._ignored)
+
+    def undo(self) -> None:
+        """Put back every saved region, last write first."""
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), writing_inference_tensors():
+            for restore in reversed(self._undo):
+                restore()
+        for generator, state in self.generators.items():
+            generator.set_state(state)

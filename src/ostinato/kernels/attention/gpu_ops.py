@@ -1,0 +1,184 @@
+"""The kernels as custom ops, and as the functions of the attention backend of NVIDIA GPUs.
+
+| batch | kernels |
+|---|---|
+| single tokens (`max_query_len` 1) | `cuda_decode` where it serves, else `triton_decode` |
+| single tokens behind a shared prefix | `triton_decode` and `triton_prefix` |
+| anything | `triton_heads`, then `triton_queries` |
+
+All begin with the QKV projection. From heads that are ready, as a model has them whose preparation no kernel
+knows, torch stores the step's KV and `triton_queries` attends, to single tokens as well.
+
+Grids follow from the rung (tokens, requests, heads); what varies is read from the batch's buffers. The Triton
+interpreter (TRITON_INTERPRET=1 before Python starts) runs all of it without a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from ..custom_op import custom_op
+from ..dependent_launch import INTERPRETED
+from ..linear.products import joined
+from . import cuda_decode, triton_decode, triton_heads, triton_queries
+from .batch import AttentionBatch, HostLengths
+from .heads import HeadPreparation
+
+__all__ = ["INTERPRETED", "attend", "attend_eager", "attend_qkv"]
+
+
+@custom_op("attend_tokens", mutates_args=("k_cache", "v_cache"))
+def attend_tokens(
+    qkv: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    prefix_lens: Tensor | None,
+    num_heads: int,
+    scale: float,
+    sliding_window: int,
+    max_context: int,
+) -> Tensor:
+    """Norm, rotation, KV write and attention of single tokens, from qkv [T, (Hq + 2 Hkv) * D].
+
+    Or from float32 [parts, T, (Hq + 2 Hkv) * D] whose sum it is. With `prefix_lens` all requests begin with
+    the same `prefix_lens[row]` positions.
+    """
+    heads = HeadPreparation(rotary, q_norm, k_norm, eps)
+    tokens = (k_cache, v_cache, page_table, token_rows, positions)
+    if prefix_lens is None and cuda_decode.serves(qkv, heads, k_cache, num_heads):
+        return cuda_decode.attend_tokens(qkv, heads, *tokens, num_heads, scale, sliding_window)
+    whole = joined(qkv, k_cache.dtype)
+    limits = (sliding_window, max_context)
+    return triton_decode.attend_tokens(whole, heads, *tokens, prefix_lens, num_heads, scale, *limits)
+
+
+@attend_tokens.register_fake
+def _(qkv: Tensor, *others: object) -> Tensor:
+    k_cache, num_heads = others[4], others[10]
+    assert isinstance(k_cache, Tensor)
+    assert isinstance(num_heads, int)
+    return k_cache.new_empty(qkv.size(-2), num_heads, k_cache.size(3))
+
+
+@custom_op("attend_queries")
+def attend_queries(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    req_rows: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    query_lens: Tensor,
+    scale: float,
+    sliding_window: int,
+    max_query_len: int,
+    max_context: int,
+) -> Tensor:
+    """Attention of q [T, Hq, D], any number of tokens per request, the step's KV already written."""
+    # Heads of a token have to lie side by side; tokens may have gaps between them.
+    q = q if q.stride(2) == 1 and q.stride(1) == q.size(2) else q.contiguous()
+    tokens = (page_table, token_rows, positions)
+    requests = (req_rows, seq_lens, query_starts, query_lens)
+    limits = (sliding_window, max_query_len, max_context)
+    return triton_queries.attend_queries(q, k_cache, v_cache, *tokens, *requests, scale, *limits)
+
+
+@attend_queries.register_fake
+def _(q: Tensor, *others: object) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@custom_op("prepare_heads", mutates_args=("k_cache", "v_cache"))
+def prepare_heads(
+    qkv: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    num_heads: int,
+) -> Tensor:
+    """Norm, rotation and KV write: qkv [T, (Hq + 2 Hkv) * D] to q [T, Hq, D], k and v into the caches."""
+    heads = HeadPreparation(rotary, q_norm, k_norm, eps)
+    tokens = (k_cache, v_cache, page_table, token_rows, positions)
+    return triton_heads.prepare_heads(qkv, heads, *tokens, num_heads)
+
+
+@prepare_heads.register_fake
+def _(qkv: Tensor, *others: object) -> Tensor:
+    k_cache, num_heads = others[4], others[9]
+    assert isinstance(k_cache, Tensor)
+    assert isinstance(num_heads, int)
+    return qkv.new_empty(qkv.size(0), num_heads, k_cache.size(3))
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of q [T, Hq, D] over the cache, for any batch, in a graph or out of it."""
+    tokens = (batch.page_table, batch.token_rows, batch.positions)
+    requests = (batch.req_rows, batch.seq_lens, batch.query_starts, batch.query_lens)
+    limits = (sliding_window or 0, batch.max_query_len, batch.max_context)
+    return attend_queries(q, k_cache, v_cache, *tokens, *requests, scale, *limits)
+
+
+def attend_eager(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    lengths: HostLengths | None = None,
+) -> Tensor:
+    """`attend`: the kernels read the lengths themselves, wherever they run."""
+    return attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window)
+
+
+def attend_qkv(
+    qkv: Tensor,
+    heads: HeadPreparation,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    num_heads: int,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """From the QKV projection to attention [T, Hq, D], the step's KV stored on the way.
+
+    They may be in parts, as `products.linear_in_parts` returns them.
+    """
+    if batch.max_query_len > 1:
+        qkv = joined(qkv, k_cache.dtype)
+    if qkv.stride(-1) != 1:
+        qkv = qkv.contiguous()
+    prepared = (heads.rotary, heads.q_norm, heads.k_norm, heads.eps)
+    tokens = (k_cache, v_cache, batch.page_table, batch.token_rows, batch.positions)
+    if batch.max_query_len == 1:
+        prefix_lens = batch.prefix_lens_for(sliding_window)
+        limits = (sliding_window or 0, batch.max_context)
+        return attend_tokens(qkv, *prepared, *tokens, prefix_lens, num_heads, scale, *limits)
+    q = prepare_heads(qkv, *prepared, *tokens, num_heads)
+    return attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window)

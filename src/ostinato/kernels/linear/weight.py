@@ -1,0 +1,50 @@
+"""A matrix as the kernels of linear layers and the table of choices see it.
+
+What a weight is stored as is its format. Kernels are made for one; whatever takes a weight says which formats
+it can, and refuses others by name.
+"""
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from .choice import choose
+from .tiles import Library, Tile, shape_of
+
+ShardDim = Literal[0, 1] | None
+"""Which dimension tensor parallelism splits: 0 by output, 1 by input, None not at all."""
+
+PLAIN = "plain"
+"""One tensor in the type of the model."""
+
+
+class WeightFormatError(ValueError):
+    """A weight is stored in a way that a kernel cannot take."""
+
+
+class Weight(NamedTuple):
+    """A matrix [out, in]."""
+
+    tensor: Tensor
+    """Its elements, as the format stores them."""
+    scales: Tensor | None = None
+    """What they are multiplied with, where the format has such."""
+    format: str = PLAIN
+    shard_dim: ShardDim = None
+    parts: tuple[int, ...] = ()
+    """Rows of each matrix of the checkpoint that lies in it, one below the other; () if it is one."""
+
+
+def plain(weight: Weight, taker: str) -> Tensor:
+    """The matrix of a weight that is stored as it is; `taker` can take no other."""
+    if weight.format != PLAIN:
+        raise WeightFormatError(
+            f"{taker} cannot take a weight of format {weight.format!r}; it takes those of format {PLAIN!r}"
+        )
+    return weight.tensor
+
+
+def tile_for(x: Tensor, weight: Weight, *, gated: bool) -> Tile:
+    """What runs the product of rows x with a weight; on a CPU the library."""
+    matrix = plain(weight, "the kernel table")
+    return choose(shape_of(matrix, gated), x.size(0), x.dtype, x.device) if x.is_cuda else Library()

@@ -1,0 +1,17 @@
+"""The model families that run, one file each: what its layers are like, and what files call its tensors.
+
+To add one: a file here with a `Family`, and its name in this list.
+"""
+
+from .family import Family
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+
+BY_ARCHITECTURE: dict[str, Family] = {
+    family.architectures[kind]: family for kind in (0, 1) for family in FAMILIES
+}
+"""By the values of `architectures` in a `config.json` that the engine runs (`...Model`: embedding only)."""

@@ -1,0 +1,88 @@
+"""What a form of a step is: the steps of a layer, joined in one way."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.linear.tiles import MatrixShape
+
+from ..layer import Layer
+from ..layers import Linear, RMSNorm
+from ..mixing import Mix
+
+Rows = TypeVar("Rows")
+"""What is on its way through the layers: rows [T, H], and what a form keeps beside them."""
+
+Deltas = Callable[[str, Tensor, Tensor], None]
+"""`deltas(name, x [T, in], product [T, out])`: adds to `product`, in its memory, what adapters make of x in
+the linear layer of that name (`layers.0.self_attn.qkv_proj`), before anything else is done with it."""
+
+
+class FormError(ValueError):
+    """Layers that no form can run; the text says why each cannot."""
+
+
+class Step(NamedTuple):
+    """What decides on the form of a step."""
+
+    num_tokens: int
+    shapes: tuple[MatrixShape, ...]
+    """The matrices of a layer."""
+    formats: frozenset[str]
+    """How these are stored."""
+    dtype: torch.dtype
+    device: torch.device
+    has_deltas: bool = False
+    """Whether something is to be added to the products of linear layers: adapters."""
+
+
+class Form(ABC, Generic[Rows]):
+    """One way through the layers. In its methods `rows` is what came in so far, as the form keeps it."""
+
+    name: ClassVar[str]
+    keeps_input: ClassVar[bool]
+    """Whether what came in is the same afterwards, also on a GPU."""
+
+    @abstractmethod
+    def why_not(self, step: Step) -> str | None:
+        """Why a step cannot, or should not, run so; None: it can."""
+
+    @abstractmethod
+    def begin(self, x: Tensor, norm: RMSNorm) -> Rows:
+        """From hidden states [T, H], which `norm` is the first to read."""
+
+    @abstractmethod
+    def normed(self, rows: Rows, norm: RMSNorm) -> Rows:
+        """Ready for `project` behind this norm; where that does the norm itself, nothing happens here."""
+
+    @abstractmethod
+    def project(self, rows: Rows, norm: RMSNorm, linear: Linear, *, gated: bool = False) -> Tensor:
+        """`linear(norm(rows))`, perhaps in parts; gated: silu(first half) * second half of it."""
+
+    @abstractmethod
+    def add(self, rows: Rows, linear: Linear, x: Tensor, next_norm: RMSNorm) -> Rows:
+        """`rows + linear(x)`; `next_norm` is who reads it."""
+
+    @abstractmethod
+    def end(self, rows: Rows, norm: RMSNorm) -> Tensor:
+        """To normalised hidden states [T, H]."""
+
+    def through(self, layers: Sequence[Layer], x: Tensor, mix: Mix, norm: RMSNorm) -> Tensor:
+        """Hidden states [T, H] through layers to normalised ones."""
+        next_norms = [*(layer.input_layernorm for layer in layers[1:]), norm]
+        rows = self.begin(x, layers[0].input_layernorm)
+        for layer, next_norm in zip(layers, next_norms, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            before, between = layer.input_layernorm, layer.post_attention_layernorm
+            rows = self.normed(rows, before)
+            mixed = mix(attention, self.project(rows, before, attention.qkv_proj)).flatten(1)
+            rows = self.add(rows, attention.o_proj, mixed, between)
+            del mixed  # of a long prompt, too large to be kept
+            rows = self.normed(rows, between)
+            inner = self.project(rows, between, mlp.gate_up_proj, gated=True)
+            rows = self.add(rows, mlp.down_proj, inner, next_norm)
+            del inner
+        return self.end(rows, norm)

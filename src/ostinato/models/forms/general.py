@@ -1,0 +1,76 @@
+"""The form of any step anywhere: norms are steps of their own, and a sum waits for the norm that reads it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ostinato.kernels.linear import products
+from ostinato.kernels.linear.weight import PLAIN
+from ostinato.kernels.rows import add_rms_norm, rms_norm, silu_mul
+
+from ..layers import Linear, RMSNorm
+from .form import Deltas, Form, Step
+
+
+class Sum(NamedTuple):
+    """What came in is `rows + added`."""
+
+    rows: Tensor
+    added: Tensor | None = None
+    """Perhaps in parts, as `products.linear_in_parts` returns it; None: nothing."""
+    normed: Tensor | None = None
+    """What the last norm made of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class General(Form[Sum]):
+    """Runs everything, adapters included: products leave their kernels as they are."""
+
+    deltas: Deltas | None = None
+
+    name = "general"
+    keeps_input = False
+
+    def why_not(self, step: Step) -> str | None:
+        """As `Form`."""
+        if step.formats != {PLAIN}:
+            return f"its kernels take plain weights, not {', '.join(sorted(step.formats))}"
+        return None
+
+    def begin(self, x: Tensor, norm: RMSNorm) -> Sum:
+        """As `Form`."""
+        return Sum(x)
+
+    def normed(self, rows: Sum, norm: RMSNorm) -> Sum:
+        """As `Form`."""
+        if rows.added is None:
+            return Sum(rows.rows, normed=rms_norm(rows.rows, norm.weight, norm.eps))
+        normed, total = add_rms_norm(rows.added, rows.rows, norm.weight, norm.eps)
+        return Sum(total, normed=normed)
+
+    def project(self, rows: Sum, norm: RMSNorm, linear: Linear, *, gated: bool = False) -> Tensor:
+        """As `Form`."""
+        x = rows.normed
+        assert x is not None
+        if gated and self.deltas is None:
+            return products.gated_linear(x, linear.matrix, linear.bias)
+        product = self._product(linear, x)
+        return silu_mul(products.joined(product, x.dtype)) if gated else product
+
+    def add(self, rows: Sum, linear: Linear, x: Tensor, next_norm: RMSNorm) -> Sum:
+        """As `Form`."""
+        return Sum(rows.rows, added=self._product(linear, x))
+
+    def end(self, rows: Sum, norm: RMSNorm) -> Tensor:
+        """As `Form`."""
+        normed = self.normed(rows, norm).normed
+        assert normed is not None
+        return normed
+
+    def _product(self, linear: Linear, x: Tensor) -> Tensor:
+        """What a linear layer makes of x, adapters included, before any gate or sum; perhaps in parts."""
+        product = products.linear_in_parts(x, linear.matrix, linear.bias)
+        if self.deltas is not None:
+            self.deltas(linear.name, x, product if product.dim() == 2 else product[0])
+        return product
