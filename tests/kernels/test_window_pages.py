@@ -48,4 +48,4 @@ def test_the_cuda_kernel_reads_windows_only(emulator: Emulator, window: int) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 8, 48, 256])
 def test_no_block_of_keys_reaches_back_to_what_is_given_back(dtype: torch.dtype, num_tokens: int) -> None:
-    assert WINDOW_ALIGNMENT % decode_tile(dtype, num_tokens).key_block == 0
+    assert WINDOW_ALIGNMENT % decode_tile(dtype, num_tokens, 128).key_block == 0
