@@ -20,7 +20,7 @@ BATCHES = {
     "drafts": [(context, 5) for context in (2000, 77, 5, 1300, 600, 601)],
     "mixed": [(1500, 1), (700, 90), (64, 64), (33, 1), (90, 0), (2513, 2), (257, 1)],
     "decodes": [(context, 1) for context in (1, 255, 256, 257, 2049, 4000)],
-    "chunk of a long prompt": [(3500, 250), (40, 1)],
+    "chunk of a long prompt": [(3500, 230), (40, 1)],
 }
 
 
@@ -89,11 +89,11 @@ def test_a_request_has_the_same_bits_in_any_company_and_however_its_prompt_is_cu
     k_cache, v_cache = written_caches(case)
     attend = get_backend("triton", device).attend
     wanted = attend(case.q, k_cache, v_cache, case.batch, scale=case.scale)
-    for first, last in itertools.pairwise((0, 1, 17, 64, 100, 250)):
+    for first, last in itertools.pairwise((0, 1, 17, 64, 100, 230)):
         alone, count = slice(first, last), last - first
         rest = case.q.size(0) - count
         seq_lens, query_lens = case.batch.seq_lens.clone(), torch.zeros_like(case.batch.query_lens)
-        seq_lens[0], query_lens[0] = 3250 + last, count
+        seq_lens[0], query_lens[0] = 3270 + last, count
         batch = dataclasses.replace(
             case.batch,
             token_rows=torch.nn.functional.pad(case.batch.token_rows[alone], (0, rest)),
@@ -175,8 +175,8 @@ def test_few_tokens_behind_a_long_context_take_little_longer_than_one(device):
     properties = torch.cuda.get_device_properties(device)
     if properties.major < 9 or properties.multi_processor_count < 100:
         pytest.skip("times are those of a Hopper")
-    assert prefix_hit_us(device, 16, 32_768) < 80
-    assert prefix_hit_us(device, 16, 1024) < 25
+    assert prefix_hit_us(device, 16, 32_768) < 60
+    assert prefix_hit_us(device, 16, 1024) < 35
 
 
 def test_short_contexts_take_no_longer_than_uncut(device, monkeypatch):

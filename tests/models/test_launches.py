@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import H200
 from ostinato.kernels.linear import choice, products
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
-from ostinato.kernels.linear.tiles import FragmentsTile, GemvTile, MatrixShape, SkinnyTile, WideTile
+from ostinato.kernels.linear.tiles import FragmentsTile, GemvTile, Library, MatrixShape, SkinnyTile, WideTile
 from ostinato.models.config import ModelConfig
 from ostinato.models.mixing import StepAttention
 from ostinato.models.transformer import Transformer
@@ -74,7 +75,9 @@ CASES = [
 def on_a_hopper() -> Iterator[None]:
     """A GPU that has all kernels and no table but this one."""
     with (
-        mock.patch.object(choice, "_table_of_package", return_value=None),
+        mock.patch.object(choice, "gpu_of", return_value=H200),
+        mock.patch.object(choice, "package_table", return_value=None),
+        mock.patch.object(choice, "tile_by_rule", return_value=Library()),
         mock.patch.object(compiled, "is_supported", return_value=True),
         mock.patch.object(compiled, "has_warpgroup_products", return_value=True),
         choice.using(TABLE),

@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
+from ostinato.kernels.cuda import compiled
+from ostinato.kernels.gpu import H200
 from ostinato.kernels.linear import choice
 from ostinato.models.config import ModelConfig
 from ostinato.models.mixing import StepAttention
@@ -36,7 +38,8 @@ def test_the_pool_cuts_and_joins_blocks() -> None:
 @pytest.mark.parametrize(("shape", "most_mib"), [("llama-3.1-8b", 400), ("llama-3.2-1b", 216)])
 def test_no_block_is_there_twice(shape: str, most_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second one for gate and up made graphs of the 8B a third larger than they are."""
-    monkeypatch.setattr(choice, "_table_of_package", lambda _: None)
+    monkeypatch.setattr(choice, "gpu_of", lambda _: H200)
+    monkeypatch.setattr(compiled, "is_supported", lambda _: True)
     config = ModelConfig.load(SHAPES / shape)
     num_tokens, heads = 4096, (config.num_heads, config.head_dim)
 
