@@ -1,10 +1,14 @@
 """What the engine process says about the memory of the device adds up."""
 
+import pytest
 import torch
 
 from ostinato import LLM
-from ostinato.server.engine_process.statistics import StatisticsTaker
-from server.scripted_model import write_scripted_model
+
+pytest.importorskip("msgspec", reason="the server's messages")
+
+from ostinato.server.engine_process.statistics import StatisticsTaker  # noqa: E402
+from server.scripted_model import write_scripted_model  # noqa: E402
 
 
 def test_memory_adds_up(tmp_path, device):
