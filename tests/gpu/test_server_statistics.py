@@ -7,8 +7,8 @@ from ostinato import LLM
 
 pytest.importorskip("msgspec", reason="the server's messages")
 
-from ostinato.server.engine_process.statistics import StatisticsTaker  # noqa: E402
-from server.scripted_model import write_scripted_model  # noqa: E402
+from ostinato.server.engine_process.statistics import StatisticsTaker
+from server.scripted_model import write_scripted_model
 
 
 def test_memory_adds_up(tmp_path, device):
