@@ -22,7 +22,8 @@ from ostinato.tools.machine import machine
 
 ROOT = Path(__file__).parents[1]
 WHOLE_MODELS = ("test_verify", "test_accuracy_models", "test_engine_full_size")
-"""They get half of the memory, one after another beside all others."""
+"""They get half of the memory, one after another beside all others. What is marked `alone`, because it
+measures times, comes last."""
 LONGEST = ("test_cascade", "test_fragments", "test_engine", "test_wide", "test_streamed")
 """Begun first."""
 
@@ -57,6 +58,10 @@ def main(result_file: Path, jobs: int, options: list[str]) -> int:
         for ended in as_completed(running):
             group, report = running[ended]
             note(group, ended.result(), report)
+        if jobs > 1:
+            report = Path(folder) / "alone.xml"
+            timed = [ROOT / "tests" / "gpu"]
+            note(timed, _run(timed, report, [*options, "-m", "alone"], 1), report)
     print(f"{result['total']} in {result['seconds']} s", *result["failed"], sep="\n")
     return 1 if any(codes.values()) else 0
 

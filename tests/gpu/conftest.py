@@ -21,6 +21,19 @@ def pytest_runtest_setup() -> None:
         pytest.skip("tests/gpu needs a CUDA device and torch sees none")
 
 
+def share_of_the_gpu() -> int:
+    """One of how many parts of it this process has."""
+    return int(os.environ.get("OSTINATO_GPU_TEST_SHARE", "1"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What measures times waits for a GPU that nobody else uses."""
+    if share_of_the_gpu() > 1:
+        left = [item for item in items if item.get_closest_marker("alone") is not None]
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
@@ -30,7 +43,7 @@ def device() -> torch.device:
 def share_of_the_memory() -> Iterator[None]:
     """Where files run side by side (`benchmarks/gpu_suite.py --jobs`), engines see their share of the memory:
     each takes nearly all that it sees."""
-    share = int(os.environ.get("OSTINATO_GPU_TEST_SHARE", "1"))
+    share = share_of_the_gpu()
     if share == 1 or not torch.cuda.is_available():
         yield
         return

@@ -170,6 +170,7 @@ def prefix_hit_us(device, num_tokens: int, context: int, max_context: int = 32_7
     return graph_us(layers) / len(caches)
 
 
+@pytest.mark.alone
 def test_few_tokens_behind_a_long_context_take_little_longer_than_one(device):
     """16 tokens at 32k took 1,100 us a layer: 8 programs read the whole context."""
     properties = torch.cuda.get_device_properties(device)
@@ -179,6 +180,7 @@ def test_few_tokens_behind_a_long_context_take_little_longer_than_one(device):
     assert prefix_hit_us(device, 16, 1024) < 35
 
 
+@pytest.mark.alone
 def test_short_contexts_take_no_longer_than_uncut(device, monkeypatch):
     """Where no context is longer than a chunk: the join has nothing to do."""
     cut = prefix_hit_us(device, 16, 200)

@@ -14,6 +14,8 @@ from engine.test_verify import engine, state_of
 from ostinato import LLM, SamplingParams
 from ostinato.graphs import VerifyError
 
+from .conftest import share_of_the_gpu
+
 OPTIONS = {
     "device": "cuda",
     "dtype": "bfloat16",
@@ -96,4 +98,5 @@ def test_whole_models_pass(name, tmp_path, device):
         errors = {what: max(c.error for c in outcome.checks if c.what == what) for what in ("logits", "kv")}
         print(name, f"{outcome.seconds:.1f} s", errors)
         assert len(outcome.by_graph()) >= len(llm.graph_report().graphs) + 3
-        assert outcome.seconds < 60
+        if share_of_the_gpu() == 1:
+            assert outcome.seconds < 60
