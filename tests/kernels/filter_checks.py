@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.asked_rows import nothing_asked
 from ostinato.kernels import filters
 from ostinato.kernels.asked import Asked
-from ostinato.kernels.sampling import GREEDY_BELOW
+from ostinato.kernels.constants import GREEDY_BELOW
 
 MASS_TOLERANCE = 5e-6
 """How near to top_p a sum of probabilities may be to be decided either way."""

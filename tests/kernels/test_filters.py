@@ -6,7 +6,7 @@ import torch
 from kernels.filter_checks import KINDS, Filtering, counts_kept, logits_of
 from kernels.interpreted import assert_passes
 from ostinato.kernels import filters
-from ostinato.kernels.sampling import GREEDY_BELOW
+from ostinato.kernels.constants import GREEDY_BELOW
 
 triton = pytest.importorskip("triton")
 

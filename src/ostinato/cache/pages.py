@@ -30,10 +30,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .prefix_index import IntArray, PrefixIndex
+from ostinato.kernels.constants import PAGE_SIZE
 
-PAGE_SIZE = 16
-"""Tokens in a page."""
+from .prefix_index import IntArray, PrefixIndex
 
 RESERVED_PAGE = 0
 """Padding reads and writes this page; no request ever owns it. As a parent it means: no page before."""

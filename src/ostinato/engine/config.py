@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ostinato.graphs import ConfigError, GraphMode, Ladder
+from ostinato.kernels.constants import PAGE_SIZE
 
 from .capture_sizes import capture_ladders, check_capture_sizes
 
@@ -236,7 +237,7 @@ class ResolvedConfig:
     @property
     def page_columns(self) -> int:
         """Pages of the longest request."""
-        return -(-self.max_model_len // 16)
+        return -(-self.max_model_len // PAGE_SIZE)
 
     @property
     def max_rows(self) -> int:
@@ -253,7 +254,7 @@ class ResolvedConfig:
         while size < self.max_model_len:
             buckets.append(size)
             size *= 4
-        return (*buckets, self.page_columns * 16)
+        return (*buckets, self.page_columns * PAGE_SIZE)
 
     @property
     def warmups(self) -> int:

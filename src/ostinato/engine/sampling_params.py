@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ostinato.graphs.errors import OstinatoError
+from ostinato.kernels.constants import GREEDY_BELOW
 from ostinato.text.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20
 """The most alternatives per token that can be asked for."""
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are taken as 0: dividing by them overflows."""
 
 
 class RequestError(OstinatoError, ValueError):

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from . import filters
+from .constants import GREEDY_BELOW
 from .custom_op import custom_op
 from .request_rows import return_tokens
 from .token_lines import TokenLines
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this mean greedy: dividing by them would only overflow."""
 
 _UINT64 = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15 - _UINT64

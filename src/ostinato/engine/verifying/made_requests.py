@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.cache.pages import PAGE_SIZE
+from ostinato.kernels.constants import PAGE_SIZE
 
 from ..scheduling.request import IntArray
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ostinato.cache.pages import PAGE_SIZE
 from ostinato.graphs import CapturedGraph
+from ostinato.kernels.constants import PAGE_SIZE
 
 from ..core import EngineCore
 from ..sampling_params import SamplingParams

@@ -17,8 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-PAGE_SIZE = 16
-"""Positions per page of the KV cache."""
+from ..constants import PAGE_SIZE
 
 WINDOW_ALIGNMENT = 128
 """With a window, keys are read from the first one in it on, rounded down to at most a multiple of this: pages
