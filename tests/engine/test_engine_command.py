@@ -200,3 +200,31 @@ def test_a_command_line_of_vllm_works(tiny_text: TinyModel) -> None:
     result = run(tiny_text, "Hello", "--max-tokens", "3", "--graph-report", *flags)
     assert result.exit_code == 0, result.output
     assert "disabled" in result.stderr
+
+
+def test_what_cannot_be_answered_does_not_end_a_chat(tiny_text: TinyModel) -> None:
+    flags = ("--max-tokens", "3", "--temperature", "0")
+    result = run(tiny_text, *flags, command="chat", said=f"{'long ' * 40}\nHi\n")
+    assert result.exit_code == 0, result.output
+    assert "ostinato: " in result.stderr.split("captured in", 1)[1], "the reason is told"
+    assert result.stdout == run(tiny_text, "Hi", *flags).stdout
+
+
+def test_a_long_answer_that_is_asked_for_is_not_cut(
+    tiny_text: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[SamplingParams] = []
+
+    def remembered(self: LLM, prompt: object, params: SamplingParams) -> Iterator[str]:
+        used.append(params)
+        return iter(())
+
+    monkeypatch.setattr(LLM, "stream", remembered)
+    assert run(tiny_text, "Hello", "--max-tokens", "50").exit_code == 0
+    assert used[0].max_tokens == 50
+
+
+def test_wrong_sampling_is_told_before_a_model_is_loaded(tiny_text: TinyModel) -> None:
+    result = run(tiny_text, "Hello", "--top-p", "7")
+    assert "top_p must be above 0" in str(result.exception)
+    assert "loading" not in result.output

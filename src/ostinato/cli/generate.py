@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,7 +31,7 @@ ONE_ANSWER = {"temperature": 0.0, "max_tokens": 256}
 """Where `generate` differs from the model's own sampling: repeatable, and long enough to be an answer."""
 
 A_TURN = {"max_tokens": 1024}
-"""Where `chat` does: an answer ends."""
+"""What `chat` adds to it where the model's files do not say: an answer ends."""
 
 
 @with_flags(engine=ENGINE, sampling=SAMPLING)
@@ -46,7 +47,7 @@ def generate(
     the model's own (--generation-config)."""
     said = sys.stdin.read().strip() if prompt == "-" else prompt
     with _llm(engine, sampling, running=sampling.get("n", 1)) as llm:
-        params = _params(llm, ONE_ANSWER, sampling)
+        params = _params(llm, sampling, always=ONE_ANSWER)
         request = _request(llm, said, raw)
         with CtrlC() as ctrl_c:
             if params.n == 1:
@@ -68,27 +69,39 @@ def chat(
     sampling: Mapping[str, Any],
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer. What is not said about
-    sampling is the model's own (--generation-config); max-tokens is 1024 unless said otherwise."""
+    sampling is the model's own (--generation-config); max-tokens is 1024 unless somebody says."""
+    from ostinato.engine.sampling_params import RequestError
+
     first = [{"role": "system", "content": system}] if system else []
     turns: list[dict[str, str]] = []
     with _llm(with_model(engine, model_name), sampling, running=1) as llm:
-        params = _params(llm, A_TURN, sampling)
+        params = _params(llm, sampling, otherwise=A_TURN)
         while said := _ask():
             turns.append({"role": "user", "content": said})
             _forget_what_does_not_fit(llm, first, turns, params)
-            with CtrlC() as ctrl_c:
-                answer = _show(llm.stream(llm.engine.encode_chat([*first, *turns]), params), ctrl_c)
-            turns.append({"role": "assistant", "content": answer})
+            try:
+                with CtrlC() as ctrl_c:
+                    answer = _show(llm.stream(llm.engine.encode_chat([*first, *turns]), params), ctrl_c)
+                turns.append({"role": "assistant", "content": answer})
+            except RequestError as error:
+                _note(str(error))
+                turns.pop()
 
 
-def _params(llm: LLM, usual: Mapping[str, Any], asked: Mapping[str, Any]) -> SamplingParams:
-    """What was asked for, before what the command does, before what the model's files say. No more tokens
-    than half of the context unless asked for: the prompt needs the rest."""
+def _params(
+    llm: LLM,
+    asked: Mapping[str, Any],
+    *,
+    always: Mapping[str, Any] = MappingProxyType({}),
+    otherwise: Mapping[str, Any] = MappingProxyType({}),
+) -> SamplingParams:
+    """What was asked for, before what the command does `always`, before what the model's files say, before
+    what it does `otherwise`. Unless asked for more, an answer leaves half of the context to the prompt."""
     from ostinato.engine.sampling_params import SamplingParams
 
-    room = max(1, llm.engine.core.config.max_model_len // 2)
-    own = dict(llm.engine.core.loaded.default_sampling)
-    return SamplingParams(**{**own, **usual, "max_tokens": min(usual["max_tokens"], room), **asked})
+    found = {**otherwise, **llm.engine.core.loaded.default_sampling, **always}
+    found["max_tokens"] = min(found["max_tokens"], max(1, llm.engine.core.config.max_model_len // 2))
+    return SamplingParams(**{**found, **asked})
 
 
 def _show(pieces: Iterator[str], ctrl_c: CtrlC) -> str:
@@ -137,30 +150,30 @@ def _forget_what_does_not_fit(
         del turns[:2]
         dropped += 1
     if dropped:
-        print(
-            f"ostinato: the conversation is too long; the first {dropped} of its turns are forgotten",
-            file=sys.stderr,
-            flush=True,
-        )
+        _note(f"the conversation is too long; the first {dropped} of its turns are forgotten")
 
 
 def _llm(engine: Mapping[str, Any], sampling: Mapping[str, Any], *, running: int) -> LLM:
     """An engine for as many requests as there are: what never runs need not be captured."""
     from ostinato.engine.llm import LLM
+    from ostinato.engine.sampling_params import SamplingParams
 
+    SamplingParams(**sampling)  # what is wrong with it is told before a model is loaded
     if engine.get("cuda_graph_debug_log"):
         logging.getLogger("ostinato.graphs").setLevel(logging.INFO)
     options = {"max_running_requests": running, "seed": sampling.get("seed", 0), **engine}
-    print("ostinato: loading and capturing", file=sys.stderr, flush=True)
+    _note("loading and capturing")
     llm = LLM(options.pop("model", None), **options)
     report = llm.graph_report()
-    print(
-        f"ostinato: {len(report.graphs)} graphs, mode {report.mode}, {report.backend} on {report.device}, "
-        f"captured in {report.capture_ms / 1000:.1f} s",
-        file=sys.stderr,
-        flush=True,
+    _note(
+        f"{len(report.graphs)} graphs, mode {report.mode}, {report.backend} on {report.device}, "
+        f"captured in {report.capture_ms / 1000:.1f} s"
     )
     return llm
+
+
+def _note(text: str) -> None:
+    print(f"ostinato: {text}", file=sys.stderr, flush=True)
 
 
 def _request(llm: LLM, prompt: str, raw: bool) -> Any:
