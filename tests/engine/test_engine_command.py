@@ -139,6 +139,7 @@ def interrupted(pieces: Iterator[str], after: int) -> Iterator[str]:
 def test_ctrl_c_ends_an_answer_and_a_chat_goes_on(
     tiny_text: TinyModel, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = signal.getsignal(signal.SIGINT)
     stream, asked = LLM.stream, []
 
     def stopped_once(self: LLM, prompt: dict[str, list[int]], params: SamplingParams) -> Iterator[str]:
@@ -161,7 +162,7 @@ def test_ctrl_c_ends_an_answer_and_a_chat_goes_on(
     assert result.exit_code == 130
     assert isinstance(result.exception, SystemExit)
     assert 0 < len(result.stdout) < 5
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_chat_forgets_its_first_turns_before_it_runs_out_of_room(tiny_text: TinyModel) -> None:

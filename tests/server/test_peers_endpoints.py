@@ -240,7 +240,7 @@ def test_the_payloads_of_sglang_bench_serving(server: ServerProcess) -> None:
 
 
 def served(directory: Path, **options: str) -> ServedModel:
-    ready = Ready(str(directory), "X", 64, 4, 320, 320, False, True, [1], "")
+    ready = Ready(str(directory), str(directory), "X", 64, 4, 320, 320, False, True, [1], {}, "")
     return ServedModel("m", ready, ServerConfig(**options), None)  # type: ignore[arg-type]
 
 
@@ -254,7 +254,7 @@ def test_parsers_under_the_names_of_the_peers(tmp_path: Path) -> None:
 def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
     template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(template))
-    ready = Ready(str(tmp_path), "X", 64, 4, 320, 320, True, True, [1], "")
+    ready = Ready(str(tmp_path), str(tmp_path), "X", 64, 4, 320, 320, True, True, [1], {}, "")
     model = ServedModel("m", ready, ServerConfig(), object())  # type: ignore[arg-type]
     tool = Tool.model_validate({"type": "function", "function": {"name": "f"}})
     with pytest.raises(ApiError, match="no place for tools") as refused:

@@ -40,7 +40,7 @@ class Service:
         self.model: ServedModel | None = None
         self.is_stopping = False
         self.metrics = RequestMetrics()
-        self.history = History(self)
+        self.history = History(self.metrics, engine)
         self.generations: dict[str, Generation] = {}
         """Requests under way by the id of their answer."""
         self._chat_template = _chat_template(config.chat_template)

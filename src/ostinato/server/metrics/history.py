@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..service import Service
+from ..engine_client.client import EngineClient
+from .request_metrics import RequestMetrics
 
 SECONDS = 1.0
 KEPT = 600
@@ -24,8 +24,8 @@ NAMES = (
 class History:
     """Takes a sample every second from the start of the server."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, metrics: RequestMetrics, engine: EngineClient) -> None:
+        self._metrics, self._engine = metrics, engine
         self._samples: deque[list[float | None]] = deque(maxlen=KEPT)
         self._last: tuple[float, ...] = self._counted()
         self._number = 0
@@ -55,7 +55,7 @@ class History:
             return
         self._last = counted
         generated, prompts, first_seconds, firsts, between_seconds, betweens = grown
-        statistics = self._service.engine.statistics
+        statistics = self._engine.statistics
         self._samples.append(
             [
                 self._number,
@@ -76,7 +76,7 @@ class History:
         return {"seconds": SECONDS, "kept": KEPT, "names": NAMES, "samples": samples}
 
     def _counted(self) -> tuple[float, ...]:
-        metrics = self._service.metrics
+        metrics = self._metrics
         first, between = metrics.time_to_first_token, metrics.inter_token_latency
         return (
             monotonic(),
