@@ -1,10 +1,13 @@
 """The default model, with real weights, behind a server."""
 
 import json
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -65,3 +68,20 @@ def test_it_keeps_to_a_schema(client: openai.OpenAI) -> None:
         max_tokens=60,
     )
     assert json.loads(answer.choices[0].message.content)["city"] == "Paris"
+
+
+def test_out_of_the_box_it_answers_what_the_readme_asks(client: openai.OpenAI) -> None:
+    [body] = re.findall(r"-d '(\{.*?\})'", (Path(__file__).parents[2] / "README.md").read_text())
+    answer = httpx.post(f"{client.base_url}chat/completions", json=json.loads(body), timeout=300).json()
+    assert "The capital of France is Paris" in answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_out_of_the_box_it_does_not_repeat_itself_for_ever(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    for question in ("Tell me a story about a cat.", "Tell me about the history of Rome."):
+        messages = [{"role": "user", "content": question}]
+        answer = client.chat.completions.create(model=model, messages=messages)
+        sentences = Counter(re.split(r"(?<=[.!?])\s+", answer.choices[0].message.content))
+        assert sentences.most_common(1)[0][1] <= 3, sentences
+        assert answer.usage.completion_tokens <= 400
