@@ -12,7 +12,7 @@ from ostinato import AsyncLLM, ConfigError, EngineConfig
 from ostinato.engine.llm import LLM
 from ostinato.engine.loading.default_sampling import default_sampling
 from ostinato.engine.loading.load import ModelLoadError
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.models.default_model import DEFAULT_MODEL_SAMPLING
 
 from .conftest import TinyModel
@@ -121,3 +121,11 @@ def test_calls_without_parameters_use_them_and_calls_with_do_not(
         return list(ids)
 
     assert asyncio.run(last()) == expected
+
+
+def test_an_empty_list_of_parameters_is_not_the_models_own(tiny: TinyModel) -> None:
+    with (
+        LLM(tiny.directory, max_model_len=64, max_running_requests=2, num_pages=20) as llm,
+        pytest.raises(RequestError, match="0 sampling parameters were given for 1 prompts"),
+    ):
+        llm.generate([{"prompt_token_ids": [1, 2]}], [])

@@ -16,6 +16,8 @@ import torch
 from ostinato.engine.llm import LLM
 from ostinato.engine.sampling.kinds import Kind
 from ostinato.engine.sampling_params import SamplingParams, StructuredOutputs
+from ostinato.engine.scheduling.request import Request
+from ostinato.engine.stepping import flight
 from ostinato.engine.stepping.token_return import Amendment, Launched, Sampled, TokenReturn
 from ostinato.graphs import InputBuffers
 from ostinato.kernels import request_rows
@@ -125,6 +127,27 @@ def test_a_steady_step_uploads_nothing(
         report = llm.sampling_report()
         assert report is not None
         assert report.replays == 1 + 14
+
+
+def test_the_host_looks_at_those_who_ask_for_logprobs_alone(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+    logprobs_of = flight._logprobs
+
+    def noted(request: Request, *others: Any) -> Any:
+        looked_at.append(request.request_id)
+        return logprobs_of(request, *others)
+
+    with engine(tiny) as llm:
+        monkeypatch.setattr(flight, "_logprobs", noted)
+        asking = llm.engine.add({"prompt_token_ids": [1, 2]}, params_of({"logprobs": 2}, 9))
+        for _ in range(3):
+            llm.engine.add({"prompt_token_ids": [3, 4]}, params_of(PLAIN[0], 9))
+        while llm.engine.has_work:
+            llm.engine.step()
+    assert looked_at == [asking.request_id] * 9
+    assert [len(each) >= 2 for each in asking.outputs[0].logprobs or []] == [True] * 9
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class LLM:
         single prompt raises RequestError. `use_tqdm` (vLLM's name) shows a bar over the prompts; default:
         for lists, when standard error is a terminal.
         """
-        params = sampling_params or self.get_default_sampling_params()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if isinstance(prompts, str | Mapping):
             return self._run([prompts], _one_each(params, 1), strict=True, shown=bool(use_tqdm))
         listed = list(prompts)
@@ -98,7 +98,8 @@ class LLM:
         single = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if single else list(messages)
         encode = functools.partial(self.engine.encode_chat, **template_options)
-        params = _one_each(sampling_params or self.get_default_sampling_params(), len(conversations))
+        asked = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each(asked, len(conversations))
         shown = bool(use_tqdm) if single else use_tqdm
         return self._run(conversations, params, strict=single, shown=shown, encode=encode)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,16 +73,14 @@ class Flight:
         if np.count_nonzero(done.accepted) < len(requests):
             places = np.flatnonzero(done.accepted)
             requests, tokens = tuple([requests[at] for at in places.tolist()]), tokens[places]
-        extras: dict[Request, Extras] = {}
-        if self.prompt_logprobs or self.hidden or (sampled is not None and sampled.logprobs is not None):
-            extras = self._extras(done, sampled, ended)
-        return Progress(requests, tokens.tolist(), ended, extras)
+        return Progress(requests, tokens.tolist(), ended, self._extras(done, sampled, ended))
 
     def _extras(
         self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
     ) -> dict[Request, Extras]:
         found: dict[Request, Extras] = {}
-        for at, request in enumerate(self.step.requests):
+        for at in self._with_extras(sampled):
+            request = self.step.requests[at]
             if request.is_finished and request not in ended:
                 continue  # it left while the step was under way
             name = request.request_id
@@ -90,6 +89,12 @@ class Flight:
             if any(part is not None for part in extras):
                 found[request] = extras
         return found
+
+    def _with_extras(self, sampled: Sampled | None) -> Iterable[int]:
+        """Which of its requests may have more than a token; in a decode step few."""
+        if self.prompt_logprobs or self.hidden:
+            return range(self.step.num_requests)
+        return () if sampled is None or sampled.told is None else sampled.told.tolist()
 
 
 def _logprobs(request: Request, sampled: Sampled | None, at: int) -> dict[int, Logprob] | None:

@@ -37,6 +37,8 @@ class Sampled:
     span: tuple[int, int] | None = None
     """When the last decode step began and this step ended, in nanoseconds of the device's clock, if it has
     one."""
+    told: IntArray | None = None
+    """int64: the places of those who asked for logprobs; None if nobody did."""
 
 
 class Amendment(NamedTuple):
@@ -71,7 +73,7 @@ class Launched:
             return Sampled(tokens, span=span)
         told = self._amendment.told
         values, named, ranks = (self._placed(lines, told) for lines in self._amendment.logprobs)
-        return Sampled(tokens, values, named, ranks, span)
+        return Sampled(tokens, values, named, ranks, span, told=self._amendment.told)
 
     def _placed(self, lines: Tensor, told: IntArray) -> IntArray:
         """What came back one after another, each where its request is in the step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from .errors import ApiError
@@ -32,14 +33,14 @@ class Writer(Protocol):
         """The last event of a stream that went wrong."""
 
 
-class ChunkEvents:
+class ChunkEvents(ABC):
     """A writer whose events are bare JSON."""
 
     end = DONE
 
+    @abstractmethod
     def chunks(self) -> list[bytes]:
         """The bodies of the events."""
-        raise NotImplementedError
 
     def events(self) -> list[bytes]:
         """What has come since the last time."""
