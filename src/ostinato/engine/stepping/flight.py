@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,7 +78,9 @@ class Flight:
         self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
     ) -> dict[Request, Extras]:
         found: dict[Request, Extras] = {}
-        for at in self._with_extras(sampled):
+        # In a decode step only those who asked for logprobs can have any.
+        told = () if sampled is None or sampled.told is None else sampled.told.tolist()
+        for at in range(self.step.num_requests) if self.prompt_logprobs or self.hidden else told:
             request = self.step.requests[at]
             if request.is_finished and request not in ended:
                 continue  # it left while the step was under way
@@ -89,12 +90,6 @@ class Flight:
             if any(part is not None for part in extras):
                 found[request] = extras
         return found
-
-    def _with_extras(self, sampled: Sampled | None) -> Iterable[int]:
-        """Which of its requests may have more than a token; in a decode step few."""
-        if self.prompt_logprobs or self.hidden:
-            return range(self.step.num_requests)
-        return () if sampled is None or sampled.told is None else sampled.told.tolist()
 
 
 def _logprobs(request: Request, sampled: Sampled | None, at: int) -> dict[int, Logprob] | None:
