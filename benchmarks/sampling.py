@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ostinato.kernels import asking_rows, filters
-from ostinato.kernels.asked import Asked
-from ostinato.kernels.sampling import GREEDY_BELOW, SamplingSettings
-from ostinato.kernels.token_lines import LogprobLines, TokenLines
+from ostinato.kernels.sampling import asking_rows, filters
+from ostinato.kernels.sampling.asked import Asked
+from ostinato.kernels.sampling.token_lines import LogprobLines, TokenLines
+from ostinato.kernels.sampling.torch_reference import GREEDY_BELOW, SamplingSettings
 from ostinato.tools.layer_step import PlainStep, graph_us
 from ostinato.tools.machine import machine
 

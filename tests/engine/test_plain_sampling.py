@@ -21,7 +21,7 @@ from ostinato.engine.stepping import flight
 from ostinato.engine.stepping.token_return import Amendment, Launched, Sampled, TokenReturn
 from ostinato.graphs import InputBuffers
 from ostinato.kernels import request_rows
-from ostinato.kernels.token_lines import LogprobLines
+from ostinato.kernels.sampling.token_lines import LogprobLines
 
 from .conftest import TinyModel, prompts_of
 from .expected_steps import sampling_of

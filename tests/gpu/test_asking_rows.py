@@ -19,8 +19,8 @@ from kernels.asking_checks import (
 from kernels.filter_checks import logits_of
 from ostinato import LLM, SamplingParams
 from ostinato.graphs import CaptureOptions, graphed
-from ostinato.kernels import asking_rows
-from ostinato.kernels.token_lines import LINE_HEAD
+from ostinato.kernels.sampling import asking_rows
+from ostinato.kernels.sampling.token_lines import LINE_HEAD
 
 VOCAB = 151_936
 KINDS = ("flat", "spread", "peaked", "ties", "masked")

@@ -8,8 +8,8 @@ import torch
 
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
 from ostinato.graphs import CaptureOptions, graphed
-from ostinato.kernels import sampling
 from ostinato.kernels.attention import AttentionBatch, get_backend
+from ostinato.kernels.sampling import torch_reference
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -151,9 +151,11 @@ def test_attention_of_a_request_does_not_depend_on_its_company(device):
 
 
 @functools.cache
-def sampling_inputs(n: int, vocab: int) -> tuple[torch.Tensor, sampling.SamplingSettings, torch.Tensor]:
+def sampling_inputs(
+    n: int, vocab: int
+) -> tuple[torch.Tensor, torch_reference.SamplingSettings, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    settings = sampling.SamplingSettings(
+    settings = torch_reference.SamplingSettings(
         temperature=(torch.rand(n, generator=generator) * 2 - 0.5).clamp(min=0),
         top_k=torch.randint(0, 100, (n,), generator=generator, dtype=torch.int32),
         top_p=torch.rand(n, generator=generator) * 0.5 + 0.5,
@@ -164,15 +166,17 @@ def sampling_inputs(n: int, vocab: int) -> tuple[torch.Tensor, sampling.Sampling
     return logits, settings, torch.randint(0, 100_000, (n,), generator=generator)
 
 
-def to_device(settings: sampling.SamplingSettings, device: torch.device) -> sampling.SamplingSettings:
+def to_device(
+    settings: torch_reference.SamplingSettings, device: torch.device
+) -> torch_reference.SamplingSettings:
     values = (getattr(settings, field.name).to(device) for field in dataclasses.fields(settings))
-    return sampling.SamplingSettings(*values)
+    return torch_reference.SamplingSettings(*values)
 
 
 def test_random_bits_are_the_same_on_every_device(device):
     _, settings, positions = sampling_inputs(64, 5000)
-    on_gpu = sampling.uniform(settings.seeds.to(device), positions.to(device), 5000)
-    assert torch.equal(on_gpu.cpu(), sampling.uniform(settings.seeds, positions, 5000))
+    on_gpu = torch_reference.uniform(settings.seeds.to(device), positions.to(device), 5000)
+    assert torch.equal(on_gpu.cpu(), torch_reference.uniform(settings.seeds, positions, 5000))
 
 
 def test_sampling_draws_what_the_cpu_draws(device):
@@ -180,7 +184,7 @@ def test_sampling_draws_what_the_cpu_draws(device):
     logits, settings, positions = sampling_inputs(64, 5000)
     rows = torch.arange(64, dtype=torch.int32)
     on_gpu = (logits.to(device), rows.to(device), to_device(settings, device), positions.to(device))
-    same = sampling.sample(*on_gpu).cpu() == sampling.sample(logits, rows, settings, positions)
+    same = torch_reference.sample(*on_gpu).cpu() == torch_reference.sample(logits, rows, settings, positions)
     assert same.float().mean() > 0.95
 
 
@@ -191,13 +195,13 @@ def test_sampling_is_captured_at_a_real_vocabulary(device):
     counts = torch.zeros(n + 1, vocab, dtype=torch.int32, device=device)
 
     def captured(logits, positions, rows, temperature, top_k, top_p, min_p, seeds):
-        chosen = sampling.SamplingSettings(temperature, top_k, top_p, min_p, seeds)
+        chosen = torch_reference.SamplingSettings(temperature, top_k, top_p, min_p, seeds)
         ones = torch.ones_like(temperature)
-        penalties = sampling.Penalties(ones * 1.1, ones * 0.2, ones * 0.1)
-        changed = sampling.apply_penalties(logits, penalties, counts.index_select(0, rows))
-        tokens = sampling.sample(changed, rows - 1, chosen, positions)
-        sampling.count_tokens(counts, rows, tokens)
-        logprobs = sampling.token_logprobs(logits, tokens, 5)
+        penalties = torch_reference.Penalties(ones * 1.1, ones * 0.2, ones * 0.1)
+        changed = torch_reference.apply_penalties(logits, penalties, counts.index_select(0, rows))
+        tokens = torch_reference.sample(changed, rows - 1, chosen, positions)
+        torch_reference.count_tokens(counts, rows, tokens)
+        logprobs = torch_reference.token_logprobs(logits, tokens, 5)
         return tokens, logprobs.chosen, logprobs.top_tokens, logprobs.top
 
     rows = torch.arange(1, n + 1, dtype=torch.int32, device=device)

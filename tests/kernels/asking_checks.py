@@ -9,9 +9,10 @@ from torch import Tensor
 from kernels.asked_rows import MOST_BANNED, MOST_BIASES, nothing_asked
 from kernels.filter_checks import Filtering
 from kernels.small_kernel_checks import PlainCase
-from ostinato.kernels import asking_rows, request_rows
-from ostinato.kernels.asked import Asked
-from ostinato.kernels.token_lines import LINE_HEAD, LogprobLines, TokenLines
+from ostinato.kernels import request_rows
+from ostinato.kernels.sampling import asking_rows
+from ostinato.kernels.sampling.asked import Asked
+from ostinato.kernels.sampling.token_lines import LINE_HEAD, LogprobLines, TokenLines
 
 MOST_TOP = 5
 

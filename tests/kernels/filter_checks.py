@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kernels.asked_rows import nothing_asked
-from ostinato.kernels import filters
-from ostinato.kernels.asked import Asked
 from ostinato.kernels.constants import GREEDY_BELOW
+from ostinato.kernels.sampling import filters
+from ostinato.kernels.sampling.asked import Asked
 
 MASS_TOLERANCE = 5e-6
 """How near to top_p a sum of probabilities may be to be decided either way."""
@@ -35,8 +35,8 @@ class Filtering:
 
     def cuts(self) -> tuple[Tensor, Tensor]:
         """By the kernels, in the interpreter also on a CPU."""
-        from ostinato.kernels import triton_adjusted
-        from ostinato.kernels.filters import triton_cuts
+        from ostinato.kernels.sampling import triton_adjusted
+        from ostinato.kernels.sampling.filters import triton_cuts
 
         asked, places = self.asked(), torch.arange(len(self.logits), device=self.logits.device).int()
         drawn, drawn_at, logits, surveyed = triton_adjusted.draw_adjusted(

@@ -8,8 +8,8 @@ from kernels.asking_checks import AskingCase, check_untouched
 from kernels.filter_checks import logits_of
 from kernels.interpreted import assert_passes
 from kernels.test_triton_kernels import compiles
-from ostinato.kernels import asking_rows
-from ostinato.kernels.token_lines import LINE_HEAD
+from ostinato.kernels.sampling import asking_rows
+from ostinato.kernels.sampling.token_lines import LINE_HEAD
 
 triton = pytest.importorskip("triton")
 
@@ -37,7 +37,7 @@ SIZES |= {"most_biases": 512, "most_banned": 16, "most_top": 32, "num_values": 2
 
 @pytest.mark.parametrize("name", ["adjusted", "adjusted and filtered", "logprobs", "amend"])
 def test_kernels_compile_for_hopper(name: str) -> None:
-    from ostinato.kernels import triton_adjusted, triton_amend
+    from ostinato.kernels.sampling import triton_adjusted, triton_amend
 
     kernel, options = {
         "logprobs": (triton_amend._logprobs_of_block, {}),

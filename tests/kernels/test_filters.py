@@ -5,8 +5,8 @@ import torch
 
 from kernels.filter_checks import KINDS, Filtering, counts_kept, logits_of
 from kernels.interpreted import assert_passes
-from ostinato.kernels import filters
 from ostinato.kernels.constants import GREEDY_BELOW
+from ostinato.kernels.sampling import filters
 
 triton = pytest.importorskip("triton")
 
@@ -34,8 +34,8 @@ def test_the_kernels_are_right_in_the_interpreter(examples):
 def test_the_kernels_compile_for_hopper():
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
-    from ostinato.kernels.filters.triton_narrow import narrow
-    from ostinato.kernels.filters.triton_settle import settle
+    from ostinato.kernels.sampling.filters.triton_narrow import narrow
+    from ostinato.kernels.sampling.filters.triton_settle import settle
 
     floats = (
         "logits",

@@ -80,15 +80,16 @@ def test_row_kernels_compile_for_hopper():
 
 
 def test_plain_sampling_compiles_for_hopper():
-    from ostinato.kernels import triton_request_rows, triton_sampling
+    from ostinato.kernels import triton_request_rows
+    from ostinato.kernels.sampling import triton_draw
 
     rows = {"rows": "*i32", "is_taken": "*i32", "temperature": "*fp32", "seeds": "*i64", "lengths": "*i32"}
     found = {"best": "*fp32", "best_at": "*i32"}
     operands = {"logits": "*fp32", "cut": "*fp32", "cut_at": "*i32", **rows, **found}
     constants = {"width": 151_936, "block": 2048, "greedy_below": 1e-5}
     for has_cuts in (False, True):
-        kernel = triton_sampling._noisy_best_of_block
-        flags, cap = {**constants, "has_cuts": has_cuts}, triton_sampling._REGISTERS
+        kernel = triton_draw._noisy_best_of_block
+        flags, cap = {**constants, "has_cuts": has_cuts}, triton_draw._REGISTERS
         assert compiles(kernel, operands, flags, num_warps=4, maxnreg=cap)
     candidates = {"values": "*fp32", "tokens": "*i32"}
     lines = dict.fromkeys(("last_tokens", "ring", "counts", "began"), "*i64")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cuda.compiled import is_compiling_only
-from .token_lines import LINE_HEAD, TokenLines
+from .sampling.token_lines import LINE_HEAD, TokenLines
 
 
 class DecodeInputs(NamedTuple):

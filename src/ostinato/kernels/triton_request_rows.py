@@ -12,8 +12,8 @@ from . import dependent_launch
 from .custom_op import custom_op
 from .dependent_launch import wait_for_previous
 from .host_sizes import cdiv
-from .token_lines import LINE_HEAD
-from .triton_best import best_of_rows, joined_block
+from .sampling.token_lines import LINE_HEAD
+from .sampling.triton_best import best_of_rows, joined_block
 
 _BLOCK = 128
 _JOINED = 1

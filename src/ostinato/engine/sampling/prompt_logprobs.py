@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.kernels import sampling
+from ostinato.kernels.sampling import torch_reference
 from ostinato.models.transformer import Transformer
 
 from ..outputs import Logprob
@@ -24,7 +24,7 @@ def prompt_logprobs_of(
     for begin in range(0, len(targets), _PIECE):
         wanted = targets[begin : begin + _PIECE]
         logits = model.logits(hidden[begin : begin + len(wanted)])
-        of = sampling.token_logprobs(logits, wanted, min(top_n, logits.size(1)))
+        of = torch_reference.token_logprobs(logits, wanted, min(top_n, logits.size(1)))
         rows = zip(
             wanted.tolist(),
             of.chosen.tolist(),

@@ -3,7 +3,7 @@
 The parameters of a request are written once, into its row, when it gets the row. A step then brings only
 rows, and nothing if they are those of the step before. Plain sampling, which is also the end of every decode
 step (`plain_sampling`), serves all requests of a step but those that ask for more; another graph then serves
-these, and nobody else (`kernels.asking_rows`). It is the cheapest kind that serves them all (`kinds`).
+these, and nobody else (`kernels.sampling.asking_rows`). It is the cheapest kind that serves them (`kinds`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ostinato.graphs import (
     capture_keys,
     frozen_gc,
 )
-from ostinato.kernels import asking_rows
-from ostinato.kernels.asked import Asked
-from ostinato.kernels.token_lines import LogprobLines
+from ostinato.kernels.sampling import asking_rows
+from ostinato.kernels.sampling.asked import Asked
+from ostinato.kernels.sampling.token_lines import LogprobLines
 
 from ..sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
 from ..scheduling.request import IntArray, Request

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs import BatchShape, CapturedGraph, CudaGraphRunner
-from ostinato.kernels.token_lines import LINE_HEAD
+from ostinato.kernels.sampling.token_lines import LINE_HEAD
 from ostinato.text.grammar import Grammar
 
 from ..core import EngineCore

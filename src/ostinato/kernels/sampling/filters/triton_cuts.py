@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import dependent_launch
-from ..host_sizes import cdiv, next_power_of_2
+from ... import dependent_launch
+from ...host_sizes import cdiv, next_power_of_2
 from ..triton_best import joined_block
 from .triton_narrow import narrow
 from .triton_search import PIVOTS

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..constants import GREEDY_BELOW
+from ..custom_op import custom_op
+from ..request_rows import return_tokens
 from . import filters
-from .constants import GREEDY_BELOW
-from .custom_op import custom_op
-from .request_rows import return_tokens
 from .token_lines import TokenLines
 
 _UINT64 = 1 << 64
@@ -107,9 +107,10 @@ def return_plain(logits: Tensor, rows: Tensor, settings: PlainSettings, lines: T
     `rows` int32 [R]: the requests' rows. Tokens of other requests are 0. Each row needs one finite logit.
     """
     if logits.is_cuda:
-        from . import triton_request_rows, triton_sampling
+        from .. import triton_request_rows
+        from . import triton_draw
 
-        values, tokens = triton_sampling.best_of_blocks(logits, rows, *settings, GREEDY_BELOW)
+        values, tokens = triton_draw.best_of_blocks(logits, rows, *settings, GREEDY_BELOW)
         triton_request_rows.return_best(rows, values, tokens, logits.size(1), *lines)
     else:
         return_tokens(rows, _plain_tokens(logits, rows, *settings), lines)

@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from . import dependent_launch
+from .. import dependent_launch
+from ..dependent_launch import wait_for_previous
+from ..host_sizes import cdiv, next_power_of_2
 from .asked import Asked
-from .dependent_launch import wait_for_previous
 from .filters import triton_cuts
 from .filters.triton_search import key_of, value_of
-from .host_sizes import cdiv, next_power_of_2
 from .token_lines import LINE_HEAD, LogprobLines, TokenLines
 from .triton_adjusted import has_penalties
 from .triton_best import joined_block, token_of_row

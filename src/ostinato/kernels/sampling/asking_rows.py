@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import sampling
+from ..custom_op import custom_op
+from . import torch_reference
 from .asked import Asked
-from .custom_op import custom_op
-from .sampling import GREEDY_BELOW, Penalties, SamplingSettings
 from .token_lines import LINE_HEAD, LogprobLines, TokenLines
+from .torch_reference import GREEDY_BELOW, Penalties, SamplingSettings
 
 _PIECE_BYTES = 24 << 20
 """What an intermediate over the vocabulary may take on a CPU: sorting many rows at once takes GBs."""
@@ -114,7 +114,7 @@ def by_kernels(
     has_filters: bool,
 ) -> None:
     """`sample_asking` on a GPU, or in Triton's interpreter."""
-    from . import triton_adjusted, triton_amend, triton_sampling
+    from . import triton_adjusted, triton_amend, triton_draw
     from .filters import triton_cuts
 
     *drawn, adjusted, surveyed = triton_adjusted.draw_adjusted(
@@ -126,7 +126,7 @@ def by_kernels(
         cuts = triton_cuts.find_cuts(adjusted, rows, filters, surveyed, best, GREEDY_BELOW)
         drawn_by = (asked.temperature, asked.seeds, asked.lengths)
         block = triton_cuts.block_of(logits.size(1))
-        triton_sampling.draw_again(adjusted, rows, drawn_by, cuts, best, block, GREEDY_BELOW)
+        triton_draw.draw_again(adjusted, rows, drawn_by, cuts, best, block, GREEDY_BELOW)
     triton_amend.amend(logits, rows, places, asked, best, lines, logprobs)
 
 
@@ -154,7 +154,7 @@ def reference(
         if told.numel():
             _tell(raw[told], tokens[told], logprobs, number, at[told])
         counted = has_penalties(asked, of)
-        sampling.count_tokens(asked.generated, of[counted], tokens[counted])
+        torch_reference.count_tokens(asked.generated, of[counted], tokens[counted])
     lines.ring[number, 3] = 1
 
 
@@ -165,36 +165,36 @@ def has_penalties(asked: Asked, rows: Tensor) -> Tensor:
 
 def adjusted(logits: Tensor, rows: Tensor, asked: Asked) -> Tensor:
     """Logits [n, vocab] of rows int64 [n] with bias, bans, penalties and grammar, in this order."""
-    logits = sampling.add_bias(logits, asked.bias_ids[rows].long(), asked.bias_values[rows])
+    logits = torch_reference.add_bias(logits, asked.bias_ids[rows].long(), asked.bias_values[rows])
     banned = asked.banned[rows].long()
     # Lengths say where the new tokens will stand: behind all that the forward pass has just computed.
     is_early = asked.lengths[rows] < asked.banned_before[rows]
     is_banned = (banned >= 0) & is_early.unsqueeze(1)
-    logits = sampling.add_bias(logits, banned.clamp(min=0), torch.where(is_banned, float("-inf"), 0.0))
+    logits = torch_reference.add_bias(logits, banned.clamp(min=0), torch.where(is_banned, float("-inf"), 0.0))
     penalised = has_penalties(asked, rows).nonzero().squeeze(1)
     if penalised.numel():
         of = rows[penalised]
         penalties = Penalties(asked.repetition[of], asked.presence[of], asked.frequency[of])
         seen = (asked.generated[of], asked.in_prompt[of])
-        logits[penalised] = sampling.apply_penalties(logits[penalised], penalties, *seen)
-    return sampling.allow(logits, asked.masks[rows])
+        logits[penalised] = torch_reference.apply_penalties(logits[penalised], penalties, *seen)
+    return torch_reference.allow(logits, asked.masks[rows])
 
 
 def _tokens(logits: Tensor, rows: Tensor, asked: Asked, has_filters: bool) -> Tensor:
     drawn_by = (asked.temperature[rows], asked.seeds[rows], asked.lengths[rows])
-    tokens = sampling.sample_unfiltered(logits, *drawn_by)
+    tokens = torch_reference.sample_unfiltered(logits, *drawn_by)
     if has_filters:
         settings = SamplingSettings(asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.seeds)
         theirs = settings.of(rows)
         filtered = (theirs.top_k > 0) | (theirs.top_p < 1) | (theirs.min_p > 0)
         some = (filtered & (theirs.temperature >= GREEDY_BELOW)).nonzero().squeeze(1)
         if some.numel():
-            tokens[some] = sampling.sample(logits[some], rows[some], settings, asked.lengths)
+            tokens[some] = torch_reference.sample(logits[some], rows[some], settings, asked.lengths)
     return tokens
 
 
 def _tell(raw: Tensor, tokens: Tensor, lines: LogprobLines, number: int, at: Tensor) -> None:
-    found = sampling.token_logprobs(raw, tokens, lines.values.size(2) - 1)
+    found = torch_reference.token_logprobs(raw, tokens, lines.values.size(2) - 1)
     lines.values[number, at] = torch.cat([found.chosen.unsqueeze(1), found.top], 1)
     lines.tokens[number, at] = torch.cat([tokens.unsqueeze(1), found.top_tokens], 1)
     lines.ranks[number, at] = found.rank

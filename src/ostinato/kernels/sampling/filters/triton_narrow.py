@@ -13,7 +13,7 @@ The first pass also adds up what is before the candidate of every row, wide or n
 import triton
 import triton.language as tl
 
-from ..dependent_launch import wait_for_previous
+from ...dependent_launch import wait_for_previous
 from .triton_candidate import candidate_of, is_kept
 from .triton_search import LOWEST_KEY, PIVOTS, even_values, key_of, narrowed, weights_from
 from .triton_survey import LOG2_E, facts_of, filters_of, may_be_wide

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import dependent_launch
+from .. import dependent_launch
+from ..dependent_launch import wait_for_previous
+from ..host_sizes import cdiv
 from .asked import Asked
-from .dependent_launch import wait_for_previous
 from .filters import triton_cuts
 from .filters.triton_cuts import Surveyed
 from .filters.triton_survey import filters_of, survey_block
-from .host_sizes import cdiv
-from .triton_sampling import noise_of
+from .triton_draw import noise_of
 
 _REGISTERS = 128
 """Of a thread: a few rows never fill the GPU, and what does not fit would go through memory."""
@@ -39,7 +39,7 @@ def _biased(x, column, row, num_biases, bias_ids, bias_values, start, end, most:
 
 @triton.jit
 def _penalised(x, seen_at, inside, times, in_prompt, repetition, presence, frequency):
-    """As `sampling.apply_penalties`."""
+    """As `torch_reference.apply_penalties`."""
     times = tl.load(times + seen_at, mask=inside, other=0)
     was_generated = times > 0
     seen = was_generated | (tl.load(in_prompt + seen_at, mask=inside, other=0) != 0)

@@ -12,7 +12,7 @@ What is collected: the tokens that reach a bound known from the groups' best one
 import triton
 import triton.language as tl
 
-from ..dependent_launch import wait_for_previous
+from ...dependent_launch import wait_for_previous
 from .triton_candidate import is_kept
 from .triton_narrow import take_segments
 from .triton_search import (

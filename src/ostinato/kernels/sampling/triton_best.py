@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .host_sizes import next_power_of_2
+from ..host_sizes import next_power_of_2
 
 
 @triton.jit

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import dependent_launch
-from .custom_op import custom_op
-from .dependent_launch import wait_for_previous
-from .host_sizes import cdiv, next_power_of_2
+from .. import dependent_launch
+from ..custom_op import custom_op
+from ..dependent_launch import wait_for_previous
+from ..host_sizes import cdiv, next_power_of_2
 
 _BLOCK = 2048
 _REGISTERS = 64
