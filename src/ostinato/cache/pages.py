@@ -153,7 +153,7 @@ class PageAllocator:
         """The token ids of each page that these fill, for `commit`."""
         return self._index.contents(token_ids)
 
-    def match(self, token_ids: Sequence[int] | IntArray) -> list[int]:
+    def match(self, token_ids: Sequence[int] | IntArray) -> IntArray:
         """The cached pages of the longest known prefix, without taking them (see `share`).
 
         Never the whole prompt: the last token is always left to compute, as its logits are needed.

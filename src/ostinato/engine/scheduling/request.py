@@ -90,8 +90,6 @@ class Request:
     """Where it is."""
     row: int = field(default=RESERVED_ROW, init=False)
     """Its row while it runs, else 0."""
-    pages: list[int] = field(default_factory=list, init=False)
-    """Its pages in the order of positions, while it runs; 0 for one that it has given back."""
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens found in the prefix cache when it was first admitted."""
     num_preemptions: int = field(default=0, init=False)
@@ -134,6 +132,11 @@ class Request:
             return list(self._settled_output)
         tokens: list[int] = self._rows.token_ids[self.row, self.num_prompt_tokens : self.num_tokens].tolist()
         return tokens
+
+    @property
+    def pages(self) -> list[int]:
+        """Its pages in the order of positions, while it runs; 0 for one that it has given back. A copy."""
+        return [] if self._rows is None else self._rows.pages_of(self.row)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -190,15 +193,18 @@ class RequestRows:
     earlier tenant. `tenancy` tells them apart: it changes whenever a row changes hands.
     """
 
-    def __init__(self, max_running: int, max_len: int) -> None:
+    def __init__(self, max_running: int, max_len: int, page_size: int) -> None:
         """Rows 1..max_running for requests of at most `max_len` tokens, prompt and output together."""
         rows = max_running + 1
+        self._page_size = page_size
         self._free = list(range(max_running, 0, -1))
         self.requests: list[Request | None] = [None] * rows
         """The tenant of each row."""
         # Virtual until touched: a row costs what its longest tenant used.
         self.token_ids = np.zeros((rows, max_len), dtype=np.int32)
         """Known token ids by position."""
+        self.pages = np.zeros((rows, -(-max_len // page_size)), dtype=np.intp)
+        """Pages in the order of positions, as many as `capacity` says; 0 for one that was given back."""
         self.num_tokens = np.zeros(rows, dtype=np.int32)
         """See Note [Lengths of a request]; so are the next three."""
         self.num_promised = np.zeros(rows, dtype=np.int32)
@@ -255,6 +261,11 @@ class RequestRows:
         self.waits[row] = False
         self.tenancy[row] += 1
         self._free.append(row)
+
+    def pages_of(self, row: int) -> list[int]:
+        """Of its tenant."""
+        pages: list[int] = self.pages[row, : self.capacity[row] // self._page_size].tolist()
+        return pages
 
     def never_commit(self, row: int) -> None:
         """Keep the pages of this tenant out of the prefix cache."""

@@ -54,7 +54,7 @@ class Scheduler:
         self.pages = pages
         self.max_len = longest_request(config, pages)
         """The longest a request can get: max_model_len, or less where the KV cache is smaller."""
-        self.rows = RequestRows(config.max_running, self.max_len)
+        self.rows = RequestRows(config.max_running, self.max_len, pages.page_size)
         self.waiting: deque[Request] = deque()
         """Requests without a row, oldest first; all younger than the running ones."""
         self.running: list[Request] = []

@@ -42,7 +42,9 @@ class Chunks:
     """How contexts are cut, and who takes the chunks."""
 
     keys: int
-    """Contexts are cut at multiples of this."""
+    """Contexts are cut at multiples of this..."""
+    grow: bool
+    """...or, at their beginning, of a quarter and of a half of it: see `chunk_of` in triton_queries."""
     parts: int
     """Chunks that a token sees at most."""
     programs: int
@@ -75,17 +77,19 @@ class Queries:
         if _PROGRAMS * tiles > gpu.multiprocessors or seen <= keys:
             heads = self._heads_of_a_tile(64)
             return self._tile(heads, key_blocks(self.dtype, self.head_dim, heads, (4,), gpu, 1)), None
+        # A window may begin anywhere: its chunks are all alike.
+        grow = keys >= 4 * _LEAST_KEYS and not self.window
         part_bytes = self.num_tokens * self.num_heads * self.head_dim * 4
-        while (parts := self._parts(keys)) > 2 and parts * part_bytes > _MOST_PART_BYTES:
+        while (parts := self._parts(keys, grow)) > 2 and parts * part_bytes > _MOST_PART_BYTES:
             keys *= 2
         units = (tiles + self.num_requests * self.num_kv_heads) * parts
         resident = min(_PROGRAMS, gpu.most_programs(blocks.shared_bytes(self.dtype, self.head_dim, heads)))
-        return tile, Chunks(keys, parts, min(units, resident * gpu.multiprocessors))
+        return tile, Chunks(keys, grow, parts, min(units, resident * gpu.multiprocessors))
 
-    def _parts(self, keys: int) -> int:
+    def _parts(self, keys: int, grow: bool) -> int:
         """Chunks that a token sees at most: a window may begin and end anywhere in one."""
         if not self.window or self.window >= self.max_context:
-            return cdiv(self.max_context, keys)
+            return cdiv(self.max_context, keys) + (5 if grow else 0)
         return cdiv(self.window - 1, keys) + 1
 
     def _heads_of_a_tile(self, most: int) -> int:
@@ -102,7 +106,7 @@ class Queries:
 def query_class(queries: Queries, gpu: Gpu) -> Hashable:
     """Equal for batches that run the same compiled kernels."""
     tile, chunks = queries.divided(gpu)
-    return tile, chunks is None, request_block_of(queries.num_requests)
+    return tile, chunks and chunks.grow, request_block_of(queries.num_requests)
 
 
 def request_block_of(num_requests: int) -> int:

@@ -11,8 +11,8 @@ most `tokens / query_block + requests` tiles. Two forms, chosen by what is known
 
 - `_attend_whole`: one program per tile and KV head reads all that the tile sees. The surplus of the grid
   gives padded tokens zeros.
-- `_attend_chunks`: for few tokens, whose tiles would leave most of a GPU idle. Contexts are cut at multiples
-  of `chunk_keys`, and as many programs as the GPU holds take tiles and chunks in turn. A token that sees one
+- `_attend_chunks`: for few tokens, whose tiles would leave most of a GPU idle. Contexts are cut into chunks
+  (`chunk_of`), and as many programs as the GPU holds take tiles and chunks in turn. A token that sees one
   chunk is done; the parts of others are joined by `_join_chunks`, which also gives padded tokens zeros.
 
 Where a token's context is cut follows from its position and the rung, so that its bits depend neither on its
@@ -124,11 +124,32 @@ def _attend_whole(
 
 
 @triton.jit
-def first_chunk(position, chunk_keys, window: tl.constexpr):
+def chunk_of(position, chunk_keys, grows: tl.constexpr):
+    """The number of the chunk that has this position. Where chunks grow, there are four of a quarter of
+    `chunk_keys` and four of a half before those of all: short contexts are divided among more programs."""
+    number = position // chunk_keys
+    if grows:
+        number = tl.where(position < 3 * chunk_keys, 2 + position // (chunk_keys // 2), 5 + number)
+        number = tl.where(position < chunk_keys, position // (chunk_keys // 4), number)
+    return number
+
+
+@triton.jit
+def chunk_begin(chunk, chunk_keys, grows: tl.constexpr):
+    """The first position of a chunk."""
+    begin = chunk * chunk_keys
+    if grows:
+        begin = tl.where(chunk < 8, (chunk - 2) * (chunk_keys // 2), begin - 5 * chunk_keys)
+        begin = tl.where(chunk < 4, chunk * (chunk_keys // 4), begin)
+    return begin
+
+
+@triton.jit
+def first_chunk(position, chunk_keys, grows: tl.constexpr, window: tl.constexpr):
     """The first chunk of a context that a token at `position` sees; the last one has its own position."""
     first = position * 0
     if window > 0:
-        first = tl.maximum(0, position - window + 1) // chunk_keys
+        first = chunk_of(tl.maximum(0, position - window + 1), chunk_keys, grows)
     return first
 
 
@@ -161,13 +182,15 @@ def _attend_chunks(
     key_block: tl.constexpr,
     dim_block: tl.constexpr,
     request_block: tl.constexpr,
+    grows: tl.constexpr,
     dependent: tl.constexpr,
 ):
     # The units of work of a request are its tiles times the chunks that any of its tokens sees.
     requests = tl.arange(0, request_block)
     lengths = tl.load(query_lens + requests, mask=requests < num_requests, other=0)
     contexts = tl.load(seq_lens + requests, mask=requests < num_requests, other=1)
-    chunks = (contexts - 1) // chunk_keys + 1 - first_chunk(contexts - lengths, chunk_keys, window)
+    last_chunks = chunk_of(contexts - 1, chunk_keys, grows)
+    chunks = last_chunks + 1 - first_chunk(contexts - lengths, chunk_keys, grows, window)
     units = tl.cdiv(lengths, query_block) * chunks
     ends = tl.cumsum(units, 0)
     num_units = tl.sum(units, 0) * num_kv_heads
@@ -189,12 +212,13 @@ def _attend_chunks(
         pages = page_table + tl.load(req_rows + request).to(tl.int64) * page_table_stride
         num_tiles = tl.cdiv(query_len, query_block)
         first_query = in_request % num_tiles * query_block
-        chunk = in_request // num_tiles + first_chunk(seq_len - query_len, chunk_keys, window)
+        # From the last one on: where chunks grow, the short ones are left for whoever is done first.
+        chunk = chunk_of(seq_len - 1, chunk_keys, grows) - in_request // num_tiles
 
         first_position = seq_len - query_len + first_query
         last_position = tl.minimum(seq_len, first_position + query_block) - 1
-        begin = chunk * chunk_keys
-        end = tl.minimum(last_position + 1, begin + chunk_keys)
+        begin = chunk_begin(chunk, chunk_keys, grows)
+        end = tl.minimum(last_position + 1, chunk_begin(chunk + 1, chunk_keys, grows))
         if window > 0:
             begin = tl.maximum(begin, tl.maximum(0, first_position - window + 1) // key_block * key_block)
 
@@ -203,8 +227,8 @@ def _attend_chunks(
         head = kv_head * group + in_group
         token = tl.load(query_starts + request).to(tl.int64) + query
         # Of the tile's tokens some may see nothing of this chunk.
-        first = first_chunk(position, chunk_keys, window)
-        last = position // chunk_keys
+        first = first_chunk(position, chunk_keys, grows, window)
+        last = chunk_of(position, chunk_keys, grows)
         real = (query < query_len) & (in_group < group) & (first <= chunk) & (chunk <= last)
         mask = real[:, None] & in_head[None, :]
         q_tile = tl.load(
@@ -241,12 +265,14 @@ def _join_chunks(
     heads_each: tl.constexpr,
     part_block: tl.constexpr,
     dim_block: tl.constexpr,
+    grows: tl.constexpr,
     dependent: tl.constexpr,
 ):
     token = tl.program_id(1).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
     is_padding = tl.load(token_rows + token) == 0
-    count = position // chunk_keys - first_chunk(position, chunk_keys, window) + 1
+    first = first_chunk(position, chunk_keys, grows, window)
+    count = chunk_of(position, chunk_keys, grows) - first + 1
     dims = tl.arange(0, dim_block)
     # Also by programs with nothing to join: the next kernel waits for this one only.
     wait_for_previous(dependent)
@@ -329,6 +355,7 @@ def attend_queries(
         scale * LOG2_E,
         *counts,
         *strides,
+        grows=chunks.grow,
         **constants,
         **overlapping,
     )
@@ -347,6 +374,7 @@ def attend_queries(
         heads_each=heads_each,
         part_block=PARTS_AT_A_TIME,
         dim_block=next_power_of_2(head_dim),
+        grows=chunks.grow,
         num_warps=4,
         enable_fp_fusion=False,
         **overlapping,
