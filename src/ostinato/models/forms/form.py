@@ -46,7 +46,7 @@ class Form(ABC, Generic[Rows]):
     keeps_input: ClassVar[bool]
     """Whether what came in is the same afterwards, also on a GPU."""
     keeps_projected: ClassVar[bool] = False
-    """Whether the rows of the QKV projection stay to the end of a layer, so that its other results come to lie
+    """Whether rows of the QKV projection stay to the end of a layer, so that its other results come to lie
     elsewhere."""
 
     @abstractmethod
