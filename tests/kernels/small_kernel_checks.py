@@ -146,9 +146,7 @@ class PlainCase:
         """In the interpreter also on a CPU."""
         device = self.logits.device
         lines = lines_of(self.settings.is_plain.size(0), len(self.rows), device)
-        best = triton_draw.best_of_blocks(
-            self.logits, self.rows, *self.settings, torch_reference.GREEDY_BELOW
-        )
+        best = triton_draw.best_of_blocks(self.logits, self.rows, *self.settings)
         triton_request_rows.return_best(self.rows, *best, self.logits.size(1), *lines)
         return self.returned(lines)
 

@@ -110,7 +110,7 @@ def return_plain(logits: Tensor, rows: Tensor, settings: PlainSettings, lines: T
         from .. import triton_request_rows
         from . import triton_draw
 
-        values, tokens = triton_draw.best_of_blocks(logits, rows, *settings, GREEDY_BELOW)
+        values, tokens = triton_draw.best_of_blocks(logits, rows, *settings)
         triton_request_rows.return_best(rows, values, tokens, logits.size(1), *lines)
     else:
         return_tokens(rows, _plain_tokens(logits, rows, *settings), lines)
@@ -158,7 +158,7 @@ def sample_unfiltered(logits: Tensor, temperature: Tensor, seeds: Tensor, positi
 def filter_cuts(logits: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     """Where top-k, top-p and min-p cut each row: `filters.reference`."""
     chosen = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
-    return filters.reference(logits, *chosen, GREEDY_BELOW)
+    return filters.reference(logits, *chosen)
 
 
 def apply_penalties(
