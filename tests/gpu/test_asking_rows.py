@@ -96,7 +96,7 @@ def test_a_graph_does_what_is_done_outside(device: torch.device, num_asking: int
 def test_logits_are_those_of_the_kernel_just_before(
     device: torch.device, captured: bool, has_filters: bool
 ) -> None:
-    """Kernels read raw logits, and write, before those before them have ended; nothing stands between here."""
+    """Kernels read raw logits, and write, before those before them have ended."""
     case = AskingCase.random(logits_of("spread", 64, VOCAB, 4), 32, 4, has_filters=has_filters).to(device)
     turns = [case.logits, -case.logits]
     wanted = [
