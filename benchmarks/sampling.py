@@ -19,7 +19,7 @@ from torch import Tensor
 from ostinato.kernels.sampling import asking_rows, filters
 from ostinato.kernels.sampling.asked import Asked
 from ostinato.kernels.sampling.token_lines import LogprobLines, TokenLines
-from ostinato.kernels.sampling.torch_reference import GREEDY_BELOW, SamplingSettings
+from ostinato.kernels.sampling.torch_reference import SamplingSettings
 from ostinato.tools.layer_step import PlainStep, graph_us
 from ostinato.tools.machine import machine
 
@@ -105,7 +105,7 @@ def by_sorting(logits: Tensor, chosen: SamplingSettings, draw: PlainStep) -> Non
         here = slice(begin, begin + SORTED_AT_ONCE)
         some = SamplingSettings(*(value[here] for value in vars(chosen).values()))
         asked = (some.temperature, some.top_k, some.top_p, some.min_p)
-        cuts = filters.reference(logits[here], *asked, GREEDY_BELOW)
+        cuts = filters.reference(logits[here], *asked)
         left = logits[here].masked_fill(~filters.is_kept(logits[here], *cuts), float("-inf"))
         draw(left)
 

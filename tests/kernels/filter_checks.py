@@ -39,15 +39,15 @@ class Filtering:
         from ostinato.kernels.sampling.filters import triton_cuts
 
         asked, places = self.asked(), torch.arange(len(self.logits), device=self.logits.device).int()
-        drawn, drawn_at, logits, surveyed = triton_adjusted.draw_adjusted(
-            self.logits, places + 1, places, asked, has_filters=True, greedy_below=GREEDY_BELOW
+        (drawn, drawn_at), arrived, logits, surveyed = triton_adjusted.draw_adjusted(
+            self.logits, places + 1, places, asked, has_filters=True
         )
         # The candidate is the last token in the order: it stays only where nothing is cut off.
         drawn.fill_(float("-inf"))[:, 0] = 1.0
         drawn_at[:, 0] = self.logits.sort(dim=-1, descending=True, stable=True).indices[:, -1]
         filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
         best = (drawn, drawn_at)
-        value, last = triton_cuts.find_cuts(logits, places + 1, filters, surveyed, best, GREEDY_BELOW)
+        value, last = triton_cuts.find_cuts(logits, places + 1, filters, surveyed, best, arrived)
         return torch.where(value == float("inf"), float("-inf"), value), last
 
     def to(self, device: torch.device | str) -> "Filtering":

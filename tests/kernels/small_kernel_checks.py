@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.kernels import request_rows, triton_request_rows
-from ostinato.kernels.sampling import torch_reference, triton_draw
+from ostinato.kernels.sampling import torch_reference, triton_draw, triton_return
+from ostinato.kernels.sampling.plain import PlainSettings, return_plain
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, TokenLines
-from ostinato.kernels.sampling.torch_reference import PlainSettings
 
 
 def check_begin_decode(device: torch.device | str) -> None:
@@ -53,7 +53,9 @@ def check_return_tokens(device: torch.device | str) -> None:
         rows = torch.tensor(([2, 5, 0, 1] + [0] * 150)[:num_requests], dtype=torch.int32, device=device)
         for step in range(5):
             tokens = torch.arange(num_requests, device=device) + 1000 * step
-            triton_request_rows.return_tokens(rows, tokens, *lines)
+            blocks = torch.stack([tokens - 1, tokens, tokens + 1], 1).int()
+            values = torch.tensor([[0.5, 2.0, -1.0]], device=device).expand(num_requests, 3).contiguous()
+            triton_return.return_best(rows, values, blocks, 10_000, *lines)
             line = line_of(lines, step)
             assert line[0] == step
             assert line[LINE_HEAD : LINE_HEAD + num_requests] == tokens.tolist()
@@ -146,16 +148,14 @@ class PlainCase:
         """In the interpreter also on a CPU."""
         device = self.logits.device
         lines = lines_of(self.settings.is_plain.size(0), len(self.rows), device)
-        best = triton_draw.best_of_blocks(
-            self.logits, self.rows, *self.settings, torch_reference.GREEDY_BELOW
-        )
-        triton_request_rows.return_best(self.rows, *best, self.logits.size(1), *lines)
+        best = triton_draw.best_of_blocks(self.logits, self.rows, *self.settings)
+        triton_return.return_best(self.rows, *best, self.logits.size(1), *lines)
         return self.returned(lines)
 
     def by_dispatch(self) -> list[int]:
         """By the device's own."""
         lines = lines_of(self.settings.is_plain.size(0), len(self.rows), self.logits.device)
-        torch_reference.return_plain(self.logits, self.rows, self.settings, lines)
+        return_plain(self.logits, self.rows, self.settings, lines)
         return self.returned(lines)
 
     def returned(self, lines: TokenLines) -> list[int]:

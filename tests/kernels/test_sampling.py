@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels.sampling import filters, torch_reference
+from ostinato.kernels.sampling.plain import PlainSettings, return_plain
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, TokenLines
 from ostinato.kernels.sampling.torch_reference import Penalties, SamplingSettings
 
@@ -207,8 +208,8 @@ def test_plain_requests_get_what_filtered_sampling_draws_and_others_are_passed_o
     logits = random_logits(n, seed=seed)
     filtered = torch_reference.sample(logits, rows, chosen, lengths)
     lines = TokenLines.of(torch.full((num_rows,), -1), torch.zeros(1, dtype=torch.int64), n, 2)
-    plain = torch_reference.PlainSettings(is_plain, temperature, seeds, lengths)
-    torch_reference.return_plain(logits, rows, plain, lines)
+    plain = PlainSettings(is_plain, temperature, seeds, lengths)
+    return_plain(logits, rows, plain, lines)
     wanted = torch.where(is_plain[rows.long()] != 0, filtered, 0)
     assert lines.ring[0, LINE_HEAD:].tolist() == wanted.tolist()
     assert lines.last_tokens[rows.long()].tolist() == wanted.tolist()
@@ -339,7 +340,7 @@ def test_plain_sampling_is_captured_and_looks_at_the_temperatures_of_each_replay
     n, num_rows = 4, 9
     temperature, seeds = torch.zeros(num_rows), torch.arange(num_rows)
     is_plain, lengths = torch.ones(num_rows, dtype=torch.int32), seeds.int()
-    plain = torch_reference.PlainSettings(is_plain, temperature, seeds, lengths)
+    plain = PlainSettings(is_plain, temperature, seeds, lengths)
     began = torch.zeros(1, dtype=torch.int64)
 
     def lines():
@@ -348,7 +349,7 @@ def test_plain_sampling_is_captured_and_looks_at_the_temperatures_of_each_replay
     captured, eager = lines(), lines()
 
     def step(logits, rows):
-        torch_reference.return_plain(logits, rows, plain, captured)
+        return_plain(logits, rows, plain, captured)
         return ()
 
     function = graphed(step, ladder=[n], options=CaptureOptions(strict=True))
@@ -359,7 +360,7 @@ def test_plain_sampling_is_captured_and_looks_at_the_temperatures_of_each_replay
         temperature.copy_(torch.tensor([0.0, 0.9, 1.4])[(torch.arange(num_rows) * seed) % 3])
         is_plain[8] = seed % 2
         function(random_logits(n, seed=seed), rows)
-        torch_reference.return_plain(random_logits(n, seed=seed), rows, plain, eager)
+        return_plain(random_logits(n, seed=seed), rows, plain, eager)
         assert torch.equal(captured.last_tokens, eager.last_tokens)
         assert torch.equal(captured.ring, eager.ring)
         assert captured.ring[seed % 3, 0] == seed

@@ -80,8 +80,7 @@ def test_row_kernels_compile_for_hopper():
 
 
 def test_plain_sampling_compiles_for_hopper():
-    from ostinato.kernels import triton_request_rows
-    from ostinato.kernels.sampling import triton_draw
+    from ostinato.kernels.sampling import triton_draw, triton_return
 
     rows = {"rows": "*i32", "is_taken": "*i32", "temperature": "*fp32", "seeds": "*i64", "lengths": "*i32"}
     found = {"best": "*fp32", "best_at": "*i32"}
@@ -93,6 +92,5 @@ def test_plain_sampling_compiles_for_hopper():
         assert compiles(kernel, operands, flags, num_warps=4, maxnreg=cap)
     candidates = {"values": "*fp32", "tokens": "*i32"}
     lines = dict.fromkeys(("last_tokens", "ring", "counts", "began"), "*i64")
-    for block, tokens in ((64, candidates), (1, dict.fromkeys(candidates, "*i64"))):
-        kernel, sizes = triton_request_rows._return_tokens, {"head": 4, "rows_block": 16, "block": block}
-        assert compiles(kernel, {"rows": "*i32", **tokens, **lines}, {**sizes, "timed": True})
+    sizes = {"head": 4, "rows_block": 16, "block": 64, "timed": True}
+    assert compiles(triton_return._return_tokens, {"rows": "*i32", **candidates, **lines}, sizes)

@@ -117,17 +117,15 @@ def by_kernels(
     from . import triton_adjusted, triton_amend, triton_draw
     from .filters import triton_cuts
 
-    *drawn, adjusted, surveyed = triton_adjusted.draw_adjusted(
-        logits, rows, places, asked, has_filters=has_filters, greedy_below=GREEDY_BELOW
-    )
-    best = (drawn[0], drawn[1])
+    parts = triton_amend.Parts.empty(rows.size(0), logits.size(1), logprobs, logits.device)
+    drawn = triton_adjusted.draw_adjusted(logits, rows, places, asked, has_filters=has_filters)
     if has_filters:
         filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-        cuts = triton_cuts.find_cuts(adjusted, rows, filters, surveyed, best, GREEDY_BELOW)
+        cuts = triton_cuts.find_cuts(drawn.logits, rows, filters, drawn.surveyed, drawn.best, drawn.arrived)
         drawn_by = (asked.temperature, asked.seeds, asked.lengths)
         block = triton_cuts.block_of(logits.size(1))
-        triton_draw.draw_again(adjusted, rows, drawn_by, cuts, best, block, GREEDY_BELOW)
-    triton_amend.amend(logits, rows, places, asked, best, lines, logprobs)
+        triton_draw.draw_again(drawn.logits, rows, drawn_by, cuts, drawn.best, block)
+    triton_amend.amend(logits, rows, places, asked, drawn, parts, lines, logprobs)
 
 
 def reference(

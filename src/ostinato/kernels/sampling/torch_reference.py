@@ -3,8 +3,8 @@
 The order is that of the HuggingFace processors: bias and penalties on the raw logits, then temperature, then
 top-k, top-p over what top-k left, min-p (`filters`). Every setting is a tensor with one value a row, so one
 captured graph serves any mix of requests; a row with temperature 0 is greedy. Plain requests have a
-temperature and a seed and ask for nothing else: theirs is a path of its own, `return_plain`. `asking_rows`
-puts the rest together, for those who ask.
+temperature and a seed and ask for nothing else: theirs is a path of its own, `plain`. `asking_rows` puts the
+rest together, for those who ask.
 
 Note [Counter-based randomness]
 A draw depends on (seed, position, token id) and on nothing else: not on the batch, the row, or earlier draws.
@@ -15,16 +15,12 @@ with no sum over the vocabulary, no sorted order to agree on and no division: te
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..constants import GREEDY_BELOW
-from ..custom_op import custom_op
-from ..request_rows import return_tokens
 from . import filters
-from .token_lines import TokenLines
 
 _UINT64 = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15 - _UINT64
@@ -55,19 +51,6 @@ class SamplingSettings:
     def of(self, rows: Tensor) -> "SamplingSettings":
         """Those of some rows."""
         return SamplingSettings(*(value.index_select(0, rows) for value in vars(self).values()))
-
-
-class PlainSettings(NamedTuple):
-    """What plain sampling asks of n request rows."""
-
-    is_plain: Tensor
-    """int32 [n]: 0 for rows that ask for more, and for padding: they are passed over."""
-    temperature: Tensor
-    """float32 [n]; 0 is greedy."""
-    seeds: Tensor
-    """int64 [n]: as in SamplingSettings."""
-    lengths: Tensor
-    """int32 [n]: where in its request the new token will stand."""
 
 
 @dataclass(frozen=True)
@@ -101,42 +84,6 @@ class Logprobs:
     """float32 [n, top_n]: theirs."""
 
 
-def return_plain(logits: Tensor, rows: Tensor, settings: PlainSettings, lines: TokenLines) -> None:
-    """`return_tokens` of a token for each row of float32 logits [R, vocab] whose request is plain.
-
-    `rows` int32 [R]: the requests' rows. Tokens of other requests are 0. Each row needs one finite logit.
-    """
-    if logits.is_cuda:
-        from .. import triton_request_rows
-        from . import triton_draw
-
-        values, tokens = triton_draw.best_of_blocks(logits, rows, *settings, GREEDY_BELOW)
-        triton_request_rows.return_best(rows, values, tokens, logits.size(1), *lines)
-    else:
-        return_tokens(rows, _plain_tokens(logits, rows, *settings), lines)
-
-
-@custom_op("plain_tokens")
-def _plain_tokens(
-    logits: Tensor, rows: Tensor, is_plain: Tensor, temperature: Tensor, seeds: Tensor, lengths: Tensor
-) -> Tensor:
-    # One op to whoever records it, like a kernel: inside it looks at numbers, and most rows need no noise.
-    heat = temperature.index_select(0, rows)
-    is_taken = is_plain.index_select(0, rows) != 0
-    tokens = torch.where(is_taken, logits.argmax(-1), 0)
-    random = (is_taken & (heat >= GREEDY_BELOW)).nonzero().squeeze(1)
-    if random.numel():
-        theirs = rows[random]
-        drawn_by = heat[random], seeds.index_select(0, theirs), lengths.index_select(0, theirs)
-        tokens[random] = sample_unfiltered(logits[random], *drawn_by)
-    return tokens
-
-
-@_plain_tokens.register_fake
-def _(logits: Tensor, *others: object) -> Tensor:
-    return logits.new_empty(logits.size(0), dtype=torch.int64)
-
-
 def sample(logits: Tensor, rows: Tensor, settings: SamplingSettings, lengths: Tensor) -> Tensor:
     """int64 [R]: a token for each row of float32 logits [R, vocab], in plain torch.
 
@@ -158,7 +105,7 @@ def sample_unfiltered(logits: Tensor, temperature: Tensor, seeds: Tensor, positi
 def filter_cuts(logits: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     """Where top-k, top-p and min-p cut each row: `filters.reference`."""
     chosen = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
-    return filters.reference(logits, *chosen, GREEDY_BELOW)
+    return filters.reference(logits, *chosen)
 
 
 def apply_penalties(

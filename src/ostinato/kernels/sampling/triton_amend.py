@@ -2,11 +2,13 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """The end of a step in which requests ask for more: their tokens, counts and log-probabilities.
 
-Log-probabilities are those of the raw logits. Two kernels: programs over blocks of the vocabulary find the
-best tokens of each and count those that are better than the chosen one; then one program a request joins
-them, and writes all to the host. A token's key and id in one integer make the order: likely ones first, of
-equal ones the smaller id.
+Log-probabilities are those of the raw logits. Programs over blocks of the vocabulary find the best tokens of
+each, while others still draw, and then count those that are better than the chosen one. The last of a
+request to end joins it all and writes it to the host; where no logprobs are asked for, the first. A token's
+key and id in one integer make the order: likely ones first, of equal ones the smaller id.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +23,7 @@ from .asked import Asked
 from .filters import triton_cuts
 from .filters.triton_search import key_of, value_of
 from .token_lines import LINE_HEAD, LogprobLines, TokenLines
-from .triton_adjusted import has_penalties
+from .triton_adjusted import Drawn, has_penalties
 from .triton_best import joined_block, token_of_row
 
 _NOTHING = tl.constexpr(-9223372036854775808)
@@ -30,47 +32,21 @@ _LAST_ID = tl.constexpr(2147483647)
 """Smaller ids first: their bits are turned around."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "places"])
-def _logprobs_of_block(
-    logits,
-    rows,
-    places,
-    num_logprobs,
-    drawn,
-    drawn_at,
-    top,
-    part_best,
-    part_sum,
-    part_rank,
-    row_stride,
-    num_blocks,
-    width: tl.constexpr,
-    block: tl.constexpr,
-    parts_block: tl.constexpr,
-    most_top: tl.constexpr,
-    dependent: tl.constexpr,
-):
-    at, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    row, place = tl.load(rows + at), tl.load(places + at).to(tl.int64)
-    asked = tl.load(num_logprobs + row)
-    wait_for_previous(dependent)
-    if (row != 0) & (asked >= 0):
-        logits += place * row_stride
-        column = part * block + tl.arange(0, block)
-        x = tl.load(logits + column, mask=column < width, other=float("-inf"))
-        chosen = tl.load(logits + token_of_row(drawn, drawn_at, at, num_blocks, width, parts_block))
-        best = tl.max(x, 0)
-        shift = tl.where(best == float("-inf"), 0.0, best)
-        to = at * num_blocks + part
-        tl.store(part_best + to, best)
-        tl.store(part_sum + to, tl.sum(tl.exp(x - shift), 0))
-        tl.store(part_rank + to, tl.sum((x > chosen).to(tl.int32), 0))
-        ordered = (key_of(x).to(tl.int64) << 32) | (column ^ _LAST_ID).to(tl.int64)
-        ordered = tl.where(column < width, ordered, _NOTHING)
-        for i in range(asked):
-            likeliest = tl.max(ordered, 0)
-            tl.store(top + to * most_top + i, likeliest)
-            ordered = tl.where(ordered == likeliest, _NOTHING, ordered)
+@triton.jit
+def _raw_block(
+    x, column, asked, to, part_best, part_sum, top, width: tl.constexpr, most_top: tl.constexpr
+):  # fmt: skip
+    """What a block of raw logits tells before it is known which token was chosen: its best ones, and sums."""
+    best = tl.max(x, 0)
+    shift = tl.where(best == float("-inf"), 0.0, best)
+    tl.store(part_best + to, best)
+    tl.store(part_sum + to, tl.sum(tl.exp(x - shift), 0))
+    ordered = (key_of(x).to(tl.int64) << 32) | (column ^ _LAST_ID).to(tl.int64)
+    ordered = tl.where(column < width, ordered, _NOTHING)
+    for i in range(asked):
+        likeliest = tl.max(ordered, 0)
+        tl.store(top + to * most_top + i, likeliest)
+        ordered = tl.where(ordered == likeliest, _NOTHING, ordered)
 
 
 @triton.jit(
@@ -87,6 +63,7 @@ def _amend(
     num_logprobs,
     drawn,
     drawn_at,
+    arrived,
     top,
     part_best,
     part_sum,
@@ -104,6 +81,7 @@ def _amend(
     num_lines,
     most_rows,
     width: tl.constexpr,
+    block: tl.constexpr,
     head: tl.constexpr,
     parts_block: tl.constexpr,
     most_top: tl.constexpr,
@@ -111,13 +89,28 @@ def _amend(
     timed: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64)
+    at, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     row, place = tl.load(rows + at).to(tl.int64), tl.load(places + at).to(tl.int64)
     asked = tl.load(num_logprobs + row)
     counted = has_penalties(tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row))
+    is_told = (row != 0) & (asked >= 0)
+    logits += place * row_stride
+    column = part * block + tl.arange(0, block)
+    # Raw logits are older than the first of these kernels: see `triton_adjusted`.
+    x = tl.load(logits + column, mask=column < tl.where(is_told, width, 0), other=float("-inf"))
+    if is_told:
+        _raw_block(x, column, asked, at * num_blocks + part, part_best, part_sum, top, width, most_top)
     wait_for_previous(dependent)
-    if row != 0:
+    is_last = (row != 0) & (part == 0)
+    token = tl.full([], 0, tl.int64)
+    if is_last | is_told:
         token = token_of_row(drawn, drawn_at, at, num_blocks, width, parts_block)
+    if is_told:
+        better = (x > tl.load(logits + token)).to(tl.int32)
+        tl.store(part_rank + at * num_blocks + part, tl.sum(better, 0))
+        tl.debug_barrier()  # every thread has stored what it found
+        is_last = tl.atomic_add(arrived + at, 1) == num_blocks - 1
+    if is_last:
         number = (tl.load(counts) - 1) % num_lines
         line = ring + number * line_length
         tl.store(last_tokens + row, token)
@@ -135,7 +128,7 @@ def _amend(
             to = number * most_rows + at
             tl.store(ranks + to, tl.sum(better, 0).to(tl.int64) + 1)
             tl.store(tokens + to * num_values, token)
-            tl.store(values + to * num_values, tl.load(logits + place * row_stride + token) - whole)
+            tl.store(values + to * num_values, tl.load(logits + token) - whole)
             i = tl.arange(0, most_top)[None, :]
             ordered = tl.load(
                 top + (at * num_blocks + parts[:, None]) * most_top + i,
@@ -152,48 +145,52 @@ def _amend(
             tl.store(line + 2, globaltimer())
 
 
+class Parts(NamedTuple):
+    """Of the log-probabilities of n requests, by block of the vocabulary.
+
+    Written before all earlier kernels have ended: it must not be memory that one of them has used.
+    """
+
+    top: Tensor
+    """int64 [n, blocks, most]: the likeliest tokens."""
+    best: Tensor
+    """float32 [n, blocks]."""
+    sums: Tensor
+    """float32 [n, blocks]: of probabilities, relative to the best."""
+    ranks: Tensor
+    """int32 [n, blocks]: how many are better than the chosen one."""
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, logprobs: LogprobLines, device: torch.device) -> "Parts":
+        """Room for it."""
+        shape = num_rows, cdiv(width, triton_cuts.block_of(width))
+        most_top = next_power_of_2(max(2, logprobs.values.size(2) - 1))
+        kinds = (
+            ((*shape, most_top), torch.int64),
+            (shape, torch.float32),
+            (shape, torch.float32),
+            (shape, torch.int32),
+        )
+        return cls(*(torch.empty(size, dtype=dtype, device=device) for size, dtype in kinds))
+
+
 def amend(
     logits: Tensor,
     rows: Tensor,
     places: Tensor,
     asked: Asked,
-    drawn: tuple[Tensor, Tensor],
+    drawn: Drawn,
+    parts: Parts,
     lines: TokenLines,
     logprobs: LogprobLines,
 ) -> None:
     """Write the tokens of n requests over those in the newest line, and what else is to be told of them.
 
-    `drawn` [n, blocks]: the best value in each block of the vocabulary, and its token. Padding's row 0 writes
-    nothing.
+    Padding's row 0 writes nothing.
     """
-    num_rows, width, device = rows.size(0), logits.size(1), logits.device
-    block, num_blocks = triton_cuts.block_of(width), drawn[0].size(1)
-    most_top = next_power_of_2(max(2, logprobs.values.size(2) - 1))
-    top = torch.empty(num_rows, num_blocks, most_top, dtype=torch.int64, device=device)
-    of_parts = (
-        torch.empty(num_rows, num_blocks, device=device),
-        torch.empty(num_rows, num_blocks, device=device),
-        torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device),
-    )
-    constants = {"width": width, "parts_block": joined_block(num_blocks), "most_top": most_top}
-    constants |= dependent_launch.options(device)
-    _logprobs_of_block[(cdiv(width, block), num_rows)](
-        logits,
-        rows,
-        places,
-        asked.num_logprobs,
-        *drawn,
-        top,
-        *of_parts,
-        logits.stride(0),
-        num_blocks,
-        block=block,
-        num_warps=8,
-        enable_fp_fusion=True,
-        **constants,
-    )
+    num_blocks, width = parts.best.size(1), logits.size(1)
     ring = lines.ring
-    _amend[(num_rows,)](
+    _amend[(num_blocks, rows.size(0))](
         logits,
         rows,
         places,
@@ -201,9 +198,9 @@ def amend(
         asked.presence,
         asked.frequency,
         asked.num_logprobs,
-        *drawn,
-        top,
-        *of_parts,
+        *drawn.best,
+        drawn.arrived,
+        *parts,
         asked.generated,
         lines.last_tokens,
         ring,
@@ -214,10 +211,14 @@ def amend(
         ring.size(1),
         ring.size(0),
         logprobs.values.size(1),
+        width=width,
+        block=triton_cuts.block_of(width),
         head=LINE_HEAD,
+        parts_block=joined_block(num_blocks),
+        most_top=parts.top.size(2),
         num_values=logprobs.values.size(2),
-        timed=device.type == "cuda",
+        timed=logits.is_cuda,
         num_warps=8,
         enable_fp_fusion=True,
-        **constants,
+        **dependent_launch.options(logits.device),
     )

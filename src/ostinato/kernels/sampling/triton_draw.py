@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import dependent_launch
+from ..constants import GREEDY_BELOW
 from ..custom_op import custom_op
 from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv, next_power_of_2
@@ -30,11 +31,11 @@ def _mix64(x):
 
 
 @triton.jit
-def noise_of(row, seeds, lengths, column):
+def noise_of(seed, position, column):
     """Standard Gumbel noise of a request for these tokens; see Note [Counter-based randomness]."""
-    seed = tl.load(seeds + row).to(tl.uint64)
-    position = tl.load(lengths + row).to(tl.uint64)
-    key = _mix64(_mix64(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
+    key = _mix64(
+        _mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
+    )
     bits = _mix64(key + (column + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     u = ((bits >> 1) | 1).to(tl.float32) * 1.0842021724855044e-19  # 2**-63
     u = tl.minimum(u, 0.99999994)
@@ -89,7 +90,7 @@ def _noisy_best_of_block(
             any_left = tl.max(value, 0) > float("-inf")
         # Most blocks have nothing left of a row that is cut short: no noise for them.
         if (heat >= greedy_below) & any_left:
-            value += heat * noise_of(row, seeds, lengths, column)
+            value += heat * noise_of(tl.load(seeds + row), tl.load(lengths + row), column)
         found, found_at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     # What is passed over here has no token; what is not cut keeps the one that it has.
     is_told = taken | (not has_cuts)
@@ -105,7 +106,6 @@ def best_of_blocks(
     temperature: Tensor,
     seeds: Tensor,
     lengths: Tensor,
-    greedy_below: float,
 ) -> tuple[Tensor, Tensor]:
     """float32 and int32 [n, blocks]: the best value and its token in each block of logits [n, vocab].
 
@@ -113,7 +113,7 @@ def best_of_blocks(
     """
     found = _outputs(logits)
     asked = (is_taken, temperature, seeds, lengths)
-    _launch(logits, rows, asked, found, found, _block(logits), greedy_below, has_cuts=False)
+    _launch(logits, rows, asked, found, found, _block(logits), has_cuts=False)
     return found
 
 
@@ -129,13 +129,12 @@ def draw_again(
     cuts: tuple[Tensor, Tensor],
     best: tuple[Tensor, Tensor],
     block: int,
-    greedy_below: float,
 ) -> None:
     """Put the best of what the cuts leave into `best` [n, blocks]; a row that is cut at +inf stays as it is.
 
     `asked`: temperature, seeds and lengths, by request row.
     """
-    _launch(logits, rows, (rows, *asked), cuts, best, block, greedy_below, has_cuts=True)
+    _launch(logits, rows, (rows, *asked), cuts, best, block, has_cuts=True)
 
 
 def _block(logits: Tensor) -> int:
@@ -154,7 +153,6 @@ def _launch(
     cuts: tuple[Tensor, Tensor],
     best: tuple[Tensor, Tensor],
     block: int,
-    greedy_below: float,
     *,
     has_cuts: bool,
 ) -> None:
@@ -170,7 +168,7 @@ def _launch(
         width=width,
         block=block,
         has_cuts=has_cuts,
-        greedy_below=greedy_below,
+        greedy_below=GREEDY_BELOW,
         num_warps=4 if block <= _BLOCK else 8,
         enable_fp_fusion=True,
         maxnreg=_REGISTERS,

@@ -14,16 +14,18 @@ Here the rows are sorted; on a GPU `triton_cuts` finds the cut without.
 import torch
 from torch import Tensor
 
+from ...constants import GREEDY_BELOW
+
 
 def reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, greedy_below: float
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(float32 [n], int32 [n]): logit and id of the last token of each row of float32 logits [n, vocab].
 
-    A row without a filter, or with a temperature below `greedy_below`, is cut at -inf.
+    A row without a filter, or a greedy one, is cut at -inf.
     """
     vocab = logits.size(1)
-    is_greedy = temperature < greedy_below
+    is_greedy = temperature < GREEDY_BELOW
     heat = torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(vocab, device=logits.device)

@@ -3,7 +3,7 @@
 | kernel | programs | does |
 |---|---|---|
 | `triton_adjusted` | many a row | makes logits and a draw; the best of groups of 128, the sum of weights |
-| `narrow` | many a row, four times | whether that draw stays; wide rows: narrows the range of the cut |
+| `narrow` | many a row, four times | first: does that draw stay? Wide rows: narrows the range of the cut |
 | `settle` | one a row | collects what reaches a bound, and finds the cut among that |
 
 The bound: the k best *groups* hold at least k tokens no worse than the k-th of them. So few groups, and few
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ... import dependent_launch
+from ...constants import GREEDY_BELOW
 from ...host_sizes import cdiv, next_power_of_2
 from ..triton_best import joined_block
 from .triton_narrow import narrow
@@ -81,13 +82,14 @@ def find_cuts(
     filters: tuple[Tensor, Tensor, Tensor, Tensor],
     surveyed: Surveyed,
     drawn: tuple[Tensor, Tensor],
-    greedy_below: float,
+    arrived: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(float32 [n], int32 [n]) of float32 logits [n, vocab], as `cuts.reference` returns them.
 
     `rows` int32 [n]: the request row of each, which `filters` (temperature, top-k, top-p, min-p) are by.
     `drawn` float32 and int32 [n, blocks]: the best value with noise in each block, and its token. Where the
     best of all is left by the filters, or there is none, the row is cut at +inf: it needs no other draw.
+    `arrived` int32 [n]: zeros, and is so again.
     """
     num_rows, width = logits.shape
     block = block_of(width)
@@ -103,14 +105,15 @@ def find_cuts(
         empty(num_rows, num_blocks, dtype=torch.int32),
         empty(num_rows, num_blocks, _SEGMENT, dtype=torch.int32),
     )
-    candidates = (*drawn, empty(num_rows, num_blocks))
+    verdicts = empty(num_rows, dtype=torch.int32)
+    candidates = (*drawn, empty(num_rows, num_blocks), verdicts, arrived)
     blocks_each = max(1, min(_MOST_BLOCKS, num_rows * num_blocks // _PROGRAMS_WANTED))
     sums = empty(_PASSES, num_rows, num_blocks, PIVOTS.value)
     hits = empty(num_rows, num_groups, dtype=torch.int32)
     found = empty(num_rows, _CAPACITY, dtype=torch.int32)
 
     sizes = (logits.stride(0), num_groups, num_blocks)
-    constants = {"width": width, "greedy_below": greedy_below, "enable_fp_fusion": True}
+    constants = {"width": width, "greedy_below": GREEDY_BELOW, "enable_fp_fusion": True}
     constants |= {"segment": _SEGMENT, "capacity": _CAPACITY, "parts_block": joined_block(num_blocks)}
     constants |= dependent_launch.options(logits.device)
     for number in range(_PASSES + 1):
@@ -140,7 +143,7 @@ def find_cuts(
         group_best,
         *ranges,
         *collected,
-        *candidates,
+        verdicts,
         hits,
         found,
         cut,

@@ -7,14 +7,16 @@ that is left, and looks from new pivots. Sums are kept block by block, however m
 that a cut does not depend on the number of rows beside it. Each block of a row collects the tokens in the
 range that the last pass finds into a segment of its own: they stay in the order of their ids.
 
-The first pass also adds up what is before the candidate of every row, wide or not (`triton_candidate`).
+The first pass also adds up what is before the candidate of every row, wide or not (`triton_candidate`). The
+last of a row's programs to end then knows the verdict: by it everybody behind goes on, or returns at once.
 """
 
 import triton
 import triton.language as tl
 
 from ...dependent_launch import wait_for_previous
-from .triton_candidate import candidate_of, is_kept
+from ..triton_best import token_of_row
+from .triton_candidate import WIDE, verdict_of
 from .triton_search import LOWEST_KEY, PIVOTS, even_values, key_of, narrowed, weights_from
 from .triton_survey import LOG2_E, facts_of, filters_of, may_be_wide
 
@@ -61,6 +63,8 @@ def narrow(
     drawn,
     drawn_at,
     before,
+    verdicts,
+    arrived,
     row_stride,
     num_groups,
     num_blocks,
@@ -78,58 +82,70 @@ def narrow(
 ):
     """One pass over wide rows: sums from pivots on; the last one collects what is left of the range."""
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    wait_for_previous(dependent)
-    heat, k, p, share, by_count, by_mass, _ = filters_of(
+    # What rows ask for is on the device before the step.
+    heat, k, p, share, by_count, by_mass, any_filter = filters_of(
         rows, row, temperature, top_k, top_p, min_p, width, greedy_below
     )
-    is_first = round == 0
-    if may_be_wide(k, by_count, by_mass, num_groups) | (is_first & (by_count | by_mass)):
+    wait_for_previous(dependent)
+    is_first = False if is_last else round == 0
+    going = any_filter & is_first
+    if may_be_wide(k, by_count, by_mass, num_groups) & (round > 0):
+        going = tl.load(verdicts + row) == WIDE
+    if going:
+        logits += row * row_stride
+        first, end = part * blocks_each, tl.minimum((part + 1) * blocks_each, num_blocks)
+        end = tl.where(by_count | by_mass, end, first)
+        limit = tl.minimum(end * block, width)
+        column = first * block + tl.arange(0, block)
+        x = tl.load(logits + column, mask=column < limit, other=float("-inf"))
+        drawn_x, drawn_token = tl.full([], 0.0, tl.float32), tl.full([], 0, tl.int64)
+        if is_first:
+            drawn_token = token_of_row(drawn, drawn_at, row, num_blocks, width, parts_block)
+            drawn_x = tl.load(logits + drawn_token)
         best, worst, mass, target, is_wide = facts_of(
             row, heat, k, p, by_count, by_mass, block_best, block_sum, block_lead, num_groups, num_blocks,
             width, capacity, parts_block,
         )  # fmt: skip
-        logits += row * row_stride
-        going = is_wide
+        drawn_key = key_of(drawn_x)
+        low, high, above = range_before(
+            round, row, num_rows, ranges, range_sums, sums, num_blocks, best, worst, heat, p, mass,
+            by_count, target, width, parts_block,
+        )  # fmt: skip
+        place = round * num_rows + row
+        if part == 0:
+            tl.store(ranges + 2 * place, low.to(tl.int32))
+            tl.store(ranges + 2 * place + 1, high.to(tl.int32))
+            tl.store(range_sums + place, above)
+        pivots = even_values(low, high, best, worst, heat, p, mass, by_count, width, PIVOTS)
+        for number in range(first, end):
+            keys = key_of(x)
+            if is_last:
+                chosen = ((column < width) & (keys >= low) & (keys < high)).to(tl.int32)
+                nth = tl.cumsum(chosen, 0) - chosen
+                to = segments + (row * num_blocks + number) * segment
+                tl.store(to + nth, column, (chosen > 0) & (nth < segment))
+                tl.store(counts + row * num_blocks + number, tl.sum(chosen, 0))
+            else:
+                weights = tl.where(by_count, 1.0, tl.exp2((x - best) * (LOG2_E / heat)))
+                weights = tl.where(column < width, weights, 0.0)
+                if is_first:
+                    is_before = (keys > drawn_key) | ((keys == drawn_key) & (column < drawn_token))
+                    behind = tl.sum(tl.where(is_before, weights, 0.0), 0)
+                    tl.store(before + row * num_blocks + number, behind)
+                if is_wide:
+                    to = sums + (place * num_blocks + number) * PIVOTS
+                    tl.store(to + tl.arange(0, PIVOTS), weights_from(keys, weights, pivots))
+            column += block
+            x = tl.load(logits + column, mask=column < limit, other=float("-inf"))
         if is_first:
-            going = True
-        elif is_wide:
-            going = is_kept(
-                row, logits, drawn, drawn_at, before, best, heat, share, by_count, by_mass, target,
-                num_blocks, width, parts_block,
-            ) == 0  # fmt: skip
-        if going:
-            low, high, above = range_before(
-                round, row, num_rows, ranges, range_sums, sums, num_blocks, best, worst, heat, p, mass,
-                by_count, target, width, parts_block,
-            )  # fmt: skip
-            place = round * num_rows + row
-            if part == 0:
-                tl.store(ranges + 2 * place, low.to(tl.int32))
-                tl.store(ranges + 2 * place + 1, high.to(tl.int32))
-                tl.store(range_sums + place, above)
-            drawn_x, drawn_token = candidate_of(row, logits, drawn, drawn_at, num_blocks, width, parts_block)
-            drawn_key = key_of(drawn_x)
-            pivots = even_values(low, high, best, worst, heat, p, mass, by_count, width, PIVOTS)
-            for number in range(part * blocks_each, tl.minimum((part + 1) * blocks_each, num_blocks)):
-                column = number * block + tl.arange(0, block)
-                x = tl.load(logits + column, mask=column < width, other=float("-inf"))
-                keys = key_of(x)
-                if is_last:
-                    chosen = ((column < width) & (keys >= low) & (keys < high)).to(tl.int32)
-                    nth = tl.cumsum(chosen, 0) - chosen
-                    to = segments + (row * num_blocks + number) * segment
-                    tl.store(to + nth, column, (chosen > 0) & (nth < segment))
-                    tl.store(counts + row * num_blocks + number, tl.sum(chosen, 0))
-                else:
-                    weights = tl.where(by_count, 1.0, tl.exp2((x - best) * (LOG2_E / heat)))
-                    weights = tl.where(column < width, weights, 0.0)
-                    if is_first:
-                        is_before = (keys > drawn_key) | ((keys == drawn_key) & (column < drawn_token))
-                        behind = tl.sum(tl.where(is_before, weights, 0.0), 0)
-                        tl.store(before + row * num_blocks + number, behind)
-                    if is_wide:
-                        to = sums + (place * num_blocks + number) * PIVOTS
-                        tl.store(to + tl.arange(0, PIVOTS), weights_from(keys, weights, pivots))
+            tl.debug_barrier()  # every thread has stored what it found
+            if tl.atomic_add(arrived + row, 1) == tl.num_programs(0) - 1:
+                verdict = verdict_of(
+                    drawn_x, row, before, best, heat, share, by_count, by_mass, target, is_wide, num_blocks,
+                    parts_block,
+                )  # fmt: skip
+                tl.store(verdicts + row, verdict)
+                tl.store(arrived + row, 0)
 
 
 @triton.jit

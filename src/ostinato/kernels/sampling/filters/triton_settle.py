@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...dependent_launch import wait_for_previous
-from .triton_candidate import is_kept
+from .triton_candidate import KEPT
 from .triton_narrow import take_segments
 from .triton_search import (
     LOWEST_KEY,
@@ -155,9 +155,7 @@ def settle(
     range_sums,
     counts,
     segments,
-    drawn,
-    drawn_at,
-    before,
+    verdicts,
     hits,
     found,
     cut,
@@ -180,23 +178,19 @@ def settle(
     dependent: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    wait_for_previous(dependent)
     heat, k, p, share, by_count, by_mass, any_filter = filters_of(
         rows, row, temperature, top_k, top_p, min_p, width, greedy_below
     )
+    wait_for_previous(dependent)
     value, last, is_settled = float("inf"), width - 1, True
-    best, worst, mass, first_target, is_wide = 0.0, 0.0, 0.0, 0.0, False
-    logits += row * row_stride
     if any_filter:
+        is_settled = tl.load(verdicts + row) == KEPT
+    if is_settled == 0:
         best, worst, mass, first_target, is_wide = facts_of(
             row, heat, k, p, by_count, by_mass, block_best, block_sum, block_lead, num_groups, num_blocks,
             width, capacity, parts_block,
         )  # fmt: skip
-        is_settled = is_kept(
-            row, logits, drawn, drawn_at, before, best, heat, share, by_count, by_mass, first_target,
-            num_blocks, width, parts_block,
-        )  # fmt: skip
-    if is_settled == 0:
+        logits += row * row_stride
         hits += row * num_groups
         found += row * capacity
         slope = LOG2_E / heat
