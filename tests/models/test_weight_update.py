@@ -118,9 +118,9 @@ def test_what_is_no_set_of_weights_is_refused(model: Transformer, given: object)
 
 def test_twice_the_same_weight_is_refused(model: Transformer) -> None:
     old, pair = contents(model), ("model.norm.weight", torch.ones(48))
-    for given in ([pair, ("norm.weight", torch.ones(48))], iter([pair, pair])):
+    for twice in ([pair, ("norm.weight", torch.ones(48))], iter([pair, pair])):
         with pytest.raises(WeightsError, match="given twice"):
-            update_weights(model, given)
+            update_weights(model, twice)
     assert_equal(model, old)
 
 

@@ -5,10 +5,10 @@ kernel wants fused is fused already, for every name is a view of where it lies.
 
 Note [All or none]
 Of a mapping, a list or a directory everything is checked before the first byte is written. An iterator shows
-what it has only as it goes, and a file may be unreadable in the middle: there each weight is copied to the host
-before it is overwritten, and put back if the update does not come to its end. A mapping's tensors are at hand
-and take one copy each, so nothing is kept of the old, and an interrupt waits until all are written; were the
-device to fail in between, the update says that the weights are torn, and its caller must not use them.
+what it has only as it goes, and a file may be unreadable in the middle: there each weight is copied to the
+host before it is overwritten, and put back if the update does not come to its end. A mapping's tensors are at
+hand and take one copy each, so nothing is kept of the old, and an interrupt waits until all are written; were
+the device to fail in between, the update says that the weights are torn, and its caller must not use them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
