@@ -39,8 +39,8 @@ class Chunks:
     """How contexts are cut, and who takes the chunks."""
 
     keys: int
-    """Of a chunk, at least: contexts are cut at multiples of this, longer ones of 3/2 of it, of twice, of three
-    times as much, and so on, so that they have no more `parts`."""
+    """Of a chunk, at least: contexts are cut at multiples of this, longer ones of 3/2 of it, of twice as much,
+    and so on, so that they have no more `parts`."""
     parts: int
     """Chunks that a token sees at most."""
     steps: int
@@ -76,7 +76,7 @@ class Queries:
             return self._tile(heads, key_blocks(self.dtype, self.head_dim, heads, (4,), gpu, 1)), None
         resident = min(_PROGRAMS, gpu.most_programs(blocks.shared_bytes(self.dtype, self.head_dim, heads)))
         programs = resident * gpu.multiprocessors
-        # As many as there are programs for the tiles of one request: a second round takes as long as the first.
+        # As many as there are programs for the tiles of one request: a second round is as long as the first.
         part_bytes = self.num_tokens * self.num_heads * self.head_dim * 4
         most = max(_LEAST_PARTS, min(programs // tiles, _MOST_PARTS, _MOST_PART_BYTES // part_bytes))
         keys, parts, steps = self._chunks(least, most)
@@ -89,13 +89,13 @@ class Queries:
         return min(self.max_context, self.window or self.max_context)
 
     def _chunks(self, keys: int, most_parts: int) -> tuple[int, int, int]:
-        """Least keys, parts and steps of `Chunks`. A window may begin and end anywhere in a chunk, wherever it
-        is in the context: there all chunks are alike."""
+        """Least keys, parts and steps of `Chunks`. A window may begin and end anywhere in a chunk, and be
+        anywhere in the context: there all chunks are alike."""
         if self.window:
             while (parts := cdiv(self._seen - 1, keys) + 1) > most_parts:
                 keys *= 2
             return keys, parts, 0
-        # Tokens of a step have two sizes of chunks at most: the next length at which they grow is that far away.
+        # Tokens of a step have two sizes of chunks at most: the next length at which they grow is far away.
         while keys < self.max_context and most_parts * keys < 2 * self.max_query_len:
             keys *= 2
         # Steps enough for any rung of this limit: each number of them is a kernel of its own.

@@ -131,10 +131,7 @@ def chunk_size(position, least_keys, most_parts, steps: tl.constexpr):
     """
     size = position * 0 + least_keys
     for step in tl.static_range(steps):
-        if step % 2 == 0:
-            longer = size * 3 // 2
-        else:
-            longer = size * 4 // 3
+        longer = size * 3 // 2 if step % 2 == 0 else size * 4 // 3
         size = tl.where(position >= most_parts * size, longer, size)
     return size
 
