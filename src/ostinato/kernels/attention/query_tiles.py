@@ -39,7 +39,7 @@ class Chunks:
     """How contexts are cut, and who takes the chunks."""
 
     keys: int
-    """Of a chunk, at least: contexts are cut at multiples of this, longer ones of 3/2 of it, of twice as much,
+    """Of a chunk, at least: contexts are cut at multiples of this, longer ones of 3/2 of it, twice as much,
     and so on, so that they have no more `parts`."""
     parts: int
     """Chunks that a token sees at most."""
