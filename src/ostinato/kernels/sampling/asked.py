@@ -38,9 +38,9 @@ class Asked(NamedTuple):
     """int32 [n]: the length from which on they may."""
     num_logprobs: Tensor
     """int32 [n]: of so many likeliest tokens the log-probability is told; -1: not even of the chosen one."""
-    generated: Tensor
-    """int32 [n, vocab]: how often each token was generated, of rows with penalties."""
     in_prompt: Tensor
     """bool [n, vocab]: whether it is in the prompt, of rows with penalties."""
     masks: Tensor
     """int32 [n, words]: a bit for each token that may come, the lowest first."""
+    generated: Tensor
+    """int32 [n, vocab]: how often each token was generated, of rows with penalties. Sampling counts on."""

@@ -8,6 +8,8 @@ returns it. On a CPU it is plain torch, and the definition.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,8 @@ def sample_asking(
     logits [R, vocab] and its place among the tokens. Without `has_filters` nobody asks for top-k, top-p or
     min-p.
     """
-    _sample_asking(logits, rows, places, *asked, *lines, *logprobs, has_filters)
+    *constant, generated = asked
+    _sample_asking(logits, rows, places, constant, generated, *lines, *logprobs, has_filters)
 
 
 @custom_op(
@@ -47,24 +50,8 @@ def _sample_asking(
     logits: Tensor,
     rows: Tensor,
     places: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    lengths: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    num_biases: Tensor,
-    bias_ids: Tensor,
-    bias_values: Tensor,
-    banned: Tensor,
-    banned_before: Tensor,
-    num_logprobs: Tensor,
+    asked: Sequence[Tensor],
     generated: Tensor,
-    in_prompt: Tensor,
-    masks: Tensor,
     last_tokens: Tensor,
     ring: Tensor,
     counts: Tensor,
@@ -74,29 +61,10 @@ def _sample_asking(
     ranks: Tensor,
     has_filters: bool,
 ) -> None:
-    asked = Asked(
-        temperature=temperature,
-        seeds=seeds,
-        lengths=lengths,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition=repetition,
-        presence=presence,
-        frequency=frequency,
-        num_biases=num_biases,
-        bias_ids=bias_ids,
-        bias_values=bias_values,
-        banned=banned,
-        banned_before=banned_before,
-        num_logprobs=num_logprobs,
-        generated=generated,
-        in_prompt=in_prompt,
-        masks=masks,
-    )
     lines = TokenLines(last_tokens, ring, counts, began)
     sample = by_kernels if logits.is_cuda else reference
-    sample(logits, rows, places, asked, lines, LogprobLines(values, logprob_tokens, ranks), has_filters)
+    logprobs = LogprobLines(values, logprob_tokens, ranks)
+    sample(logits, rows, places, Asked(*asked, generated), lines, logprobs, has_filters)
 
 
 @_sample_asking.register_fake
