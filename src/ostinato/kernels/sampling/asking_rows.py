@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..constants import GREEDY_BELOW
 from ..custom_op import custom_op
 from . import torch_reference
 from .asked import Asked
 from .token_lines import LINE_HEAD, LogprobLines, TokenLines
-from .torch_reference import GREEDY_BELOW, Penalties, SamplingSettings
 
 _PIECE_BYTES = 24 << 20
 """What an intermediate over the vocabulary may take on a CPU: sorting many rows at once takes GBs."""
@@ -140,9 +140,9 @@ def adjusted(logits: Tensor, rows: Tensor, asked: Asked) -> Tensor:
     penalised = has_penalties(asked, rows).nonzero().squeeze(1)
     if penalised.numel():
         of = rows[penalised]
-        penalties = Penalties(asked.repetition[of], asked.presence[of], asked.frequency[of])
-        seen = (asked.generated[of], asked.in_prompt[of])
-        logits[penalised] = torch_reference.apply_penalties(logits[penalised], penalties, *seen)
+        costs = (asked.repetition, asked.presence, asked.frequency, asked.generated, asked.in_prompt)
+        theirs = (of_all[of] for of_all in costs)
+        logits[penalised] = torch_reference.apply_penalties(logits[penalised], *theirs)
     return torch_reference.allow(logits, asked.masks[rows])
 
 
@@ -150,12 +150,13 @@ def _tokens(logits: Tensor, rows: Tensor, asked: Asked, has_filters: bool) -> Te
     drawn_by = (asked.temperature[rows], asked.seeds[rows], asked.lengths[rows])
     tokens = torch_reference.sample_unfiltered(logits, *drawn_by)
     if has_filters:
-        settings = SamplingSettings(asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.seeds)
-        theirs = settings.of(rows)
-        filtered = (theirs.top_k > 0) | (theirs.top_p < 1) | (theirs.min_p > 0)
-        some = (filtered & (theirs.temperature >= GREEDY_BELOW)).nonzero().squeeze(1)
+        filters = (asked.top_k[rows], asked.top_p[rows], asked.min_p[rows])
+        is_filtered = (filters[0] > 0) | (filters[1] < 1) | (filters[2] > 0)
+        some = (is_filtered & (drawn_by[0] >= GREEDY_BELOW)).nonzero().squeeze(1)
         if some.numel():
-            tokens[some] = torch_reference.sample(logits[some], rows[some], settings, asked.lengths)
+            heat, *numbers = (of_all[some] for of_all in drawn_by)
+            left = (of_all[some] for of_all in filters)
+            tokens[some] = torch_reference.sample(logits[some], heat, *left, *numbers)
     return tokens
 
 
