@@ -40,7 +40,7 @@ def check_op_is_declared_truthfully() -> None:
     lines, logprobs = case.lines()
     torch.library.opcheck(
         torch.ops.ostinato.sample_asking.default,
-        (case.logits, case.rows, case.places, *case.asked, *lines, *logprobs, True),
+        (case.logits, case.rows, case.places, [*case.asked[:-1]], case.asked[-1], *lines, *logprobs, True),
         test_utils=("test_schema", "test_faketensor"),
     )
 

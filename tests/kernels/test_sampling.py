@@ -1,6 +1,7 @@
 """Sampling: filters against a slow reference, draws against their distribution, the right to be captured."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,13 +12,26 @@ from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels.sampling import filters, torch_reference
 from ostinato.kernels.sampling.plain import PlainSettings, return_plain
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, TokenLines
-from ostinato.kernels.sampling.torch_reference import Penalties, SamplingSettings
 
 VOCAB = 40
 
 
+class Chosen(NamedTuple):
+    """How each row is sampled."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+
+    def is_kept(self, logits):
+        """What the filters leave."""
+        return filters.is_kept(logits, *filters.reference(logits, *self[:4]))
+
+
 def make_settings(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
-    return SamplingSettings(
+    return Chosen(
         temperature=torch.full((n,), temperature),
         top_k=torch.full((n,), top_k, dtype=torch.int32),
         top_p=torch.full((n,), top_p),
@@ -27,8 +41,7 @@ def make_settings(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
 
 
 def sample(logits, chosen, positions):
-    """Settings and positions by row of the logits."""
-    return torch_reference.sample(logits, torch.arange(logits.size(0), dtype=torch.int32), chosen, positions)
+    return torch_reference.sample(logits, *chosen, positions)
 
 
 def random_logits(n, vocab=VOCAB, seed=0, spread=3.0):
@@ -84,10 +97,10 @@ def test_filters_equal_a_slow_reference(data):
         st.lists(st.sampled_from([0.0, 0.1234, 0.4321, 0.8765, 0.9876, 1.0]), min_size=n, max_size=n)
     )
     min_p = data.draw(st.lists(st.sampled_from([0.0, 0.01234, 0.2345, 0.6543]), min_size=n, max_size=n))
-    chosen = SamplingSettings(
+    chosen = Chosen(
         torch.ones(n), torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p), None
     )
-    left = filters.is_kept(logits, *torch_reference.filter_cuts(logits, chosen))
+    left = chosen.is_kept(logits)
     for row in range(n):
         kept = slow_filter(logits[row].tolist(), top_k[row], top_p[row], min_p[row])
         assert set(left[row].nonzero().flatten().tolist()) == kept
@@ -95,7 +108,7 @@ def test_filters_equal_a_slow_reference(data):
 
 def test_filters_that_are_off_drop_nothing_from_a_large_flat_vocabulary():
     logits = torch.zeros(1, 50_000)
-    assert filters.is_kept(logits, *torch_reference.filter_cuts(logits, make_settings(1))).all()
+    assert make_settings(1).is_kept(logits).all()
 
 
 def test_top_k_of_one_is_greedy_and_takes_the_first_of_equal_logits():
@@ -125,7 +138,7 @@ def test_draws_follow_the_filtered_distribution(options):
     chosen = make_settings(n, seed=1234, **options)
     one = make_settings(1, **options)
     row = random_logits(1, seed=5)
-    left = filters.is_kept(row, *torch_reference.filter_cuts(row, one))
+    left = one.is_kept(row)
     wanted = (row / one.temperature).masked_fill(~left, float("-inf")).softmax(-1)[0]
     tokens = sample(row.expand(n, -1), chosen, torch.arange(n))
     assert_follows(torch.bincount(tokens, minlength=VOCAB), wanted)
@@ -166,7 +179,7 @@ def test_every_seed_and_position_draws_anew():
 def test_a_draw_depends_on_its_own_row_only(seed, n):
     generator = torch.Generator().manual_seed(seed)
     logits = random_logits(n, seed=seed)
-    chosen = SamplingSettings(
+    chosen = Chosen(
         temperature=torch.rand(n, generator=generator) * 1.5,
         top_k=torch.randint(0, VOCAB, (n,), generator=generator, dtype=torch.int32),
         top_p=torch.rand(n, generator=generator),
@@ -177,7 +190,7 @@ def test_a_draw_depends_on_its_own_row_only(seed, n):
     together = sample(logits, chosen, positions)
 
     def select(rows):
-        return SamplingSettings(*(getattr(chosen, name)[rows] for name in chosen.__dataclass_fields__))
+        return Chosen(*(value[rows] for value in chosen))
 
     order = torch.randperm(n, generator=generator)
     assert torch.equal(sample(logits[order], select(order), positions[order]), together[order])
@@ -202,11 +215,11 @@ def test_plain_requests_get_what_filtered_sampling_draws_and_others_are_passed_o
     off = make_settings(num_rows)
     temperature = (torch.rand(num_rows, generator=generator) * 3 - 1.5).clamp(min=0)
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (num_rows,), generator=generator)
-    chosen = SamplingSettings(temperature, off.top_k, off.top_p, off.min_p, seeds)
+    chosen = Chosen(temperature, off.top_k, off.top_p, off.min_p, seeds)
     lengths = torch.randint(0, 10_000, (num_rows,), generator=generator, dtype=torch.int32)
     is_plain = torch.randint(0, 3, (num_rows,), generator=generator, dtype=torch.int32)
     logits = random_logits(n, seed=seed)
-    filtered = torch_reference.sample(logits, rows, chosen, lengths)
+    filtered = sample(logits, Chosen(*(value[rows.long()] for value in chosen)), lengths[rows.long()])
     lines = TokenLines.of(torch.full((num_rows,), -1), torch.zeros(1, dtype=torch.int64), n, 2)
     plain = PlainSettings(is_plain, temperature, seeds, lengths)
     return_plain(logits, rows, plain, lines)
@@ -233,8 +246,8 @@ def test_penalties_equal_their_definitions():
     generated = torch.randint(0, 3, (n, VOCAB), generator=generator, dtype=torch.int32)
     in_prompt = torch.rand(n, VOCAB, generator=generator) < 0.3
     repetition, presence, frequency = [1.0, 1.3, 0.8], [0.0, 0.5, -0.4], [0.0, 0.2, 1.5]
-    penalties = Penalties(torch.tensor(repetition), torch.tensor(presence), torch.tensor(frequency))
-    out = torch_reference.apply_penalties(logits, penalties, generated, in_prompt)
+    penalties = (torch.tensor(repetition), torch.tensor(presence), torch.tensor(frequency))
+    out = torch_reference.apply_penalties(logits, *penalties, generated, in_prompt)
     for row in range(n):
         for token in range(VOCAB):
             wanted, count = logits[row, token].item(), generated[row, token].item()
@@ -243,15 +256,16 @@ def test_penalties_equal_their_definitions():
             wanted -= frequency[row] * count + presence[row] * (count > 0)
             assert out[row, token].item() == pytest.approx(wanted, abs=1e-5)
     assert torch.equal(out[0], logits[0])
-    without_prompt = torch_reference.apply_penalties(logits, penalties, torch.zeros_like(generated))
-    assert torch.equal(without_prompt, logits)
+    nothing = (torch.zeros_like(generated), torch.zeros_like(in_prompt))
+    assert torch.equal(torch_reference.apply_penalties(logits, *penalties, *nothing), logits)
 
 
 def test_penalties_keep_forbidden_tokens_forbidden():
     logits = torch.full((1, 4), float("-inf"))
-    penalties = Penalties(torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([1.0]))
+    penalties = (torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([1.0]))
     counts = torch.ones(1, 4, dtype=torch.int32)
-    assert (torch_reference.apply_penalties(logits, penalties, counts) == float("-inf")).all()
+    changed = torch_reference.apply_penalties(logits, *penalties, counts, counts > 0)
+    assert (changed == float("-inf")).all()
 
 
 def test_counting_tokens_leaves_the_padding_row_alone():
@@ -295,11 +309,11 @@ def test_the_whole_of_sampling_is_captured():
     def step(
         logits, rows, positions, temperature, top_k, top_p, min_p, seeds, penalty, bias_ids, bias_values
     ):
-        chosen = SamplingSettings(temperature, top_k, top_p, min_p, seeds)
-        penalties = Penalties(penalty + 1, penalty, penalty)
+        chosen = Chosen(temperature, top_k, top_p, min_p, seeds)
+        penalties = (penalty + 1, penalty, penalty)
         biased = torch_reference.add_bias(logits, bias_ids, bias_values)
         changed = torch_reference.apply_penalties(
-            biased, penalties, counts.index_select(0, rows), in_prompt.index_select(0, rows)
+            biased, *penalties, counts.index_select(0, rows), in_prompt.index_select(0, rows)
         )
         tokens = sample(changed, chosen, positions)
         torch_reference.count_tokens(counts, rows, tokens)

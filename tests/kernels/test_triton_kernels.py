@@ -19,14 +19,14 @@ def test_kernels_are_right_in_the_interpreter(which):
     assert_passes("kernels.triton_interpreter_checks", which, 110 if which == "few" else 280)
 
 
-def compiled(kernel, types, constants, **options):
-    """The kernel's binary for compute capability 9.0."""
+def compiled(kernel, types, constants, capability=90, **options):
+    """The kernel's binary for compute capability 9.0, or another."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=places)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
 
 
 def pointers(dtype: torch.dtype, *names: str) -> dict[str, str]:

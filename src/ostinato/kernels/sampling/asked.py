@@ -11,21 +11,21 @@ class Asked(NamedTuple):
     temperature: Tensor
     """float32 [n]; 0 is greedy."""
     seeds: Tensor
-    """int64 [n]."""
+    """int64 [n]: any values; equal seeds give equal draws at equal positions."""
     lengths: Tensor
     """int32 [n]: where in its request the new token will stand."""
     top_k: Tensor
-    """int32 [n]: as in SamplingSettings, like the next two."""
+    """int32 [n]: keep the k most likely tokens; 0 or less: all."""
     top_p: Tensor
-    """float32 [n]."""
+    """float32 [n]: keep the most likely tokens until their sum reaches p; 1: all."""
     min_p: Tensor
-    """float32 [n]."""
+    """float32 [n]: drop tokens less likely than min_p times the most likely one; 0: none."""
     repetition: Tensor
-    """float32 [n]: as in Penalties, like the next two."""
+    """float32 [n]: divides positive and multiplies negative logits of tokens seen anywhere; 1: off."""
     presence: Tensor
-    """float32 [n]."""
+    """float32 [n]: subtracted once from tokens generated before; 0: off."""
     frequency: Tensor
-    """float32 [n]."""
+    """float32 [n]: subtracted per occurrence from tokens generated before; 0: off."""
     num_biases: Tensor
     """int32 [n]: how many of the next two count; the others are (0, 0.0)."""
     bias_ids: Tensor
@@ -38,9 +38,9 @@ class Asked(NamedTuple):
     """int32 [n]: the length from which on they may."""
     num_logprobs: Tensor
     """int32 [n]: of so many likeliest tokens the log-probability is told; -1: not even of the chosen one."""
-    generated: Tensor
-    """int32 [n, vocab]: how often each token was generated, of rows with penalties."""
     in_prompt: Tensor
     """bool [n, vocab]: whether it is in the prompt, of rows with penalties."""
     masks: Tensor
     """int32 [n, words]: a bit for each token that may come, the lowest first."""
+    generated: Tensor
+    """int32 [n, vocab]: how often each token was generated, of rows with penalties. Sampling counts on."""

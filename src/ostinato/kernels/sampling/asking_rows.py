@@ -8,14 +8,16 @@ returns it. On a CPU it is plain torch, and the definition.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ..constants import GREEDY_BELOW
 from ..custom_op import custom_op
 from . import torch_reference
 from .asked import Asked
 from .token_lines import LINE_HEAD, LogprobLines, TokenLines
-from .torch_reference import GREEDY_BELOW, Penalties, SamplingSettings
 
 _PIECE_BYTES = 24 << 20
 """What an intermediate over the vocabulary may take on a CPU: sorting many rows at once takes GBs."""
@@ -37,7 +39,8 @@ def sample_asking(
     logits [R, vocab] and its place among the tokens. Without `has_filters` nobody asks for top-k, top-p or
     min-p.
     """
-    _sample_asking(logits, rows, places, *asked, *lines, *logprobs, has_filters)
+    *constant, generated = asked
+    _sample_asking(logits, rows, places, constant, generated, *lines, *logprobs, has_filters)
 
 
 @custom_op(
@@ -47,24 +50,8 @@ def _sample_asking(
     logits: Tensor,
     rows: Tensor,
     places: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    lengths: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    num_biases: Tensor,
-    bias_ids: Tensor,
-    bias_values: Tensor,
-    banned: Tensor,
-    banned_before: Tensor,
-    num_logprobs: Tensor,
+    asked: Sequence[Tensor],
     generated: Tensor,
-    in_prompt: Tensor,
-    masks: Tensor,
     last_tokens: Tensor,
     ring: Tensor,
     counts: Tensor,
@@ -74,29 +61,10 @@ def _sample_asking(
     ranks: Tensor,
     has_filters: bool,
 ) -> None:
-    asked = Asked(
-        temperature=temperature,
-        seeds=seeds,
-        lengths=lengths,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition=repetition,
-        presence=presence,
-        frequency=frequency,
-        num_biases=num_biases,
-        bias_ids=bias_ids,
-        bias_values=bias_values,
-        banned=banned,
-        banned_before=banned_before,
-        num_logprobs=num_logprobs,
-        generated=generated,
-        in_prompt=in_prompt,
-        masks=masks,
-    )
     lines = TokenLines(last_tokens, ring, counts, began)
     sample = by_kernels if logits.is_cuda else reference
-    sample(logits, rows, places, asked, lines, LogprobLines(values, logprob_tokens, ranks), has_filters)
+    logprobs = LogprobLines(values, logprob_tokens, ranks)
+    sample(logits, rows, places, Asked(*asked, generated), lines, logprobs, has_filters)
 
 
 @_sample_asking.register_fake
@@ -172,9 +140,9 @@ def adjusted(logits: Tensor, rows: Tensor, asked: Asked) -> Tensor:
     penalised = has_penalties(asked, rows).nonzero().squeeze(1)
     if penalised.numel():
         of = rows[penalised]
-        penalties = Penalties(asked.repetition[of], asked.presence[of], asked.frequency[of])
-        seen = (asked.generated[of], asked.in_prompt[of])
-        logits[penalised] = torch_reference.apply_penalties(logits[penalised], penalties, *seen)
+        costs = (asked.repetition, asked.presence, asked.frequency, asked.generated, asked.in_prompt)
+        theirs = (of_all[of] for of_all in costs)
+        logits[penalised] = torch_reference.apply_penalties(logits[penalised], *theirs)
     return torch_reference.allow(logits, asked.masks[rows])
 
 
@@ -182,12 +150,13 @@ def _tokens(logits: Tensor, rows: Tensor, asked: Asked, has_filters: bool) -> Te
     drawn_by = (asked.temperature[rows], asked.seeds[rows], asked.lengths[rows])
     tokens = torch_reference.sample_unfiltered(logits, *drawn_by)
     if has_filters:
-        settings = SamplingSettings(asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.seeds)
-        theirs = settings.of(rows)
-        filtered = (theirs.top_k > 0) | (theirs.top_p < 1) | (theirs.min_p > 0)
-        some = (filtered & (theirs.temperature >= GREEDY_BELOW)).nonzero().squeeze(1)
+        filters = (asked.top_k[rows], asked.top_p[rows], asked.min_p[rows])
+        is_filtered = (filters[0] > 0) | (filters[1] < 1) | (filters[2] > 0)
+        some = (is_filtered & (drawn_by[0] >= GREEDY_BELOW)).nonzero().squeeze(1)
         if some.numel():
-            tokens[some] = torch_reference.sample(logits[some], rows[some], settings, asked.lengths)
+            heat, *numbers = (of_all[some] for of_all in drawn_by)
+            left = (of_all[some] for of_all in filters)
+            tokens[some] = torch_reference.sample(logits[some], heat, *left, *numbers)
     return tokens
 
 

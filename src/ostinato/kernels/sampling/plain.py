@@ -23,7 +23,7 @@ class PlainSettings(NamedTuple):
     temperature: Tensor
     """float32 [n]; 0 is greedy."""
     seeds: Tensor
-    """int64 [n]: as in SamplingSettings."""
+    """int64 [n]: as in Asked."""
     lengths: Tensor
     """int32 [n]: where in its request the new token will stand."""
 

@@ -30,44 +30,6 @@ _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
-    """How each of n request rows is sampled; static buffers of a captured sampler."""
-
-    temperature: Tensor
-    """float32 [n]; 0 is greedy."""
-
-    top_k: Tensor
-    """int32 [n]: keep the k most likely tokens; 0 or less: all."""
-
-    top_p: Tensor
-    """float32 [n]: keep the most likely tokens until their sum reaches p; 1: all."""
-
-    min_p: Tensor
-    """float32 [n]: drop tokens less likely than min_p times the most likely one; 0: none."""
-
-    seeds: Tensor
-    """int64 [n]: any values; equal seeds give equal draws at equal positions."""
-
-    def of(self, rows: Tensor) -> "SamplingSettings":
-        """Those of some rows."""
-        return SamplingSettings(*(value.index_select(0, rows) for value in vars(self).values()))
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """What the rows' earlier tokens cost; `repetition` as in CTRL, the other two as in the OpenAI API."""
-
-    repetition: Tensor
-    """float32 [n]: divides positive and multiplies negative logits of tokens seen anywhere; 1: off."""
-
-    presence: Tensor
-    """float32 [n]: subtracted once from tokens generated before; 0: off."""
-
-    frequency: Tensor
-    """float32 [n]: subtracted per occurrence from tokens generated before; 0: off."""
-
-
-@dataclass(frozen=True)
 class Logprobs:
     """Log-probabilities under the model itself, before bias, penalties, temperature and filters."""
 
@@ -84,16 +46,21 @@ class Logprobs:
     """float32 [n, top_n]: theirs."""
 
 
-def sample(logits: Tensor, rows: Tensor, settings: SamplingSettings, lengths: Tensor) -> Tensor:
-    """int64 [R]: a token for each row of float32 logits [R, vocab], in plain torch.
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """int64 [n]: a token for each row of float32 logits [n, vocab]; all else [n], as in `Asked`.
 
-    `rows` int32 [R]: the requests' rows, which `settings` and `lengths` are by; `lengths` [n]: where in its
-    request the new token will stand. Each row needs one finite logit at least.
+    `positions`: where in their requests the tokens will stand. Each row needs one finite logit at least.
     """
-    asked = settings.of(rows)
-    left = filters.is_kept(logits, *filter_cuts(logits, asked))
-    logits = logits.masked_fill(~left, float("-inf"))
-    return sample_unfiltered(logits, asked.temperature, asked.seeds, lengths.index_select(0, rows))
+    left = filters.is_kept(logits, *filters.reference(logits, temperature, top_k, top_p, min_p))
+    return sample_unfiltered(logits.masked_fill(~left, float("-inf")), temperature, seeds, positions)
 
 
 def sample_unfiltered(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -102,29 +69,19 @@ def sample_unfiltered(logits: Tensor, temperature: Tensor, seeds: Tensor, positi
     return (logits + heat * gumbel_noise(seeds, positions, logits.size(-1))).argmax(-1)
 
 
-def filter_cuts(logits: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """Where top-k, top-p and min-p cut each row: `filters.reference`."""
-    chosen = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
-    return filters.reference(logits, *chosen)
-
-
 def apply_penalties(
-    logits: Tensor, penalties: Penalties, generated: Tensor, in_prompt: Tensor | None = None
+    logits: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    generated: Tensor,
+    in_prompt: Tensor,
 ) -> Tensor:
-    """Logits less what the rows' tokens cost.
-
-    `generated` int32 [n, vocab]: how often each token was generated. `in_prompt` bool [n, vocab]: whether it
-    is in the prompt, which only the repetition penalty asks; None: prompts do not count.
-    """
+    """Logits [n, vocab] less what the rows' earlier tokens cost; all else by row, as in `Asked`."""
     was_generated = generated > 0
-    seen = was_generated if in_prompt is None else was_generated | in_prompt
-    factor = torch.where(seen, penalties.repetition.unsqueeze(1), 1.0)
+    factor = torch.where(was_generated | in_prompt, repetition.unsqueeze(1), 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
-    return (
-        logits
-        - penalties.frequency.unsqueeze(1) * generated
-        - penalties.presence.unsqueeze(1) * was_generated
-    )
+    return logits - frequency.unsqueeze(1) * generated - presence.unsqueeze(1) * was_generated
 
 
 def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:

@@ -45,6 +45,9 @@ _PASSES = 3
 _PROGRAMS_WANTED, _MOST_BLOCKS = 512, 8
 """Of `narrow`: so many programs fill a GPU, and each has much to find out before its first block."""
 
+_REGISTERS, _REGISTERS_OF_LAST = 80, 128
+"""Of a thread of `narrow`: it mostly returns at once, and has to find room beside other kernels."""
+
 
 class Surveyed(NamedTuple):
     """What the kernel that makes logits [n, vocab] leaves for filters, by `triton_survey.survey_block`."""
@@ -134,6 +137,7 @@ def find_cuts(
             **constants,
             block=block,
             num_warps=8,
+            maxnreg=_REGISTERS_OF_LAST if number == _PASSES else _REGISTERS,
         )
     settle[(num_rows,)](
         logits,
