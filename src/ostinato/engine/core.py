@@ -370,6 +370,9 @@ class EngineCore:
         return (request,) if request.is_finished else ()
 
     def _finish_what_was_interrupted(self) -> None:
+        if self.scheduler.num_steps_in_flight != len(self._flights):
+            known = [flight.step for flight in self._flights]
+            self._flights += [Flight(step) for step in self.scheduler.in_flight if step not in known]
         while len(self._flights) > self.config.lookahead or self._is_interrupted:
             self._complete()
 

@@ -95,6 +95,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def in_flight(self) -> tuple[ScheduledStep, ...]:
+        """These steps, the oldest first."""
+        return tuple(self._in_flight)
+
+    @property
     def is_paused(self) -> bool:
         """Whether `pause` is in force."""
         return self._is_paused
