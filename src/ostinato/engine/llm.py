@@ -114,7 +114,8 @@ class LLM:
                 output = engine.add(prompt, params, name)
             while True:
                 # Another call may have finished it, so what is left is looked for first.
-                new, is_over = output.outputs[0].text_since(sent), output.finished
+                with engine.turn:
+                    new, is_over = output.outputs[0].text_since(sent), output.finished
                 if new:
                     yield new
                     sent += len(new)
@@ -220,24 +221,17 @@ class LLM:
         """`encode` makes a prompt of what was given; it may refuse."""
         engine = self.engine
         outputs: list[RequestOutput] = []
-        unfinished: set[str] = set()
-        with HeldSignals() as signals:
-            engine.awaited.append(unfinished)
-            try:
-                for prompt, wanted in zip(prompts, params, strict=True):
-                    outputs.append(self._begin(prompt, wanted, unfinished, encode, strict=strict))
+        # After an interrupt nothing of this call stays behind.
+        with HeldSignals() as signals, engine.awaiting() as unfinished:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                outputs.append(self._begin(prompt, wanted, unfinished, encode, strict=strict))
+                signals.let_through()
+            with RequestProgress(len(outputs), shown) as bar:
+                bar.update(len(outputs) - len(unfinished), 0)
+                while unfinished:
+                    before, changed = len(unfinished), engine.step()
+                    bar.update(before - len(unfinished), len(changed))
                     signals.let_through()
-                with RequestProgress(len(outputs), shown) as bar:
-                    bar.update(len(outputs) - len(unfinished), 0)
-                    while unfinished:
-                        before, changed = len(unfinished), engine.step()
-                        bar.update(before - len(unfinished), len(changed))
-                        signals.let_through()
-            finally:
-                # After an interrupt nothing of this call stays behind.
-                for name in list(unfinished):
-                    engine.abort(name)
-                engine.awaited.remove(unfinished)
         if engine.is_closed:
             raise RequestError("this LLM was closed while it served this call")
         if strict and outputs and outputs[0].error is not None:

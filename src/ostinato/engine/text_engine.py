@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,10 @@ Prompt = str | Mapping[str, Any]
 """A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
 
 
+MAX_COMPLETIONS = 16_384
+"""Of one prompt; more would take memory without end before the first of them is served."""
+
+
 class TextEngine:
     """An engine core with a tokenizer in front. Threads take turns."""
 
@@ -48,8 +53,8 @@ class TextEngine:
         """Held by whoever does something with the engine."""
         self.is_closed = False
         """Whether it has ended: nothing can be asked any more."""
-        self.awaited: list[set[str]] = []
-        """Names that calls wait for; what ends is taken out of all of them, whoever's step ends it."""
+        self._awaited: dict[int, set[str]] = {}
+        """By call: see `awaiting`."""
         self.tokenizer = loaded.tokenizer
         self._served: dict[str, list[ServedCompletion]] = {}
         """By the name of the prompt."""
@@ -97,6 +102,8 @@ class TextEngine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a prompt now; its output as far as it got, or None if it is unknown or finished."""
+        if self.turn.is_elsewhere:  # what a forked child leaves is the parent's
+            return None
         with self.turn:
             completions = self._served.get(_checked_name(request_id))
             if completions is None:
@@ -248,8 +255,21 @@ class TextEngine:
         for completion in self._served.pop(name):
             self._delivery.remove(completion)
             self._taken_names.discard(completion.request.request_id)
-        for names in self.awaited:
+        for names in tuple(self._awaited.values()):  # other threads begin and end calls meanwhile
             names.discard(name)
+
+    @contextmanager
+    def awaiting(self) -> Iterator[set[str]]:
+        """Names that a call waits for, to be filled by it: what ends is taken out, whoever's step ends it.
+        What is left at the end is aborted."""
+        names: set[str] = set()
+        self._awaited[id(names)] = names
+        try:
+            yield names
+        finally:
+            for name in list(names):
+                self.abort(name)
+            del self._awaited[id(names)]
 
     def embed(
         self, prompts: Sequence[Prompt], pooling: str, let_through: Callable[[], None] = lambda: None
@@ -260,26 +280,20 @@ class TextEngine:
         """
         check_pooling(pooling)
         kept: list[ServedCompletion | EmbeddingOutput] = []
-        awaited: set[str] = set()
-        self.awaited.append(awaited)
-        try:
+        with self.awaiting() as unfinished:
             for prompt in prompts:
                 try:
                     with self.turn:
                         [served] = self._served[self.add_embedding(prompt)]
-                        awaited.add(served.whole.request_id)
+                        unfinished.add(served.whole.request_id)
                     kept.append(served)
                 except RequestError as error:
                     if self.is_closed or self.turn.is_elsewhere:
                         raise
                     kept.append(EmbeddingOutput(self.new_id(), None, [], [], str(error)))
-            while awaited:
+            while unfinished:
                 self.step()
                 let_through()
-        finally:
-            for name in list(awaited):
-                self.abort(name)
-            self.awaited.remove(awaited)
         return [entry if isinstance(entry, EmbeddingOutput) else _embedding(entry, pooling) for entry in kept]
 
     def close(self) -> None:
@@ -295,6 +309,8 @@ def check_params(params: object, which: str = "") -> None:
     """RequestError if this is something else."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params{which} must be SamplingParams, not {type(params).__name__}")
+    if params.n > MAX_COMPLETIONS:
+        raise RequestError(f"n must be at most {MAX_COMPLETIONS:,}, not {params.n:,}")
 
 
 def _checked_name(request_id: object) -> str:
