@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,10 @@ from .outputs import RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .text_engine import Prompt, TextEngine
 
+logger = logging.getLogger("ostinato.engine")
+
+_ATTEMPTS = 3
+"""So many steps in a row may raise before an engine is given up."""
 _News = RequestOutput | BaseException
 _Inbox = asyncio.Queue[_News]
 
@@ -26,6 +31,7 @@ class AsyncLLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """As `LLM`."""
         self._llm = LLM(model, **options)
+        self._turn = self._llm.engine.turn
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, tuple[asyncio.AbstractEventLoop, _Inbox]] = {}
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
@@ -47,7 +53,7 @@ class AsyncLLM:
         """
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
-        params = sampling_params or self._llm.get_default_sampling_params()
+        params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
         name: asyncio.Future[str] = loop.create_future()
         self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
         try:
@@ -67,6 +73,9 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its coroutine gets the output as far as it got."""
+
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request id is a text, not {type(request_id).__name__}")
 
         def abort(engine: TextEngine) -> None:
             output = engine.abort(request_id)
@@ -88,7 +97,10 @@ class AsyncLLM:
         return self._llm.graph_report()
 
     def close(self) -> None:
-        """Stop serving and free everything; requests under way end with RequestError."""
+        """Stop serving and free everything; requests under way end with RequestError. In a forked child all
+        that is the parent's: nothing happens."""
+        if self._turn.is_elsewhere:
+            return
         with self._gate:
             if not self._closed:
                 self._commands.put(None)
@@ -104,6 +116,7 @@ class AsyncLLM:
     # -- in the engine's thread --------------------------------------------------------------------
 
     def _do(self, command: Callable[[TextEngine], None]) -> None:
+        self._turn.check_process()
         with self._gate:
             if self._closed:
                 raise RequestError("this AsyncLLM is closed")
@@ -115,7 +128,7 @@ class AsyncLLM:
         try:
             while self._obey(wait=not engine.core.can_step):
                 if engine.core.can_step:
-                    self._tell(engine, engine.step())
+                    self._tell(engine, self._step(engine))
             error: BaseException = RequestError("the engine was closed")
         except BaseException as problem:
             error = problem
@@ -125,9 +138,21 @@ class AsyncLLM:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command()
+                _carry_out(command)
         for loop, arrived in self._listeners.values():
             _call(loop, arrived.put_nowait, error)
+
+    def _step(self, engine: TextEngine) -> list[RequestOutput]:
+        """A step that raises has ended its requests, who are told by the next one. If that raises as well,
+        and another, nothing works any more."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return engine.step()
+            except Exception:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                logger.exception("a step failed; the engine goes on")
+        raise AssertionError
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out what was asked since the last step; False when it is time to stop."""
@@ -135,7 +160,7 @@ class AsyncLLM:
             command = self._commands.get()
             if command is None:
                 return False
-            command()
+            _carry_out(command)
             wait = False
         return True
 
@@ -151,7 +176,7 @@ class AsyncLLM:
     ) -> None:
         try:
             served = engine.add(prompt, params, request_id).request_id
-        except RequestError as error:
+        except Exception as error:  # of whatever the caller gave us: it is the caller's
             _call(loop, _settle, name, error)
             return
         self._listeners[served] = loop, arrived
@@ -183,6 +208,13 @@ class AsyncLLM:
                 gone = [arrived for other, arrived in self._listeners.values() if other is loop]
                 for arrived in gone:
                     self._give_up(engine, arrived)
+
+
+def _carry_out(command: Callable[[], None]) -> None:
+    try:
+        command()
+    except Exception:  # one that cannot be carried out is nobody else's loss
+        logger.exception("a command failed; the engine goes on")
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:

@@ -16,11 +16,12 @@ from ostinato.graphs import ConfigError, Report
 
 from .config import EngineConfig
 from .delivery.request_progress import RequestProgress
+from .interrupts import HeldSignals
 from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 from .peer_options.translation import translated
 from .sampling_params import RequestError, SamplingParams
 from .stepping.times import StepTimes
-from .text_engine import Prompt, TextEngine
+from .text_engine import Prompt, TextEngine, check_params
 
 if TYPE_CHECKING:
     from .verifying.outcome import EngineVerification
@@ -83,7 +84,7 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if isinstance(prompts, str | Mapping):
             return self._run([prompts], _one_each(params, 1), strict=True, shown=bool(use_tqdm))
-        listed = list(prompts)
+        listed = _listed(prompts)
         return self._run(listed, _one_each(params, len(listed)), strict=False, shown=use_tqdm)
 
     def chat(
@@ -105,20 +106,26 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         engine, sent = self.engine, 0
-        output = engine.add(prompt, sampling_params or self.get_default_sampling_params())
+        name = engine.new_id()
         try:
+            with HeldSignals():
+                output = engine.add(prompt, params, name)
             while True:
                 # Another call may have finished it, so what is left is looked for first.
-                new, is_over = output.outputs[0].text_since(sent), output.finished
+                with engine.turn:
+                    new, is_over = output.outputs[0].text_since(sent), output.finished
                 if new:
                     yield new
                     sent += len(new)
                 if is_over:
                     break
-                engine.step()
+                with HeldSignals():
+                    engine.step()
         finally:
-            engine.abort(output.request_id)
+            with HeldSignals():
+                engine.abort(name)
         if output.error is not None:
             raise RequestError(output.error)
 
@@ -129,11 +136,13 @@ class LLM:
     def embed(self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last") -> list[EmbeddingOutput]:
         """Vectors of length 1: of the last token (`pooling="last"`) or the mean of all (`"mean"`)."""
         if isinstance(prompts, str | Mapping):
-            [output] = self.engine.embed([prompts], pooling)
+            [output] = self.embed([prompts], pooling=pooling)
             if output.error is not None:
                 raise RequestError(output.error)
             return [output]
-        return self.engine.embed(list(prompts), pooling)
+        listed = _listed(prompts)
+        with HeldSignals() as signals:
+            return self.engine.embed(listed, pooling, signals.let_through)
 
     def graph_report(self) -> Report:
         """The captured graphs of the forward pass, their replays, and eager steps by reason."""
@@ -174,13 +183,14 @@ class LLM:
         """
         from .verifying.verification import verify
 
-        outcome = verify(self.engine.core, seed=seed, progress=progress)
+        with self.engine.turn:
+            outcome = verify(self.engine.core, seed=seed, progress=progress)
         outcome.raise_if_failed()
         return outcome
 
     def close(self) -> None:
-        """Free weights, KV cache and graphs."""
-        if self._engine is None:
+        """Free weights, KV cache and graphs. In a forked child they are the parent's: nothing happens."""
+        if self._engine is None or self._engine.turn.is_elsewhere:
             return
         self._engine.close()
         self._engine = None
@@ -211,37 +221,62 @@ class LLM:
         """`encode` makes a prompt of what was given; it may refuse."""
         engine = self.engine
         outputs: list[RequestOutput] = []
-        for prompt, wanted in zip(prompts, params, strict=True):
-            try:
-                outputs.append(engine.add(encode(prompt), wanted))
-            except RequestError as error:
-                if strict:
-                    raise
-                outputs.append(_refused(engine.new_id(), prompt, str(error)))
-        unfinished = {output.request_id for output in outputs if not output.finished}
-        try:
+        # After an interrupt nothing of this call stays behind.
+        with HeldSignals() as signals, engine.awaiting() as unfinished:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                outputs.append(self._begin(prompt, wanted, unfinished, encode, strict=strict))
+                signals.let_through()
             with RequestProgress(len(outputs), shown) as bar:
                 bar.update(len(outputs) - len(unfinished), 0)
-                while unfinished and engine.has_work:
-                    changed = engine.step()
-                    ended = unfinished.intersection(output.request_id for output in engine.ended)
-                    unfinished -= ended
-                    bar.update(len(ended), len(changed))
-        finally:
-            # After an interrupt nothing of this call stays behind.
-            for output in outputs:
-                engine.abort(output.request_id)
+                while unfinished:
+                    before, changed = len(unfinished), engine.step()
+                    bar.update(before - len(unfinished), len(changed))
+                    signals.let_through()
+        if engine.is_closed:
+            raise RequestError("this LLM was closed while it served this call")
         if strict and outputs and outputs[0].error is not None:
             raise RequestError(outputs[0].error)
         return outputs
+
+    def _begin(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        unfinished: set[str],
+        encode: Callable[[Any], Prompt],
+        *,
+        strict: bool,
+    ) -> RequestOutput:
+        """Queue a prompt and note its name, or say why not."""
+        engine, name = self.engine, self.engine.new_id()
+        try:
+            with engine.turn:
+                output = engine.add(encode(prompt), params, name)
+                unfinished.add(name)
+                return output
+        except RequestError as error:
+            if strict or engine.is_closed or engine.turn.is_elsewhere:
+                raise
+            return _refused(name, prompt, str(error))
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        check_params(params)
+    for at, one in enumerate(params):
+        check_params(one, f"[{at}]")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling parameters were given for {count} prompts")
     return list(params)
+
+
+def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
+    try:
+        return list(prompts)
+    except TypeError as error:
+        raise RequestError(f"prompts are a prompt or a list of them: {error}") from None
 
 
 def _refused(name: str, prompt: Any, error: str) -> RequestOutput:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +25,23 @@ from .loading.load import load
 from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
+from .stepping.flight import Progress
 from .stepping.times import StartupTimes
 from .token_ids import IntArray, token_array
+from .turns import Turn
+
+logger = logging.getLogger("ostinato.engine")
 
 Prompt = str | Mapping[str, Any]
 """A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
 
 
+MAX_COMPLETIONS = 16_384
+"""Of one prompt; more would take memory without end before the first of them is served."""
+
+
 class TextEngine:
-    """An engine core with a tokenizer in front. Not thread-safe."""
+    """An engine core with a tokenizer in front. Threads take turns."""
 
     def __init__(self, config: EngineConfig, *, progress: bool | None = None) -> None:
         """Load, allocate and capture."""
@@ -39,6 +49,12 @@ class TextEngine:
         with startup.phase("load"):
             loaded = load(config)
         self.core = EngineCore(loaded, progress=progress, startup=startup)
+        self.turn = Turn()
+        """Held by whoever does something with the engine."""
+        self.is_closed = False
+        """Whether it has ended: nothing can be asked any more."""
+        self._awaited: dict[int, set[str]] = {}
+        """By call: see `awaiting`."""
         self.tokenizer = loaded.tokenizer
         self._served: dict[str, list[ServedCompletion]] = {}
         """By the name of the prompt."""
@@ -64,33 +80,39 @@ class TextEngine:
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """Queue a prompt; RequestError if it cannot be served. The output grows in place with each `step`."""
-        name = self._name(request_id)
-        text, ids = self._encoded(prompt)
-        whole = _output(name, text, ids)
-        if params.prompt_logprobs is not None:
-            whole.prompt_logprobs = [None] * len(ids)
-        self._serve([self._completion(whole, ids, params, index) for index in range(params.n)])
-        return whole
+        check_params(params)
+        with self.turn:
+            name = self._name(request_id)
+            text, ids = self._encoded(prompt)
+            whole = _output(name, text, ids)
+            if params.prompt_logprobs is not None:
+                whole.prompt_logprobs = [None] * len(ids)
+            self._serve([self._completion(whole, ids, params, index) for index in range(params.n)])
+            return whole
 
     def add_embedding(self, prompt: Prompt, request_id: str | None = None) -> str:
         """Queue a prompt to embed; its id."""
-        name = self._name(request_id)
-        text, ids = self._encoded(prompt)
-        whole, output = _output(name, text, ids), CompletionOutput(0)
-        whole.outputs.append(output)
-        self._serve([ServedCompletion(Request(name, ids, None), whole, output, output.token_ids)])
-        return name
+        with self.turn:
+            name = self._name(request_id)
+            text, ids = self._encoded(prompt)
+            whole, output = _output(name, text, ids), CompletionOutput(0)
+            whole.outputs.append(output)
+            self._serve([ServedCompletion(Request(name, ids, None), whole, output, output.token_ids)])
+            return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a prompt now; its output as far as it got, or None if it is unknown or finished."""
-        completions = self._served.get(request_id)
-        if completions is None:
+        if self.turn.is_elsewhere:  # what a forked child leaves is the parent's
             return None
-        for completion in completions:
-            if self.core.abort(completion.request.request_id):
-                completion.end()
-        self._forget(request_id)
-        return completions[0].whole
+        with self.turn:
+            completions = self._served.get(_checked_name(request_id))
+            if completions is None:
+                return None
+            for completion in completions:
+                if self.core.abort(completion.request.request_id):
+                    completion.end()
+            self._forget(request_id)
+            return completions[0].whole
 
     def _completion(
         self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int
@@ -117,15 +139,24 @@ class TextEngine:
         for completion in completions:
             if (name := completion.request.request_id) in self._taken_names:
                 raise RequestError(f"request {name} is being served already: choose another id")
-        # Apart from its name a completion differs in nothing that a refusal depends on: the first or none.
-        for completion in completions:
-            self.core.add(completion.request)
-            self._delivery.add(completion)
-            self._taken_names.add(completion.request.request_id)
-        self._served[completions[0].whole.request_id] = completions
+        name = completions[0].whole.request_id
+        self._served[name] = completions
+        try:
+            # Apart from its name a completion differs in nothing a refusal depends on: the first or none.
+            for completion in completions:
+                self._delivery.add(completion)
+                self._taken_names.add(completion.request.request_id)
+                self.core.add(completion.request)
+        except BaseException:
+            for completion in completions:
+                self.core.abort(completion.request.request_id)
+            self._forget(name)
+            raise
 
     def _name(self, request_id: str | None) -> str:
-        name = request_id or self.new_id()
+        if self.is_closed:
+            raise RequestError("this LLM is closed")
+        name = self.new_id() if request_id is None or request_id == "" else _checked_name(request_id)
         if name in self._served:
             raise RequestError(f"request {name} is being served already: choose another id")
         return name
@@ -166,12 +197,19 @@ class TextEngine:
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, IntArray]:
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
+            text = prompt.get("prompt")
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f"the prompt beside prompt_token_ids is a text, not {_kind_of(text)}")
+            return text, _checked_ids(prompt["prompt_token_ids"])
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str):
             raise RequestError(f"a prompt is a text or {{'prompt_token_ids': [...]}}, not {_kind_of(prompt)}")
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is no text that can be encoded: {error}") from None
         return text, token_array(self.tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, list[int]]:
@@ -187,35 +225,98 @@ class TextEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that grew or ended. Each is the object that `add` returned."""
-        changed, self.ended = self._delivery.take_in(self.core.step())
-        for output in self.ended:
-            self._forget(output.request_id)
-        self.core.clock.lap("deliver")
-        return changed
+        with self.turn:
+            if self.is_closed:
+                raise RequestError("this LLM is closed")
+            self.turn.is_in_step = True
+            try:
+                changed, self.ended = self._delivered(self.core.step())
+            finally:
+                self.turn.is_in_step = False
+            for output in self.ended:
+                self._forget(output.request_id)
+            self.core.clock.lap("deliver")
+            return changed
+
+    def _delivered(self, steps: list[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
+        try:
+            return self._delivery.take_in(steps)
+        except BaseException as error:
+            logger.exception("what a step brought could not be delivered")
+            text = f"what a step brought could not be delivered: {type(error).__name__}: {error}"
+            ended = self._delivery.fail(steps, text, self.core.abort)
+            if not isinstance(error, Exception):
+                for output in ended:
+                    self._forget(output.request_id)
+                raise
+            return ended, ended
 
     def _forget(self, name: str) -> None:
         for completion in self._served.pop(name):
             self._delivery.remove(completion)
-            self._taken_names.remove(completion.request.request_id)
+            self._taken_names.discard(completion.request.request_id)
+        for names in tuple(self._awaited.values()):  # other threads begin and end calls meanwhile
+            names.discard(name)
 
-    def embed(self, prompts: Sequence[Prompt], pooling: str) -> list[EmbeddingOutput]:
-        """The vectors of prompts, of length 1: from the last token's state, or the mean of all."""
+    @contextmanager
+    def awaiting(self) -> Iterator[set[str]]:
+        """Names that a call waits for, to be filled by it: what ends is taken out, whoever's step ends it.
+        What is left at the end is aborted."""
+        names: set[str] = set()
+        self._awaited[id(names)] = names
+        try:
+            yield names
+        finally:
+            for name in list(names):
+                self.abort(name)
+            del self._awaited[id(names)]
+
+    def embed(
+        self, prompts: Sequence[Prompt], pooling: str, let_through: Callable[[], None] = lambda: None
+    ) -> list[EmbeddingOutput]:
+        """The vectors of prompts, of length 1: from the last token's state, or the mean of all.
+
+        `let_through` is called between steps and may raise.
+        """
         check_pooling(pooling)
         kept: list[ServedCompletion | EmbeddingOutput] = []
-        for prompt in prompts:
-            try:
-                kept.extend(self._served[self.add_embedding(prompt)])
-            except RequestError as error:
-                kept.append(EmbeddingOutput(self.new_id(), None, [], [], str(error)))
-        while self.core.has_work:
-            self.step()
+        with self.awaiting() as unfinished:
+            for prompt in prompts:
+                try:
+                    with self.turn:
+                        [served] = self._served[self.add_embedding(prompt)]
+                        unfinished.add(served.whole.request_id)
+                    kept.append(served)
+                except RequestError as error:
+                    if self.is_closed or self.turn.is_elsewhere:
+                        raise
+                    kept.append(EmbeddingOutput(self.new_id(), None, [], [], str(error)))
+            while unfinished:
+                self.step()
+                let_through()
         return [entry if isinstance(entry, EmbeddingOutput) else _embedding(entry, pooling) for entry in kept]
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
-        for name in list(self._served):
-            self.abort(name)
-        self.core.close()
+        with self.turn:
+            self.is_closed = True
+            for name in list(self._served):
+                self.abort(name)
+            self.core.close()
+
+
+def check_params(params: object, which: str = "") -> None:
+    """RequestError if this is something else."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params{which} must be SamplingParams, not {type(params).__name__}")
+    if params.n > MAX_COMPLETIONS:
+        raise RequestError(f"n must be at most {MAX_COMPLETIONS:,}, not {params.n:,}")
+
+
+def _checked_name(request_id: object) -> str:
+    if not isinstance(request_id, str):
+        raise RequestError(f"a request id is a text, not {type(request_id).__name__}")
+    return request_id
 
 
 def _kind_of(prompt: Any) -> str:

@@ -169,6 +169,14 @@ class RequestPages:
         """Pages of a row's tenant, those given back included."""
         return int(self._rows.capacity[row]) // self._pages.page_size
 
+    def restore(self, running: Sequence[Request]) -> None:
+        """Make the books anew from the rows of these, whatever state they are in; the device is told all."""
+        self._pages.restore([[page for page in request.pages if page] for request in running])
+        for request in running:
+            self._rows.never_commit(request.row)
+        self._updates = [PageUpdate(request.row, 0, np.array(request.pages)) for request in running]
+        self.num_twins += 1
+
     def _extend(self, request: Request, pages: IntArray) -> None:
         if len(pages):
             row, first = request.row, self._count(request.row)
