@@ -47,6 +47,8 @@ class EngineConfig:
     """Branch, tag or commit of a model on the hub."""
     download_dir: str | None = None
     """Where models of the hub are kept; default: as huggingface_hub does."""
+    hf_overrides: Mapping[str, Any] | None = None
+    """Values that go before those of the model's config.json."""
     load_format: str = "auto"
     """auto, or dummy: random weights from a config.json alone."""
     device: str = "auto"

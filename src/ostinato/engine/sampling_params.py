@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from ostinato.graphs.errors import OstinatoError
 from ostinato.kernels.constants import GREEDY_BELOW
@@ -12,6 +13,17 @@ from ostinato.text.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20
 """The most alternatives per token that can be asked for."""
+
+
+class RequestOutputKind(Enum):
+    """What a stream of outputs shows each time."""
+
+    CUMULATIVE = 0
+    """All so far."""
+    DELTA = 1
+    """What is new."""
+    FINAL_ONLY = 2
+    """Nothing before the end."""
 
 
 class RequestError(OstinatoError, ValueError):
@@ -80,6 +92,7 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must look like: a JSON schema, a regular expression, a grammar."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__

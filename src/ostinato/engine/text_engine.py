@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,34 @@ from .config import EngineConfig
 from .core import EngineCore
 from .delivery.completion_text import CompletionText
 from .delivery.delivery import Delivery
-from .delivery.pooling import check_pooling, pooled
+from .delivery.request_counts import RequestCounts
+from .delivery.request_progress import RequestProgress, Shown
+from .delivery.request_times import RequestTimes
 from .delivery.served_completion import ServedCompletion
 from .loading.load import load
-from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from .outputs import CompletionOutput, RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
+from .step_profiler import StepProfiler
+from .stepping.prompt_states import PromptStates
 from .stepping.times import StartupTimes
 from .token_ids import IntArray, token_array
+from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, kind_of
 
-Prompt = str | Mapping[str, Any]
-"""A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
+Prompt = str | Mapping[str, Any] | Sequence[int]
+"""A text, or token ids, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
+
+
+@dataclass(frozen=True)
+class PromptOutcome:
+    """What came of a prompt that was only read."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    states: PromptStates | None
+    """None where `error` says why."""
+    error: str | None
 
 
 class TextEngine:
@@ -46,6 +64,9 @@ class TextEngine:
         self._delivery = Delivery(self.tokenizer, self.core.finish)
         self.ended: list[RequestOutput] = []
         """Outputs that ended with the last step."""
+        self.counts = RequestCounts()
+        """What all requests took together."""
+        self.profiler = StepProfiler()
         self._names = itertools.count()
         self._grammars: GrammarCompiler | None = None
         # Requests without a seed get one from here: a run with the same requests repeats itself.
@@ -89,6 +110,7 @@ class TextEngine:
         for completion in completions:
             if self.core.abort(completion.request.request_id):
                 completion.end()
+        self._count(completions)
         self._forget(request_id)
         return completions[0].whole
 
@@ -122,6 +144,8 @@ class TextEngine:
             self.core.add(completion.request)
             self._delivery.add(completion)
             self._taken_names.add(completion.request.request_id)
+            assert completion.whole.metrics is not None
+            self.counts.queued(completion.request, completion.whole.metrics)
         self._served[completions[0].whole.request_id] = completions
 
     def _name(self, request_id: str | None) -> str:
@@ -167,29 +191,43 @@ class TextEngine:
     def _encoded(self, prompt: Prompt) -> tuple[str | None, IntArray]:
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
+        if are_token_ids(prompt):
+            return None, _checked_ids(prompt)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str):
-            raise RequestError(f"a prompt is a text or {{'prompt_token_ids': [...]}}, not {_kind_of(prompt)}")
+            raise RequestError(f"{WHAT_A_PROMPT_IS}, not {kind_of(prompt)}")
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
         return text, token_array(self.tokenizer.encode(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, list[int]]:
-        """The prompt of a conversation."""
+    def token_ids_of(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt; RequestError if it is none."""
+        found: list[int] = self._encoded(prompt)[1].tolist()
+        return found
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """The prompt of a conversation: its text as the chat template writes it, and its token ids."""
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
         try:
-            return {"prompt_token_ids": self.tokenizer.encode_chat(messages, **options)}
+            text = self.tokenizer.apply_chat_template(messages, **options)
         except TokenizerError as error:
             raise RequestError(str(error)) from error
+        # The template writes its own special tokens.
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
     # -- outputs out -------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that grew or ended. Each is the object that `add` returned."""
-        changed, self.ended = self._delivery.take_in(self.core.step())
+        began = time.monotonic()
+        steps = self.core.step()
+        self.counts.began(began)
+        changed, self.ended = self._delivery.take_in(steps)
         for output in self.ended:
+            self._count(self._served[output.request_id])
             self._forget(output.request_id)
+        self.profiler.stepped()
         self.core.clock.lap("deliver")
         return changed
 
@@ -198,30 +236,48 @@ class TextEngine:
             self._delivery.remove(completion)
             self._taken_names.remove(completion.request.request_id)
 
-    def embed(self, prompts: Sequence[Prompt], pooling: str) -> list[EmbeddingOutput]:
-        """The vectors of prompts, of length 1: from the last token's state, or the mean of all."""
-        check_pooling(pooling)
-        kept: list[ServedCompletion | EmbeddingOutput] = []
+    def _count(self, completions: list[ServedCompletion]) -> None:
+        self.counts.ended(completions[0].whole, completions[0].request.num_prompt_tokens)
+
+    def states_of(self, prompts: Sequence[Prompt], shown: Shown = False) -> list[PromptOutcome]:
+        """What the model makes of these prompts, for vectors and scores; `shown`: a bar over them."""
+        kept: list[ServedCompletion | str] = []
         for prompt in prompts:
             try:
                 kept.extend(self._served[self.add_embedding(prompt)])
             except RequestError as error:
-                kept.append(EmbeddingOutput(self.new_id(), None, [], [], str(error)))
-        while self.core.has_work:
-            self.step()
-        return [entry if isinstance(entry, EmbeddingOutput) else _embedding(entry, pooling) for entry in kept]
+                kept.append(str(error))
+        try:
+            with RequestProgress(len(kept), shown) as bar:
+                while self.core.has_work:
+                    changed = self.step()
+                    bar.update(len(self.ended), len(changed))
+        finally:
+            # After an interrupt nothing of this call stays behind.
+            for entry in kept:
+                if not isinstance(entry, str):
+                    self.abort(entry.whole.request_id)
+        return [self.outcome_of(entry) for entry in kept]
+
+    def served_embedding(self, name: str) -> ServedCompletion:
+        """What was made of `add_embedding`; `outcome_of` says what came of it when it has ended."""
+        [served] = self._served[name]
+        return served
+
+    def outcome_of(self, served: ServedCompletion | str) -> PromptOutcome:
+        """What came of a prompt that was embedded, or refused for this reason."""
+        if isinstance(served, str):
+            return PromptOutcome(self.new_id(), None, [], None, served)
+        whole = served.whole
+        states = served.states[0] if served.states and whole.error is None else None
+        error = None if states is not None else whole.error or "the request was aborted"
+        return PromptOutcome(whole.request_id, whole.prompt, whole.prompt_token_ids, states, error)
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
         for name in list(self._served):
             self.abort(name)
         self.core.close()
-
-
-def _kind_of(prompt: Any) -> str:
-    if isinstance(prompt, Mapping):
-        return f"a mapping with {', '.join(map(repr, prompt)) or 'nothing'} in it"
-    return type(prompt).__name__
 
 
 def _checked_ids(ids: Any) -> IntArray:
@@ -237,16 +293,7 @@ def _checked_ids(ids: Any) -> IntArray:
 
 
 def _output(name: str, text: str | None, ids: IntArray) -> RequestOutput:
-    output = RequestOutput(name, text, [], [])
+    output = RequestOutput(name, text, [], [], metrics=RequestTimes())
     # Few read it, and a list of a long prompt takes longer to make than the whole request to schedule.
     output.read_later(prompt_token_ids=functools.cache(ids.tolist))
     return output
-
-
-def _embedding(served: ServedCompletion, pooling: str) -> EmbeddingOutput:
-    output = served.whole
-    if output.error is not None or not served.states:
-        reason = output.error or "the request was aborted"
-        return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, [], reason)
-    vector = pooled(served.states[0], pooling).tolist()
-    return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, vector)

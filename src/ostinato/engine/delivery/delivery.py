@@ -7,6 +7,7 @@ Text without stop strings is made when somebody reads it (`CompletionText`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -89,6 +90,11 @@ class Delivery:
     def _batch_of(self, requests: tuple[Request, ...]) -> _Batch:
         completions = [self._completions[request] for request in requests]
         outputs = [completion.whole for completion in completions]
+        # Whoever gets a first token changes the batch, so it is seen here.
+        now = time.monotonic()
+        for output in outputs:
+            if output.metrics is not None and not output.metrics.first_token_ts:
+                output.metrics.first_token_ts = now
         if [completion for completion in completions if completion.has_siblings]:
             outputs = _each_once(outputs)
         return _Batch(
