@@ -1,4 +1,4 @@
-"""Options of vLLM's that are no flags of ours and mean something to `LLM`, or something else to the server."""
+"""Options of vLLM that are no flags of ours and mean something to `LLM`, or something else to the server."""
 
 from . import conversions
 from .option import PeerOption, acts, harmless, mapped, refused
