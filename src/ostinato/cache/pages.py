@@ -208,6 +208,18 @@ class PageAllocator:
         self._is_cached[:] = False
         self._index.clear()
 
+    def restore(self, owners: Iterable[Sequence[int]]) -> None:
+        """Make the books anew from the page lists of all owners, whatever state they are in; forget all
+        content. As after `flush`, an owner must not commit pages that build on earlier ones."""
+        held = Counter(page for pages in owners for page in pages)
+        self._owners[:] = [held[page] for page in range(self.num_pages)]
+        self._empty = [page for page in range(self.num_pages - 1, 0, -1) if not held[page]]
+        self._evictable.clear()
+        self._entries[:] = 0
+        self._num_evictable = 0
+        self._is_cached[:] = False
+        self._index = PrefixIndex(self.num_pages, self.page_size)
+
     def check_integrity(self, owners: Iterable[Sequence[int]], *, chains_are_whole: bool = True) -> None:
         """Raise PageIntegrityError unless the books agree with the page lists of all owners.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
@@ -18,7 +19,7 @@ from .llm import LLM
 from .outputs import RequestOutput
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .sampling_params import RequestError, SamplingParams
-from .text_engine import Prompt, TextEngine
+from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.conversations import Messages
 from .vllm_api.engine_view import ModelView
 from .vllm_api.llm_engine import refuse_given
@@ -29,9 +30,22 @@ from .vllm_api.pooling_params import PoolingParams
 if TYPE_CHECKING:
     from .vllm_api.engine_args import AsyncEngineArgs
 
+logger = logging.getLogger("ostinato.engine")
+
+_ATTEMPTS = 3
+"""So many steps in a row may raise before an engine is given up."""
 _Found = TypeVar("_Found")
 _News = RequestOutput | BaseException
 _Inbox = asyncio.Queue[_News]
+
+
+def listed_names(given: object) -> list[str]:
+    """Ids of requests; RequestError for what is none."""
+    names = list(given) if isinstance(given, list | tuple | set | frozenset) else [given]
+    for name in names:
+        if not isinstance(name, str):
+            raise RequestError(f"a request id is a text, not {type(name).__name__}")
+    return names
 
 
 class AsyncLLM:
@@ -40,6 +54,7 @@ class AsyncLLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """As `LLM`."""
         self._llm = LLM(model, **options)
+        self._turn = self._llm.engine.turn
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, tuple[asyncio.AbstractEventLoop, _Inbox]] = {}
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
@@ -75,7 +90,8 @@ class AsyncLLM:
         refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, priority=priority)
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
-        params = sampling_params or self._llm.get_default_sampling_params()
+        params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        check_params(params)
         view = OutputView(params.output_kind)
         name: asyncio.Future[str] = loop.create_future()
         self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
@@ -135,7 +151,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their coroutines get the output as far as it got."""
-        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        names = [request_id] if isinstance(request_id, str) else listed_names(request_id)
 
         def abort(engine: TextEngine) -> None:
             ended = [engine.abort(name) for name in names]
@@ -233,7 +249,10 @@ class AsyncLLM:
         return self._llm.graph_report()
 
     def close(self) -> None:
-        """Stop serving and free everything; requests under way end with RequestError."""
+        """Stop serving and free everything; requests under way end with RequestError. In a forked child all
+        that is the parent's: nothing happens."""
+        if self._turn.is_elsewhere:
+            return
         with self._gate:
             if not self._closed:
                 self._commands.put(None)
@@ -249,6 +268,7 @@ class AsyncLLM:
     # -- in the engine's thread --------------------------------------------------------------------
 
     def _do(self, command: Callable[[TextEngine], None]) -> None:
+        self._turn.check_process()
         with self._gate:
             if self._closed:
                 raise RequestError("this AsyncLLM is closed")
@@ -276,7 +296,7 @@ class AsyncLLM:
         try:
             while self._obey(wait=not engine.core.can_step):
                 if engine.core.can_step:
-                    self._tell(engine, engine.step())
+                    self._tell(engine, self._step(engine))
             error: BaseException = RequestError("the engine was closed")
         except BaseException as problem:
             error = problem
@@ -289,6 +309,18 @@ class AsyncLLM:
                 command()
         for loop, arrived in self._listeners.values():
             _call(loop, arrived.put_nowait, error)
+
+    def _step(self, engine: TextEngine) -> list[RequestOutput]:
+        """A step that raises has ended its requests, who are told by the next one. If that raises as well,
+        and another, nothing works any more."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return engine.step()
+            except Exception:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                logger.exception("a step failed; the engine goes on")
+        raise AssertionError
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out what was asked since the last step; False when it is time to stop."""
@@ -312,7 +344,7 @@ class AsyncLLM:
     ) -> None:
         try:
             served = engine.add(prompt, params, request_id).request_id
-        except RequestError as error:
+        except Exception as error:  # of whatever the caller gave us: it is the caller's
             _call(loop, _settle, name, error)
             return
         self._listeners[served] = loop, arrived

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from ostinato.graphs import Report
 
 from .delivery.request_progress import RequestProgress, Shown
+from .interrupts import HeldSignals
 from .outputs import CompletionOutput, RequestOutput
 from .pooling_outputs import (
     ClassificationRequestOutput,
@@ -24,7 +26,7 @@ from .pooling_outputs import (
 )
 from .sampling_params import RequestError, SamplingParams
 from .stepping.times import StepTimes
-from .text_engine import Prompt, TextEngine
+from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .vllm_api.conversations import ChatOptions, ConversationWriter, Messages, listed_conversations
 from .vllm_api.engine_services import EngineServices
@@ -151,7 +153,11 @@ class LLM(EngineServices):
         engine = self.engine
         listed, _ = listed_prompts(prompts)
         ids = [engine.token_ids_of(prompt) for prompt in listed]
-        step = functools.partial(self._generate_silently, shown=False)
+
+        def step(beams: list[dict[str, Any]], wanted: SamplingParams) -> list[RequestOutput]:
+            each = [wanted] * len(beams)
+            return self._run(beams, each, strict=False, shown=False, is_told=False)
+
         found = BeamSearch(params, step, engine.core.loaded.eos_token_ids).run(ids, shown=use_tqdm)
         if self.tokenizer is not None:
             for sequence in [each for output in found for each in output.sequences]:
@@ -167,27 +173,33 @@ class LLM(EngineServices):
         them cannot be served."""
         listed, _ = listed_prompts(prompts)
         params = _one_each(self._chosen(sampling_params), len(listed))
-        added: list[RequestOutput] = []
-        try:
+        added: set[str] = set()
+        outputs: list[RequestOutput] = []
+        with self._held(added):
             for prompt, wanted in zip(listed, params, strict=True):
-                added.append(self.engine.add(prompt, wanted))
-        except BaseException:
-            for output in added:
-                self.engine.abort(output.request_id)
-            raise
-        self._queued += added
-        return [output.request_id for output in added]
+                outputs.append(self._begin(prompt, wanted, added, lambda given: given, strict=True))
+            self._queued += outputs
+            added.clear()
+        return [output.request_id for output in outputs]
 
     def wait_for_completion(self, *, use_tqdm: Shown = None) -> list[RequestOutput]:
         """The outputs of all that was queued, in its order."""
         queued, self._queued = self._queued, []
-        return self._finish(queued, use_tqdm)
+        unfinished: set[str] = set()
+        with self._held(unfinished) as signals:
+            with self.engine.turn:
+                unfinished.update(output.request_id for output in queued if not output.finished)
+            self._finish(unfinished, len(queued), use_tqdm, signals)
+        return queued
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         engine, sent = self.engine, 0
-        output = engine.add(prompt, sampling_params or self.get_default_sampling_params())
+        name = engine.new_id()
         try:
+            with HeldSignals():
+                output = engine.add(prompt, params, name)
             while True:
                 # Another call may have finished it, so what is left is looked for first.
                 new, is_over = output.outputs[0].text_since(sent), output.finished
@@ -196,9 +208,11 @@ class LLM(EngineServices):
                     sent += len(new)
                 if is_over:
                     break
-                engine.step()
+                with HeldSignals():
+                    engine.step()
         finally:
-            engine.abort(output.request_id)
+            with HeldSignals():
+                engine.abort(name)
         if output.error is not None:
             raise RequestError(output.error)
 
@@ -305,13 +319,14 @@ class LLM(EngineServices):
         """
         from .verifying.verification import verify
 
-        outcome = verify(self.engine.core, seed=seed, progress=progress)
+        with self.engine.turn:
+            outcome = verify(self.engine.core, seed=seed, progress=progress)
         outcome.raise_if_failed()
         return outcome
 
     def close(self) -> None:
-        """Free weights, KV cache and graphs."""
-        if self._engine is None:
+        """Free weights, KV cache and graphs. In a forked child they are the parent's: nothing happens."""
+        if self._engine is None or self._engine.turn.is_elsewhere:
             return
         self._engine.close()
         self._engine = None
@@ -352,69 +367,78 @@ class LLM(EngineServices):
         strict: bool,
         shown: Shown,
         encode: Callable[[Any], Prompt] = lambda prompt: prompt,
+        is_told: bool = True,
     ) -> list[RequestOutput]:
-        """`encode` makes a prompt of what was given; it may refuse."""
+        """`encode` makes a prompt of what was given; it may refuse. `is_told`: failures are logged."""
         engine = self.engine
         outputs: list[RequestOutput] = []
-        try:
+        with self._held(unfinished) as signals:
             for prompt, wanted in zip(prompts, params, strict=True):
-                try:
-                    outputs.append(engine.add(encode(prompt), wanted))
-                except RequestError as error:
-                    if strict:
-                        raise
-                    outputs.append(_refused(engine.new_id(), prompt, str(error)))
-        except BaseException:
-            for output in outputs:
-                engine.abort(output.request_id)
-            raise
-        self._finish(outputs, shown)
+                outputs.append(self._begin(prompt, wanted, unfinished, encode, strict=strict))
+                signals.let_through()
+            self._finish(unfinished, len(outputs), shown, signals)
+        if engine.is_closed:
+            raise RequestError("this LLM was closed while it served this call")
         if strict and outputs and outputs[0].error is not None:
             raise RequestError(outputs[0].error)
-        for at, output in enumerate(outputs):
-            if output.error is not None:
-                logger.warning("prompt %d of %d failed: %s", at, len(outputs), output.error)
+        if is_told:
+            for at, output in enumerate(outputs):
+                if output.error is not None:
+                    logger.warning("prompt %d of %d failed: %s", at, len(outputs), output.error)
         return outputs
 
-    def _finish(self, outputs: list[RequestOutput], shown: Shown) -> list[RequestOutput]:
-        """Step until all of these have ended."""
+    @contextmanager
+    def _held(self, unfinished: set[str]) -> Iterator[HeldSignals]:
+        """Inside, requests may be added to `unfinished`, from which they vanish when they end; signals wait.
+        Whatever happens, none of them stays behind."""
         engine = self.engine
-        unfinished = {output.request_id for output in outputs if not output.finished}
-        try:
-            with RequestProgress(len(outputs), shown) as bar:
-                bar.update(len(outputs) - len(unfinished), 0)
-                while unfinished and engine.has_work:
-                    changed = engine.step()
-                    ended = unfinished.intersection(output.request_id for output in engine.ended)
-                    unfinished -= ended
-                    bar.update(len(ended), len(changed))
-        finally:
-            # After an interrupt nothing of this call stays behind.
-            for output in outputs:
-                engine.abort(output.request_id)
-        return outputs
-
-    def _generate_silently(
-        self, prompts: list[dict[str, Any]], params: SamplingParams, *, shown: Shown
-    ) -> list[RequestOutput]:
-        """Complete prompts of which some may have become too long, which is for the caller to see."""
-        outputs: list[RequestOutput] = []
-        for prompt in prompts:
+        with HeldSignals() as signals:
+            engine.awaited.append(unfinished)
             try:
-                outputs.append(self.engine.add(prompt, params))
-            except RequestError as error:
-                outputs.append(_refused(self.engine.new_id(), prompt, str(error)))
-        return self._finish(outputs, shown)
+                yield signals
+            finally:
+                for name in list(unfinished):
+                    engine.abort(name)
+                engine.stop_awaiting(unfinished)
+
+    def _finish(self, unfinished: set[str], total: int, shown: Shown, signals: HeldSignals) -> None:
+        """Step until all of these have ended."""
+        with RequestProgress(total, shown) as bar:
+            bar.update(total - len(unfinished), 0)
+            while unfinished:
+                before, changed = len(unfinished), self.engine.step()
+                bar.update(before - len(unfinished), len(changed))
+                signals.let_through()
+
+    def _begin(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        unfinished: set[str],
+        encode: Callable[[Any], Prompt],
+        *,
+        strict: bool,
+    ) -> RequestOutput:
+        """Queue a prompt and note its name, or say why not."""
+        engine, name = self.engine, self.engine.new_id()
+        try:
+            with engine.turn:
+                output = engine.add(encode(prompt), params, name)
+                unfinished.add(name)
+                return output
+        except RequestError as error:
+            if strict or engine.is_closed or engine.turn.is_elsewhere:
+                raise
+            return _refused(name, prompt, str(error))
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if isinstance(params, str) or not isinstance(params, Sequence):
-        raise RequestError(f"sampling_params are SamplingParams or a list of them, not {params!r}"[:200])
-    for wanted in params:
-        if not isinstance(wanted, SamplingParams):
-            raise RequestError(f"sampling_params has {wanted!r}, which are no SamplingParams"[:200])
+        check_params(params)
+    for at, one in enumerate(params):
+        check_params(one, f"[{at}]")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling parameters were given for {count} prompts")
     return list(params)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,10 +28,14 @@ from .outputs import CompletionOutput, RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
 from .step_profiler import StepProfiler
+from .stepping.flight import Progress
 from .stepping.prompt_states import PromptStates
 from .stepping.times import StartupTimes
 from .token_ids import IntArray, token_array
+from .turns import Turn
 from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, kind_of
+
+logger = logging.getLogger("ostinato.engine")
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """A text, or token ids, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
@@ -49,7 +54,7 @@ class PromptOutcome:
 
 
 class TextEngine:
-    """An engine core with a tokenizer in front. Not thread-safe."""
+    """An engine core with a tokenizer in front. Threads take turns."""
 
     def __init__(self, config: EngineConfig, *, progress: bool | None = None) -> None:
         """Load, allocate and capture."""
@@ -57,6 +62,12 @@ class TextEngine:
         with startup.phase("load"):
             loaded = load(config)
         self.core = EngineCore(loaded, progress=progress, startup=startup)
+        self.turn = Turn()
+        """Held by whoever does something with the engine."""
+        self.is_closed = False
+        """Whether it has ended: nothing can be asked any more."""
+        self.awaited: list[set[str]] = []
+        """Names that calls wait for; what ends is taken out of all of them, whoever's step ends it."""
         self.tokenizer = loaded.tokenizer
         self._served: dict[str, list[ServedCompletion]] = {}
         """By the name of the prompt."""
@@ -85,34 +96,38 @@ class TextEngine:
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """Queue a prompt; RequestError if it cannot be served. The output grows in place with each `step`."""
-        name = self._name(request_id)
-        text, ids = self._encoded(prompt)
-        whole = _output(name, text, ids)
-        if params.prompt_logprobs is not None:
-            whole.prompt_logprobs = [None] * len(ids)
-        self._serve([self._completion(whole, ids, params, index) for index in range(params.n)])
-        return whole
+        check_params(params)
+        with self.turn:
+            name = self._name(request_id)
+            text, ids = self._encoded(prompt)
+            whole = _output(name, text, ids)
+            if params.prompt_logprobs is not None:
+                whole.prompt_logprobs = [None] * len(ids)
+            self._serve([self._completion(whole, ids, params, index) for index in range(params.n)])
+            return whole
 
     def add_embedding(self, prompt: Prompt, request_id: str | None = None) -> str:
         """Queue a prompt to embed; its id."""
-        name = self._name(request_id)
-        text, ids = self._encoded(prompt)
-        whole, output = _output(name, text, ids), CompletionOutput(0)
-        whole.outputs.append(output)
-        self._serve([ServedCompletion(Request(name, ids, None), whole, output, output.token_ids)])
-        return name
+        with self.turn:
+            name = self._name(request_id)
+            text, ids = self._encoded(prompt)
+            whole, output = _output(name, text, ids), CompletionOutput(0)
+            whole.outputs.append(output)
+            self._serve([ServedCompletion(Request(name, ids, None), whole, output, output.token_ids)])
+            return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a prompt now; its output as far as it got, or None if it is unknown or finished."""
-        completions = self._served.get(request_id)
-        if completions is None:
-            return None
-        for completion in completions:
-            if self.core.abort(completion.request.request_id):
-                completion.end()
-        self._count(completions)
-        self._forget(request_id)
-        return completions[0].whole
+        with self.turn:
+            completions = self._served.get(_checked_name(request_id))
+            if completions is None:
+                return None
+            for completion in completions:
+                if self.core.abort(completion.request.request_id):
+                    completion.end()
+            self._count(completions)
+            self._forget(request_id)
+            return completions[0].whole
 
     def _completion(
         self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int
@@ -139,17 +154,26 @@ class TextEngine:
         for completion in completions:
             if (name := completion.request.request_id) in self._taken_names:
                 raise RequestError(f"request {name} is being served already: choose another id")
-        # Apart from its name a completion differs in nothing that a refusal depends on: the first or none.
-        for completion in completions:
-            self.core.add(completion.request)
-            self._delivery.add(completion)
-            self._taken_names.add(completion.request.request_id)
-            assert completion.whole.metrics is not None
-            self.counts.queued(completion.request, completion.whole.metrics)
-        self._served[completions[0].whole.request_id] = completions
+        name = completions[0].whole.request_id
+        self._served[name] = completions
+        try:
+            # Apart from its name a completion differs in nothing that a refusal depends on: the first or none.
+            for completion in completions:
+                self._delivery.add(completion)
+                self._taken_names.add(completion.request.request_id)
+                self.core.add(completion.request)
+                assert completion.whole.metrics is not None
+                self.counts.queued(completion.request, completion.whole.metrics)
+        except BaseException:
+            for completion in completions:
+                self.core.abort(completion.request.request_id)
+            self._forget(name)
+            raise
 
     def _name(self, request_id: str | None) -> str:
-        name = request_id or self.new_id()
+        if self.is_closed:
+            raise RequestError("this LLM is closed")
+        name = self.new_id() if request_id is None or request_id == "" else _checked_name(request_id)
         if name in self._served:
             raise RequestError(f"request {name} is being served already: choose another id")
         return name
@@ -190,7 +214,10 @@ class TextEngine:
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, IntArray]:
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
+            text = prompt.get("prompt")
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f"the prompt beside prompt_token_ids is a text, not {kind_of(text)}")
+            return text, _checked_ids(prompt["prompt_token_ids"])
         if are_token_ids(prompt):
             return None, _checked_ids(prompt)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -198,6 +225,10 @@ class TextEngine:
             raise RequestError(f"{WHAT_A_PROMPT_IS}, not {kind_of(prompt)}")
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is no text that can be encoded: {error}") from None
         return text, token_array(self.tokenizer.encode(text))
 
     def token_ids_of(self, prompt: Prompt) -> list[int]:
@@ -220,44 +251,91 @@ class TextEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that grew or ended. Each is the object that `add` returned."""
-        began = time.monotonic()
-        steps = self.core.step()
-        self.counts.began(began)
-        changed, self.ended = self._delivery.take_in(steps)
-        for output in self.ended:
-            self._count(self._served[output.request_id])
-            self._forget(output.request_id)
-        self.profiler.stepped()
-        self.core.clock.lap("deliver")
-        return changed
+        with self.turn:
+            if self.is_closed:
+                raise RequestError("this LLM is closed")
+            self.turn.is_in_step = True
+            began = time.monotonic()
+            try:
+                steps = self.core.step()
+                self.counts.began(began)
+                changed, self.ended = self._delivered(steps)
+            finally:
+                self.turn.is_in_step = False
+            for output in self.ended:
+                self._count(self._served[output.request_id])
+                self._forget(output.request_id)
+            self.profiler.stepped()
+            self.core.clock.lap("deliver")
+            return changed
+
+    def _delivered(self, steps: list[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
+        try:
+            return self._delivery.take_in(steps)
+        except BaseException as error:
+            logger.exception("what a step brought could not be delivered")
+            text = f"what a step brought could not be delivered: {type(error).__name__}: {error}"
+            ended = self._delivery.fail(steps, text, self.core.abort)
+            if not isinstance(error, Exception):
+                for output in ended:
+                    self._forget(output.request_id)
+                raise
+            return ended, ended
 
     def _forget(self, name: str) -> None:
         for completion in self._served.pop(name):
             self._delivery.remove(completion)
-            self._taken_names.remove(completion.request.request_id)
+            self._taken_names.discard(completion.request.request_id)
+        for names in self.awaited:
+            names.discard(name)
+
+    def stop_awaiting(self, names: set[str]) -> None:
+        """Take a set out of `awaited`: this one, and no other that is equal."""
+        with self.turn:
+            self.awaited[:] = [each for each in self.awaited if each is not names]
 
     def _count(self, completions: list[ServedCompletion]) -> None:
         self.counts.ended(completions[0].whole, completions[0].request.num_prompt_tokens)
 
-    def states_of(self, prompts: Sequence[Prompt], shown: Shown = False) -> list[PromptOutcome]:
-        """What the model makes of these prompts, for vectors and scores; `shown`: a bar over them."""
+    def states_of(
+        self,
+        prompts: Sequence[Prompt],
+        shown: Shown = False,
+        let_through: Callable[[], None] = lambda: None,
+    ) -> list[PromptOutcome]:
+        """What the model makes of these prompts, for vectors and scores; `shown`: a bar over them.
+
+        `let_through` is called between steps and may raise.
+        """
         kept: list[ServedCompletion | str] = []
-        for prompt in prompts:
-            try:
-                kept.extend(self._served[self.add_embedding(prompt)])
-            except RequestError as error:
-                kept.append(str(error))
+        awaited: set[str] = set()
+        self.awaited.append(awaited)
         try:
+            for prompt in prompts:
+                kept.append(self._begin_embedding(prompt, awaited))
             with RequestProgress(len(kept), shown) as bar:
-                while self.core.has_work:
-                    changed = self.step()
-                    bar.update(len(self.ended), len(changed))
+                bar.update(len(kept) - len(awaited), 0)
+                while awaited:
+                    before, changed = len(awaited), self.step()
+                    bar.update(before - len(awaited), len(changed))
+                    let_through()
         finally:
-            # After an interrupt nothing of this call stays behind.
-            for entry in kept:
-                if not isinstance(entry, str):
-                    self.abort(entry.whole.request_id)
+            for name in list(awaited):
+                self.abort(name)
+            self.stop_awaiting(awaited)
         return [self.outcome_of(entry) for entry in kept]
+
+    def _begin_embedding(self, prompt: Prompt, awaited: set[str]) -> ServedCompletion | str:
+        """Queue a prompt and note its name, or say why not."""
+        try:
+            with self.turn:
+                [served] = self._served[self.add_embedding(prompt)]
+                awaited.add(served.whole.request_id)
+                return served
+        except RequestError as error:
+            if self.is_closed or self.turn.is_elsewhere:
+                raise
+            return str(error)
 
     def served_embedding(self, name: str) -> ServedCompletion:
         """What was made of `add_embedding`; `outcome_of` says what came of it when it has ended."""
@@ -275,9 +353,23 @@ class TextEngine:
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
-        for name in list(self._served):
-            self.abort(name)
-        self.core.close()
+        with self.turn:
+            self.is_closed = True
+            for name in list(self._served):
+                self.abort(name)
+            self.core.close()
+
+
+def check_params(params: object, which: str = "") -> None:
+    """RequestError if this is something else."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params{which} must be SamplingParams, not {type(params).__name__}")
+
+
+def _checked_name(request_id: object) -> str:
+    if not isinstance(request_id, str):
+        raise RequestError(f"a request id is a text, not {type(request_id).__name__}")
+    return request_id
 
 
 def _checked_ids(ids: Any) -> IntArray:

@@ -51,7 +51,7 @@ class Delivery:
 
     def remove(self, completion: ServedCompletion) -> None:
         """It gets nothing more."""
-        del self._completions[completion.request]
+        self._completions.pop(completion.request, None)
         self._batch = _NOBODY
 
     def take_in(self, steps: Sequence[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
@@ -67,6 +67,21 @@ class Delivery:
         if not over:
             return changed, []
         return changed, _each_once([completion.whole for completion in over if completion.whole.finished])
+
+    def fail(
+        self, steps: Sequence[Progress], error: str, abort: Callable[[str], bool]
+    ) -> list[RequestOutput]:
+        """Instead of `take_in`, if that raised: whoever is in these steps ends with `error`. Who that is."""
+        self._batch = _NOBODY
+        concerned = {request for step in steps for request in (*step.requests, *step.ended, *step.extras)}
+        wholes = _each_once(
+            [self._completions[request].whole for request in concerned if request in self._completions]
+        )
+        for completion in self._completions.values():
+            if any(completion.whole is whole for whole in wholes):
+                abort(completion.request.request_id)
+                completion.fail(error)
+        return wholes
 
     def _take_in(self, step: Progress) -> tuple[list[RequestOutput], Iterable[ServedCompletion]]:
         requests, tokens, ended, extras = step

@@ -256,6 +256,18 @@ class RequestRows:
         self.tenancy[row] += 1
         self._free.append(row)
 
+    def restore(self, tenants: Sequence[Request]) -> None:
+        """Make the books anew, whatever state they are in: these have the rows that they have, all other rows
+        are free, and what steps in flight still compute for them is dropped."""
+        by_row = {request.row: request for request in tenants}
+        for row in range(1, len(self.requests)):
+            self.requests[row] = by_row.get(row)
+            if row not in by_row:
+                self.waits[row] = False
+                self.tenancy[row] += 1
+        self.num_waiting = sum(request.grammar is not None for request in tenants)
+        self._free = [row for row in range(len(self.requests) - 1, 0, -1) if row not in by_row]
+
     def never_commit(self, row: int) -> None:
         """Keep the pages of this tenant out of the prefix cache."""
         self.num_committed_pages[row] = _NEVER

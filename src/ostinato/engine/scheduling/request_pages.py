@@ -163,6 +163,14 @@ class RequestPages:
         """These were taken, and the step that was to apply them may not have done so: they are due again."""
         self._updates[:0] = updates
 
+    def restore(self, running: Sequence[Request]) -> None:
+        """Make the books anew from the lists of these, whatever state they are in, and tell the device all."""
+        self._pages.restore([[page for page in request.pages if page] for request in running])
+        for request in running:
+            self._rows.never_commit(request.row)
+        self._updates = [PageUpdate(request.row, 0, np.array(request.pages)) for request in running]
+        self.num_twins += 1
+
     def _extend(self, request: Request, pages: IntArray) -> None:
         if len(pages):
             self._updates.append(PageUpdate(request.row, len(request.pages), pages))

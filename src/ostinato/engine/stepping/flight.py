@@ -64,7 +64,9 @@ class Flight:
     is_timed: bool = False
     """Whether the device notes its beginning, and another step was under way when it was launched."""
     error: str | None = "the step was interrupted before it was launched"
-    """Why it was not launched to the end; None once it was."""
+    """Why it was not launched to the end, or not read; None once it was launched."""
+    landed: Progress | None = None
+    """What it brought, from when that is in the books until `step` returns it."""
 
     def progress(self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]) -> Progress:
         """What it brought; `ended` are those that it ended."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..delivery.pooling import check_pooling, pooled
 from ..delivery.request_progress import Shown
 from ..delivery.served_completion import ServedCompletion
+from ..interrupts import HeldSignals
 from ..pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -154,7 +155,8 @@ class Reader:
 
     def _states(self, prompts: list[Any], alone: bool = False) -> list[PromptOutcome]:
         shown = self._shown if self._shown is not None or not alone else False
-        return self._engine.states_of(prompts, shown)
+        with HeldSignals() as signals:
+            return self._engine.states_of(prompts, shown, signals.let_through)
 
     # -- from states to numbers --------------------------------------------------------------------
 

@@ -37,11 +37,7 @@ def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
         return [prompts], True
     if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
         raise RequestError(f"{WHAT_A_PROMPT_IS}, or a list of such; not {kind_of(prompts)}")
-    found = list(prompts)
-    for at, prompt in enumerate(found):
-        if not isinstance(prompt, str | Mapping) and not isinstance(prompt, Sequence | np.ndarray):
-            raise RequestError(f"prompts[{at}]: {WHAT_A_PROMPT_IS}, not {kind_of(prompt)}")
-    return found, False
+    return list(prompts), False
 
 
 def are_token_ids(prompt: Any) -> bool:
