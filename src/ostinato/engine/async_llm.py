@@ -11,6 +11,7 @@ from typing import Any
 
 from ostinato.graphs import Report
 
+from .delivery.output_stream import OutputStream
 from .llm import LLM
 from .outputs import RequestOutput
 from .sampling_params import RequestError, SamplingParams
@@ -31,6 +32,8 @@ class AsyncLLM:
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
         self._names: dict[_Inbox, str] = {}
         """The request of each inbox; a name may belong to another by the time an inbox is given up."""
+        self._streams: dict[_Inbox, OutputStream] = {}
+        """What of its outputs each inbox gets."""
         self._closed = False
         self._gate = threading.Lock()
         """Whoever holds it may ask; nothing is asked any more once `_closed` is set under it."""
@@ -47,7 +50,7 @@ class AsyncLLM:
         """
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
-        params = sampling_params or self._llm.get_default_sampling_params()
+        params = (sampling_params or self._llm.get_default_sampling_params()).clone()
         name: asyncio.Future[str] = loop.create_future()
         self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
         try:
@@ -156,11 +159,13 @@ class AsyncLLM:
             return
         self._listeners[served] = loop, arrived
         self._names[arrived] = served
+        self._streams[arrived] = OutputStream(params)
         if not _call(loop, _settle, name, served):
             self._give_up(engine, arrived)
 
     def _give_up(self, engine: TextEngine, arrived: _Inbox) -> None:
         """Nobody reads from this inbox any more: its request ends, if it has not."""
+        self._streams.pop(arrived, None)
         name = self._names.pop(arrived, None)
         if name is None:
             return  # it was refused
@@ -177,7 +182,8 @@ class AsyncLLM:
             if found is not None:
                 loop, arrived = found
                 # The engine goes on writing to its own; a reader gets one that stays as it is.
-                by_loop.setdefault(loop, []).append((arrived, output.snapshot()))
+                if (news := self._streams[arrived].news(output)) is not None:
+                    by_loop.setdefault(loop, []).append((arrived, news))
         for loop, letters in by_loop.items():
             if not _call(loop, _put, letters):
                 gone = [arrived for other, arrived in self._listeners.values() if other is loop]

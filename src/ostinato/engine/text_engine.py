@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from ostinato.text.errors import GrammarError, TokenizerError
 from ostinato.text.grammar import Grammar, GrammarCompiler
 
+from .bad_words import token_sequences
 from .config import EngineConfig
 from .core import EngineCore
 from .delivery.completion_text import CompletionText
@@ -27,7 +27,7 @@ from .stepping.times import StartupTimes
 from .token_ids import IntArray, token_array
 
 Prompt = str | Mapping[str, Any]
-"""A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
+"""A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}; the latter two may have a "cache_salt"."""
 
 
 class TextEngine:
@@ -64,12 +64,14 @@ class TextEngine:
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """Queue a prompt; RequestError if it cannot be served. The output grows in place with each `step`."""
+        params = self._checked(params)
         name = self._name(request_id)
         text, ids = self._encoded(prompt)
+        ids, salt = self._cut(ids, params), _cache_salt(prompt)
         whole = _output(name, text, ids)
         if params.prompt_logprobs is not None:
             whole.prompt_logprobs = [None] * len(ids)
-        self._serve([self._completion(whole, ids, params, index) for index in range(params.n)])
+        self._serve([self._completion(whole, ids, params, index, salt) for index in range(params.n)])
         return whole
 
     def add_embedding(self, prompt: Prompt, request_id: str | None = None) -> str:
@@ -92,17 +94,35 @@ class TextEngine:
         self._forget(request_id)
         return completions[0].whole
 
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """A copy, as it is now, with its words as token ids; RequestError for what is wrong with it."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        params = params.verified()
+        if params.bad_words and self.tokenizer is not None:
+            encode = functools.partial(self.tokenizer.encode, add_special_tokens=False)
+            params.bad_words = token_sequences(params.bad_words, encode)
+        return params
+
+    def _cut(self, ids: IntArray, params: SamplingParams) -> IntArray:
+        kept = params.truncate_prompt_tokens
+        if kept is None:
+            return ids
+        if kept < 0:
+            kept = max(1, self.core.scheduler.max_len - (params.max_tokens or 1))
+        return ids[-kept:]
+
     def _completion(
-        self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int
+        self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int, salt: str | None
     ) -> ServedCompletion:
         name = f"{whole.request_id}.{index}" if params.n > 1 else whole.request_id
         own = self._seeded(params, index)
-        output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+        output = CompletionOutput(index, logprobs=[] if params.wants_logprobs else None)
         text = self._text_of(params, output.token_ids)
         if text is not None:
             output.text = text
         whole.outputs.append(output)
-        request = Request(name, ids, own, self._eos, self._grammar(params))
+        request = Request(name, ids, own, self._eos, self._grammar(params), salt)
         return ServedCompletion(
             request,
             whole,
@@ -135,13 +155,11 @@ class TextEngine:
         return self.core.loaded.eos_token_ids
 
     def _seeded(self, params: SamplingParams, index: int) -> SamplingParams:
-        if params.is_greedy:
-            return replace(params, n=1)
-        if params.seed is None:
-            return replace(params, n=1, seed=int(self._seeds.integers(2**62)))
-        # The first completion is what n=1 would give; wraps around inside 64 bits.
-        seed = (params.seed + index + 2**63) % 2**64 - 2**63
-        return replace(params, n=1, seed=seed)
+        if params.is_greedy or params.seed is not None:
+            return params.seeded(index)
+        drawn = params.seeded(index)
+        drawn.seed = int(self._seeds.integers(2**62))
+        return drawn
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.structured_outputs is None:
@@ -222,6 +240,13 @@ def _kind_of(prompt: Any) -> str:
     if isinstance(prompt, Mapping):
         return f"a mapping with {', '.join(map(repr, prompt)) or 'nothing'} in it"
     return type(prompt).__name__
+
+
+def _cache_salt(prompt: Prompt) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt must be a text that is not empty, not {salt!r}")
+    return salt
 
 
 def _checked_ids(ids: Any) -> IntArray:

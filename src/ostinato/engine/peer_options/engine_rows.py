@@ -63,7 +63,7 @@ MODEL: tuple[PeerOption, ...] = (
     refused("hf_overrides", "vllm", "json", "{}", "change the config.json of the model"),
     refused("json_model_override_args", "sglang", "json", "{}", "change the config.json of the model"),
     refused("model_loader_extra_config", BOTH, "json", "{}", "safetensors files are read, nothing else"),
-    harmless("max_logprobs", "vllm", "int", "20", "at most 20 can be asked for", same=tuple(range(21))),
+    acts("max_logprobs", "vllm", "int", "20", "most log probabilities per token; -1 for all"),
     refused("enable_lora", BOTH, "flag", "", "merge the adapter into the model first"),
     refused("lora_paths", "sglang", "texts", "a=b", "merge the adapter into the model first"),
     refused("lora_modules", "vllm", "texts", "a=b", "merge the adapter into the model first"),
