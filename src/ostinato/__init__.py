@@ -23,12 +23,12 @@ if TYPE_CHECKING:  # isort: off
     )
     from .engine.outputs import CompletionOutput as CompletionOutput, RequestOutput as RequestOutput
     from .engine.sampling_params import (
+        BeamSearchParams as BeamSearchParams,
         RequestError as RequestError,
         RequestOutputKind as RequestOutputKind,
         SamplingParams as SamplingParams,
         StructuredOutputs as StructuredOutputs,
     )
-    from .engine.vllm_api.beam_search import BeamSearchParams as BeamSearchParams
     from .engine.vllm_api.engine_args import AsyncEngineArgs as AsyncEngineArgs, EngineArgs as EngineArgs
     from .engine.vllm_api.llm_engine import LLMEngine as LLMEngine
     from .engine.vllm_api.pooling_params import PoolingParams as PoolingParams
@@ -48,6 +48,7 @@ _ENGINE = {
     "SamplingParams": "sampling_params",
     "StructuredOutputs": "sampling_params",
     "RequestError": "sampling_params",
+    "BeamSearchParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
     "EngineConfig": "config",
     "RequestOutput": "outputs",
@@ -60,7 +61,6 @@ _ENGINE = {
         ),
         "pooling_outputs",
     ),
-    "BeamSearchParams": "vllm_api.beam_search",
     "EngineArgs": "vllm_api.engine_args",
     "AsyncEngineArgs": "vllm_api.engine_args",
     "LLMEngine": "vllm_api.llm_engine",

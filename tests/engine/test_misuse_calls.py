@@ -131,9 +131,7 @@ def test_ids_that_meet_those_of_siblings(llm: LLM) -> None:
     engine.abort("a.1")
 
 
-def test_a_failure_between_siblings_takes_all_of_them_back(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_between_siblings_takes_all_of_them_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     core = llm.engine.core
     add, calls = core.add, []
 

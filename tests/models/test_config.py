@@ -81,7 +81,11 @@ def test_qwen_windows_start_at_a_layer_or_are_listed() -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported; .*Qwen3ForCausalLM"),
         ({"architectures": None, "model_type": "bert"}, r"'bert' with no architecture .*LlamaForCausalLM"),
         ({"num_local_experts": 8}, r"mixture of experts \(num_local_experts=8\)"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"'yarn' is not supported; .*llama3"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, r"'longrope' is not supported; .*llama3"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}},
+            "yarn with mscale is not supported",
+        ),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),

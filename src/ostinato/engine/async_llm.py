@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ostinato.graphs import Report
 from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
+from .delivery.output_stream import OutputStream
 from .delivery.served_completion import ServedCompletion
 from .llm import LLM
 from .outputs import RequestOutput
@@ -24,7 +25,6 @@ from .vllm_api.conversations import Messages
 from .vllm_api.engine_view import ModelView
 from .vllm_api.llm_engine import refuse_given
 from .vllm_api.metrics import Metric
-from .vllm_api.output_kinds import OutputView
 from .vllm_api.pooling_params import PoolingParams
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ _Inbox = asyncio.Queue[_News]
 
 def listed_names(given: object) -> list[str]:
     """Ids of requests; RequestError for what is none."""
-    names = list(given) if isinstance(given, list | tuple | set | frozenset) else [given]
-    for name in names:
+    names = []
+    for name in given if isinstance(given, list | tuple | set | frozenset) else [given]:
         if not isinstance(name, str):
             raise RequestError(f"a request id is a text, not {type(name).__name__}")
+        names.append(name)
     return names
 
 
@@ -60,6 +61,8 @@ class AsyncLLM:
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
         self._names: dict[_Inbox, str] = {}
         """The request of each inbox; a name may belong to another by the time an inbox is given up."""
+        self._streams: dict[_Inbox, OutputStream] = {}
+        """What of its outputs each inbox gets."""
         self._closed = False
         self._gate = threading.Lock()
         """Whoever holds it may ask; nothing is asked any more once `_closed` is set under it."""
@@ -90,9 +93,9 @@ class AsyncLLM:
         refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, priority=priority)
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
-        params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        check_params(params)
-        view = OutputView(params.output_kind)
+        asked = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        check_params(asked)
+        params = asked.clone()
         name: asyncio.Future[str] = loop.create_future()
         self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
         try:
@@ -103,8 +106,7 @@ class AsyncLLM:
                     raise news
                 if news.error is not None:
                     raise RequestError(news.error)
-                if (shown := view.of(news)) is not None:
-                    yield shown
+                yield news
                 if news.finished:
                     return
         finally:
@@ -349,11 +351,13 @@ class AsyncLLM:
             return
         self._listeners[served] = loop, arrived
         self._names[arrived] = served
+        self._streams[arrived] = OutputStream(params)
         if not _call(loop, _settle, name, served):
             self._give_up(engine, arrived)
 
     def _give_up(self, engine: TextEngine, arrived: _Inbox) -> None:
         """Nobody reads from this inbox any more: its request ends, if it has not."""
+        self._streams.pop(arrived, None)
         name = self._names.pop(arrived, None)
         if name is None:
             return  # it was refused
@@ -370,7 +374,10 @@ class AsyncLLM:
             if found is not None:
                 loop, arrived = found
                 # The engine goes on writing to its own; a reader gets one that stays as it is.
-                by_loop.setdefault(loop, []).append((arrived, output.snapshot()))
+                stream = self._streams.get(arrived)
+                news = output.snapshot() if stream is None else stream.news(output)
+                if news is not None:
+                    by_loop.setdefault(loop, []).append((arrived, news))
         for loop, letters in by_loop.items():
             if not _call(loop, _put, letters):
                 gone = [arrived for other, arrived in self._listeners.values() if other is loop]

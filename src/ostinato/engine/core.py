@@ -23,7 +23,9 @@ exception that is raised in the thread from outside (`HeldSignals` keeps signals
 Note [Grammars]
 A grammar has to see a token to say which may follow it; the forward pass finds it on the device. So a step
 with such requests is launched in two parts: while its forward pass runs, the tokens of the step before are
-read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step.
+read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step. Bad
+words of several tokens and functions of callers (`logits_processors`) come in at the same point. Who is left
+without any token ends there, with an error, as if aborted.
 """
 
 from __future__ import annotations
@@ -131,16 +133,16 @@ class EngineCore:
                 f"vocabulary of {vocab}"
             )
         if request.params is not None:
-            self._check(request.request_id, request.params)
+            self._check(request, request.params)
         self.scheduler.add(request)
 
-    def _check(self, request_id: str, params: SamplingParams) -> None:
+    def _check(self, request: Request, params: SamplingParams) -> None:
         if self.sampler is None:
             name = self.loaded.model.config.architecture
             raise RequestError(
-                f"request {request_id}: {name} has no output layer; it embeds only, use embed()"
+                f"request {request.request_id}: {name} has no output layer; it embeds only, use embed()"
             )
-        self.sampler.check(params)
+        self.sampler.take(request, params)
 
     def abort(self, request_id: str) -> bool:
         """End a request now: no step brings it anything more. False if it is unknown or finished already."""
@@ -149,7 +151,8 @@ class EngineCore:
         for flight in self._flights:
             if flight.landed is not None:
                 flight.landed = flight.landed.without(request_id)
-        return self.scheduler.abort(request_id)
+        was_refused = [flight.forget(request_id) for flight in self._flights]
+        return self.scheduler.abort(request_id) or any(was_refused)
 
     def step(self) -> list[Progress]:
         """Launch the next step, then take in the oldest one that is due."""
@@ -255,13 +258,21 @@ class EngineCore:
                 self.clock.lap("launch")
                 while self._flights[0] is not flight:
                     self._complete()
+            flight.whole_logprobs = self.sampler.whole_logprobs(step)
             flight.constrained = self._constrained(step)
-            self.sampler.mask([step.requests[at] for at in flight.constrained])
+            self._refuse(flight, self.sampler.mask([step.requests[at] for at in flight.constrained]))
+            self._refuse(flight, self.sampler.process(step, flight.constrained))
             flight.launched = self.sampler.launch(step)
         flight.error = None
 
+    def _refuse(self, flight: Flight, stuck: dict[Request, str]) -> None:
+        """End those for whom no token is left, before one is drawn."""
+        for request, error in stuck.items():
+            flight.refused += (request,)
+            self.scheduler.finish(request, FinishReason.ERROR, error=error, is_at_fault=True)
+
     def _waits_for_tokens(self, step: ScheduledStep) -> bool:
-        """Whether a grammar has to see a token of a step under way to say which may follow."""
+        """Whether somebody has to see a token of a step under way to say which may follow."""
         rows = self.scheduler.rows
         if not rows.num_waiting or len(self._flights) == 1:
             return False
@@ -270,7 +281,7 @@ class EngineCore:
         return bool((pending & rows.waits[step.rows] & step.samples).any())
 
     def _constrained(self, step: ScheduledStep) -> list[int]:
-        """Which requests of a step get their token from a grammar; nobody who has left since."""
+        """Which requests of a step get a token that depends on those before; nobody who has left since."""
         rows = self.scheduler.rows
         if not rows.num_waiting:
             return []
@@ -327,17 +338,18 @@ class EngineCore:
         except BaseException as error:
             logger.exception("the tokens of step %d could not be taken in", flight.step.index)
             text = _told("the tokens of a step could not be taken in", error)
-            flight.landed = Progress((), [], self.scheduler.give_up(flight.step, text), {})
+            given_up = self.scheduler.give_up(flight.step, text)
+            flight.landed = Progress((), [], given_up + flight.refused, {})
             if not isinstance(error, Exception):
                 raise
 
     def _booked(self, flight: Flight, sampled: Sampled | None) -> Progress:
         step = flight.step
         if flight.error is not None:
-            return Progress((), [], self.scheduler.fail(step, flight.error), {})
+            return Progress((), [], self.scheduler.fail(step, flight.error) + flight.refused, {})
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
         done = self.scheduler.complete(step, tokens)
-        ended = done.finished
+        ended = done.finished + flight.refused
         for at in flight.constrained:
             if done.accepted[at]:
                 ended += self._follow_grammar(step.requests[at], int(tokens[at]))
@@ -345,7 +357,8 @@ class EngineCore:
 
     def _follow_grammar(self, request: Request, token: int) -> tuple[Request, ...]:
         """The request, if that ends it."""
-        assert request.grammar is not None
+        if request.grammar is None:
+            return ()
         try:
             follows = request.grammar.accept(token)
         except Exception as error:

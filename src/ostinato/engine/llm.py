@@ -24,10 +24,10 @@ from .pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from .sampling_params import RequestError, SamplingParams
+from .sampling_params import BeamSearchParams, RequestError, SamplingParams
 from .stepping.times import StepTimes
 from .text_engine import Prompt, TextEngine, check_params
-from .vllm_api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from .vllm_api.beam_search import BeamSearch, BeamSearchOutput
 from .vllm_api.conversations import ChatOptions, ConversationWriter, Messages, listed_conversations
 from .vllm_api.engine_services import EngineServices
 from .vllm_api.llm_engine import LLMEngine, refuse_given
@@ -148,8 +148,6 @@ class LLM(EngineServices):
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, `params.beam_width` of them, best first."""
         refuse_given(lora_request=lora_request)
-        if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"beam search takes BeamSearchParams, not {params!r}")
         engine = self.engine
         listed, _ = listed_prompts(prompts)
         ids = [engine.token_ids_of(prompt) for prompt in listed]
@@ -158,7 +156,9 @@ class LLM(EngineServices):
             each = [wanted] * len(beams)
             return self._run(beams, each, strict=False, shown=False, is_told=False)
 
-        found = BeamSearch(params, step, engine.core.loaded.eos_token_ids).run(ids, shown=use_tqdm)
+        eos = engine.core.loaded.eos_token_ids
+        search = BeamSearch(params, step, eos, self.config.max_logprobs)
+        found = search.run(ids, shown=use_tqdm)
         if self.tokenizer is not None:
             for sequence in [each for output in found for each in output.sequences]:
                 sequence.text = self.tokenizer.decode(sequence.tokens)
@@ -372,6 +372,7 @@ class LLM(EngineServices):
         """`encode` makes a prompt of what was given; it may refuse. `is_told`: failures are logged."""
         engine = self.engine
         outputs: list[RequestOutput] = []
+        unfinished: set[str] = set()
         with self._held(unfinished) as signals:
             for prompt, wanted in zip(prompts, params, strict=True):
                 outputs.append(self._begin(prompt, wanted, unfinished, encode, strict=strict))

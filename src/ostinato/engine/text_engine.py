@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from ostinato.text.errors import GrammarError, TokenizerError
 from ostinato.text.grammar import Grammar, GrammarCompiler
 
+from .bad_words import token_sequences
 from .config import EngineConfig
 from .core import EngineCore
 from .delivery.completion_text import CompletionText
@@ -38,7 +39,8 @@ from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, kind_of
 logger = logging.getLogger("ostinato.engine")
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-"""A text, or token ids, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
+"""A text, or token ids, or {"prompt_token_ids": [...]}, or {"prompt": "..."}; the latter two may have a
+"cache_salt"."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,15 @@ class TextEngine:
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """Queue a prompt; RequestError if it cannot be served. The output grows in place with each `step`."""
-        check_params(params)
+        params = self._checked(params)
         with self.turn:
             name = self._name(request_id)
             text, ids = self._encoded(prompt)
+            ids, salt = self._cut(ids, params), _cache_salt(prompt)
             whole = _output(name, text, ids)
             if params.prompt_logprobs is not None:
                 whole.prompt_logprobs = [None] * len(ids)
-            self._serve([self._completion(whole, ids, params, index) for index in range(params.n)])
+            self._serve([self._completion(whole, ids, params, index, salt) for index in range(params.n)])
             return whole
 
     def add_embedding(self, prompt: Prompt, request_id: str | None = None) -> str:
@@ -129,17 +132,34 @@ class TextEngine:
             self._forget(request_id)
             return completions[0].whole
 
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """A copy, as it is now, with its words as token ids; RequestError for what is wrong with it."""
+        check_params(params)
+        params = params.verified()
+        if params.bad_words and self.tokenizer is not None:
+            encode = functools.partial(self.tokenizer.encode, add_special_tokens=False)
+            params.bad_words = token_sequences(params.bad_words, encode)
+        return params
+
+    def _cut(self, ids: IntArray, params: SamplingParams) -> IntArray:
+        kept = params.truncate_prompt_tokens
+        if kept is None:
+            return ids
+        if kept < 0:
+            kept = max(1, self.core.scheduler.max_len - (params.max_tokens or 1))
+        return ids[-kept:]
+
     def _completion(
-        self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int
+        self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int, salt: str | None
     ) -> ServedCompletion:
         name = f"{whole.request_id}.{index}" if params.n > 1 else whole.request_id
         own = self._seeded(params, index)
-        output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+        output = CompletionOutput(index, logprobs=[] if params.wants_logprobs else None)
         text = self._text_of(params, output.token_ids)
         if text is not None:
             output.text = text
         whole.outputs.append(output)
-        request = Request(name, ids, own, self._eos, self._grammar(params))
+        request = Request(name, ids, own, self._eos, self._grammar(params), salt)
         return ServedCompletion(
             request,
             whole,
@@ -157,7 +177,7 @@ class TextEngine:
         name = completions[0].whole.request_id
         self._served[name] = completions
         try:
-            # Apart from its name a completion differs in nothing that a refusal depends on: the first or none.
+            # Apart from its name a completion differs in nothing that decides: the first is refused or none.
             for completion in completions:
                 self._delivery.add(completion)
                 self._taken_names.add(completion.request.request_id)
@@ -183,13 +203,11 @@ class TextEngine:
         return self.core.loaded.eos_token_ids
 
     def _seeded(self, params: SamplingParams, index: int) -> SamplingParams:
-        if params.is_greedy:
-            return replace(params, n=1)
-        if params.seed is None:
-            return replace(params, n=1, seed=int(self._seeds.integers(2**62)))
-        # The first completion is what n=1 would give; wraps around inside 64 bits.
-        seed = (params.seed + index + 2**63) % 2**64 - 2**63
-        return replace(params, n=1, seed=seed)
+        if params.is_greedy or params.seed is not None:
+            return params.seeded(index)
+        drawn = params.seeded(index)
+        drawn.seed = int(self._seeds.integers(2**62))
+        return drawn
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.structured_outputs is None:
@@ -370,6 +388,13 @@ def _checked_name(request_id: object) -> str:
     if not isinstance(request_id, str):
         raise RequestError(f"a request id is a text, not {type(request_id).__name__}")
     return request_id
+
+
+def _cache_salt(prompt: Prompt) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt must be a text that is not empty, not {salt!r}")
+    return salt
 
 
 def _checked_ids(ids: Any) -> IntArray:

@@ -82,6 +82,7 @@ class ChatTemplate:
         """Whether it looks at a variable of this name."""
         from jinja2 import meta
 
+        self.check()
         return variable in meta.find_undeclared_variables(self._environment.parse(self.source))
 
     @cached_property

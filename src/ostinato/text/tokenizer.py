@@ -133,7 +133,7 @@ class Tokenizer:
         `template`: a source instead of the model's own.
         """
         chosen = self._template(template, tools)
-        if tools and not chosen.uses("tools"):
+        if tools and not self._shows_tools(chosen):
             raise TokenizerError(
                 "tools: the chat template has no place for tools, the model would not see them"
             )
@@ -144,6 +144,9 @@ class Tokenizer:
                 )
             return chosen.render_open(messages, tools=tools, **variables)
         return chosen.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+
+    def _shows_tools(self, template: ChatTemplate) -> bool:
+        return template is self._templates.get("tool_use") or template.uses("tools")
 
     def unused_variables(self, names: Iterable[str], *, template: str | None = None) -> list[str]:
         """Those of these variables that the chat template never looks at."""

@@ -99,7 +99,7 @@ MODEL: tuple[PeerOption, ...] = (
         tunes=True,
     ),
     refused("model_loader_extra_config", BOTH, "json", "{}", "safetensors files are read, nothing else"),
-    harmless("max_logprobs", "vllm", "int", "20", "at most 20 can be asked for", same=tuple(range(21))),
+    acts("max_logprobs", "vllm", "int", "20", "most log probabilities per token; -1 for all"),
     refused("enable_lora", BOTH, "flag", "", "merge the adapter into the model first"),
     harmless("max_loras", "vllm", "int", "1", "there are no adapters", tunes=True),
     harmless("max_lora_rank", "vllm", "int", "16", "there are no adapters", tunes=True),
@@ -153,7 +153,7 @@ MEMORY_AND_STEPS: tuple[PeerOption, ...] = (
         *("max_total_tokens", "sglang", "int", "1024", "num_pages", "as many pages as hold them"),
         convert=conversions.pages_of_tokens,
     ),
-    harmless("disable_sliding_window", "vllm", "flag", "", "windows are as trained", same=(False,)),
+    refused("disable_sliding_window", "vllm", "flag", "", "windows are as the model was trained"),
     harmless(
         *("disable_cascade_attn", "vllm", "flag", "", "off unless enable_cascade_attention"),
         same=(True, False),

@@ -11,36 +11,9 @@ from typing import Any
 
 from ..delivery.request_progress import RequestProgress, Shown
 from ..outputs import Logprob, RequestOutput
-from ..sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
+from ..sampling_params import BeamSearchParams, RequestError, SamplingParams
 
 Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
-
-
-@dataclass
-class BeamSearchParams:
-    """How wide and how far to search."""
-
-    beam_width: int
-    """Beams that are kept, and results per prompt."""
-    max_tokens: int
-    """The most tokens of a continuation."""
-    ignore_eos: bool = False
-    """Go on behind the end of a text."""
-    temperature: float = 0.0
-    """There for vLLM's sake: beams are ranked by plain log probabilities, whatever it is."""
-    length_penalty: float = 1.0
-    """Scores are log probabilities divided by the length, prompt included, to this power."""
-    include_stop_str_in_output: bool = False
-    """There for vLLM's sake, and False: the end-of-text token is in the tokens and not in the text."""
-
-    def __post_init__(self) -> None:
-        if self.include_stop_str_in_output:
-            raise RequestError("include_stop_str_in_output is not supported in beam search: decode tokens")
-        widest = MAX_LOGPROBS // 2
-        for name, most in (("beam_width", widest), ("max_tokens", 2**30)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise RequestError(f"{name} must be an integer from 1 to {most}, not {value!r}")
 
 
 @dataclass
@@ -83,8 +56,21 @@ class _Search:
 class BeamSearch:
     """Searches with one set of parameters."""
 
-    def __init__(self, params: BeamSearchParams, generate: Generate, eos: frozenset[int]) -> None:
-        """`generate` completes prompts, given as token ids."""
+    def __init__(
+        self, params: BeamSearchParams, generate: Generate, eos: frozenset[int], max_logprobs: int
+    ) -> None:
+        """`generate` completes prompts, given as token ids, and tells so many logprobs; -1: any number."""
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"beam search takes BeamSearchParams, not {params!r}")
+        if 0 <= max_logprobs < 2 * params.beam_width:
+            raise RequestError(
+                f"beam_width is {params.beam_width}, which needs twice as many logprobs: at most "
+                f"{max_logprobs // 2} with max_logprobs={max_logprobs}"
+            )
+        if params.include_stop_str_in_output:
+            raise RequestError("beam search: include_stop_str_in_output is not supported, decode the tokens")
+        if params.structured_outputs is not None:
+            raise RequestError("beam search: structured_outputs are not supported, use generate")
         self._params = params
         self._generate = generate
         self._eos = frozenset[int]() if params.ignore_eos else eos

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..delivery.output_stream import OutputStream
 from ..delivery.served_completion import ServedCompletion
 from ..outputs import RequestOutput
 from ..pooling_outputs import PoolingOutput, PoolingRequestOutput
 from ..sampling_params import RequestError, SamplingParams
 from .engine_services import EngineServices, OwnEngine
 from .engine_view import ModelView, VllmConfigView
-from .output_kinds import OutputView
 from .pooling_params import PoolingParams
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class _Watched:
     """A request and how much of it was told."""
 
     output: RequestOutput
-    view: OutputView
+    stream: OutputStream
     num_told: int = -1
     """Tokens of all completions."""
 
@@ -35,7 +35,7 @@ class _Watched:
         if count == self.num_told and not self.output.finished:
             return None
         self.num_told = count
-        return self.view.of(self.output.snapshot())
+        return self.stream.news(self.output)
 
 
 class LLMEngine:
@@ -78,7 +78,7 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams or PoolingParams, not {params!r}")
         output = engine.add(prompt, params, request_id)
-        self._watched[output.request_id] = _Watched(output, OutputView(params.output_kind))
+        self._watched[output.request_id] = _Watched(output, OutputStream(params))
         return output.request_id
 
     def step(self) -> list[AnyOutput]:

@@ -25,7 +25,7 @@ class TokensPrompt(TypedDict):
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
-WHAT_A_PROMPT_IS = "a prompt is a text, a list of token ids, {'prompt': ...} or {'prompt_token_ids': [...]}"
+WHAT_A_PROMPT_IS = "a prompt is a text or {'prompt_token_ids': [...]} or a list of token ids"
 
 
 def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
