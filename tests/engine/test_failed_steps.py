@@ -196,6 +196,9 @@ LANDINGS = ("_complete", "_take_in", "_booked", "complete", "progress")
 """Functions whose every line is tried in the fast command."""
 
 
+THOROUGH = (pytest.mark.slow, pytest.mark.timeout(1200))
+
+
 def landings() -> Iterator[Any]:
     """As `cases`, for what is done with the tokens of a step."""
     fast = [("full", 1, "prompts"), ("none", 0, "preemption")]
@@ -203,7 +206,7 @@ def landings() -> Iterator[Any]:
         yield pytest.param(*setup, turn, 6, 40, id="-".join(map(str, setup)))
     for turn, setup in enumerate(itertools.product(("full", "none"), (1, 0), SCENES)):
         name = "-".join(map(str, (*setup, "thorough")))
-        yield pytest.param(*setup, turn % 2, 2, 2, id=name, marks=pytest.mark.slow)
+        yield pytest.param(*setup, turn % 4, 4, 4, id=name, marks=THOROUGH)
 
 
 @pytest.mark.parametrize(("mode", "ahead", "scene", "turn", "main", "rest"), list(landings()))
@@ -238,7 +241,7 @@ def test_whatever_line_fails_where_a_step_lands_all_others_get_their_tokens(
         assert tokens_of(serve(llm, arrivals)) == wanted
 
 
-@pytest.mark.parametrize("rest", [40, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "thorough"])
+@pytest.mark.parametrize("rest", [40, pytest.param(2, marks=THOROUGH)], ids=["some", "thorough"])
 @pytest.mark.parametrize("scene", SCENES)
 def test_whatever_line_of_the_scheduler_fails_all_end_and_the_next_are_served(
     model: TinyModel, scene: str, rest: int

@@ -4,7 +4,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -118,10 +118,8 @@ def test_a_storm_of_interrupts(llm: LLM, tiny_text: TinyModel) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0005)
         while number < 200:
-            try:
+            with suppress(KeyboardInterrupt):
                 llm.generate(GOOD, LONG)
-            except KeyboardInterrupt:
-                pass
     except KeyboardInterrupt:
         pass
     finally:

@@ -177,7 +177,7 @@ class TextEngine:
         name = completions[0].whole.request_id
         self._served[name] = completions
         try:
-            # Apart from its name a completion differs in nothing that decides: the first is refused or none.
+            # Apart from its name a completion differs in nothing a refusal depends on: the first or none.
             for completion in completions:
                 self._delivery.add(completion)
                 self._taken_names.add(completion.request.request_id)

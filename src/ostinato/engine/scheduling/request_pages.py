@@ -162,7 +162,7 @@ class RequestPages:
         self._updates[:0] = updates
 
     def restore(self, running: Sequence[Request]) -> None:
-        """Make the books anew from the lists of these, whatever state they are in, and tell the device all."""
+        """Make the books anew from the lists of these, whatever state they are in; the device is told all."""
         self._pages.restore([[page for page in request.pages if page] for request in running])
         for request in running:
             self._rows.never_commit(request.row)

@@ -70,6 +70,8 @@ class LLMOptions:
 def llm_options(model: str | None, options: Mapping[str, Any]) -> tuple[EngineConfig, LLMOptions]:
     """Both configurations from keywords; ConfigError for one that does not exist or cannot be had."""
     ours = translated(options)
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":  # with vLLM that is where it is asked for
+        ours.setdefault("batch_invariant", True)
     own = {entry.name for entry in dataclasses.fields(LLMOptions)}
     names = [entry.name for entry in dataclasses.fields(EngineConfig)]
     for name in ours:
