@@ -15,6 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +336,10 @@ def test_reset_kv(model: TinyModel) -> None:
         return [
             ("A robot may not injure a human being " * 5, robot),
             ("A robot may not injure a human being " * 5, robot.clone()),
-            ("To be or", SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2, max_tokens=24, seed=1)),
+            (
+                "To be or",
+                SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2, max_tokens=24, seed=1),
+            ),
             ("What is?", SamplingParams(n=2, temperature=0.8, top_p=0.95, max_tokens=24, seed=2)),
         ]
 
@@ -408,9 +412,8 @@ def test_run_one_batch(model: TinyModel, tmp_path: Path) -> None:
 
 
 def test_structured_outputs(make: MakeLLM) -> None:
-    from pydantic import BaseModel
-
     from ostinato.sampling_params import StructuredOutputsParams
+    from pydantic import BaseModel
 
     class Car(BaseModel):
         brand: int
@@ -457,11 +460,13 @@ def test_pause_resume(model: TinyModel) -> None:
         params = SamplingParams(max_tokens=30, ignore_eos=True)
 
         async def generating() -> RequestOutput:
+            outputs = []
             async for output in engine.generate(
                 request_id="test-req", prompt="Once upon a time", sampling_params=params
             ):
+                outputs.append(output)
                 times.append(time.monotonic())
-            return output
+            return outputs[-1]
 
         async def controlling() -> None:
             while len(times) < 5:
@@ -480,7 +485,7 @@ def test_pause_resume(model: TinyModel) -> None:
     output = asyncio.run(main())
     assert output.finished
     assert len(output.outputs[0].token_ids) == 30
-    assert max(after - before for before, after in zip(times, times[1:], strict=False)) >= 0.27
+    assert max(after - before for before, after in pairwise(times)) >= 0.27
 
 
 def test_context_extension(make: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:

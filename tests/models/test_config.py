@@ -47,6 +47,17 @@ def config(**fields: Any) -> ModelConfig:
             RopeConfig(5e5, "llama3", 32.0, 1.0, 4.0, 8192),
         ),
         (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 64,
+                    "attention_factor": 2,
+                }
+            },
+            RopeConfig(kind="yarn", factor=4, original_max_positions=64, attention_factor=2),
+        ),
+        (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
             RopeConfig(5e5, "llama3", 32.0, 1.0, 4.0, 8192),
         ),

@@ -171,8 +171,9 @@ class HFLikeTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Ids that are markup and not text."""
-        return sorted(self._tokenizer.special_ids)
+        """Ids of special tokens that have a role; other markup has none."""
+        named = [getattr(self, f"{name}_id") for name in self.special_tokens_map]
+        return list(dict.fromkeys(token for token in named if token is not None))
 
     @property
     def all_special_tokens(self) -> list[str]:

@@ -30,7 +30,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 return [*found, *_joined(parts), word, *rest]
             dotted = _DOTTED.fullmatch(word)
             if dotted and self._dashed(dotted[1]) in self._option_string_actions:
-                flag, key, value = self._dashed(dotted[1]), dotted[2], dotted[3]
+                # One option may be written in two ways, whose parts belong together.
+                flag = self._option_string_actions[self._dashed(dotted[1])].option_strings[0]
+                key, value = dotted[2], dotted[3]
                 if value is None:
                     if not rest:
                         self.error(f"argument {word}: expected one argument")
