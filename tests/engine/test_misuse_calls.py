@@ -82,6 +82,11 @@ def test_parameters_of_a_wrong_type_are_refused_before_anything_is_queued(llm: L
         llm.engine.add(GOOD[0], wrong)
 
 
+def test_more_completions_than_can_be_meant(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="n must be at most"):
+        llm.generate(GOOD[0], SamplingParams(n=10**9))
+
+
 @pytest.mark.parametrize("prompts", [7, None, 1.5], ids=str)
 def test_what_is_no_list_of_prompts(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError, match="prompt"):

@@ -305,4 +305,4 @@ def test_a_start_says_what_it_does(file: Path, capsys: pytest.CaptureFixture[str
     capsys.readouterr()
     convert_gguf(file)
     lines = capsys.readouterr().err.splitlines()
-    assert f"ostinato: {folder} is damaged (config.json is missing): it is made anew" in lines
+    assert f"ostinato: {folder} is made anew: config.json is missing" in lines

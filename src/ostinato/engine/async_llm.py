@@ -308,7 +308,7 @@ class AsyncLLM:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command()
+                _carry_out(command)
         for loop, arrived in self._listeners.values():
             _call(loop, arrived.put_nowait, error)
 
@@ -330,7 +330,7 @@ class AsyncLLM:
             command = self._commands.get()
             if command is None:
                 return False
-            command()
+            _carry_out(command)
             wait = False
         return True
 
@@ -383,6 +383,13 @@ class AsyncLLM:
                 gone = [arrived for other, arrived in self._listeners.values() if other is loop]
                 for arrived in gone:
                     self._give_up(engine, arrived)
+
+
+def _carry_out(command: Callable[[], None]) -> None:
+    try:
+        command()
+    except Exception:  # one that cannot be carried out is nobody else's loss
+        logger.exception("a command failed; the engine goes on")
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:

@@ -8,6 +8,7 @@ between two steps. Exceptions of other threads cannot be held back; see Note [Fa
 
 from __future__ import annotations
 
+import _signal  # `signal` makes enumerations of all that these return, which takes longer than a step may
 import signal
 import threading
 from collections import deque
@@ -36,10 +37,10 @@ class HeldSignals:
             return self
         try:
             for number in _SIGNALS:
-                handler = signal.getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._note)
+                    _signal.signal(number, self._note)
         except BaseException:
             self._put_back()
             raise
@@ -69,5 +70,5 @@ class HeldSignals:
 
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._note:  # else somebody has set another one since
-                signal.signal(number, handler)
+            if _signal.getsignal(number) == self._note:  # else somebody has set another one since
+                _signal.signal(number, handler)

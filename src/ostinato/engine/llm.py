@@ -6,7 +6,6 @@ import functools
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -173,9 +172,8 @@ class LLM(EngineServices):
         them cannot be served."""
         listed, _ = listed_prompts(prompts)
         params = _one_each(self._chosen(sampling_params), len(listed))
-        added: set[str] = set()
         outputs: list[RequestOutput] = []
-        with self._held(added):
+        with HeldSignals(), self.engine.awaiting() as added:
             for prompt, wanted in zip(listed, params, strict=True):
                 outputs.append(self._begin(prompt, wanted, added, lambda given: given, strict=True))
             self._queued += outputs
@@ -185,8 +183,7 @@ class LLM(EngineServices):
     def wait_for_completion(self, *, use_tqdm: Shown = None) -> list[RequestOutput]:
         """The outputs of all that was queued, in its order."""
         queued, self._queued = self._queued, []
-        unfinished: set[str] = set()
-        with self._held(unfinished) as signals:
+        with HeldSignals() as signals, self.engine.awaiting() as unfinished:
             with self.engine.turn:
                 unfinished.update(output.request_id for output in queued if not output.finished)
             self._finish(unfinished, len(queued), use_tqdm, signals)
@@ -202,7 +199,8 @@ class LLM(EngineServices):
                 output = engine.add(prompt, params, name)
             while True:
                 # Another call may have finished it, so what is left is looked for first.
-                new, is_over = output.outputs[0].text_since(sent), output.finished
+                with engine.turn:
+                    new, is_over = output.outputs[0].text_since(sent), output.finished
                 if new:
                     yield new
                     sent += len(new)
@@ -372,8 +370,8 @@ class LLM(EngineServices):
         """`encode` makes a prompt of what was given; it may refuse. `is_told`: failures are logged."""
         engine = self.engine
         outputs: list[RequestOutput] = []
-        unfinished: set[str] = set()
-        with self._held(unfinished) as signals:
+        # After an interrupt nothing of this call stays behind.
+        with HeldSignals() as signals, engine.awaiting() as unfinished:
             for prompt, wanted in zip(prompts, params, strict=True):
                 outputs.append(self._begin(prompt, wanted, unfinished, encode, strict=strict))
                 signals.let_through()
@@ -387,20 +385,6 @@ class LLM(EngineServices):
                 if output.error is not None:
                     logger.warning("prompt %d of %d failed: %s", at, len(outputs), output.error)
         return outputs
-
-    @contextmanager
-    def _held(self, unfinished: set[str]) -> Iterator[HeldSignals]:
-        """Inside, requests may be added to `unfinished`, from which they vanish when they end; signals wait.
-        Whatever happens, none of them stays behind."""
-        engine = self.engine
-        with HeldSignals() as signals:
-            engine.awaited.append(unfinished)
-            try:
-                yield signals
-            finally:
-                for name in list(unfinished):
-                    engine.abort(name)
-                engine.stop_awaiting(unfinished)
 
     def _finish(self, unfinished: set[str], total: int, shown: Shown, signals: HeldSignals) -> None:
         """Step until all of these have ended."""

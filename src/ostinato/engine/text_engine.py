@@ -6,7 +6,8 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,10 @@ class PromptOutcome:
     error: str | None
 
 
+MAX_COMPLETIONS = 16_384
+"""Of one prompt; more would take memory without end before the first of them is served."""
+
+
 class TextEngine:
     """An engine core with a tokenizer in front. Threads take turns."""
 
@@ -68,8 +73,8 @@ class TextEngine:
         """Held by whoever does something with the engine."""
         self.is_closed = False
         """Whether it has ended: nothing can be asked any more."""
-        self.awaited: list[set[str]] = []
-        """Names that calls wait for; what ends is taken out of all of them, whoever's step ends it."""
+        self._awaited: dict[int, set[str]] = {}
+        """By call: see `awaiting`."""
         self.tokenizer = loaded.tokenizer
         self._served: dict[str, list[ServedCompletion]] = {}
         """By the name of the prompt."""
@@ -121,6 +126,8 @@ class TextEngine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a prompt now; its output as far as it got, or None if it is unknown or finished."""
+        if self.turn.is_elsewhere:  # what a forked child leaves is the parent's
+            return None
         with self.turn:
             completions = self._served.get(_checked_name(request_id))
             if completions is None:
@@ -304,13 +311,21 @@ class TextEngine:
         for completion in self._served.pop(name):
             self._delivery.remove(completion)
             self._taken_names.discard(completion.request.request_id)
-        for names in self.awaited:
+        for names in tuple(self._awaited.values()):  # other threads begin and end calls meanwhile
             names.discard(name)
 
-    def stop_awaiting(self, names: set[str]) -> None:
-        """Take a set out of `awaited`: this one, and no other that is equal."""
-        with self.turn:
-            self.awaited[:] = [each for each in self.awaited if each is not names]
+    @contextmanager
+    def awaiting(self) -> Iterator[set[str]]:
+        """Names that a call waits for, to be filled by it: what ends is taken out, whoever's step ends it.
+        What is left at the end is aborted."""
+        names: set[str] = set()
+        self._awaited[id(names)] = names
+        try:
+            yield names
+        finally:
+            for name in list(names):
+                self.abort(name)
+            del self._awaited[id(names)]
 
     def _count(self, completions: list[ServedCompletion]) -> None:
         self.counts.ended(completions[0].whole, completions[0].request.num_prompt_tokens)
@@ -326,9 +341,7 @@ class TextEngine:
         `let_through` is called between steps and may raise.
         """
         kept: list[ServedCompletion | str] = []
-        awaited: set[str] = set()
-        self.awaited.append(awaited)
-        try:
+        with self.awaiting() as awaited:
             for prompt in prompts:
                 kept.append(self._begin_embedding(prompt, awaited))
             with RequestProgress(len(kept), shown) as bar:
@@ -337,10 +350,6 @@ class TextEngine:
                     before, changed = len(awaited), self.step()
                     bar.update(before - len(awaited), len(changed))
                     let_through()
-        finally:
-            for name in list(awaited):
-                self.abort(name)
-            self.stop_awaiting(awaited)
         return [self.outcome_of(entry) for entry in kept]
 
     def _begin_embedding(self, prompt: Prompt, awaited: set[str]) -> ServedCompletion | str:
@@ -382,6 +391,8 @@ def check_params(params: object, which: str = "") -> None:
     """RequestError if this is something else."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params{which} must be SamplingParams, not {type(params).__name__}")
+    if params.n > MAX_COMPLETIONS:
+        raise RequestError(f"n must be at most {MAX_COMPLETIONS:,}, not {params.n:,}")
 
 
 def _checked_name(request_id: object) -> str:

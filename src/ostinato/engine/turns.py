@@ -8,6 +8,17 @@ from collections import deque
 
 from .sampling_params import RequestError
 
+_num_forks = 0
+"""From the first process to this one."""
+
+
+def _note_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
 
 class Turn:
     """Held while something is done with an engine; a thread may hold it more than once.
@@ -16,7 +27,7 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self._pid, self._num_forks = os.getpid(), _num_forks
         self._mutex = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
@@ -27,7 +38,7 @@ class Turn:
     @property
     def is_elsewhere(self) -> bool:
         """Whether this process is a fork of the engine's: its threads and its device did not come along."""
-        return os.getpid() != self._pid
+        return self._num_forks != _num_forks
 
     def check_process(self) -> None:
         """RequestError in a forked child."""
@@ -38,7 +49,8 @@ class Turn:
             )
 
     def __enter__(self) -> None:
-        self.check_process()
+        if self._num_forks != _num_forks:
+            self.check_process()
         me = threading.get_ident()
         if self._owner == me:
             if self.is_in_step:

@@ -42,9 +42,7 @@ def kept_whole(target: Path, make: Callable[[Path], object], damage: Callable[[P
                 problem = damage(target) if target.is_dir() else "it is no folder"
                 if problem is None:  # made by another meanwhile
                     return target
-                print(
-                    f"ostinato: {target} is damaged ({problem}): it is made anew", file=sys.stderr, flush=True
-                )
+                print(f"ostinato: {target} is made anew: {problem}", file=sys.stderr, flush=True)
                 _remove(target)
             with appearing_whole(target) as scratch:
                 make(scratch)
