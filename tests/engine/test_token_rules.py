@@ -203,24 +203,6 @@ def test_lists_that_come_to_exclude_each_other_end_in_an_error(llm: LLM, given: 
     llm.engine.core.scheduler.check_integrity()
 
 
-def test_one_that_is_refused_in_a_step_can_be_aborted(tiny_text: TinyModel) -> None:
-    """Between the launch of the step and its end."""
-    params = SamplingParams(max_tokens=9, allowed_token_ids=ids_of("a"), bad_words=["aa"])
-    with LLM(tiny_text.directory, steps_ahead=1, **SMALL) as llm:
-        engine = llm.engine
-        output = engine.add("hello", params)
-        for _ in range(9):
-            if any(flight.refused for flight in engine.core._flights):
-                break
-            engine.step()
-        else:
-            pytest.fail("it was never refused")
-        assert engine.abort(output.request_id) is output
-        while engine.has_work:
-            engine.step()
-        assert output.finished
-
-
 # -- functions of callers --------------------------------------------------------------------------
 
 

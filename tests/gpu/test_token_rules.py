@@ -13,7 +13,6 @@ from engine.test_token_rules import (
     test_functions_that_fail_end_their_own_request,  # noqa: F401
     test_lists_and_grammars_together,  # noqa: F401
     test_lists_that_come_to_exclude_each_other_end_in_an_error,  # noqa: F401
-    test_one_that_is_refused_in_a_step_can_be_aborted,  # noqa: F401
     test_preempted_requests_keep_to_their_lists,  # noqa: F401
     test_tokens_are_those_of_a_plain_computation,  # noqa: F401
     test_words_are_forbidden_as_they_are_written,  # noqa: F401
