@@ -1,4 +1,4 @@
-"""Log probabilities of everything, prompts that are cut, salts of the prefix cache, and what streams carry."""
+"""Log probabilities of everything, prompts that are cut, salts of the prefix cache, what streams carry."""
 
 from __future__ import annotations
 

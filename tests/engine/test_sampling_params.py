@@ -189,7 +189,10 @@ class Person(pydantic.BaseModel):
 
 
 def test_shapes_under_both_names() -> None:
-    for shape in (StructuredOutputsParams(json=Person), GuidedDecodingParams(json=Person.model_json_schema())):
+    for shape in (
+        StructuredOutputsParams(json=Person),
+        GuidedDecodingParams(json=Person.model_json_schema()),
+    ):
         assert json.loads(shape.json)["required"] == ["name"]
     params = SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a", 'b"']))  # type: ignore[call-arg]
     assert params.structured_outputs is params.guided_decoding

@@ -46,6 +46,8 @@ def next_token(logits: torch.Tensor, params: SamplingParams, made: list[int]) ->
         *before, last = word
         if len(before) <= len(made) and made[len(made) - len(before) :] == before:
             logits[int(last)] = -torch.inf
+    best, second = logits.topk(2).values.tolist()
+    assert best - second > 1e-3, "a tie: the reference proves nothing, choose another seed"
     return int(logits.argmax())
 
 
@@ -179,7 +181,10 @@ def test_a_changed_value_that_is_wrong_is_refused_by_name(llm: LLM) -> None:
     "given",
     [
         {"allowed_token_ids": ids_of("ab"), "bad_words": ["aa", "ab", "ba", "bb"]},
-        {"structured_outputs": StructuredOutputsParams(regex="ab*"), "bad_words": ["ab", [*ids_of("a"), EOS]]},
+        {
+            "structured_outputs": StructuredOutputsParams(regex="ab*"),
+            "bad_words": ["ab", [*ids_of("a"), EOS]],
+        },
         {"structured_outputs": StructuredOutputsParams(regex="[0-9]"), "min_tokens": 3},
         {"structured_outputs": StructuredOutputsParams(regex="[0-9]"), "allowed_token_ids": ids_of("a")},
         {"allowed_token_ids": ids_of("a"), "bad_words": ["aa"], "top_p": 0.5, "logprobs": 1},
@@ -198,24 +203,6 @@ def test_lists_that_come_to_exclude_each_other_end_in_an_error(llm: LLM, given: 
     llm.engine.core.scheduler.check_integrity()
 
 
-def test_one_that_is_refused_in_a_step_can_be_aborted(tiny_text: TinyModel) -> None:
-    """Between the launch of the step and its end."""
-    params = SamplingParams(max_tokens=9, allowed_token_ids=ids_of("a"), bad_words=["aa"])
-    with LLM(tiny_text.directory, steps_ahead=1, **SMALL) as llm:
-        engine = llm.engine
-        output = engine.add("hello", params)
-        for _ in range(9):
-            if any(flight.refused for flight in engine.core._flights):
-                break
-            engine.step()
-        else:
-            pytest.fail("it was never refused")
-        assert engine.abort(output.request_id) is output
-        while engine.has_work:
-            engine.step()
-        assert output.finished
-
-
 # -- functions of callers --------------------------------------------------------------------------
 
 
@@ -230,7 +217,13 @@ def only(*tokens: int) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
 
 def with_processors(*functions: Any, **given: Any) -> SamplingParams:
     return SamplingParams(
-        **{"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True, "logits_processors": functions, **given}
+        **{
+            "temperature": 0,
+            "max_tokens": LENGTH,
+            "ignore_eos": True,
+            "logits_processors": functions,
+            **given,
+        }
     )
 
 
@@ -250,7 +243,9 @@ def test_functions_see_the_tokens_and_change_the_logits(llm: LLM) -> None:
 
 
 def test_functions_beside_everything_else(llm: LLM) -> None:
-    params = with_processors(only(*ids_of("abc")), temperature=1.0, seed=1, bad_words=["aa", "bb"], logprobs=2)
+    params = with_processors(
+        only(*ids_of("abc")), temperature=1.0, seed=1, bad_words=["aa", "bb"], logprobs=2
+    )
     params.allowed_token_ids = ids_of("ab")
     [output] = llm.generate("hello", params)
     completion = output.outputs[0]

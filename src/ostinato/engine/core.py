@@ -151,8 +151,7 @@ class EngineCore:
         for flight in self._flights:
             if flight.landed is not None:
                 flight.landed = flight.landed.without(request_id)
-        was_refused = [flight.forget(request_id) for flight in self._flights]
-        return self.scheduler.abort(request_id) or any(was_refused)
+        return self.scheduler.abort(request_id)
 
     def step(self) -> list[Progress]:
         """Launch the next step, then take in the oldest one that is due."""
@@ -259,17 +258,23 @@ class EngineCore:
                 while self._flights[0] is not flight:
                     self._complete()
             flight.whole_logprobs = self.sampler.whole_logprobs(step)
-            flight.constrained = self._constrained(step)
-            self._refuse(flight, self.sampler.mask([step.requests[at] for at in flight.constrained]))
-            self._refuse(flight, self.sampler.process(step, flight.constrained))
+            waiting = self._constrained(step)
+            flight.constrained = [at for at in waiting if step.requests[at].grammar is not None]
+            self._refuse(self.sampler.mask([step.requests[at] for at in waiting]))
+            self._refuse(self.sampler.process(step, waiting))
             flight.launched = self.sampler.launch(step)
         flight.error = None
 
-    def _refuse(self, flight: Flight, stuck: dict[Request, str]) -> None:
+    def _refuse(self, stuck: dict[Request, str]) -> None:
         """End those for whom no token is left, before one is drawn."""
+        self._note_ended(tuple(stuck))
         for request, error in stuck.items():
-            flight.refused += (request,)
             self.scheduler.finish(request, FinishReason.ERROR, error=error, is_at_fault=True)
+
+    def _note_ended(self, ended: tuple[Request, ...]) -> None:
+        """Requests that ended between two tokens."""
+        if ended:
+            self._arrived.append(Progress((), [], ended, {}))
 
     def _waits_for_tokens(self, step: ScheduledStep) -> bool:
         """Whether somebody has to see a token of a step under way to say which may follow."""
@@ -338,18 +343,17 @@ class EngineCore:
         except BaseException as error:
             logger.exception("the tokens of step %d could not be taken in", flight.step.index)
             text = _told("the tokens of a step could not be taken in", error)
-            given_up = self.scheduler.give_up(flight.step, text)
-            flight.landed = Progress((), [], given_up + flight.refused, {})
+            flight.landed = Progress((), [], self.scheduler.give_up(flight.step, text), {})
             if not isinstance(error, Exception):
                 raise
 
     def _booked(self, flight: Flight, sampled: Sampled | None) -> Progress:
         step = flight.step
         if flight.error is not None:
-            return Progress((), [], self.scheduler.fail(step, flight.error) + flight.refused, {})
+            return Progress((), [], self.scheduler.fail(step, flight.error), {})
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
         done = self.scheduler.complete(step, tokens)
-        ended = done.finished + flight.refused
+        ended = done.finished
         for at in flight.constrained:
             if done.accepted[at]:
                 ended += self._follow_grammar(step.requests[at], int(tokens[at]))

@@ -1,4 +1,4 @@
-"""Which tokens a request may get by its own lists: allowed_token_ids, bad_words, and no end before min_tokens.
+"""Which tokens a request may get by its own lists: allowed_token_ids, bad_words, no end before min_tokens.
 
 What never changes is one mask, set when the request gets its row. A bad word of several tokens forbids its
 last one behind the others, so the host has to see every token first, as for a grammar: such a request waits

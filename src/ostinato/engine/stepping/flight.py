@@ -62,23 +62,15 @@ class Flight:
     hidden: dict[str, PromptStates] = field(default_factory=dict)
     """By request, of embeddings."""
     constrained: list[int] = field(default_factory=list)
-    """Which of its requests get their token from a grammar, or by rules that follow their tokens."""
+    """Which of its requests get their token from a grammar."""
     whole_logprobs: dict[int, Tensor] = field(default_factory=dict)
     """By place, of those that want all of their distribution."""
-    refused: tuple[Request, ...] = ()
-    """Those that ended when it was launched: nothing could come."""
     is_timed: bool = False
     """Whether the device notes its beginning, and another step was under way when it was launched."""
     error: str | None = "the step was interrupted before it was launched"
     """Why it was not launched to the end, or not read; None once it was launched."""
     landed: Progress | None = None
     """What it brought, from when that is in the books until `step` returns it."""
-
-    def forget(self, request_id: str) -> bool:
-        """Whether it has refused this one; it does not tell so any more."""
-        kept = tuple(request for request in self.refused if request.request_id != request_id)
-        found, self.refused = len(kept) < len(self.refused), kept
-        return found
 
     def progress(self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]) -> Progress:
         """What it brought; `ended` are those that it ended."""
