@@ -153,12 +153,13 @@ class PageAllocator:
         """The token ids of each page that these fill, for `commit`."""
         return self._index.contents(token_ids)
 
-    def match(self, token_ids: Sequence[int] | IntArray) -> IntArray:
+    def match(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
         """The cached pages of the longest known prefix, without taking them (see `share`).
 
-        Never the whole prompt: the last token is always left to compute, as its logits are needed.
+        Never the whole prompt: the last token is always left to compute, as its logits are needed. `salt`:
+        only pages behind a first one that was committed with the same are found.
         """
-        return self._index.find(token_ids[:-1])
+        return self._index.find(token_ids[:-1], salt)
 
     def num_unowned(self, pages: Sequence[int] | IntArray) -> int:
         """How many of these pages `share` would take from the free ones."""
@@ -182,6 +183,7 @@ class PageAllocator:
 
         `parent` is the page before it (0 for the first), itself committed. Where an equal page is cached
         already, the caller's reference moves to that twin. Returns the page the caller owns from now on.
+        A salt, if the request has one, stands before the content of its first page.
         """
         assert self._owners[page] == 1, "a page is private until it is committed"
         twin = self._index.behind(parent, content)

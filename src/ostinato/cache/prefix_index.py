@@ -7,6 +7,10 @@ compares keys, not only hashes, so by induction over the pages a hit means that 
 the request is equal. A page whose predecessor has left is found no more, whatever has taken the place of
 that page since: the number is gone with it.
 
+A salt stands before the bytes of a first page, and so before all that is found behind it: requests of
+different salts, or with one and without, share nothing. All pages are of one length, so no salt can be taken
+for tokens.
+
 Note [Blocks]
 A prompt of 32,768 tokens has 2,048 pages, and to look each of them up takes as long as a third of a decode
 step. So 16 pages in a row that begin at a multiple of 16 are found in one look as well, under the number of
@@ -63,12 +67,12 @@ class PrefixIndex:
         found: list[bytes] = ids.view(f"V{size * _ID.itemsize}").tolist()
         return found
 
-    def find(self, token_ids: Sequence[int] | IntArray) -> IntArray:
-        """The pages of the longest known beginning of these."""
+    def find(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
+        """The pages of the longest known beginning of these, under a salt."""
         blocks: list[IntArray] = []
         numbers, before = self._numbers, 0
         for content in self.contents(token_ids, _BLOCK):
-            block = self._pages_of.get((before, content))
+            block = self._pages_of.get((before, content if blocks else salt + content))
             if block is None:
                 break
             blocks.append(block)
@@ -76,7 +80,7 @@ class PrefixIndex:
         pages: list[int] = []
         find = self._page_of.get
         for content in self.contents(token_ids[len(blocks) * _BLOCK * self._page_size :]):
-            page = find((before, content))
+            page = find((before, content if blocks or pages else salt + content))
             if page is None:
                 break
             pages.append(page)
@@ -89,7 +93,9 @@ class PrefixIndex:
 
     def enter(self, page: int, parent: int, content: bytes) -> None:
         """From now on `page` is found behind `parent`, which is in the index or 0."""
-        assert len(content) == self._page_size * _ID.itemsize, "only a full page can be shared"
+        size = self._page_size * _ID.itemsize
+        is_full = len(content) >= size if parent == 0 else len(content) == size  # before the first is a salt
+        assert is_full, "only a full page can be shared"
         assert page not in self._key_of, "a page is committed once"
         assert parent == 0 or parent in self._key_of, "the page before must be committed"
         key = self._numbers[parent], content

@@ -7,22 +7,46 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ostinato.graphs import Report
+from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
+from .delivery.output_stream import OutputStream
+from .delivery.served_completion import ServedCompletion
 from .llm import LLM
 from .outputs import RequestOutput
+from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .sampling_params import RequestError, SamplingParams
-from .text_engine import Prompt, TextEngine
+from .text_engine import Prompt, TextEngine, check_params
+from .vllm_api.conversations import Messages
+from .vllm_api.engine_view import ModelView
+from .vllm_api.llm_engine import refuse_given
+from .vllm_api.metrics import Metric
+from .vllm_api.pooling_params import PoolingParams
+
+if TYPE_CHECKING:
+    from .vllm_api.engine_args import AsyncEngineArgs
 
 logger = logging.getLogger("ostinato.engine")
 
 _ATTEMPTS = 3
 """So many steps in a row may raise before an engine is given up."""
+_Found = TypeVar("_Found")
 _News = RequestOutput | BaseException
 _Inbox = asyncio.Queue[_News]
+
+
+def listed_names(given: object) -> list[str]:
+    """Ids of requests; RequestError for what is none."""
+    names = []
+    for name in given if isinstance(given, list | tuple | set | frozenset) else [given]:
+        if not isinstance(name, str):
+            raise RequestError(f"a request id is a text, not {type(name).__name__}")
+        names.append(name)
+    return names
 
 
 class AsyncLLM:
@@ -37,23 +61,41 @@ class AsyncLLM:
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
         self._names: dict[_Inbox, str] = {}
         """The request of each inbox; a name may belong to another by the time an inbox is given up."""
+        self._streams: dict[_Inbox, OutputStream] = {}
+        """What of its outputs each inbox gets."""
         self._closed = False
         self._gate = threading.Lock()
         """Whoever holds it may ask; nothing is asked any more once `_closed` is set under it."""
         self._thread = threading.Thread(target=self._serve, name="ostinato-engine", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, **_: Any) -> AsyncLLM:
+        """From options as one object; further keywords are about vLLM's loop and loggers."""
+        return cls(**engine_args.keywords())
+
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """The request's output as it grows, ending with the finished one.
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The request's output as it grows, ending with the finished one; `sampling_params.output_kind` says
+        whether each time all is shown, what is new, or nothing before the end.
 
         Leaving the loop early, or cancelling the task, aborts the request. RequestError if it is refused or
         fails.
         """
+        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, priority=priority)
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
-        params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        asked = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        check_params(asked)
+        params = asked.clone()
         name: asyncio.Future[str] = loop.create_future()
         self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
         try:
@@ -71,16 +113,51 @@ class AsyncLLM:
             with contextlib.suppress(RequestError):  # closed meanwhile: nothing is left to abort
                 self._do(lambda engine: self._give_up(engine, arrived))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request now; its coroutine gets the output as far as it got."""
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """The answer to one conversation, as `generate`; `options` are those of `LLM.chat`."""
+        prompt = self._llm.chat_prompt(messages, **options)
+        async with contextlib.aclosing(self.generate(prompt, sampling_params, request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
-        if not isinstance(request_id, str):
-            raise RequestError(f"a request id is a text, not {type(request_id).__name__}")
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str | None = None
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """What `LLM.encode` finds, once; `pooling_params.task` says what is wanted (default: embed)."""
+        wanted = pooling_params if pooling_params.task else replace(pooling_params, task="embed")
+        reader = self._llm.reader()
+        reader.check(wanted)
+        loop = asyncio.get_running_loop()
+        arrived: _Inbox = asyncio.Queue()
+
+        def add(engine: TextEngine) -> ServedCompletion:
+            name = engine.add_embedding(prompt, request_id)
+            self._listeners[name], self._names[arrived] = (loop, arrived), name
+            return engine.served_embedding(name)
+
+        try:
+            served = await self._call(add)
+            news = await arrived.get()
+            if isinstance(news, BaseException):
+                raise news
+        finally:
+            with contextlib.suppress(RequestError):
+                self._do(lambda engine: self._give_up(engine, arrived))
+        yield reader.pooled(served, wanted)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests now; their coroutines get the output as far as it got."""
+        names = [request_id] if isinstance(request_id, str) else listed_names(request_id)
 
         def abort(engine: TextEngine) -> None:
-            output = engine.abort(request_id)
-            if output is not None:
-                self._tell(engine, [output])
+            ended = [engine.abort(name) for name in names]
+            self._tell(engine, [output for output in ended if output is not None])
 
         self._do(abort)
 
@@ -91,6 +168,83 @@ class AsyncLLM:
     def resume(self) -> None:
         """Go on after `pause`."""
         self._do(lambda engine: engine.core.scheduler.resume())
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Run no further step until `resume_generation`.
+
+        What happens to requests under way says `mode`: keep (they wait), wait (they finish first), abort
+        (they end). `clear_cache` forgets cached prefixes, as vLLM does; requests that wait keep theirs.
+        """
+        if mode not in ("keep", "wait", "abort"):
+            raise RequestError(f"mode can be abort, wait or keep, not {mode!r}")
+        while mode == "wait" and await self._call(lambda engine: engine.has_work):
+            await asyncio.sleep(0.001)
+
+        def pause(engine: TextEngine) -> None:
+            if mode == "abort":
+                outputs = [engine.abort(name) for name in list(self._listeners)]
+                self._tell(engine, [output for output in outputs if output is not None])
+            engine.core.scheduler.pause()
+            if clear_cache:
+                engine.core.scheduler.flush_prefix_cache()
+
+        await self._call(pause)
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self.resume()
+
+    async def is_paused(self) -> bool:
+        """Whether a pause is in force."""
+        return await self._call(lambda engine: engine.core.scheduler.is_paused)
+
+    def get_tokenizer(self) -> HFLikeTokenizer:
+        """As `LLM.get_tokenizer`."""
+        return self._llm.get_tokenizer()
+
+    @property
+    def model_config(self) -> ModelView:
+        """As `LLM.model_config`."""
+        return self._llm.model_config
+
+    async def get_model_config(self) -> ModelView:
+        """The same."""
+        return self._llm.model_config
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return await self._call(lambda _: self._llm.reset_prefix_cache(reset_running_requests))
+
+    async def get_metrics(self) -> list[Metric]:
+        """As `LLM.get_metrics`."""
+        return await self._call(lambda _: self._llm.get_metrics())
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """As `LLM.start_profile`."""
+        await self._call(lambda _: self._llm.start_profile(profile_prefix))
+
+    async def stop_profile(self) -> str:
+        """As `LLM.stop_profile`."""
+        return await self._call(lambda _: self._llm.stop_profile())
+
+    async def check_health(self) -> None:
+        """RequestError if the engine has stopped."""
+        if not self.is_running:
+            raise RequestError("this AsyncLLM is closed")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served."""
+        return not self._closed and self._thread.is_alive()
+
+    @property
+    def errored(self) -> bool:
+        """Whether they are not."""
+        return not self.is_running
+
+    def shutdown(self) -> None:
+        """The same as `close`."""
+        self.close()
 
     def graph_report(self) -> Report:
         """As `LLM.graph_report`."""
@@ -122,6 +276,22 @@ class AsyncLLM:
                 raise RequestError("this AsyncLLM is closed")
             engine = self._llm.engine
             self._commands.put(lambda: command(engine))
+
+    async def _call(self, function: Callable[[TextEngine], _Found]) -> _Found:
+        """Have the engine's thread do this between two steps; what comes of it."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Found] = loop.create_future()
+
+        def call(engine: TextEngine) -> None:
+            try:
+                found = function(engine)
+            except Exception as error:
+                _call(loop, _settle, answer, error)
+            else:
+                _call(loop, _settle, answer, found)
+
+        self._do(call)
+        return await answer
 
     def _serve(self) -> None:
         engine = self._llm.engine
@@ -181,11 +351,13 @@ class AsyncLLM:
             return
         self._listeners[served] = loop, arrived
         self._names[arrived] = served
+        self._streams[arrived] = OutputStream(params)
         if not _call(loop, _settle, name, served):
             self._give_up(engine, arrived)
 
     def _give_up(self, engine: TextEngine, arrived: _Inbox) -> None:
         """Nobody reads from this inbox any more: its request ends, if it has not."""
+        self._streams.pop(arrived, None)
         name = self._names.pop(arrived, None)
         if name is None:
             return  # it was refused
@@ -202,7 +374,10 @@ class AsyncLLM:
             if found is not None:
                 loop, arrived = found
                 # The engine goes on writing to its own; a reader gets one that stays as it is.
-                by_loop.setdefault(loop, []).append((arrived, output.snapshot()))
+                stream = self._streams.get(arrived)
+                news = output.snapshot() if stream is None else stream.news(output)
+                if news is not None:
+                    by_loop.setdefault(loop, []).append((arrived, news))
         for loop, letters in by_loop.items():
             if not _call(loop, _put, letters):
                 gone = [arrived for other, arrived in self._listeners.values() if other is loop]
@@ -233,10 +408,14 @@ def _put(letters: list[tuple[_Inbox, RequestOutput]]) -> None:
         arrived.put_nowait(output)
 
 
-def _settle(future: asyncio.Future[str], result: str | Exception) -> None:
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
     if future.cancelled():
         return
-    if isinstance(result, str):
-        future.set_result(result)
-    else:
+    if isinstance(result, Exception):
         future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+AsyncLLMEngine = AsyncLLM
+"""Its older name."""

@@ -23,7 +23,9 @@ exception that is raised in the thread from outside (`HeldSignals` keeps signals
 Note [Grammars]
 A grammar has to see a token to say which may follow it; the forward pass finds it on the device. So a step
 with such requests is launched in two parts: while its forward pass runs, the tokens of the step before are
-read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step.
+read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step. Bad
+words of several tokens and functions of callers (`logits_processors`) come in at the same point. Who is left
+without any token ends there, with an error, as if aborted.
 """
 
 from __future__ import annotations
@@ -131,16 +133,16 @@ class EngineCore:
                 f"vocabulary of {vocab}"
             )
         if request.params is not None:
-            self._check(request.request_id, request.params)
+            self._check(request, request.params)
         self.scheduler.add(request)
 
-    def _check(self, request_id: str, params: SamplingParams) -> None:
+    def _check(self, request: Request, params: SamplingParams) -> None:
         if self.sampler is None:
             name = self.loaded.model.config.architecture
             raise RequestError(
-                f"request {request_id}: {name} has no output layer; it embeds only, use embed()"
+                f"request {request.request_id}: {name} has no output layer; it embeds only, use embed()"
             )
-        self.sampler.check(params)
+        self.sampler.take(request, params)
 
     def abort(self, request_id: str) -> bool:
         """End a request now: no step brings it anything more. False if it is unknown or finished already."""
@@ -255,13 +257,27 @@ class EngineCore:
                 self.clock.lap("launch")
                 while self._flights[0] is not flight:
                     self._complete()
-            flight.constrained = self._constrained(step)
-            self.sampler.mask([step.requests[at] for at in flight.constrained])
+            flight.whole_logprobs = self.sampler.whole_logprobs(step)
+            waiting = self._constrained(step)
+            flight.constrained = [at for at in waiting if step.requests[at].grammar is not None]
+            self._refuse(self.sampler.mask([step.requests[at] for at in waiting]))
+            self._refuse(self.sampler.process(step, waiting))
             flight.launched = self.sampler.launch(step)
         flight.error = None
 
+    def _refuse(self, stuck: dict[Request, str]) -> None:
+        """End those for whom no token is left, before one is drawn."""
+        self._note_ended(tuple(stuck))
+        for request, error in stuck.items():
+            self.scheduler.finish(request, FinishReason.ERROR, error=error, is_at_fault=True)
+
+    def _note_ended(self, ended: tuple[Request, ...]) -> None:
+        """Requests that ended between two tokens."""
+        if ended:
+            self._arrived.append(Progress((), [], ended, {}))
+
     def _waits_for_tokens(self, step: ScheduledStep) -> bool:
-        """Whether a grammar has to see a token of a step under way to say which may follow."""
+        """Whether somebody has to see a token of a step under way to say which may follow."""
         rows = self.scheduler.rows
         if not rows.num_waiting or len(self._flights) == 1:
             return False
@@ -270,7 +286,7 @@ class EngineCore:
         return bool((pending & rows.waits[step.rows] & step.samples).any())
 
     def _constrained(self, step: ScheduledStep) -> list[int]:
-        """Which requests of a step get their token from a grammar; nobody who has left since."""
+        """Which requests of a step get a token that depends on those before; nobody who has left since."""
         rows = self.scheduler.rows
         if not rows.num_waiting:
             return []
@@ -345,7 +361,8 @@ class EngineCore:
 
     def _follow_grammar(self, request: Request, token: int) -> tuple[Request, ...]:
         """The request, if that ends it."""
-        assert request.grammar is not None
+        if request.grammar is None:
+            return ()
         try:
             follows = request.grammar.accept(token)
         except Exception as error:

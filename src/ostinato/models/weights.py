@@ -33,12 +33,13 @@ def load_model(
     max_positions: int | None = None,
     seed: int = 0,
     allocate: Allocate | None = None,
+    config: ModelConfig | None = None,
 ) -> Transformer:
     """Build the model of `directory` with its weights on `device` in `dtype` (default: the checkpoint's).
 
-    `allocate`: who gives memory for them, if not torch.
+    `allocate`: who gives memory for them, if not torch. `config`: what it is, if not as `directory` says.
     """
-    config = ModelConfig.load(directory)
+    config = config or ModelConfig.load(directory)
     model = Transformer(
         config,
         device=device,

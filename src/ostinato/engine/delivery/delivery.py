@@ -7,8 +7,9 @@ Text without stop strings is made when somebody reads it (`CompletionText`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ostinato.text.tokenizer import Tokenizer
 
@@ -41,6 +42,8 @@ class Delivery:
         """`finish` ends a request whose text contains this stop string."""
         self._tokenizer = tokenizer
         self._finish = finish
+        self._token_texts: dict[int, str] = {}
+        """Of single tokens, as far as somebody asked for log-probabilities."""
         self._completions: dict[Request, ServedCompletion] = {}
         self._batch = _NOBODY
 
@@ -104,6 +107,11 @@ class Delivery:
     def _batch_of(self, requests: tuple[Request, ...]) -> _Batch:
         completions = [self._completions[request] for request in requests]
         outputs = [completion.whole for completion in completions]
+        # Whoever gets a first token changes the batch, so it is seen here.
+        now = time.monotonic()
+        for output in outputs:
+            if output.metrics is not None and not output.metrics.first_token_ts:
+                output.metrics.first_token_ts = now
         if [completion for completion in completions if completion.has_siblings]:
             outputs = _each_once(outputs)
         return _Batch(
@@ -139,9 +147,17 @@ class Delivery:
         if self._tokenizer is None:
             return logprobs
         return {
-            token: replace(entry, decoded_token=self._tokenizer.decode([token], skip_special_tokens=False))
+            token: Logprob(entry.logprob, entry.rank, self._text_of(token))
             for token, entry in logprobs.items()
         }
+
+    def _text_of(self, token: int) -> str:
+        assert self._tokenizer is not None
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            self._token_texts[token] = text
+        return text
 
 
 def _each_once(outputs: list[RequestOutput]) -> list[RequestOutput]:

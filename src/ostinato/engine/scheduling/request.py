@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,6 +35,9 @@ from ostinato.text.grammar import Grammar
 
 from ..sampling_params import RequestError, SamplingParams
 from ..token_ids import IntArray, token_array
+
+if TYPE_CHECKING:
+    from ..sampling.token_rules import TokenRules
 
 __all__ = ["FinishReason", "IntArray", "Request", "RequestError", "RequestRows", "RequestStatus"]
 
@@ -81,9 +85,13 @@ class Request:
     """The model's end-of-sequence tokens."""
     grammar: Grammar | None = None
     """Which tokens may come next, for a text that must look a certain way."""
+    cache_salt: str | None = None
+    """Only requests with the same one find each other's prefixes in the cache."""
     arrival_time: float = field(default_factory=time.monotonic)
     """When it arrived, for latencies; the order of service is the order of `Scheduler.add`."""
 
+    rules: TokenRules | None = field(default=None, init=False)
+    """Which tokens may come by the lists of its parameters; given by the engine."""
     order: int = field(default=-1, init=False)
     """Its number in the order of arrival, given by the scheduler."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
@@ -121,6 +129,11 @@ class Request:
         return self.params is None
 
     @property
+    def waits_for_tokens(self) -> bool:
+        """Whether a token can only be chosen once the one before it is known."""
+        return self.grammar is not None or (self.rules is not None and self.rules.follows_tokens)
+
+    @property
     def is_finished(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
@@ -131,6 +144,16 @@ class Request:
         if self._rows is None:
             return list(self._settled_output)
         tokens: list[int] = self._rows.token_ids[self.row, self.num_prompt_tokens : self.num_tokens].tolist()
+        return tokens
+
+    def last_output(self, count: int) -> list[int]:
+        """At most so many of the tokens generated last, as far as the host knows them."""
+        if self._rows is None:
+            return self._settled_output[-count:]
+        end = self.num_tokens
+        tokens: list[int] = self._rows.token_ids[
+            self.row, max(self.num_prompt_tokens, end - count) : end
+        ].tolist()
         return tokens
 
     @property
@@ -223,7 +246,8 @@ class RequestRows:
         self.stop_ids = np.full((1, rows), -1, dtype=np.int32)
         """Tokens that end it, one per line, padded with -1; as many lines as the largest set so far."""
         self.waits = np.zeros(rows, dtype=bool)
-        """Whether a token can only be chosen once the one before it is known: it follows a grammar."""
+        """Whether a token can only be chosen once the one before it is known: it follows a grammar, or bad
+        words."""
         self.num_waiting = 0
         """How many do."""
         self.tenancy = np.zeros(rows, dtype=np.int64)
@@ -246,8 +270,8 @@ class RequestRows:
         self.num_computed[row] = self.num_scheduled[row] = 0
         self.capacity[row] = self.num_committed_pages[row] = self.num_given_back[row] = 0
         self.max_tokens[row] = max_tokens
-        self.waits[row] = request.grammar is not None
-        self.num_waiting += request.grammar is not None
+        self.waits[row] = request.waits_for_tokens
+        self.num_waiting += request.waits_for_tokens
         self._set_stops(row, request)
         request.row, request._rows = row, self
 
@@ -257,7 +281,7 @@ class RequestRows:
         request._settled_output = request.output_ids
         request.row, request._rows = RESERVED_ROW, None
         self.requests[row] = None
-        self.num_waiting -= request.grammar is not None
+        self.num_waiting -= request.waits_for_tokens
         self.waits[row] = False
         self.tenancy[row] += 1
         self._free.append(row)

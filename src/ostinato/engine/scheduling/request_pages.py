@@ -57,14 +57,12 @@ class RequestPages:
 
     def cached_prefix(self, request: Request) -> IntArray:
         """Full pages that hold the first tokens of the request already."""
-        # Prompt logprobs and pooled embeddings need the hidden states of every token of the prompt.
-        needs_all = request.params is None or request.params.prompt_logprobs is not None
-        if needs_all or not self._prefix_caching:
+        if not self._prefix_caching or _needs_all(request):
             return _NO_PAGES
         tokens, output = request.prompt_ids, request.output_ids
         if output:
             tokens = np.concatenate([tokens, output])
-        prefix = self._pages.match(tokens)
+        prefix = self._pages.match(tokens, _salt(request))
         if self._window is not None and len(prefix):
             needed = self._first_needed(np.array(len(prefix) * self._pages.page_size))
             prefix[: min(int(needed), len(prefix) - 1)] = RESERVED_PAGE
@@ -186,11 +184,13 @@ class RequestPages:
 
     def _commit(self, row: int) -> bool:
         rows, size = self._rows, self._pages.page_size
-        pages, has_freed = rows.pages[row], False
+        request, pages, has_freed = rows.requests[row], rows.pages[row], False
+        assert request is not None
         first, last = int(rows.num_committed_pages[row]), int(rows.num_computed[row]) // size
         full = rows.token_ids[row, first * size : last * size]
         for at, content in enumerate(self._pages.contents(full), start=first):
             parent, own = int(pages[at - 1]) if at else RESERVED_PAGE, int(pages[at])
+            content = content if at else _salt(request) + content
             page = self._pages.commit(own, parent, content)
             if page != own:
                 # Steps in flight still read the page given up: it holds the same.
@@ -200,6 +200,16 @@ class RequestPages:
                 has_freed = True
         rows.num_committed_pages[row] = last
         return has_freed
+
+
+def _needs_all(request: Request) -> bool:
+    # Prompt logprobs and pooled embeddings need the hidden states of every token of the prompt.
+    params = request.params
+    return params is None or params.prompt_logprobs is not None or params.skip_reading_prefix_cache
+
+
+def _salt(request: Request) -> bytes:
+    return b"" if request.cache_salt is None else request.cache_salt.encode(errors="surrogatepass")
 
 
 def most_pages_at_once(config: SchedulerConfig, pages: PageAllocator) -> int | None:

@@ -151,8 +151,15 @@ class Scheduler:
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
         request.is_at_fault = is_at_fault
 
-    def flush_prefix_cache(self) -> None:
-        """Forget all cached prefixes (the weights have changed); running requests keep their pages."""
+    def flush_prefix_cache(self, *, computes_again: bool = False) -> None:
+        """Forget all cached prefixes (the weights have changed).
+
+        Running requests keep their pages, unless `computes_again`: then they give them back and are computed
+        again from their first token on.
+        """
+        if computes_again:
+            for request in reversed(self.running.copy()):
+                self._preempt(request)
         self.pages.flush()
         for request in self.running:
             self.rows.never_commit(request.row)
