@@ -11,7 +11,7 @@ hand and take one copy each, so nothing is kept of the old, and an interrupt wai
 the device to fail in between, the update says that the weights are torn, and its caller must not use them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ def update_weights(model: Transformer, new: NamedTensors | str | Path) -> Update
     if isinstance(new, str | Path):
         with closing(stored_weights(Path(new), model.embed_tokens.weight.device)) as stored:
             written = _replace(places, stored, must_have=places.names)
-    elif isinstance(new, Mapping) or (isinstance(new, Sequence) and not isinstance(new, str | bytes)):
+    elif isinstance(new, Mapping | list | tuple):
         written = _replace_at_once(places, new)
     else:
         written = _replace(places, _pairs(new))

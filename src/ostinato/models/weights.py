@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -139,7 +139,7 @@ def ignorable(name: str, config: ModelConfig) -> bool:
     ) or name.endswith("rotary_emb.inv_freq")
 
 
-def stored_weights(directory: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def stored_weights(directory: Path, device: torch.device) -> Generator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint with its name, placed on `device` as it is asked for."""
     for tensor in _stored_tensors(directory, device):
         yield tensor.name, tensor.reader.get_tensor(tensor.name)
