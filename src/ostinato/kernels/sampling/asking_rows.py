@@ -64,7 +64,7 @@ def _sample_asking(
     lines = TokenLines(last_tokens, ring, counts, began)
     sample = by_kernels if logits.is_cuda else reference
     logprobs = LogprobLines(values, logprob_tokens, ranks)
-    sample(logits, rows, places, Asked(*asked, generated), lines, logprobs, has_filters)
+    sample(logits, rows, places, Asked._make([*asked, generated]), lines, logprobs, has_filters)
 
 
 @_sample_asking.register_fake
