@@ -71,7 +71,7 @@ class Layer:
         places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
         # As of real tensors: loads of 16 bytes.
         even = [name for name, kind in types.items() if kind[0] == "*" and name not in INDEX_BUFFERS]
-        even += [name for name in ("token_stride", "page_table_stride", "chunk_keys") if name in types]
+        even += [name for name in ("token_stride", "page_table_stride", "least_keys") if name in types]
         hints = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even}
         source = ASTSource(kernel, types | dict.fromkeys(fixed, "constexpr"), constexprs=places, attrs=hints)
         target = GPUTarget("cuda", self.capability, 32)
@@ -86,7 +86,7 @@ def chunks(layer: Layer, num_tokens: int = 64) -> None:
 
     tile, cut = layer.queries(num_tokens, 32_768).divided(layer.gpu)
     assert cut is not None
-    shared = layer.shared_bytes(triton_queries._attend_chunks, **vars(tile), request_block=64)
+    shared = layer.shared_bytes(triton_queries._attend_chunks, **vars(tile), request_block=64, steps=cut.steps)
     programs = -(-cut.programs // layer.gpu.multiprocessors)
     assert shared <= layer.gpu.room_for(programs)
 
@@ -121,7 +121,7 @@ def joins_and_heads(layer: Layer) -> None:
 
     blocks = {"key_block": 64, "least_blocks": 4, "prefix_key_block": 64, "prefix_least_blocks": 2}
     layer.shared_bytes(triton_decode._join, **blocks, part_block=32, has_prefix=True)
-    layer.shared_bytes(triton_queries._join_chunks, heads_each=2, part_block=32)
+    layer.shared_bytes(triton_queries._join_chunks, heads_each=2, part_block=32, steps=10)
     layer.shared_bytes(triton_heads._prepare_heads, has_norm=True, token_block=4, head_block=8)
 
 

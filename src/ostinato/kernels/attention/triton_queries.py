@@ -183,10 +183,10 @@ def _attend_chunks(
     requests = tl.arange(0, request_block)
     lengths = tl.load(query_lens + requests, mask=requests < num_requests, other=0)
     contexts = tl.load(seq_lens + requests, mask=requests < num_requests, other=1)
-    size = chunk_size(contexts - 1, least_keys, num_parts, steps)
-    chunks = (contexts - 1) // size + 1 - first_chunk(contexts - lengths, size, window)
-    early_size = chunk_size(contexts - lengths, least_keys, num_parts, steps)
-    chunks += tl.where(early_size < size, num_parts, 0)
+    sizes = chunk_size(contexts - 1, least_keys, num_parts, steps)
+    chunks = (contexts - 1) // sizes + 1 - first_chunk(contexts - lengths, sizes, window)
+    early_sizes = chunk_size(contexts - lengths, least_keys, num_parts, steps)
+    chunks += tl.where(early_sizes < sizes, num_parts, 0)
     units = tl.cdiv(lengths, query_block) * chunks
     ends = tl.cumsum(units, 0)
     num_units = tl.sum(units, 0) * num_kv_heads
