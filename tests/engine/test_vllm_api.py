@@ -14,16 +14,20 @@ import pytest
 import torch
 
 from ostinato import BeamSearchParams, EngineArgs, PoolingParams, RequestError, SamplingParams
+from ostinato.engine.config import EngineConfig
 from ostinato.engine.llm import LLM
+from ostinato.engine.peer_options.llm_rows import LLM_ROWS
+from ostinato.engine.peer_options.option import Effect, PeerOption
+from ostinato.engine.peer_options.typed_values import parsed
 from ostinato.engine.vllm_api.argument_parser import FlexibleArgumentParser
 from ostinato.engine.vllm_api.config_objects import CompilationConfig, CUDAGraphMode, PoolerConfig
-from ostinato.engine.vllm_api.llm_options import llm_options
+from ostinato.engine.vllm_api.llm_options import LLMOptions, llm_options
 from ostinato.engine.vllm_api.module_paths import PATHS, names_of
 from ostinato.graphs import ConfigError
 
 from .conftest import TinyModel
 from .test_engine_greedy import assert_all_back
-from .vllm_models import judged, judging_model, text_model
+from .vllm_models import LONG, judged, judging_model, text_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 TALK = [{"role": "user", "content": "Hello"}]
@@ -171,6 +175,41 @@ def test_a_wrong_flag_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             parser.parse_args(words)
         assert message in capsys.readouterr().err
+
+
+def test_overrides_are_what_config_json_would_say(
+    model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same weights with another base of rotations, and with a window."""
+    fields = {**LONG, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+    changed = TinyModel(tmp_path, "Llama", **fields)
+    overrides = {"rope_parameters": fields["rope_parameters"], "nonsense": 1}
+    with LLM(model.directory, enforce_eager=True, hf_overrides=overrides) as llm:
+        prompt = tuple(range(20, 60))
+        [output] = llm.generate([list(prompt)], GREEDY)
+        assert output.outputs[0].token_ids == changed.greedy(prompt, 6) != model.greedy(prompt, 6)
+        assert llm.model_config.hf_config.rope_parameters["rope_theta"] == 50.0
+    assert "hf_overrides: nonsense has no effect" in caplog.text
+    assert "rope_parameters" not in caplog.text
+    with pytest.raises(ValueError, match="hidden_size"):
+        LLM(model.directory, hf_overrides={"hidden_size": -1})
+
+
+@pytest.mark.parametrize("row", LLM_ROWS, ids=lambda row: row.name)
+def test_a_row_of_llms_own_is_true(row: PeerOption, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "template").write_text("{{ messages }}")
+    example = row.example.replace("{template}", str(tmp_path / "template"))
+    value = True if row.kind == "flag" else parsed(row, row.name, [example])
+    if row.effect is Effect.REFUSED:
+        with pytest.raises(ConfigError, match=f"{row.name} is not supported: .{{8,}}"):
+            llm_options(None, {row.name: value})
+        return
+    config, options = llm_options(None, {row.name: value})
+    assert config == EngineConfig()
+    changed = [name for name, now in vars(options).items() if now != getattr(LLMOptions(), name)]
+    expected = {Effect.ACTS: [row.name], Effect.MAPPED: [row.becomes] if row.becomes else []}
+    assert changed == expected.get(row.effect, [])
+    assert bool(caplog.records) == (row.effect is Effect.HARMLESS and value not in row.same)
 
 
 # -- prompts -----------------------------------------------------------------------------------------
