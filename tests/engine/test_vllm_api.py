@@ -415,6 +415,8 @@ def test_a_model_without_a_head_says_so(llm: LLM) -> None:
     ):
         with pytest.raises(RequestError, match=message):
             llm.encode("Hello", pooling_task=task)
+    with pytest.raises(RequestError, match="'reward' is not supported: a model that judges whole texts"):
+        llm.reward("Hello")
     with pytest.raises(RequestError, match="dimensions is 99, the vectors of this model have 32"):
         llm.embed("Hello", pooling_params=PoolingParams(dimensions=99))
     with pytest.raises(RequestError, match="2 texts cannot be paired with 3"):
@@ -558,7 +560,9 @@ def test_the_engine_step_by_step_beside_other_calls(llm: LLM, model: TinyModel) 
     assert engine is llm.llm_engine
     assert engine.model_config.max_model_len == engine.vllm_config.scheduler_config.max_model_len == 128
     assert engine.model_config.get_vocab_size() == 131
-    engine.add_request("mine", [5, 6, 7], GREEDY)
+    engine.add_request("mine", [5, 6, 7], GREEDY, arrival_time=1234.5)
+    with pytest.raises(RequestError, match="lora_request is not supported"):
+        engine.add_request("adapted", "a", GREEDY, lora_request=object())  # type: ignore[arg-type]
     engine.add_request("vector", "Hello", PoolingParams())
     engine.add_request("gone", "Hello", GREEDY)
     engine.abort_request(["gone", "unknown"])
@@ -566,6 +570,7 @@ def test_the_engine_step_by_step_beside_other_calls(llm: LLM, model: TinyModel) 
     llm.generate(["ends", "both"], SamplingParams(max_tokens=20, ignore_eos=True))
     told = {output.request_id: output for output in engine.step()}
     assert set(told) == {"mine", "vector"}
+    assert told["mine"].metrics.arrival_time == 1234.5  # type: ignore[union-attr]
     assert told["mine"].outputs[0].token_ids == model.greedy((5, 6, 7), 6)  # type: ignore[index]
     assert told["vector"].outputs.data.tolist() == llm.embed("Hello")[0].embedding  # type: ignore[union-attr]
     assert not engine.has_unfinished_requests()
