@@ -224,6 +224,7 @@ def test_token_ids_are_a_prompt_and_a_list_of_them_are_many(llm: LLM, model: Tin
     mixed = llm.generate([[5, 6, 7], {"prompt": "Hi"}, "Hi"], GREEDY)
     assert [output.prompt for output in mixed] == [None, "Hi", "Hi"]
     assert llm.generate([], GREEDY) == []
+    assert llm.generate({"prompt": "Hi", "multi_modal_data": None, "x": {}}, GREEDY)[0].finished
 
 
 @pytest.mark.parametrize(
@@ -233,6 +234,16 @@ def test_token_ids_are_a_prompt_and_a_list_of_them_are_many(llm: LLM, model: Tin
         (None, GREEDY, "not NoneType"),
         (b"bytes", GREEDY, "not bytes"),
         ({"text": "x"}, GREEDY, "a mapping with 'text' in it"),
+        (
+            {"prompt": "x", "multi_modal_data": {"image": 1}},
+            GREEDY,
+            "a prompt with 'multi_modal_data' cannot",
+        ),
+        (
+            {"prompt_token_ids": [1], "prompt_embeds": object()},
+            GREEDY,
+            "a prompt with 'prompt_embeds' cannot",
+        ),
         (["a", "b"], [GREEDY], "1 sampling parameters were given for 2 prompts"),
         (["a"], ["greedy"], "must be SamplingParams, not str"),
         ("a", {"temperature": 0}, "must be SamplingParams, not dict"),
