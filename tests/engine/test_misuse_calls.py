@@ -237,7 +237,7 @@ def test_threads_are_served_side_by_side(llm: LLM, tiny_text: TinyModel) -> None
         except BaseException as problem:
             problems.append(problem)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
