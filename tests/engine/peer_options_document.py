@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ostinato.engine.peer_options.llm_rows import LLM_ROWS
 from ostinato.engine.peer_options.option import Effect, PeerOption
 from ostinato.engine.peer_options.translation import BY_NAME, ROWS
 
@@ -49,7 +50,7 @@ _WORDS = {
 
 def written() -> str:
     """The whole page."""
-    return HEAD + "".join(_section(peer) for peer in NAMES) + _others()
+    return HEAD + "".join(_section(peer) for peer in NAMES) + _others() + _of_llm()
 
 
 def _section(peer: str) -> str:
@@ -63,6 +64,15 @@ def _others() -> str:
     shown = {*MOST_USED["vllm"], *MOST_USED["sglang"]}
     rows = [row for row in ROWS if row.name not in shown]
     return "## Others that are understood\n\n" + _table(rows, peers=True).rstrip("\n") + "\n"
+
+
+def _of_llm() -> str:
+    lines = ["| keyword | what becomes of it | |", "|---|---|---|"]
+    for row in LLM_ROWS:
+        word = "acts" if row.effect is Effect.MAPPED else _WORDS[row.effect]
+        lines.append(f"| `{row.name}` | {word} | {row.text} |")
+    title = "\n## Keywords of `LLM` that are no flags, or mean something else than the flag\n\n"
+    return title + "\n".join(lines) + "\n"
 
 
 def _table(rows: list[PeerOption], *, peers: bool = False) -> str:

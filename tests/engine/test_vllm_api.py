@@ -14,16 +14,20 @@ import pytest
 import torch
 
 from ostinato import BeamSearchParams, EngineArgs, PoolingParams, RequestError, SamplingParams
+from ostinato.engine.config import EngineConfig
 from ostinato.engine.llm import LLM
+from ostinato.engine.peer_options.llm_rows import LLM_ROWS
+from ostinato.engine.peer_options.option import Effect, PeerOption
+from ostinato.engine.peer_options.typed_values import parsed
 from ostinato.engine.vllm_api.argument_parser import FlexibleArgumentParser
 from ostinato.engine.vllm_api.config_objects import CompilationConfig, CUDAGraphMode, PoolerConfig
-from ostinato.engine.vllm_api.llm_options import llm_options
+from ostinato.engine.vllm_api.llm_options import LLMOptions, llm_options
 from ostinato.engine.vllm_api.module_paths import PATHS, names_of
 from ostinato.graphs import ConfigError
 
 from .conftest import TinyModel
 from .test_engine_greedy import assert_all_back
-from .vllm_models import judged, judging_model, text_model
+from .vllm_models import LONG, judged, judging_model, text_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 TALK = [{"role": "user", "content": "Hello"}]
@@ -173,6 +177,41 @@ def test_a_wrong_flag_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         assert message in capsys.readouterr().err
 
 
+def test_overrides_are_what_config_json_would_say(
+    model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same weights with another base of rotations, and with a window."""
+    fields = {**LONG, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+    changed = TinyModel(tmp_path, "Llama", **fields)
+    overrides = {"rope_parameters": fields["rope_parameters"], "nonsense": 1}
+    with LLM(model.directory, enforce_eager=True, hf_overrides=overrides) as llm:
+        prompt = tuple(range(20, 60))
+        [output] = llm.generate([list(prompt)], GREEDY)
+        assert output.outputs[0].token_ids == changed.greedy(prompt, 6) != model.greedy(prompt, 6)
+        assert llm.model_config.hf_config.rope_parameters["rope_theta"] == 50.0
+    assert "hf_overrides: nonsense has no effect" in caplog.text
+    assert "rope_parameters" not in caplog.text
+    with pytest.raises(ValueError, match="hidden_size"):
+        LLM(model.directory, hf_overrides={"hidden_size": -1})
+
+
+@pytest.mark.parametrize("row", LLM_ROWS, ids=lambda row: row.name)
+def test_a_row_of_llms_own_is_true(row: PeerOption, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "template").write_text("{{ messages }}")
+    example = row.example.replace("{template}", str(tmp_path / "template"))
+    value = True if row.kind == "flag" else parsed(row, row.name, [example])
+    if row.effect is Effect.REFUSED:
+        with pytest.raises(ConfigError, match=f"{row.name} is not supported: .{{8,}}"):
+            llm_options(None, {row.name: value})
+        return
+    config, options = llm_options(None, {row.name: value})
+    assert config == EngineConfig()
+    changed = [name for name, now in vars(options).items() if now != getattr(LLMOptions(), name)]
+    expected = {Effect.ACTS: [row.name], Effect.MAPPED: [row.becomes] if row.becomes else []}
+    assert changed == expected.get(row.effect, [])
+    assert bool(caplog.records) == (row.effect is Effect.HARMLESS and value not in row.same)
+
+
 # -- prompts -----------------------------------------------------------------------------------------
 
 
@@ -185,6 +224,7 @@ def test_token_ids_are_a_prompt_and_a_list_of_them_are_many(llm: LLM, model: Tin
     mixed = llm.generate([[5, 6, 7], {"prompt": "Hi"}, "Hi"], GREEDY)
     assert [output.prompt for output in mixed] == [None, "Hi", "Hi"]
     assert llm.generate([], GREEDY) == []
+    assert llm.generate({"prompt": "Hi", "multi_modal_data": None, "x": {}}, GREEDY)[0].finished
 
 
 @pytest.mark.parametrize(
@@ -194,6 +234,16 @@ def test_token_ids_are_a_prompt_and_a_list_of_them_are_many(llm: LLM, model: Tin
         (None, GREEDY, "not NoneType"),
         (b"bytes", GREEDY, "not bytes"),
         ({"text": "x"}, GREEDY, "a mapping with 'text' in it"),
+        (
+            {"prompt": "x", "multi_modal_data": {"image": 1}},
+            GREEDY,
+            "a prompt with 'multi_modal_data' cannot",
+        ),
+        (
+            {"prompt_token_ids": [1], "prompt_embeds": object()},
+            GREEDY,
+            "a prompt with 'prompt_embeds' cannot",
+        ),
         (["a", "b"], [GREEDY], "1 sampling parameters were given for 2 prompts"),
         (["a"], ["greedy"], "must be SamplingParams, not str"),
         ("a", {"temperature": 0}, "must be SamplingParams, not dict"),
@@ -376,6 +426,8 @@ def test_a_model_without_a_head_says_so(llm: LLM) -> None:
     ):
         with pytest.raises(RequestError, match=message):
             llm.encode("Hello", pooling_task=task)
+    with pytest.raises(RequestError, match="'reward' is not supported: a model that judges whole texts"):
+        llm.reward("Hello")
     with pytest.raises(RequestError, match="dimensions is 99, the vectors of this model have 32"):
         llm.embed("Hello", pooling_params=PoolingParams(dimensions=99))
     with pytest.raises(RequestError, match="2 texts cannot be paired with 3"):
@@ -519,7 +571,9 @@ def test_the_engine_step_by_step_beside_other_calls(llm: LLM, model: TinyModel) 
     assert engine is llm.llm_engine
     assert engine.model_config.max_model_len == engine.vllm_config.scheduler_config.max_model_len == 128
     assert engine.model_config.get_vocab_size() == 131
-    engine.add_request("mine", [5, 6, 7], GREEDY)
+    engine.add_request("mine", [5, 6, 7], GREEDY, arrival_time=1234.5)
+    with pytest.raises(RequestError, match="lora_request is not supported"):
+        engine.add_request("adapted", "a", GREEDY, lora_request=object())  # type: ignore[arg-type]
     engine.add_request("vector", "Hello", PoolingParams())
     engine.add_request("gone", "Hello", GREEDY)
     engine.abort_request(["gone", "unknown"])
@@ -527,6 +581,7 @@ def test_the_engine_step_by_step_beside_other_calls(llm: LLM, model: TinyModel) 
     llm.generate(["ends", "both"], SamplingParams(max_tokens=20, ignore_eos=True))
     told = {output.request_id: output for output in engine.step()}
     assert set(told) == {"mine", "vector"}
+    assert told["mine"].metrics.arrival_time == 1234.5  # type: ignore[union-attr]
     assert told["mine"].outputs[0].token_ids == model.greedy((5, 6, 7), 6)  # type: ignore[index]
     assert told["vector"].outputs.data.tolist() == llm.embed("Hello")[0].embedding  # type: ignore[union-attr]
     assert not engine.has_unfinished_requests()

@@ -70,8 +70,11 @@ class AsyncLLM:
         self._thread.start()
 
     @classmethod
-    def from_engine_args(cls, engine_args: AsyncEngineArgs, **_: Any) -> AsyncLLM:
-        """From options as one object; further keywords are about vLLM's loop and loggers."""
+    def from_engine_args(
+        cls, engine_args: AsyncEngineArgs, usage_context: object = None, stat_loggers: None = None
+    ) -> AsyncLLM:
+        """From options as one object. Nobody counts usage, so its context says nothing."""
+        refuse_given(stat_loggers=stat_loggers)
         return cls(**engine_args.keywords())
 
     async def generate(

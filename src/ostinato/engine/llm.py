@@ -273,6 +273,10 @@ class LLM(EngineServices):
         refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self.reader(use_tqdm).score(data_1, data_2, pooling_params, chat_template)
 
+    def reward(self, prompts: Prompt | Sequence[Prompt], **_: Any) -> None:
+        """vLLM's, of single tokens: refused, with what to use instead."""
+        self.reader().encode(prompts, None, "reward")
+
     @functools.cached_property
     def llm_engine(self) -> LLMEngine:
         """The engine step by step."""

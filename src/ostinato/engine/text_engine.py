@@ -35,7 +35,7 @@ from .stepping.prompt_states import PromptStates
 from .stepping.times import StartupTimes
 from .token_ids import IntArray, token_array
 from .turns import Turn
-from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, kind_of
+from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, check_keys, kind_of
 
 logger = logging.getLogger("ostinato.engine")
 
@@ -242,12 +242,15 @@ class TextEngine:
             text = prompt.get("prompt")
             if text is not None and not isinstance(text, str):
                 raise RequestError(f"the prompt beside prompt_token_ids is a text, not {kind_of(text)}")
+            check_keys(prompt)
             return text, _checked_ids(prompt["prompt_token_ids"])
         if are_token_ids(prompt):
             return None, _checked_ids(prompt)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str):
             raise RequestError(f"{WHAT_A_PROMPT_IS}, not {kind_of(prompt)}")
+        if isinstance(prompt, Mapping):
+            check_keys(prompt)
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
         try:

@@ -79,8 +79,9 @@ class _EngineArgs:
         """As keywords of `LLM`."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}  # type: ignore[arg-type]
 
-    def create_engine_config(self, *_: object, **__: object) -> EngineConfig:
-        """What an engine would run with, checked; ConfigError for what cannot be had."""
+    def create_engine_config(self, usage_context: object = None) -> EngineConfig:
+        """What an engine would run with, checked; ConfigError for what cannot be had. Nobody counts usage, so
+        its context says nothing."""
         given = self.keywords()
         return engine_config(given.pop("model"), given)
 

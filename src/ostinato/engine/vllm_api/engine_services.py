@@ -51,7 +51,8 @@ class EngineServices:
         `reset_running_requests`: then they are computed again."""
         if reset_connector:
             raise RequestError("reset_connector is not supported: KV caches are in this process only")
-        self.engine.core.scheduler.flush_prefix_cache(computes_again=reset_running_requests)
+        with self.engine.turn:
+            self.engine.core.scheduler.flush_prefix_cache(computes_again=reset_running_requests)
         return True
 
     def get_metrics(self) -> list[Metric]:
@@ -62,11 +63,13 @@ class EngineServices:
         """Begin a profile of torch; `stop_profile` leaves its trace in a folder (see `LLMOptions`)."""
         options = self._options
         file = options.trace_file(profile_prefix)
-        self.engine.profiler.start(file, delay=options.profile_delay, most=options.profile_steps)
+        with self.engine.turn:
+            self.engine.profiler.start(file, delay=options.profile_delay, most=options.profile_steps)
 
     def stop_profile(self) -> str:
         """End the profile; the file that has it."""
-        return self.engine.profiler.stop()
+        with self.engine.turn:
+            return self.engine.profiler.stop()
 
     def reader(self, shown: Shown = False, pooling: str | None = None) -> Reader:
         """What reads prompts for `embed` and its like; `shown`: a bar over them."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..delivery.output_stream import OutputStream
 from ..delivery.served_completion import ServedCompletion
+from ..interrupts import HeldSignals
 from ..outputs import RequestOutput
 from ..pooling_outputs import PoolingOutput, PoolingRequestOutput
 from ..sampling_params import RequestError, SamplingParams
@@ -49,8 +50,16 @@ class LLMEngine:
         """Prompts that are only read."""
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> LLMEngine:
-        """A model of its own, from these options."""
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: object = None,
+        stat_loggers: None = None,
+        enable_multiprocessing: bool = False,
+    ) -> LLMEngine:
+        """A model of its own, from these options, in this process. Nobody counts usage, so its context says
+        nothing."""
+        refuse_given(stat_loggers=stat_loggers, enable_multiprocessing=enable_multiprocessing)
         return cls(OwnEngine(**engine_args.keywords()))
 
     def add_request(
@@ -64,28 +73,39 @@ class LLMEngine:
         trace_headers: None = None,
         priority: int = 0,
     ) -> str:
-        """Queue a request; RequestError if it cannot be served. The order of service is that of arrival."""
-        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, priority=priority)
+        """Queue a request; RequestError if it cannot be served. The order of service is that of these calls;
+        `arrival_time` is for `metrics`."""
+        refuse_given(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+        )
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a text, not {request_id!r}")
         engine = self._services.engine
         if isinstance(params, PoolingParams):
             wanted = params if params.task else replace(params, task="embed")
             self._services.reader().check(wanted)
-            name = engine.add_embedding(prompt, request_id)
-            self._read[name] = engine.served_embedding(name), wanted
+            with HeldSignals(), engine.turn:
+                name = engine.add_embedding(prompt, request_id)
+                self._read[name] = engine.served_embedding(name), wanted
             return name
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams or PoolingParams, not {params!r}")
-        output = engine.add(prompt, params, request_id)
-        self._watched[output.request_id] = _Watched(output, OutputStream(params))
+        with HeldSignals():
+            output = engine.add(prompt, params, request_id)
+            self._watched[output.request_id] = _Watched(output, OutputStream(params))
+        if arrival_time is not None and output.metrics is not None:
+            output.metrics.arrival_time = arrival_time
         return output.request_id
 
     def step(self) -> list[AnyOutput]:
         """Run one step; what is new of the requests that were added here, finished ones for the last time."""
         engine = self._services.engine
         if engine.has_work:
-            engine.step()
+            with HeldSignals():
+                engine.step()
         told: list[AnyOutput] = []
         for name, watched in list(self._watched.items()):
             if (news := watched.news()) is not None:
@@ -101,8 +121,11 @@ class LLMEngine:
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests now; nothing more is told of them. Unknown ones are none of our business."""
         for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            if self._watched.pop(name, None) or self._read.pop(name, None):
-                self._services.engine.abort(name)
+            if name in self._watched or name in self._read:
+                with HeldSignals():
+                    self._services.engine.abort(name)
+                    self._watched.pop(name, None)
+                    self._read.pop(name, None)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would tell something, now or later."""
@@ -162,8 +185,11 @@ def refuse_given(**given: Any) -> None:
         "tokenization_kwargs": "tokenize the prompt yourself: {'prompt_token_ids': [...]}",
         "mm_processor_kwargs": "models here take text only",
         "priority": "requests are served in the order of their arrival",
+        "trace_headers": "nothing is traced",
+        "stat_loggers": "ask get_metrics()",
+        "enable_multiprocessing": "the engine runs in this process",
     }
     for name, value in given.items():
         is_zeros = name == "priority" and (value == 0 or (isinstance(value, list) and not any(value)))
-        if value not in (None, {}) and not is_zeros:
+        if value not in (None, False, {}) and not is_zeros:
             raise RequestError(f"{name} is not supported: {reasons[name]}")

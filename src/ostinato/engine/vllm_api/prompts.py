@@ -25,6 +25,8 @@ class TokensPrompt(TypedDict):
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
 WHAT_A_PROMPT_IS = "a prompt is a text or {'prompt_token_ids': [...]} or a list of token ids"
 
 
@@ -38,6 +40,14 @@ def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
     if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
         raise RequestError(f"{WHAT_A_PROMPT_IS}, or a list of such; not {kind_of(prompts)}")
     return list(prompts), False
+
+
+def check_keys(prompt: Mapping[str, Any]) -> None:
+    """RequestError for a mapping that holds something beside the prompt which nobody would look at."""
+    for key, value in prompt.items():
+        is_nothing = value is None or (isinstance(value, Mapping | list) and not value)
+        if key not in _KEYS and not is_nothing:
+            raise RequestError(f"a prompt with {key!r} cannot be served: models here take text only")
 
 
 def are_token_ids(prompt: Any) -> bool:
