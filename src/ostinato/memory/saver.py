@@ -108,7 +108,9 @@ class MemorySaver:
         Of *data*, `backup=False` saves nothing: it is lost. What is paused already stays as it is.
         """
         with self._lock:
-            awake = [tag for tag in self._checked(tags) if tag not in self._asleep]
+            asked = self._checked(tags)
+            self._release_what_is_left([tag for tag in asked if tag in self._asleep])
+            awake = [tag for tag in asked if tag not in self._asleep]
             for tag in awake:
                 if self._open_regions[tag]:
                     raise SaverError(f"something is being allocated in {tag}: leave its regions first")
@@ -134,8 +136,15 @@ class MemorySaver:
                 }
                 self._mappings.unmap(kinds)
                 clock.lap("release")
-            sizes = (sum(block.size for block in each) for each in (blocks, saved))
-            return Paused(tuple(awake), *sizes, clock.seconds)
+            released, backed_up = (sum(block.size for block in each) for each in (blocks, saved))
+            return Paused(tuple(awake), released, backed_up, clock.seconds)
+
+    def _release_what_is_left(self, asleep: Sequence[Tag]) -> None:
+        """Of a pause that failed, or was interrupted, when contents were safe already."""
+        kinds = _kinds_of(asleep)
+        if any(block.is_mapped for block in self._mappings.blocks(kinds)):
+            with self._mappings.hold(kinds):
+                self._mappings.unmap(kinds)
 
     def resume(self, tags: Iterable[Tag] | None = None) -> Resumed:
         """Take memory for these tags (default: all) at the addresses they had, and restore what was saved.
