@@ -19,6 +19,7 @@ from .delivery.request_progress import RequestProgress
 from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 from .peer_options.translation import translated
 from .sampling_params import RequestError, SamplingParams
+from .sleeping.sleeper import SleepReport
 from .stepping.times import StepTimes
 from .text_engine import Prompt, TextEngine
 
@@ -60,6 +61,11 @@ class LLM:
         if self._engine is None:
             raise RequestError("this LLM is closed")
         return self._engine
+
+    @property
+    def _awake_engine(self) -> TextEngine:
+        self.engine.core.refuse_if_asleep()
+        return self.engine
 
     @property
     def tokenizer(self) -> Any:
@@ -105,7 +111,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
-        engine, sent = self.engine, 0
+        engine, sent = self._awake_engine, 0
         output = engine.add(prompt, sampling_params or self.get_default_sampling_params())
         try:
             while True:
@@ -129,11 +135,11 @@ class LLM:
     def embed(self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last") -> list[EmbeddingOutput]:
         """Vectors of length 1: of the last token (`pooling="last"`) or the mean of all (`"mean"`)."""
         if isinstance(prompts, str | Mapping):
-            [output] = self.engine.embed([prompts], pooling)
+            [output] = self._awake_engine.embed([prompts], pooling)
             if output.error is not None:
                 raise RequestError(output.error)
             return [output]
-        return self.engine.embed(list(prompts), pooling)
+        return self._awake_engine.embed(list(prompts), pooling)
 
     def graph_report(self) -> Report:
         """The captured graphs of the forward pass, their replays, and eager steps by reason."""
@@ -178,13 +184,37 @@ class LLM:
         outcome.raise_if_failed()
         return outcome
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
+        """Give memory back to the device, and keep graphs and addresses; see `EngineConfig.enable_sleep_mode`.
+
+        `level` 0: only take no steps. 1: weights go to the host, the KV cache is dropped. 2: both are
+        dropped. `mode`: requests that are not finished end now (abort), before (wait), or after `wake_up`,
+        computed again (keep). SaverMemoryError: the host has no room for the weights; nothing has changed.
+        """
+        return self.engine.sleep(level, mode, lambda outputs: None)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
+        """Take memory back: all, or of the tags weights, kv_cache (with graphs), graphs, scheduling.
+
+        SaverMemoryError: there is too little, and they stay away; call it again. After level 2 nothing is
+        generated until weights are loaded.
+        """
+        return self.engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """True from `sleep` until everything is back."""
+        return self.engine.core.sleeper.is_sleeping
+
     def close(self) -> None:
         """Free weights, KV cache and graphs."""
         if self._engine is None:
             return
         self._engine.close()
+        memory = self._engine.core.loaded.memory
         self._engine = None
         gc.collect()
+        if memory is not None:
+            memory.saver.close()  # after the graphs that are in it
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -209,7 +239,7 @@ class LLM:
         encode: Callable[[Any], Prompt] = lambda prompt: prompt,
     ) -> list[RequestOutput]:
         """`encode` makes a prompt of what was given; it may refuse."""
-        engine = self.engine
+        engine = self._awake_engine
         outputs: list[RequestOutput] = []
         for prompt, wanted in zip(prompts, params, strict=True):
             try:

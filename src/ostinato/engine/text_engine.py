@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from .loading.load import load
 from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
+from .sleeping.sleeper import SleepReport
+from .stepping.flight import Progress
 from .stepping.times import StartupTimes
 from .token_ids import IntArray, token_array
 
@@ -187,16 +189,41 @@ class TextEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that grew or ended. Each is the object that `add` returned."""
-        changed, self.ended = self._delivery.take_in(self.core.step())
+        changed = self._deliver(self.core.step())
+        self.core.clock.lap("deliver")
+        return changed
+
+    def _deliver(self, progress: list[Progress]) -> list[RequestOutput]:
+        changed, self.ended = self._delivery.take_in(progress)
         for output in self.ended:
             self._forget(output.request_id)
-        self.core.clock.lap("deliver")
         return changed
 
     def _forget(self, name: str) -> None:
         for completion in self._served.pop(name):
             self._delivery.remove(completion)
             self._taken_names.remove(completion.request.request_id)
+
+    # -- sleep -------------------------------------------------------------------------------------
+
+    def sleep(self, level: int, mode: str, tell: Callable[[list[RequestOutput]], None]) -> SleepReport:
+        """Give memory back; `tell` gets the outputs that change on the way there.
+
+        Requests are served to the end before (mode wait), go on after `wake_up` (keep), or end now (abort).
+        """
+        self.core.sleeper.check(level, mode)
+        if mode == "wait" and self.core.sleeper.why_no_step is None:
+            while self.core.can_step:
+                tell(self.step())
+        tell(self._deliver(self.core.settle()))
+        if mode == "abort":
+            ended = [self.abort(name) for name in list(self._served)]
+            tell([output for output in ended if output is not None])
+        return self.core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
+        """Take memory back, all or of these tags; requests that wait go on when everything is there."""
+        return self.core.sleeper.wake_up(tags)
 
     def embed(self, prompts: Sequence[Prompt], pooling: str) -> list[EmbeddingOutput]:
         """The vectors of prompts, of length 1: from the last token's state, or the mean of all."""

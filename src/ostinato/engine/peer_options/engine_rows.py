@@ -215,8 +215,8 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     refused("speculative_num_steps", "sglang", "int", "3", "there is no speculative decoding yet"),
     refused("speculative_eagle_topk", "sglang", "int", "1", "there is no speculative decoding yet"),
     refused("speculative_num_draft_tokens", "sglang", "int", "4", "there is no speculative decoding yet"),
-    refused("enable_sleep_mode", "vllm", "flag", "", "stop the server instead; it starts in seconds"),
-    refused("enable_memory_saver", "sglang", "flag", "", "stop the server instead; it starts in seconds"),
+    acts("enable_sleep_mode", "vllm", "flag", "", "memory that sleep gives back"),
+    mapped("enable_memory_saver", "sglang", "flag", "", "enable_sleep_mode", "the same"),
     refused("worker_extension_cls", "vllm", "text", "x.Y", "the engine has no workers to extend"),
 )
 

@@ -136,6 +136,14 @@ class Scheduler:
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
         request.is_at_fault = is_at_fault
 
+    def set_all_aside(self) -> None:
+        """All pages are about to be lost: whoever runs waits, in order, to be computed again, and no prefix
+        is known any more. No step may be in flight."""
+        assert not self._in_flight, "complete all steps before"
+        while self.running:
+            self._preempt(self.running[-1])
+        self.flush_prefix_cache()
+
     def flush_prefix_cache(self) -> None:
         """Forget all cached prefixes (the weights have changed); running requests keep their pages."""
         self.pages.flush()
