@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 from ostinato.graphs import Report
+from ostinato.memory import SaverError
 
 from .llm import LLM
 from .outputs import RequestOutput
 from .sampling_params import RequestError, SamplingParams
+from .sleeping.sleeper import SleepReport
 from .text_engine import Prompt, TextEngine
 
+_T = TypeVar("_T")
 _News = RequestOutput | BaseException
 _Inbox = asyncio.Queue[_News]
 
@@ -82,6 +85,35 @@ class AsyncLLM:
     def resume(self) -> None:
         """Go on after `pause`."""
         self._do(lambda engine: engine.core.scheduler.resume())
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
+        """As `LLM.sleep`; requests that are kept, and those that come meanwhile, wait for `wake_up`."""
+        return await self._asked(
+            lambda engine: engine.sleep(level, mode, lambda new: self._tell(engine, new))
+        )
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
+        """As `LLM.wake_up`."""
+        return await self._asked(lambda engine: engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """As `LLM.is_sleeping`."""
+        return await self._asked(lambda engine: engine.core.sleeper.is_sleeping)
+
+    async def _asked(self, ask: Callable[[TextEngine], _T]) -> _T:
+        """What the engine answers, between two steps."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_T] = loop.create_future()
+
+        def command(engine: TextEngine) -> None:
+            try:
+                found: _T | Exception = ask(engine)
+            except (RequestError, SaverError) as error:
+                found = error
+            _call(loop, _settle, answer, found)
+
+        self._do(command)
+        return await answer
 
     def graph_report(self) -> Report:
         """As `LLM.graph_report`."""
@@ -201,10 +233,10 @@ def _put(letters: list[tuple[_Inbox, RequestOutput]]) -> None:
         arrived.put_nowait(output)
 
 
-def _settle(future: asyncio.Future[str], result: str | Exception) -> None:
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
     if future.cancelled():
         return
-    if isinstance(result, str):
-        future.set_result(result)
-    else:
+    if isinstance(result, Exception):
         future.set_exception(result)
+    else:
+        future.set_result(result)

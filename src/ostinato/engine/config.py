@@ -113,7 +113,7 @@ class EngineConfig:
     max_cudagraph_capture_size: int | None = None
     """vLLM's limit, in tokens: cuts both default lists. Larger steps run without a graph."""
     enable_sleep_mode: bool = False
-    """Allocate weights, KV cache and the memory of graphs so that `sleep` can give them back to the device."""
+    """Allocate weights, KV cache and memory of graphs so that `sleep` can give them back to the device."""
     hostile_wake: bool = False
     """For debugging: fill all memory with NaNs and large integers at every wake_up, before what is restored
     is restored. Needs enable_sleep_mode."""

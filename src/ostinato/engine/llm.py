@@ -185,7 +185,7 @@ class LLM:
         return outcome
 
     def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
-        """Give memory back to the device, and keep graphs and addresses; see `EngineConfig.enable_sleep_mode`.
+        """Give memory back to the device; graphs and addresses stay. See `EngineConfig.enable_sleep_mode`.
 
         `level` 0: only take no steps. 1: weights go to the host, the KV cache is dropped. 2: both are
         dropped. `mode`: requests that are not finished end now (abort), before (wait), or after `wake_up`,
