@@ -1,5 +1,5 @@
-"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; graphs; memory;
-text."""
+"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; memory ->
+graphs; text."""
 
 import ast
 from pathlib import Path
@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "cache": {"cache", "kernels"},
     "kernels": {"kernels"},
     "graphs": {"graphs"},
-    "memory": {"memory"},
+    "memory": {"memory", "graphs"},
     "text": {"text"},
 }
 OUTSIDE_PACKAGES_OF_GRAPHS = {"torch", "numpy", "rich", "cuda", "triton"}

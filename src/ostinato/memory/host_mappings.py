@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ostinato.graphs.dispatch_mode import DispatchMode
 
 from .blocks import Backup, Block, Kind
 from .errors import SaverError, SaverMemoryError
@@ -207,7 +208,7 @@ class HostMappings:
                 yield backup, pages
 
 
-class _Placing(TorchDispatchMode):
+class _Placing(DispatchMode):
     """New tensors of this thread are moved into mappings before anybody sees them."""
 
     def __init__(self, mappings: HostMappings, kind: Kind) -> None:
