@@ -173,5 +173,6 @@ def test_any_sequence(machine: type[AnySequence]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_many_sequences(machine: type[AnySequence]) -> None:
-    checked(machine, 600)
+    checked(machine, 300)
