@@ -189,7 +189,7 @@ def divisions(config: ModelConfig) -> list[dict[str, Any]]:
                     block = dataclasses.replace(
                         tile, query_block=heads // tile.group_block, num_stages=stages
                     )
-                    return block, dataclasses.replace(chunks, keys=keys, parts=-(-LONGEST // keys))
+                    return block, dataclasses.replace(chunks, keys=keys, steps=0, parts=-(-LONGEST // keys))
 
                 with divided(other):
                     times[keys] = graph_us(run) / LAYERS

@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ostinato.kernels import asking_rows, filters
-from ostinato.kernels.asked import Asked
-from ostinato.kernels.sampling import GREEDY_BELOW, SamplingSettings
-from ostinato.kernels.token_lines import LogprobLines, TokenLines
+from ostinato.kernels.sampling import asking_rows, filters
+from ostinato.kernels.sampling.asked import Asked
+from ostinato.kernels.sampling.token_lines import LogprobLines, TokenLines
 from ostinato.tools.layer_step import PlainStep, graph_us
 from ostinato.tools.machine import machine
 
@@ -43,13 +42,6 @@ MORE = {
 """Beside greedy sampling, of all rows."""
 SORTED_AT_ONCE = 16
 """Rows: sorting takes memory for several copies of them."""
-
-
-def settings_of(batch_size: int, top_k: int, top_p: float, min_p: float) -> SamplingSettings:
-    """The same for all rows, at a temperature of 1."""
-    ones = torch.ones(batch_size, device="cuda")
-    seeds = torch.arange(batch_size, device="cuda")
-    return SamplingSettings(ones, (ones * top_k).int(), ones * top_p, ones * min_p, seeds)
 
 
 class AskingStep:
@@ -99,13 +91,12 @@ class AskingStep:
         )
 
 
-def by_sorting(logits: Tensor, chosen: SamplingSettings, draw: PlainStep) -> None:
-    """The same draws with the reference's filters, some rows at a time."""
+def by_sorting(logits: Tensor, top_k: int, top_p: float, min_p: float, draw: PlainStep) -> None:
+    """The same draws with the reference's filters at a temperature of 1, some rows at a time."""
     for begin in range(0, logits.size(0), SORTED_AT_ONCE):
         here = slice(begin, begin + SORTED_AT_ONCE)
-        some = SamplingSettings(*(value[here] for value in vars(chosen).values()))
-        asked = (some.temperature, some.top_k, some.top_p, some.min_p)
-        cuts = filters.reference(logits[here], *asked, GREEDY_BELOW)
+        ones = torch.ones_like(logits[here, 0])
+        cuts = filters.reference(logits[here], ones, (ones * top_k).int(), ones * top_p, ones * min_p)
         left = logits[here].masked_fill(~filters.is_kept(logits[here], *cuts), float("-inf"))
         draw(left)
 
@@ -122,7 +113,6 @@ def measured(batch_size: int) -> dict[str, dict[str, float]]:
         "flat": 0.64 * normal,
     }
     greedy, random = PlainStep(batch_size, 0.0), PlainStep(batch_size, 1.0)
-    by_count = settings_of(batch_size, *ASKED["top-k 50"])
     more = {name: AskingStep(batch_size, has_filters=False, **fields) for name, fields in MORE.items()}
     results = {
         "any": {
@@ -130,7 +120,7 @@ def measured(batch_size: int) -> dict[str, dict[str, float]]:
             "random": graph_us(lambda: random(normal)),
             **{name: graph_us(lambda step=step: step(normal)) for name, step in more.items()},
             "top-k 50 by sorting": graph_us(
-                lambda: by_sorting(normal, by_count, random), replays=1, rounds=3
+                lambda: by_sorting(normal, *ASKED["top-k 50"], random), replays=1, rounds=3
             ),
         }
     }

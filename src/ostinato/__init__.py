@@ -4,17 +4,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import graphs as graphs  # needs no torch until something of it is used
+from .engine.vllm_api.module_paths import install
 
 # Type checkers read imports, not the table below; `X as X` tells them that X is public.
 if TYPE_CHECKING:  # isort: off
-    from .engine.async_llm import AsyncLLM as AsyncLLM
+    from .engine.async_llm import AsyncLLM as AsyncLLM, AsyncLLMEngine as AsyncLLMEngine
     from .engine.config import EngineConfig as EngineConfig
     from .engine.llm import LLM as LLM
+    from .engine.pooling_outputs import (
+        ClassificationOutput as ClassificationOutput,
+        ClassificationRequestOutput as ClassificationRequestOutput,
+        EmbeddingOutput as EmbeddingOutput,
+        EmbeddingRequestOutput as EmbeddingRequestOutput,
+        PoolingOutput as PoolingOutput,
+        PoolingRequestOutput as PoolingRequestOutput,
+        ScoringOutput as ScoringOutput,
+        ScoringRequestOutput as ScoringRequestOutput,
+    )
     from .engine.outputs import CompletionOutput as CompletionOutput, RequestOutput as RequestOutput
     from .engine.sampling_params import (
+        BeamSearchParams as BeamSearchParams,
         RequestError as RequestError,
+        RequestOutputKind as RequestOutputKind,
         SamplingParams as SamplingParams,
         StructuredOutputs as StructuredOutputs,
+    )
+    from .engine.vllm_api.engine_args import AsyncEngineArgs as AsyncEngineArgs, EngineArgs as EngineArgs
+    from .engine.vllm_api.llm_engine import LLMEngine as LLMEngine
+    from .engine.vllm_api.pooling_params import PoolingParams as PoolingParams
+    from .engine.vllm_api.prompts import (
+        PromptType as PromptType,
+        TextPrompt as TextPrompt,
+        TokensPrompt as TokensPrompt,
     )
     from .graphs import *  # noqa: F403
 
@@ -23,18 +44,38 @@ __version__ = "0.1.0"
 _ENGINE = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
+    "AsyncLLMEngine": "async_llm",
     "SamplingParams": "sampling_params",
     "StructuredOutputs": "sampling_params",
     "RequestError": "sampling_params",
+    "BeamSearchParams": "sampling_params",
+    "RequestOutputKind": "sampling_params",
     "EngineConfig": "config",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
+    **dict.fromkeys(
+        (
+            *("PoolingRequestOutput", "PoolingOutput", "EmbeddingRequestOutput", "EmbeddingOutput"),
+            *("ClassificationRequestOutput", "ClassificationOutput"),
+            *("ScoringRequestOutput", "ScoringOutput"),
+        ),
+        "pooling_outputs",
+    ),
+    "EngineArgs": "vllm_api.engine_args",
+    "AsyncEngineArgs": "vllm_api.engine_args",
+    "LLMEngine": "vllm_api.llm_engine",
+    "PoolingParams": "vllm_api.pooling_params",
+    "PromptType": "vllm_api.prompts",
+    "TextPrompt": "vllm_api.prompts",
+    "TokensPrompt": "vllm_api.prompts",
 }
 _HOMES = dict.fromkeys(graphs.__all__, "graphs") | {
     name: f"engine.{module}" for name, module in _ENGINE.items()
 }
 
 __all__ = sorted(["graphs", *_HOMES])
+
+install(__name__)
 
 
 def __getattr__(name: str) -> Any:

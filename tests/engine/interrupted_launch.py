@@ -1,4 +1,5 @@
-"""A failure at any line of a step's launch: which lines there are, and one of them raising."""
+"""A failure at any line of a verb of a step (its launch, what is done when it lands): which lines there are,
+and one of them raising."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -18,10 +19,13 @@ BELOW = (
     ROOT / "graphs" / "runner.py",
     ROOT / "graphs" / "inputs" / "buffers.py",
     ROOT / "models" / "transformer.py",
+    ROOT / "cache" / "pages.py",
+    ROOT / "cache" / "prefix_index.py",
 )
-BOOK_KEEPING = ("_take_in", "_follow_grammar", "progress", "_extras", "_logprobs")
-"""What is done with the tokens of the step before, if a launch has to take them in. Nothing fails there that
-is not a bug; so it is with everything in `scheduling`."""
+
+
+LAST_RESORT = ("give_up", "_concerned_by", "restore")
+"""What is done once something has failed."""
 
 
 class Point(NamedTuple):
@@ -36,16 +40,19 @@ class Point(NamedTuple):
 @cache
 def is_watched(code: CodeType) -> bool:
     path = Path(code.co_filename)
-    if ENGINE / "scheduling" in path.parents or (ENGINE not in path.parents and path not in BELOW):
+    if ENGINE not in path.parents and path not in BELOW:
         return False
-    return code.co_name not in BOOK_KEEPING and not code.co_name.startswith("<")
+    return code.co_name not in LAST_RESORT and not code.co_name.startswith("<")
 
 
 class Launches:
-    """What is executed in the launches of an engine, counted from 0; one point of one of them may fail."""
+    """What is executed in the launches of an engine, counted from 0; one point of one of them may fail.
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    So with another verb than `_launch`.
+    """
+
+    def __init__(self, core: EngineCore, verb: str = "_launch") -> None:
+        self._core, self._verb = core, verb
         self.points: list[list[Point]] = []
         """By launch, in order."""
         self.has_failed = False
@@ -76,7 +83,7 @@ class Launches:
 
     @contextmanager
     def _traced(self, watcher_of: Callable[[int], Callable[[int, Point], None] | None]) -> Iterator[None]:
-        launch, numbers = self._core._launch, iter(range(10_000))
+        launch, numbers = getattr(self._core, self._verb), iter(range(10_000))
 
         def traced(*args: Any) -> Any:
             number = next(numbers)
@@ -98,5 +105,5 @@ class Launches:
             finally:
                 sys.settrace(before)
 
-        with patch.object(self._core, "_launch", traced):
+        with patch.object(self._core, self._verb, traced):
             yield

@@ -67,8 +67,8 @@ WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
         "quantised weights .*'awq'.* are not supported",
     ),
     "rope": (
-        lambda at: edit_config(at, rope_parameters={"rope_type": "yarn"}),
-        "rope_type 'yarn' is not supported; supported are default, linear, llama3",
+        lambda at: edit_config(at, rope_parameters={"rope_type": "longrope"}),
+        "rope_type 'longrope' is not supported; supported are default, linear, llama3, yarn",
     ),
     "broken-tokenizer": (
         lambda at: (at / "tokenizer.json").write_text("{"),

@@ -102,7 +102,7 @@ def serve(llm: LLM, arrivals: list[Arrival]) -> list[RequestOutput]:
         assert turn < 200, "requests starve"
         try:
             engine.step()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RuntimeError):
             engine.core.scheduler.check_integrity()
     raise AssertionError
 
@@ -190,6 +190,79 @@ def test_whatever_line_of_a_launch_fails_all_others_get_their_tokens(
         assert tokens_of(serve(llm, arrivals)) == wanted
         on_device, on_host = counts(llm)
         assert on_device == on_host > 0
+
+
+LANDINGS = ("_complete", "_take_in", "_booked", "complete", "progress")
+"""Functions whose every line is tried in the fast command."""
+
+
+THOROUGH = (pytest.mark.slow, pytest.mark.timeout(1200))
+
+
+def landings() -> Iterator[Any]:
+    """As `cases`, for what is done with the tokens of a step."""
+    fast = [("full", 1, "prompts"), ("none", 0, "preemption")]
+    for turn, setup in enumerate(fast):
+        yield pytest.param(*setup, turn, 6, 40, id="-".join(map(str, setup)))
+    for turn, setup in enumerate(itertools.product(("full", "none"), (1, 0), SCENES)):
+        name = "-".join(map(str, (*setup, "thorough")))
+        yield pytest.param(*setup, turn % 4, 4, 4, id=name, marks=THOROUGH)
+
+
+@pytest.mark.parametrize(("mode", "ahead", "scene", "turn", "main", "rest"), list(landings()))
+def test_whatever_line_fails_where_a_step_lands_all_others_get_their_tokens(
+    model: TinyModel, mode: str, ahead: int, scene: str, turn: int, main: int, rest: int
+) -> None:
+    """The books of scheduler, pages and prefixes included: they are made anew for those who go on."""
+    options, arrivals = SCENES[scene]
+    with LLM(model.directory, cuda_graph_mode=mode, steps_ahead=ahead, **{**SMALL, **options}) as llm:
+        core = llm.engine.core
+        wanted = tokens_of(serve(llm, arrivals))
+        steps = Launches(core, "_complete")
+        with steps.watched():
+            assert tokens_of(serve(llm, arrivals)) == wanted
+        faults = list(faults_of(steps.points))
+        assert len(faults) > 150
+        mains = [fault for fault in faults if fault[1].function in LANDINGS]
+        others = [fault for fault in faults if fault[1].function not in LANDINGS]
+        tried, num_reached, num_failed = [*mains[turn::main], *others[turn::rest]], 0, 0
+        for number, (landing, point) in enumerate(tried):
+            error = (RuntimeError, KeyboardInterrupt)[number % 2](f"at {point.function}:{point.line}")
+            with steps.failing(landing, point, error):
+                outputs = serve(llm, arrivals)
+            num_reached += steps.has_failed
+            failed = check_survivors(outputs, wanted, error)
+            assert failed < len(outputs), "it takes everybody along"
+            num_failed += failed
+            assert_all_back(llm)
+            check_mirror(core.runner.rows)
+        assert num_reached > 0.8 * len(tried)
+        assert num_failed > 0.5 * num_reached
+        assert tokens_of(serve(llm, arrivals)) == wanted
+
+
+@pytest.mark.parametrize("rest", [40, pytest.param(2, marks=THOROUGH)], ids=["some", "thorough"])
+@pytest.mark.parametrize("scene", SCENES)
+def test_whatever_line_of_the_scheduler_fails_all_end_and_the_next_are_served(
+    model: TinyModel, scene: str, rest: int
+) -> None:
+    options, arrivals = SCENES[scene]
+    with LLM(model.directory, cuda_graph_mode="full", **{**SMALL, **options}) as llm:
+        core = llm.engine.core
+        wanted = tokens_of(serve(llm, arrivals))
+        steps = Launches(core, "_schedule")
+        with steps.watched():
+            assert tokens_of(serve(llm, arrivals)) == wanted
+        for number, (turn, point) in enumerate(list(faults_of(steps.points))[::rest]):
+            error = (RuntimeError, KeyboardInterrupt)[number % 2](f"at {point.function}:{point.line}")
+            with steps.failing(turn, point, error):
+                outputs = serve(llm, arrivals)
+            for output, tokens in zip(outputs, wanted, strict=True):
+                found = output.outputs[0].token_ids
+                assert output.finished
+                assert found == tokens[: len(found)] if output.error else found == tokens
+            assert_all_back(llm)
+        assert tokens_of(serve(llm, arrivals)) == wanted
 
 
 def faults_of(points: list[list[Point]]) -> Iterator[tuple[int, Point]]:

@@ -139,7 +139,8 @@ def test_names_of_our_own_and_of_nobody_pass() -> None:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size can only be 1, not 2: one engine uses one GPU"),
         ({"quantization": "awq"}, "quantization is not supported: weights are"),
-        ({"hf_overrides": {"a": 1}}, "hf_overrides is not supported: change the config.json"),
+        ({"hf_overrides": str}, "hf_overrides is a mapping of fields of config.json here, not a function"),
+        ({"rope_theta": 1e6}, "rope_theta is not supported: give hf_overrides"),
         ({"host": "0.0.0.0"}, "host is an option of the server"),
         ({"mem_fraction": 0.5, "gpu_memory_utilization": 0.6}, "give mem_fraction or gpu_memory_utilization"),
         ({"compilation_config": "x"}, "compilation_config is an object or a level"),

@@ -20,8 +20,8 @@ from ostinato.engine.scheduling.request import Request
 from ostinato.engine.stepping import flight
 from ostinato.engine.stepping.token_return import Amendment, Launched, Sampled, TokenReturn
 from ostinato.graphs import InputBuffers
-from ostinato.kernels import request_rows
-from ostinato.kernels.token_lines import LogprobLines
+from ostinato.kernels.sampling.plain import return_tokens
+from ostinato.kernels.sampling.token_lines import LogprobLines
 
 from .conftest import TinyModel, prompts_of
 from .expected_steps import sampling_of
@@ -233,7 +233,7 @@ def test_lines_are_those_of_their_step_as_long_as_they_are_unread(lookahead: int
         rows = torch.randperm(8)[:num_requests].int() + 1
         for _ in range(rng.choice([1, 2])):
             tokens = torch.randint(0, 1000, (num_requests,))
-            request_rows.return_tokens(rows, tokens, returned.lines)
+            return_tokens(rows, tokens, returned.lines)
             returned.launched()
         unread.append((tokens.tolist(), returned.newest(num_requests)))
         assert last_tokens[rows.long()].tolist() == tokens.tolist()
@@ -246,15 +246,15 @@ def test_after_a_doubt_the_device_goes_on_with_the_count_of_the_host() -> None:
     last_tokens, began = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     returned = TokenReturn(last_tokens, began, 2, 4)
     rows, tokens = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([5, 6])
-    request_rows.return_tokens(rows, tokens, returned.lines)
+    return_tokens(rows, tokens, returned.lines)
     returned.launched()
-    request_rows.return_tokens(rows, tokens, returned.lines)  # launched, and nobody was told
+    return_tokens(rows, tokens, returned.lines)  # launched, and nobody was told
     returned.settle()
     assert returned.lines.counts.tolist() == [2, 0], "there was no doubt"
     returned.doubt()
     returned.settle()
     for step in range(9):
-        request_rows.return_tokens(rows, tokens + step, returned.lines)
+        return_tokens(rows, tokens + step, returned.lines)
         returned.launched()
         assert returned.newest(2).read().tokens.tolist() == [5 + step, 6 + step]
     returned.launched()  # counted, and never launched
@@ -267,7 +267,7 @@ def test_a_line_that_should_have_been_amended_and_was_not_is_noticed() -> None:
     returned = TokenReturn(last_tokens, began, 2, 4)
     amendment = Amendment(np.array([1]), LogprobLines.of(returned.lines, 2))
     rows, tokens = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([5, 0])
-    request_rows.return_tokens(rows, tokens, returned.lines)
+    return_tokens(rows, tokens, returned.lines)
     returned.launched()
     assert returned.newest(2).read().logprobs is None
     with pytest.raises(AssertionError, match="ask for more"):

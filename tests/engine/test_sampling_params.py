@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from typing import Any
 
+import pydantic
 import pytest
 
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.sampling_params import (
+    BeamSearchParams,
+    GuidedDecodingParams,
+    RequestError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from ostinato.graphs.errors import OstinatoError
+from ostinato.server.wire.messages import Generate, decode_command, encode
+from ostinato.text.errors import GrammarError
 
 
 @pytest.mark.parametrize(
@@ -43,9 +53,29 @@ from ostinato.graphs.errors import OstinatoError
         ("stop_token_ids", ["x"], "a stop token id must be a token id"),
         ("max_tokens", 0, "max_tokens must be an integer of at least 1"),
         ("min_tokens", -1, "min_tokens must be"),
-        ("logprobs", -1, "logprobs must be 0 to 20 or None"),
-        ("logprobs", 21, "logprobs must be 0 to 20 or None"),
-        ("prompt_logprobs", 21, "prompt_logprobs must be 0 to 20 or None"),
+        ("logprobs", -2, "logprobs must be at least 0, -1 for all, or None"),
+        ("prompt_logprobs", 1.0, "prompt_logprobs must be at least 0"),
+        ("stop", 5, "stop must be a list of texts"),
+        ("stop_token_ids", 5, "stop_token_ids must be a list of token ids"),
+        ("allowed_token_ids", [], "allowed_token_ids is empty"),
+        ("allowed_token_ids", [1, -3], "an id of allowed_token_ids must be a token id"),
+        ("allowed_token_ids", "12", "allowed_token_ids must be a list of token ids"),
+        ("bad_words", "word", "bad_words must be a list of texts"),
+        ("bad_words", ["a", ""], "bad_words must not have an empty text"),
+        ("bad_words", [[]], "bad_words must not have an empty list"),
+        ("bad_words", [3], "bad_words must be a list"),
+        ("logits_processors", [3], "logits_processors must be functions"),
+        ("truncate_prompt_tokens", 0, "truncate_prompt_tokens must be at least 1, or -1"),
+        ("output_kind", 1, "output_kind must be a RequestOutputKind"),
+        ("stream_interval", 0, "stream_interval must be at least 1"),
+        ("structured_outputs", {"json": {}}, "structured_outputs must be StructuredOutputsParams"),
+        ("extra_args", [1], "extra_args must be a dictionary"),
+        ("ignore_eos", "yes", "ignore_eos must be True or False"),
+        ("logprob_token_ids", ["x"], "an id of logprob_token_ids must be a token id"),
+        ("best_of", 3, "best_of=3: completions are not made to be thrown away: use n"),
+        ("use_beam_search", True, "use LLM.beam_search"),
+        ("thinking_token_budget", 10, "use max_tokens"),
+        ("trace_decode_token_ids", [1], "use allowed_token_ids"),
     ],
 )
 def test_a_bad_value_is_named(field: str, value: Any, says: str) -> None:
@@ -77,9 +107,9 @@ def test_edge_values_are_accepted() -> None:
 
 
 def test_stop_forms_are_one() -> None:
-    assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)
-    assert SamplingParams().stop == SamplingParams(stop=[]).stop == ()
-    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+    assert SamplingParams(stop="a").stop == SamplingParams(stop=("a",)).stop == ["a"]
+    assert SamplingParams().stop == SamplingParams(stop=[]).stop == []
+    assert SamplingParams(stop_token_ids=(3, 4, 3)).stop_token_ids == [3, 4]
 
 
 def test_json_keys_of_a_bias_become_token_ids() -> None:
@@ -93,14 +123,127 @@ def test_a_bias_does_not_change_behind_our_back() -> None:
     assert params.logit_bias == {1: 1.0}
 
 
-def test_it_is_frozen_replaceable_and_travels() -> None:
+def test_it_can_be_changed_copied_and_sent() -> None:
     params = SamplingParams(stop="a", logit_bias={1: 2.0})
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.n = 2  # type: ignore[misc]
-    assert dataclasses.replace(params, n=2).stop == ("a",)
+    params.n = 2
+    params.stop = "b"
+    assert params.verified().stop == ["b"]
     with pytest.raises(RequestError):
         dataclasses.replace(params, n=0)
     assert pickle.loads(pickle.dumps(params)) == params
+    with pytest.raises(AttributeError, match="temprature"):
+        params.temprature = 0.5  # type: ignore[attr-defined]
+
+
+def test_a_value_that_became_wrong_is_refused_when_it_is_used() -> None:
+    params = SamplingParams()
+    params.top_p = 2.0
+    with pytest.raises(RequestError, match="top_p must be above 0"):
+        params.verified()
+
+
+def test_positions_are_those_of_vllm() -> None:
+    params = SamplingParams(2, 0.1, 0.2, 1.1, 0.7, 0.9, 40, 0.05, 7, ["x"], [3], True, 99, 4, 1, 2)
+    assert (params.n, params.temperature, params.top_p, params.top_k) == (2, 0.7, 0.9, 40)
+    assert (params.max_tokens, params.min_tokens, params.logprobs, params.prompt_logprobs) == (99, 4, 1, 2)
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(*[None] * 30)  # type: ignore[arg-type]
+
+
+def test_a_clone_shares_nothing_but_functions() -> None:
+    def same(ids: list[int], logits: Any) -> Any:
+        return logits
+
+    params = SamplingParams(stop=["a"], extra_args={"k": [1]}, logits_processors=[same])
+    copied = params.clone()
+    assert copied == params
+    assert copied.stop is not None
+    copied.stop.append("b")  # type: ignore[union-attr]
+    assert copied.extra_args is not None
+    copied.extra_args["k"].append(2)
+    assert params.stop == ["a"]
+    assert params.extra_args == {"k": [1]}
+    assert copied.logits_processors == [same]
+
+
+def test_names_and_values_of_vllm_that_ask_for_nothing_here() -> None:
+    quiet = SamplingParams(
+        n=2, best_of=2, use_beam_search=False, skip_clone=True, thinking_token_budget=-1, flat_logprobs=True
+    )  # type: ignore[call-arg]
+    assert quiet.n == 2
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(logprobs=True).logprobs == 1
+    optional = SamplingParams.from_optional(n=None, temperature=None, top_p=0.5, max_tokens=None)
+    assert optional == SamplingParams(top_p=0.5, max_tokens=None)
+
+
+def test_the_seeds_of_several_completions_are_seeds() -> None:
+    params = SamplingParams(n=3, seed=-2)
+    assert [params.seeded(number).seed for number in range(3)] == [-2, 2**63 - 1, 0]
+    assert params.seeded(1).n == 1
+    assert SamplingParams(seed=2**63 - 1).seeded(1).seed == -(2**63)
+
+
+class Person(pydantic.BaseModel):
+    name: str
+
+
+def test_shapes_under_both_names() -> None:
+    for shape in (
+        StructuredOutputsParams(json=Person),
+        GuidedDecodingParams(json=Person.model_json_schema()),
+    ):
+        assert json.loads(shape.json)["required"] == ["name"]
+    params = SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a", 'b"']))  # type: ignore[call-arg]
+    assert params.structured_outputs is params.guided_decoding
+    assert params.structured_outputs is not None
+    assert params.structured_outputs.grammar == 'root ::= "a" | "b\\""'
+    assert params.clone().structured_outputs == params.structured_outputs
+    params.guided_decoding = None
+    assert params.structured_outputs is None
+    with pytest.raises(RequestError, match="older name"):
+        SamplingParams(guided_decoding=shape, structured_outputs=shape)  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match="no backend 'outlines'"):
+        GuidedDecodingParams(regex="a", backend="outlines")
+    assert GuidedDecodingParams.from_optional(backend="xgrammar") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"json": {}, "regex": "a"}, "json and regex"),
+        ({"choice": ["a"], "grammar": "root ::= [a]"}, "choice and grammar"),
+        ({"choice": []}, "choice must be a list of texts"),
+        ({"choice": "ab"}, "choice must be a list of texts"),
+        ({"json": 5}, "json must be a schema"),
+        ({"json": ""}, "json must be a text that is not empty"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is not there"),
+        ({"json": {}, "disable_any_whitespace": True}, "disable_any_whitespace is not there"),
+    ],
+)
+def test_shapes_that_make_no_sense_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(GrammarError, match=says):
+        StructuredOutputsParams(**given)
+
+
+def test_beams() -> None:
+    beams = BeamSearchParams(4, 16)
+    assert (beams.beam_width, beams.max_tokens, beams.length_penalty) == (4, 16, 1.0)
+    with pytest.raises(RequestError, match="beam_width must be"):
+        BeamSearchParams(beam_width=0, max_tokens=1)
+
+
+def test_it_travels_to_the_engine_of_a_server() -> None:
+    params = SamplingParams(
+        stop=["x"],
+        bad_words=[[1, 2], [3]],
+        allowed_token_ids=[5],
+        structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
+        extra_args={"k": 1},
+    )
+    command = decode_command(encode(Generate(1, [2], params)))
+    assert isinstance(command, Generate)
+    assert command.params == params
 
 
 def test_kinds_of_sampling() -> None:

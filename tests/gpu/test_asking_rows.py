@@ -19,8 +19,8 @@ from kernels.asking_checks import (
 from kernels.filter_checks import logits_of
 from ostinato import LLM, SamplingParams
 from ostinato.graphs import CaptureOptions, graphed
-from ostinato.kernels import asking_rows
-from ostinato.kernels.token_lines import LINE_HEAD
+from ostinato.kernels.sampling import asking_rows
+from ostinato.kernels.sampling.token_lines import LINE_HEAD
 
 VOCAB = 151_936
 KINDS = ("flat", "spread", "peaked", "ties", "masked")
@@ -89,6 +89,40 @@ def test_a_graph_does_what_is_done_outside(device: torch.device, num_asking: int
         texts.add(tuple(one.line[LINE_HEAD:].tolist()))
     assert not function.report().eager_steps
     assert num_asking == 1 or len(texts) > 1
+
+
+@pytest.mark.parametrize("has_filters", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_logits_are_those_of_the_kernel_just_before(
+    device: torch.device, captured: bool, has_filters: bool
+) -> None:
+    """Kernels read raw logits, and write, before those before them have ended."""
+    case = AskingCase.random(logits_of("spread", 64, VOCAB, 4), 32, 4, has_filters=has_filters).to(device)
+    turns = [case.logits, -case.logits]
+    wanted = [
+        AskingCase(turn, case.rows, case.places, case.asked).sampled(by_kernels=True, has_filters=has_filters)
+        for turn in turns
+    ]
+    scores = case.logits.clone()
+    generated = case.asked.generated.clone()
+    asked, lines = case.asked._replace(generated=generated), case.lines()
+
+    def step(rows: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores.neg_()
+        asking_rows.sample_asking(scores, rows, places, asked, *lines, has_filters=has_filters)
+        return ()
+
+    run = graphed(step, ladder=[32], options=CaptureOptions(strict=True)) if captured else step
+    if captured:
+        run.capture(case.rows, case.places)
+    for turn in range(1, 41):
+        scores.copy_(turns[1 - turn % 2])
+        generated.copy_(case.asked.generated)
+        torch.cuda.synchronize()
+        run(case.rows, case.places)
+        found = case.amended(asked, *lines)
+        for part in ("last_tokens", "generated", "values", "tokens", "ranks"):
+            assert torch.equal(getattr(found, part), getattr(wanted[turn % 2], part)), part
 
 
 def test_every_request_of_a_mixed_batch_is_as_it_is_alone(device: torch.device, tmp_path) -> None:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
+from kernels.test_sampling import Chosen
 from ostinato.graphs import CaptureOptions, graphed
-from ostinato.kernels import sampling
 from ostinato.kernels.attention import AttentionBatch, get_backend
+from ostinato.kernels.sampling import torch_reference
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -151,9 +152,9 @@ def test_attention_of_a_request_does_not_depend_on_its_company(device):
 
 
 @functools.cache
-def sampling_inputs(n: int, vocab: int) -> tuple[torch.Tensor, sampling.SamplingSettings, torch.Tensor]:
+def sampling_inputs(n: int, vocab: int) -> tuple[torch.Tensor, Chosen, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    settings = sampling.SamplingSettings(
+    settings = Chosen(
         temperature=(torch.rand(n, generator=generator) * 2 - 0.5).clamp(min=0),
         top_k=torch.randint(0, 100, (n,), generator=generator, dtype=torch.int32),
         top_p=torch.rand(n, generator=generator) * 0.5 + 0.5,
@@ -164,23 +165,21 @@ def sampling_inputs(n: int, vocab: int) -> tuple[torch.Tensor, sampling.Sampling
     return logits, settings, torch.randint(0, 100_000, (n,), generator=generator)
 
 
-def to_device(settings: sampling.SamplingSettings, device: torch.device) -> sampling.SamplingSettings:
-    values = (getattr(settings, field.name).to(device) for field in dataclasses.fields(settings))
-    return sampling.SamplingSettings(*values)
+def to_device(settings: Chosen, device: torch.device) -> Chosen:
+    return Chosen(*(value.to(device) for value in settings))
 
 
 def test_random_bits_are_the_same_on_every_device(device):
     _, settings, positions = sampling_inputs(64, 5000)
-    on_gpu = sampling.uniform(settings.seeds.to(device), positions.to(device), 5000)
-    assert torch.equal(on_gpu.cpu(), sampling.uniform(settings.seeds, positions, 5000))
+    on_gpu = torch_reference.uniform(settings.seeds.to(device), positions.to(device), 5000)
+    assert torch.equal(on_gpu.cpu(), torch_reference.uniform(settings.seeds, positions, 5000))
 
 
 def test_sampling_draws_what_the_cpu_draws(device):
     """Up to tokens at the very edge of a filter, where the last bits of a logarithm or a sum decide."""
     logits, settings, positions = sampling_inputs(64, 5000)
-    rows = torch.arange(64, dtype=torch.int32)
-    on_gpu = (logits.to(device), rows.to(device), to_device(settings, device), positions.to(device))
-    same = sampling.sample(*on_gpu).cpu() == sampling.sample(logits, rows, settings, positions)
+    on_gpu = (logits.to(device), *to_device(settings, device), positions.to(device))
+    same = torch_reference.sample(*on_gpu).cpu() == torch_reference.sample(logits, *settings, positions)
     assert same.float().mean() > 0.95
 
 
@@ -191,24 +190,22 @@ def test_sampling_is_captured_at_a_real_vocabulary(device):
     counts = torch.zeros(n + 1, vocab, dtype=torch.int32, device=device)
 
     def captured(logits, positions, rows, temperature, top_k, top_p, min_p, seeds):
-        chosen = sampling.SamplingSettings(temperature, top_k, top_p, min_p, seeds)
-        ones = torch.ones_like(temperature)
-        penalties = sampling.Penalties(ones * 1.1, ones * 0.2, ones * 0.1)
-        changed = sampling.apply_penalties(logits, penalties, counts.index_select(0, rows))
-        tokens = sampling.sample(changed, rows - 1, chosen, positions)
-        sampling.count_tokens(counts, rows, tokens)
-        logprobs = sampling.token_logprobs(logits, tokens, 5)
+        ones, times = torch.ones_like(temperature), counts.index_select(0, rows)
+        penalties = (ones * 1.1, ones * 0.2, ones * 0.1)
+        changed = torch_reference.apply_penalties(logits, *penalties, times, times < 0)
+        tokens = torch_reference.sample(changed, temperature, top_k, top_p, min_p, seeds, positions)
+        torch_reference.count_tokens(counts, rows, tokens)
+        logprobs = torch_reference.token_logprobs(logits, tokens, 5)
         return tokens, logprobs.chosen, logprobs.top_tokens, logprobs.top
 
     rows = torch.arange(1, n + 1, dtype=torch.int32, device=device)
-    fields = [getattr(settings, field.name) for field in dataclasses.fields(settings)]
     # Row 0 is padding's, and has no settings here.
     function = graphed(captured, ladder=[n], pads={"rows": 1}, options=CaptureOptions(strict=True))
     for shift in range(3):
         before = counts.clone()
-        replayed = [part.clone() for part in function(logits, positions + shift, rows, *fields)]
+        replayed = [part.clone() for part in function(logits, positions + shift, rows, *settings)]
         counts.copy_(before)
-        eager = captured(logits, positions + shift, rows, *fields)
+        eager = captured(logits, positions + shift, rows, *settings)
         for part, wanted in zip(replayed, eager, strict=True):
             torch.testing.assert_close(part, wanted, atol=1e-5, rtol=1e-5)
     assert counts.sum().item() == 3 * n

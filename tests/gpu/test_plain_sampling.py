@@ -14,8 +14,9 @@ from engine.test_plain_sampling import (  # noqa: F401
 )
 from kernels.small_kernel_checks import PlainCase, lines_of
 from ostinato.graphs import CaptureOptions, graphed
-from ostinato.kernels import sampling
-from ostinato.kernels.token_lines import LINE_HEAD
+from ostinato.kernels.constants import GREEDY_BELOW
+from ostinato.kernels.sampling import plain
+from ostinato.kernels.sampling.token_lines import LINE_HEAD
 
 VOCAB = 151_936
 
@@ -32,7 +33,7 @@ def test_a_graph_draws_and_returns_what_it_does_outside(device: torch.device, nu
 
     def step(logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         torch.mul(logits, 0.5, out=scores)
-        sampling.return_plain(scores, rows, settings, inside)
+        plain.return_plain(scores, rows, settings, inside)
         return ()
 
     function = graphed(step, ladder=[num_requests], options=CaptureOptions(strict=True))
@@ -41,7 +42,7 @@ def test_a_graph_draws_and_returns_what_it_does_outside(device: torch.device, nu
     texts = set()
     for count in range(100):
         function(case.logits, case.rows)
-        sampling.return_plain(case.logits * 0.5, case.rows, settings, outside)
+        plain.return_plain(case.logits * 0.5, case.rows, settings, outside)
         settings.lengths.add_(1)
         torch.cuda.synchronize()
         assert inside.counts.tolist() == outside.counts.tolist() == [count + 1, 0]
@@ -50,5 +51,5 @@ def test_a_graph_draws_and_returns_what_it_does_outside(device: torch.device, nu
         assert ours[LINE_HEAD:] == wanted[LINE_HEAD:]
         assert torch.equal(inside.last_tokens, outside.last_tokens)
         texts.add(tuple(ours[LINE_HEAD:]))
-    assert len(texts) > 1 or settings.temperature[1] < sampling.GREEDY_BELOW
+    assert len(texts) > 1 or settings.temperature[1] < GREEDY_BELOW
     assert not function.report().eager_steps

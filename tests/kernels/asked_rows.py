@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ostinato.kernels.asked import Asked
+from ostinato.kernels.sampling.asked import Asked
 
 MOST_BIASES, MOST_BANNED = 8, 4
 

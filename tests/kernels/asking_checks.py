@@ -9,9 +9,9 @@ from torch import Tensor
 from kernels.asked_rows import MOST_BANNED, MOST_BIASES, nothing_asked
 from kernels.filter_checks import Filtering
 from kernels.small_kernel_checks import PlainCase
-from ostinato.kernels import asking_rows, request_rows
-from ostinato.kernels.asked import Asked
-from ostinato.kernels.token_lines import LINE_HEAD, LogprobLines, TokenLines
+from ostinato.kernels.sampling import asking_rows
+from ostinato.kernels.sampling.asked import Asked
+from ostinato.kernels.sampling.token_lines import LINE_HEAD, LogprobLines, TokenLines
 
 MOST_TOP = 5
 
@@ -96,10 +96,8 @@ class AskingCase:
         device, num_requests = self.logits.device, self.logits.size(0)
         last_tokens = torch.full((self.asked.seeds.size(0),), 9, device=device)
         lines = TokenLines.of(last_tokens, torch.full_like(last_tokens[:1], 77), num_requests, 3)
-        lines.counts[0] = 4
-        sevens = torch.full((num_requests,), 7, device=device)
-        request_rows.return_tokens(torch.zeros_like(sevens, dtype=torch.int32), sevens, lines)
-        last_tokens.fill_(9)
+        lines.counts[0] = 5
+        lines.ring[4 % 3] = torch.tensor([4, 77 if lines.counts.is_cuda else 0, 0, 0, *[7] * num_requests])
         return lines, LogprobLines.of(lines, min(MOST_TOP, self.logits.size(1)))
 
     def sampled(self, *, by_kernels: bool, has_filters: bool = True) -> "Amended":

@@ -11,7 +11,7 @@ import torch
 from kernels import unchanged
 from kernels.asking_checks import AskingCase, check_alone, check_asking, check_both_graphs, check_plain
 from kernels.filter_checks import logits_of
-from ostinato.kernels.filters import triton_cuts
+from ostinato.kernels.sampling.filters import triton_cuts
 
 TINY = {"_GROUP": 8, "_BLOCK": 32, "_TILE": 32, "_CAPACITY": 16, "_FEW": 4, "_SEGMENT": 8}
 """So that a few dozen tokens are several blocks."""
@@ -40,7 +40,7 @@ def check_op_is_declared_truthfully() -> None:
     lines, logprobs = case.lines()
     torch.library.opcheck(
         torch.ops.ostinato.sample_asking.default,
-        (case.logits, case.rows, case.places, *case.asked, *lines, *logprobs, True),
+        (case.logits, case.rows, case.places, [*case.asked[:-1]], case.asked[-1], *lines, *logprobs, True),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kernels.asked_rows import nothing_asked
-from ostinato.kernels import filters
-from ostinato.kernels.asked import Asked
 from ostinato.kernels.constants import GREEDY_BELOW
+from ostinato.kernels.sampling import filters
+from ostinato.kernels.sampling.asked import Asked
 
 MASS_TOLERANCE = 5e-6
 """How near to top_p a sum of probabilities may be to be decided either way."""
@@ -35,19 +35,19 @@ class Filtering:
 
     def cuts(self) -> tuple[Tensor, Tensor]:
         """By the kernels, in the interpreter also on a CPU."""
-        from ostinato.kernels import triton_adjusted
-        from ostinato.kernels.filters import triton_cuts
+        from ostinato.kernels.sampling import triton_adjusted
+        from ostinato.kernels.sampling.filters import triton_cuts
 
         asked, places = self.asked(), torch.arange(len(self.logits), device=self.logits.device).int()
-        drawn, drawn_at, logits, surveyed = triton_adjusted.draw_adjusted(
-            self.logits, places + 1, places, asked, has_filters=True, greedy_below=GREEDY_BELOW
+        (drawn, drawn_at), arrived, logits, surveyed = triton_adjusted.draw_adjusted(
+            self.logits, places + 1, places, asked, has_filters=True
         )
         # The candidate is the last token in the order: it stays only where nothing is cut off.
         drawn.fill_(float("-inf"))[:, 0] = 1.0
         drawn_at[:, 0] = self.logits.sort(dim=-1, descending=True, stable=True).indices[:, -1]
         filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
         best = (drawn, drawn_at)
-        value, last = triton_cuts.find_cuts(logits, places + 1, filters, surveyed, best, GREEDY_BELOW)
+        value, last = triton_cuts.find_cuts(logits, places + 1, filters, surveyed, best, arrived)
         return torch.where(value == float("inf"), float("-inf"), value), last
 
     def to(self, device: torch.device | str) -> "Filtering":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kernels import unchanged
 from kernels.filter_checks import KINDS, Filtering, check_cuts, logits_of
-from ostinato.kernels.filters import triton_cuts
+from ostinato.kernels.sampling.filters import triton_cuts
 
 # (kind, vocabulary, seed): with the other checks they take every branch of the kernels 60 random ones took.
 CASES = (

@@ -3,6 +3,7 @@
 python -m kernels.query_interpreter_checks few|all
 """
 
+import itertools
 import random
 import sys
 from collections.abc import Sequence
@@ -26,12 +27,14 @@ SHAPES = ((4, 4, 16), (6, 2, 24), (2, 1, 128), (8, 1, 64), (7, 1, 80), (2, 2, 25
 
 
 @contextmanager
-def division(keys: int, multiprocessors: int) -> Any:
-    """Contexts are cut at multiples of so many keys, where there are so few tiles that they are cut."""
+def division(keys: int, multiprocessors: int, parts: int = 64) -> Any:
+    """Contexts are cut at multiples of so many keys, where there are so few tiles that they are cut; those
+    that would have more than so many parts at multiples of more."""
     gpu = H200._replace(multiprocessors=multiprocessors)
     with (
         patch.object(query_tiles, "_LEAST_KEYS", keys),
         patch.object(query_tiles, "_KEYS_PER_QUERY", 0),
+        patch.object(query_tiles, "_MOST_PARTS", parts),
         patch.object(triton_queries, "gpu_of", lambda _: gpu),
     ):
         yield
@@ -108,9 +111,23 @@ def check_uniform_batches(lengths: Sequence[int]) -> None:
             check(case, None)
 
 
+def check_growing_chunks(requests: Sequence[tuple[int, int]]) -> None:
+    """Chunks of 64 keys up to 256 tokens, of 96 up to 384, of 128 up to 512, then of 192."""
+    case = make_case(requests, num_heads=4, num_kv_heads=2, padded_tokens=2, slack_context=10)
+    case = replace(case, batch=replace(case.batch, max_query_len=case.q.size(0)))
+    with division(64, 80, parts=4):
+        gpu = triton_queries.gpu_of(torch.device("cpu"))
+        limits = (len(requests), case.q.size(0), case.batch.max_context)
+        _, chunks = Queries(case.q.dtype, case.q.size(0), *limits, 4, 2, 16).divided(gpu)
+        assert chunks is not None
+        assert (chunks.keys, chunks.parts) == (64, 4)
+        assert chunks.steps >= 3
+        check(case, None)
+
+
 def check_bits_follow_from_the_position(windows: Sequence[int | None]) -> None:
     """Whatever runs beside a token, and however its prompt was cut into steps, its bits are the same."""
-    whole = make_case([(110, 21), (70, 3)], num_heads=2, num_kv_heads=1, padded_tokens=2)
+    whole = make_case([(110, 21), (70, 3)], num_heads=2, num_kv_heads=1, padded_tokens=2, slack_context=40)
     k_cache, v_cache = written_caches(whole)
     alone, rest = slice(12, 21), 17
     # The same rung, with the last of the first request's tokens alone.
@@ -122,8 +139,8 @@ def check_bits_follow_from_the_position(windows: Sequence[int | None]) -> None:
         query_lens=torch.tensor([9, 0], dtype=torch.int32),
     )
     q = torch.cat([whole.q[alone], torch.randn(rest, 2, 16)])
-    for window in windows:
-        with division(32, 4):
+    for window, parts in itertools.product(windows, (64, 2)):
+        with division(32, 4, parts):
             wanted = attended(whole, window)
             out = TRITON.attend(q, k_cache, v_cache, batch, scale=whole.scale, sliding_window=window)
             assert torch.equal(out[:9], wanted[alone]), window
@@ -147,6 +164,10 @@ if __name__ == "__main__":
         check_random_batches(range(2))
         print("all checks passed")
         sys.exit()
+    check_growing_chunks([(515, 9), (385, 2), (384, 3), (260, 9), (257, 1), (31, 31)])
+    if is_all:
+        for size in range(100, 530, 15):
+            check_growing_chunks([(size, 30), (max(1, size - 97), 1), (530, 2)])
     check_uniform_batches((2, 5, 16) if is_all else (5,))
     check_bits_follow_from_the_position((None, 50) if is_all else (50,))
     check_random_batches(range(80) if is_all else range(6))

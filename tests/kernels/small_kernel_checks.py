@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.kernels import request_rows, sampling, triton_request_rows, triton_sampling
-from ostinato.kernels.sampling import PlainSettings
-from ostinato.kernels.token_lines import LINE_HEAD, TokenLines
+from ostinato.kernels import request_rows, triton_request_rows
+from ostinato.kernels.sampling import torch_reference, triton_draw, triton_return
+from ostinato.kernels.sampling.plain import PlainSettings, return_plain
+from ostinato.kernels.sampling.token_lines import LINE_HEAD, TokenLines
 
 
 def check_begin_decode(device: torch.device | str) -> None:
@@ -52,7 +53,9 @@ def check_return_tokens(device: torch.device | str) -> None:
         rows = torch.tensor(([2, 5, 0, 1] + [0] * 150)[:num_requests], dtype=torch.int32, device=device)
         for step in range(5):
             tokens = torch.arange(num_requests, device=device) + 1000 * step
-            triton_request_rows.return_tokens(rows, tokens, *lines)
+            blocks = torch.stack([tokens - 1, tokens, tokens + 1], 1).int()
+            values = torch.tensor([[0.5, 2.0, -1.0]], device=device).expand(num_requests, 3).contiguous()
+            triton_return.return_best(rows, values, blocks, 10_000, *lines)
             line = line_of(lines, step)
             assert line[0] == step
             assert line[LINE_HEAD : LINE_HEAD + num_requests] == tokens.tolist()
@@ -132,10 +135,10 @@ class PlainCase:
             one = slice(row, row + 1)
             if not self.settings.is_plain[row]:
                 tokens.append(0)
-            elif self.settings.temperature[row] < sampling.GREEDY_BELOW:
+            elif self.settings.temperature[row] < torch_reference.GREEDY_BELOW:
                 tokens.append(int(logits.argmax()))
             else:
-                noise = sampling.gumbel_noise(
+                noise = torch_reference.gumbel_noise(
                     self.settings.seeds[one], self.settings.lengths[one], len(logits)
                 )
                 tokens.append(int((logits + self.settings.temperature[row] * noise[0]).argmax()))
@@ -145,14 +148,14 @@ class PlainCase:
         """In the interpreter also on a CPU."""
         device = self.logits.device
         lines = lines_of(self.settings.is_plain.size(0), len(self.rows), device)
-        best = triton_sampling.best_of_blocks(self.logits, self.rows, *self.settings, sampling.GREEDY_BELOW)
-        triton_request_rows.return_best(self.rows, *best, self.logits.size(1), *lines)
+        best = triton_draw.best_of_blocks(self.logits, self.rows, *self.settings)
+        triton_return.return_best(self.rows, *best, self.logits.size(1), *lines)
         return self.returned(lines)
 
     def by_dispatch(self) -> list[int]:
         """By the device's own."""
         lines = lines_of(self.settings.is_plain.size(0), len(self.rows), self.logits.device)
-        sampling.return_plain(self.logits, self.rows, self.settings, lines)
+        return_plain(self.logits, self.rows, self.settings, lines)
         return self.returned(lines)
 
     def returned(self, lines: TokenLines) -> list[int]:

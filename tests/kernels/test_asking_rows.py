@@ -8,8 +8,8 @@ from kernels.asking_checks import AskingCase, check_untouched
 from kernels.filter_checks import logits_of
 from kernels.interpreted import assert_passes
 from kernels.test_triton_kernels import compiles
-from ostinato.kernels import asking_rows
-from ostinato.kernels.token_lines import LINE_HEAD
+from ostinato.kernels.sampling import asking_rows
+from ostinato.kernels.sampling.token_lines import LINE_HEAD
 
 triton = pytest.importorskip("triton")
 
@@ -28,21 +28,20 @@ FIELDS |= {"banned_before": "*i32", "generated": "*i32", "in_prompt": "*u8", "ma
 FIELDS |= dict.fromkeys(
     ("logits", "adjusted", "group_best", "block_best", "block_sum", "block_lead"), "*fp32"
 )
-FIELDS |= {"drawn": "*fp32", "drawn_at": "*i32", "top": "*i64"}
+FIELDS |= {"drawn": "*fp32", "drawn_at": "*i32", "arrived": "*i32", "top": "*i64"}
 FIELDS |= {"part_best": "*fp32", "part_sum": "*fp32", "part_rank": "*i32"}
 FIELDS |= dict.fromkeys(("last_tokens", "ring", "counts", "tokens", "ranks"), "*i64") | {"values": "*fp32"}
 SIZES = {"width": 151_936, "block": 4096, "group": 128, "parts_block": 64, "greedy_below": 1e-5}
 SIZES |= {"most_biases": 512, "most_banned": 16, "most_top": 32, "num_values": 21, "head": 4, "timed": True}
 
 
-@pytest.mark.parametrize("name", ["adjusted", "adjusted and filtered", "logprobs", "amend"])
+@pytest.mark.parametrize("name", ["adjusted", "adjusted and filtered", "amend"])
 def test_kernels_compile_for_hopper(name: str) -> None:
-    from ostinato.kernels import triton_adjusted, triton_amend
+    from ostinato.kernels.sampling import triton_adjusted, triton_amend
 
-    kernel, options = {
-        "logprobs": (triton_amend._logprobs_of_block, {}),
-        "amend": (triton_amend._amend, {}),
-    }.get(name, (triton_adjusted._adjusted_best_of_block, {"maxnreg": triton_adjusted._REGISTERS}))
+    kernel, options = triton_adjusted._adjusted_best_of_block, {"maxnreg": triton_adjusted._REGISTERS}
+    if name == "amend":
+        kernel, options = triton_amend._amend, {}
     types = {name: kind for name, kind in FIELDS.items() if name in kernel.arg_names}
     constants = {**SIZES, "has_filters": name == "adjusted and filtered"}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -5,8 +5,7 @@ import torch
 
 from kernels.filter_checks import KINDS, Filtering, counts_kept, logits_of
 from kernels.interpreted import assert_passes
-from ostinato.kernels import filters
-from ostinato.kernels.constants import GREEDY_BELOW
+from ostinato.kernels.sampling import filters
 
 triton = pytest.importorskip("triton")
 
@@ -17,7 +16,7 @@ from kernels.test_triton_kernels import compiles, pointers  # noqa: E402
 def test_the_sorted_reference_keeps_what_the_definition_says(kind):
     case = Filtering.random(logits_of(kind, 40, 300), seed=2)
     settings = (case.temperature, case.top_k, case.top_p, case.min_p)
-    kept = filters.is_kept(case.logits, *filters.reference(case.logits, *settings, GREEDY_BELOW)).sum(-1)
+    kept = filters.is_kept(case.logits, *filters.reference(case.logits, *settings)).sum(-1)
     assert (kept >= counts_kept(case, -1)).all()
     assert (kept <= counts_kept(case, 1)).all()
 
@@ -34,8 +33,8 @@ def test_the_kernels_are_right_in_the_interpreter(examples):
 def test_the_kernels_compile_for_hopper():
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
-    from ostinato.kernels.filters.triton_narrow import narrow
-    from ostinato.kernels.filters.triton_settle import settle
+    from ostinato.kernels.sampling.filters.triton_narrow import narrow
+    from ostinato.kernels.sampling.filters.triton_settle import settle
 
     floats = (
         "logits",
@@ -49,7 +48,19 @@ def test_the_kernels_compile_for_hopper():
     )
     types = pointers(torch.float32, *floats, "range_sums", "sums", "cut")
     types |= pointers(torch.float32, "drawn", "before")
-    integers = ("rows", "top_k", "ranges", "counts", "segments", "hits", "found", "cut_at", "drawn_at")
+    integers = (
+        "rows",
+        "top_k",
+        "ranges",
+        "counts",
+        "segments",
+        "hits",
+        "found",
+        "cut_at",
+        "drawn_at",
+        "verdicts",
+        "arrived",
+    )
     types |= dict.fromkeys(integers, "*i32")
     constants = {"width": 151_936, "block": 4096, "group": 128, "greedy_below": 1e-5, "parts_block": 64}
     constants |= {"segment": 256, "capacity": 2048, "few": 256, "group_block": 2048, "last_pass": 3}

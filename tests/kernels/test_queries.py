@@ -8,7 +8,7 @@ import torch
 from kernels.interpreted import assert_passes
 from ostinato.kernels import gpu
 from ostinato.kernels.attention import BackendError
-from ostinato.kernels.attention.query_tiles import Queries, query_class
+from ostinato.kernels.attention.query_tiles import Queries, grown, query_class
 from ostinato.kernels.attention.shared_memory import KeyBlocks
 from ostinato.kernels.gpu import H200, Gpu
 
@@ -29,15 +29,38 @@ def test_the_kernels_are_right_in_the_interpreter(cases):
     assert_passes("kernels.query_interpreter_checks", cases, 110)
 
 
-def test_few_tokens_behind_a_long_context_are_shared_out_over_the_gpu():
-    """16 tokens at 32k took 23 times as long as one: 8 programs read everything, one key after the other."""
-    for num_tokens, most_keys in ((4, 1024), (16, 1024), (64, 2048), (256, 8192)):
-        _, chunks = rung(num_tokens, 32_768).divided(H200)
-        assert chunks is not None
-        tiles = -(-num_tokens * 2 // 64) * 8
-        units = tiles * -(-32_768 // chunks.keys)
-        assert chunks.programs == 264
-        assert -(-units // chunks.programs) * chunks.keys <= most_keys, "keys that a program reads in turn"
+def keys_in_turn(num_tokens, context, limit, heads=QWEN3):
+    """That a program reads, one after the other, where one request has all these tokens."""
+    tile, chunks = rung(num_tokens, limit, heads).divided(H200)
+    assert chunks is not None
+    tiles = -(-num_tokens // tile.query_block) * heads[1]
+    size = next(size for step in range(99) if (size := grown(chunks.keys, step)) * chunks.parts >= context)
+    units = tiles * -(-context // size)
+    return -(-units // chunks.programs) * size
+
+
+@pytest.mark.parametrize("limit", [32_784, 131_072])
+def test_few_tokens_behind_a_long_context_are_shared_out_over_the_gpu(limit):
+    """16 tokens at 32k took 23 times as long as one: 8 programs read everything, one key after the other.
+
+    Behind 1,000 tokens, where 32k were allowed, one program a KV head read everything again.
+    """
+    for num_tokens, context, most_keys in (
+        (4, 32_768, 1024),
+        (16, 32_768, 1024),
+        (16, 8192, 256),
+        (16, 1024, 256),
+        (64, 32_768, 2048),
+        (64, 1024, 512),
+        (256, 32_768, 8192),
+        (256, 1024, 512),
+    ):
+        assert keys_in_turn(num_tokens, context, limit) == most_keys
+
+
+def test_chunks_grow_by_steps_so_that_most_programs_have_one():
+    for context in range(8192, 32_768, 500):
+        assert keys_in_turn(16, context, 131_072) <= 1.55 * context * 8 / 264
 
 
 def test_prompts_that_fill_the_gpu_and_short_contexts_are_not_cut():
@@ -54,11 +77,14 @@ def test_parts_are_bounded_and_chunks_are_whole_blocks():
     ):
         tile, chunks = rung(tokens, context, heads, dtype, window).divided(H200)
         if chunks is not None:
-            assert chunks.keys % tile.key_block == 0
+            sizes = [grown(chunks.keys, step) for step in range(chunks.steps + 1)]
+            assert all(size % tile.key_block == 0 for size in sizes)
             part_bytes = tokens * heads[0] * heads[2] * 4
             assert chunks.parts * part_bytes <= 40 << 20
-            seen = min(context, window or context)
-            assert chunks.parts * chunks.keys >= seen
+            assert chunks.parts * sizes[-1] >= min(context, window or context)
+            ends = [chunks.parts * size for size in sizes]
+            gaps = [after - before for before, after in itertools.pairwise(ends)]
+            assert all(gap >= tokens for gap in gaps), "a step has chunks of two sizes at most"
 
 
 def test_a_window_that_begins_anywhere_has_room_for_its_parts():
@@ -84,6 +110,7 @@ def test_few_variants_are_compiled():
         classes = {query_class(rung(size, 8192, heads, dtype), H200) for size in sizes}
         assert len(classes) <= 8
     assert query_class(rung(8, 8192), H200) != query_class(rung(9, 8192), H200), "other tiles"
+    assert query_class(rung(16, 8192), H200) != query_class(rung(16, 32_768), H200), "chunks grow more often"
 
 
 def test_a_tile_has_room_in_the_shared_memory_of_any_gpu():

@@ -1,6 +1,7 @@
 """Sampling: filters against a slow reference, draws against their distribution, the right to be captured."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,15 +9,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.graphs import CaptureOptions, graphed
-from ostinato.kernels import filters, sampling
-from ostinato.kernels.sampling import Penalties, SamplingSettings
-from ostinato.kernels.token_lines import LINE_HEAD, TokenLines
+from ostinato.kernels.sampling import filters, torch_reference
+from ostinato.kernels.sampling.plain import PlainSettings, return_plain
+from ostinato.kernels.sampling.token_lines import LINE_HEAD, TokenLines
 
 VOCAB = 40
 
 
+class Chosen(NamedTuple):
+    """How each row is sampled."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+
+    def is_kept(self, logits):
+        """What the filters leave."""
+        return filters.is_kept(logits, *filters.reference(logits, *self[:4]))
+
+
 def make_settings(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
-    return SamplingSettings(
+    return Chosen(
         temperature=torch.full((n,), temperature),
         top_k=torch.full((n,), top_k, dtype=torch.int32),
         top_p=torch.full((n,), top_p),
@@ -26,8 +41,7 @@ def make_settings(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
 
 
 def sample(logits, chosen, positions):
-    """Settings and positions by row of the logits."""
-    return sampling.sample(logits, torch.arange(logits.size(0), dtype=torch.int32), chosen, positions)
+    return torch_reference.sample(logits, *chosen, positions)
 
 
 def random_logits(n, vocab=VOCAB, seed=0, spread=3.0):
@@ -83,10 +97,10 @@ def test_filters_equal_a_slow_reference(data):
         st.lists(st.sampled_from([0.0, 0.1234, 0.4321, 0.8765, 0.9876, 1.0]), min_size=n, max_size=n)
     )
     min_p = data.draw(st.lists(st.sampled_from([0.0, 0.01234, 0.2345, 0.6543]), min_size=n, max_size=n))
-    chosen = SamplingSettings(
+    chosen = Chosen(
         torch.ones(n), torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p), None
     )
-    left = filters.is_kept(logits, *sampling.filter_cuts(logits, chosen))
+    left = chosen.is_kept(logits)
     for row in range(n):
         kept = slow_filter(logits[row].tolist(), top_k[row], top_p[row], min_p[row])
         assert set(left[row].nonzero().flatten().tolist()) == kept
@@ -94,7 +108,7 @@ def test_filters_equal_a_slow_reference(data):
 
 def test_filters_that_are_off_drop_nothing_from_a_large_flat_vocabulary():
     logits = torch.zeros(1, 50_000)
-    assert filters.is_kept(logits, *sampling.filter_cuts(logits, make_settings(1))).all()
+    assert make_settings(1).is_kept(logits).all()
 
 
 def test_top_k_of_one_is_greedy_and_takes_the_first_of_equal_logits():
@@ -124,7 +138,7 @@ def test_draws_follow_the_filtered_distribution(options):
     chosen = make_settings(n, seed=1234, **options)
     one = make_settings(1, **options)
     row = random_logits(1, seed=5)
-    left = filters.is_kept(row, *sampling.filter_cuts(row, one))
+    left = one.is_kept(row)
     wanted = (row / one.temperature).masked_fill(~left, float("-inf")).softmax(-1)[0]
     tokens = sample(row.expand(n, -1), chosen, torch.arange(n))
     assert_follows(torch.bincount(tokens, minlength=VOCAB), wanted)
@@ -134,7 +148,7 @@ def test_uniform_numbers_are_uniform_in_every_direction():
     n, width = 256, 256
     position, seed = torch.arange(n), torch.full((n,), 7)
     for keys in ((seed, position), (position, seed), (position * (1 << 32), seed), (-position, seed)):
-        numbers = sampling.uniform(*keys, width)
+        numbers = torch_reference.uniform(*keys, width)
         assert ((numbers > 0) & (numbers < 1)).all()
         flat = torch.full((16,), 1 / 16)
         assert_follows(torch.histc(numbers, 16, 0, 1), flat)
@@ -146,17 +160,17 @@ def test_uniform_numbers_are_uniform_in_every_direction():
 
 
 def test_gumbel_noise_has_its_mean_and_variance_and_no_infinities():
-    noise = sampling.gumbel_noise(torch.arange(300), torch.arange(300), 2000)
+    noise = torch_reference.gumbel_noise(torch.arange(300), torch.arange(300), 2000)
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.02)
 
 
 def test_every_seed_and_position_draws_anew():
-    numbers = sampling.uniform(torch.arange(50).repeat_interleave(50), torch.arange(50).repeat(50), 1)
+    numbers = torch_reference.uniform(torch.arange(50).repeat_interleave(50), torch.arange(50).repeat(50), 1)
     # Of 2,500 values with 24 digits, by chance none or one pair is equal.
     assert numbers.unique().numel() >= 2498
-    swapped = sampling.uniform(torch.tensor([3, 8]), torch.tensor([8, 3]), 4)
+    swapped = torch_reference.uniform(torch.tensor([3, 8]), torch.tensor([8, 3]), 4)
     assert not torch.equal(swapped[0], swapped[1])
 
 
@@ -165,7 +179,7 @@ def test_every_seed_and_position_draws_anew():
 def test_a_draw_depends_on_its_own_row_only(seed, n):
     generator = torch.Generator().manual_seed(seed)
     logits = random_logits(n, seed=seed)
-    chosen = SamplingSettings(
+    chosen = Chosen(
         temperature=torch.rand(n, generator=generator) * 1.5,
         top_k=torch.randint(0, VOCAB, (n,), generator=generator, dtype=torch.int32),
         top_p=torch.rand(n, generator=generator),
@@ -176,7 +190,7 @@ def test_a_draw_depends_on_its_own_row_only(seed, n):
     together = sample(logits, chosen, positions)
 
     def select(rows):
-        return SamplingSettings(*(getattr(chosen, name)[rows] for name in chosen.__dataclass_fields__))
+        return Chosen(*(value[rows] for value in chosen))
 
     order = torch.randperm(n, generator=generator)
     assert torch.equal(sample(logits[order], select(order), positions[order]), together[order])
@@ -201,14 +215,14 @@ def test_plain_requests_get_what_filtered_sampling_draws_and_others_are_passed_o
     off = make_settings(num_rows)
     temperature = (torch.rand(num_rows, generator=generator) * 3 - 1.5).clamp(min=0)
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (num_rows,), generator=generator)
-    chosen = SamplingSettings(temperature, off.top_k, off.top_p, off.min_p, seeds)
+    chosen = Chosen(temperature, off.top_k, off.top_p, off.min_p, seeds)
     lengths = torch.randint(0, 10_000, (num_rows,), generator=generator, dtype=torch.int32)
     is_plain = torch.randint(0, 3, (num_rows,), generator=generator, dtype=torch.int32)
     logits = random_logits(n, seed=seed)
-    filtered = sampling.sample(logits, rows, chosen, lengths)
+    filtered = sample(logits, Chosen(*(value[rows.long()] for value in chosen)), lengths[rows.long()])
     lines = TokenLines.of(torch.full((num_rows,), -1), torch.zeros(1, dtype=torch.int64), n, 2)
-    plain = sampling.PlainSettings(is_plain, temperature, seeds, lengths)
-    sampling.return_plain(logits, rows, plain, lines)
+    plain = PlainSettings(is_plain, temperature, seeds, lengths)
+    return_plain(logits, rows, plain, lines)
     wanted = torch.where(is_plain[rows.long()] != 0, filtered, 0)
     assert lines.ring[0, LINE_HEAD:].tolist() == wanted.tolist()
     assert lines.last_tokens[rows.long()].tolist() == wanted.tolist()
@@ -232,8 +246,8 @@ def test_penalties_equal_their_definitions():
     generated = torch.randint(0, 3, (n, VOCAB), generator=generator, dtype=torch.int32)
     in_prompt = torch.rand(n, VOCAB, generator=generator) < 0.3
     repetition, presence, frequency = [1.0, 1.3, 0.8], [0.0, 0.5, -0.4], [0.0, 0.2, 1.5]
-    penalties = Penalties(torch.tensor(repetition), torch.tensor(presence), torch.tensor(frequency))
-    out = sampling.apply_penalties(logits, penalties, generated, in_prompt)
+    penalties = (torch.tensor(repetition), torch.tensor(presence), torch.tensor(frequency))
+    out = torch_reference.apply_penalties(logits, *penalties, generated, in_prompt)
     for row in range(n):
         for token in range(VOCAB):
             wanted, count = logits[row, token].item(), generated[row, token].item()
@@ -242,21 +256,22 @@ def test_penalties_equal_their_definitions():
             wanted -= frequency[row] * count + presence[row] * (count > 0)
             assert out[row, token].item() == pytest.approx(wanted, abs=1e-5)
     assert torch.equal(out[0], logits[0])
-    without_prompt = sampling.apply_penalties(logits, penalties, torch.zeros_like(generated))
-    assert torch.equal(without_prompt, logits)
+    nothing = (torch.zeros_like(generated), torch.zeros_like(in_prompt))
+    assert torch.equal(torch_reference.apply_penalties(logits, *penalties, *nothing), logits)
 
 
 def test_penalties_keep_forbidden_tokens_forbidden():
     logits = torch.full((1, 4), float("-inf"))
-    penalties = Penalties(torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([1.0]))
+    penalties = (torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([1.0]))
     counts = torch.ones(1, 4, dtype=torch.int32)
-    assert (sampling.apply_penalties(logits, penalties, counts) == float("-inf")).all()
+    changed = torch_reference.apply_penalties(logits, *penalties, counts, counts > 0)
+    assert (changed == float("-inf")).all()
 
 
 def test_counting_tokens_leaves_the_padding_row_alone():
     counts = torch.zeros(4, VOCAB, dtype=torch.int32)
     rows = torch.tensor([2, 0, 1, 2, 0], dtype=torch.int32)
-    sampling.count_tokens(counts, rows, torch.tensor([5, 5, 6, 5, 7]))
+    torch_reference.count_tokens(counts, rows, torch.tensor([5, 5, 6, 5, 7]))
     assert counts[2, 5] == 2
     assert counts[1, 6] == 1
     assert counts.sum() == 3
@@ -269,13 +284,13 @@ def test_bias_reaches_its_tokens_and_padding_reaches_none():
     wanted[0, 3] += 5
     wanted[1, 0] += 1
     wanted[1, 9] -= 100
-    assert torch.equal(sampling.add_bias(logits, ids, values), wanted)
+    assert torch.equal(torch_reference.add_bias(logits, ids, values), wanted)
 
 
 def test_logprobs_of_the_chosen_and_the_best():
     logits = random_logits(5)
     tokens = torch.tensor([0, 7, 39, 12, 3])
-    result = sampling.token_logprobs(logits, tokens, 4)
+    result = torch_reference.token_logprobs(logits, tokens, 4)
     wanted = logits.double().log_softmax(-1)
     torch.testing.assert_close(result.chosen.double(), wanted[range(5), tokens], atol=1e-5, rtol=1e-5)
     assert torch.equal(result.top_tokens, wanted.argsort(-1, descending=True)[:, :4])
@@ -294,15 +309,15 @@ def test_the_whole_of_sampling_is_captured():
     def step(
         logits, rows, positions, temperature, top_k, top_p, min_p, seeds, penalty, bias_ids, bias_values
     ):
-        chosen = SamplingSettings(temperature, top_k, top_p, min_p, seeds)
-        penalties = Penalties(penalty + 1, penalty, penalty)
-        biased = sampling.add_bias(logits, bias_ids, bias_values)
-        changed = sampling.apply_penalties(
-            biased, penalties, counts.index_select(0, rows), in_prompt.index_select(0, rows)
+        chosen = Chosen(temperature, top_k, top_p, min_p, seeds)
+        penalties = (penalty + 1, penalty, penalty)
+        biased = torch_reference.add_bias(logits, bias_ids, bias_values)
+        changed = torch_reference.apply_penalties(
+            biased, *penalties, counts.index_select(0, rows), in_prompt.index_select(0, rows)
         )
         tokens = sample(changed, chosen, positions)
-        sampling.count_tokens(counts, rows, tokens)
-        logprobs = sampling.token_logprobs(logits, tokens, 3)
+        torch_reference.count_tokens(counts, rows, tokens)
+        logprobs = torch_reference.token_logprobs(logits, tokens, 3)
         return tokens, logprobs.chosen, logprobs.rank, logprobs.top_tokens, logprobs.top
 
     def arguments(seed):
@@ -339,7 +354,7 @@ def test_plain_sampling_is_captured_and_looks_at_the_temperatures_of_each_replay
     n, num_rows = 4, 9
     temperature, seeds = torch.zeros(num_rows), torch.arange(num_rows)
     is_plain, lengths = torch.ones(num_rows, dtype=torch.int32), seeds.int()
-    plain = sampling.PlainSettings(is_plain, temperature, seeds, lengths)
+    plain = PlainSettings(is_plain, temperature, seeds, lengths)
     began = torch.zeros(1, dtype=torch.int64)
 
     def lines():
@@ -348,7 +363,7 @@ def test_plain_sampling_is_captured_and_looks_at_the_temperatures_of_each_replay
     captured, eager = lines(), lines()
 
     def step(logits, rows):
-        sampling.return_plain(logits, rows, plain, captured)
+        return_plain(logits, rows, plain, captured)
         return ()
 
     function = graphed(step, ladder=[n], options=CaptureOptions(strict=True))
@@ -359,7 +374,7 @@ def test_plain_sampling_is_captured_and_looks_at_the_temperatures_of_each_replay
         temperature.copy_(torch.tensor([0.0, 0.9, 1.4])[(torch.arange(num_rows) * seed) % 3])
         is_plain[8] = seed % 2
         function(random_logits(n, seed=seed), rows)
-        sampling.return_plain(random_logits(n, seed=seed), rows, plain, eager)
+        return_plain(random_logits(n, seed=seed), rows, plain, eager)
         assert torch.equal(captured.last_tokens, eager.last_tokens)
         assert torch.equal(captured.ring, eager.ring)
         assert captured.ring[seed % 3, 0] == seed

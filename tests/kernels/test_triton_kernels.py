@@ -19,14 +19,14 @@ def test_kernels_are_right_in_the_interpreter(which):
     assert_passes("kernels.triton_interpreter_checks", which, 110 if which == "few" else 280)
 
 
-def compiled(kernel, types, constants, **options):
-    """The kernel's binary for compute capability 9.0."""
+def compiled(kernel, types, constants, capability=90, **options):
+    """The kernel's binary for compute capability 9.0, or another."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=places)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
 
 
 def pointers(dtype: torch.dtype, *names: str) -> dict[str, str]:
@@ -80,18 +80,17 @@ def test_row_kernels_compile_for_hopper():
 
 
 def test_plain_sampling_compiles_for_hopper():
-    from ostinato.kernels import triton_request_rows, triton_sampling
+    from ostinato.kernels.sampling import triton_draw, triton_return
 
     rows = {"rows": "*i32", "is_taken": "*i32", "temperature": "*fp32", "seeds": "*i64", "lengths": "*i32"}
     found = {"best": "*fp32", "best_at": "*i32"}
     operands = {"logits": "*fp32", "cut": "*fp32", "cut_at": "*i32", **rows, **found}
     constants = {"width": 151_936, "block": 2048, "greedy_below": 1e-5}
     for has_cuts in (False, True):
-        kernel = triton_sampling._noisy_best_of_block
-        flags, cap = {**constants, "has_cuts": has_cuts}, triton_sampling._REGISTERS
+        kernel = triton_draw._noisy_best_of_block
+        flags, cap = {**constants, "has_cuts": has_cuts}, triton_draw._REGISTERS
         assert compiles(kernel, operands, flags, num_warps=4, maxnreg=cap)
     candidates = {"values": "*fp32", "tokens": "*i32"}
     lines = dict.fromkeys(("last_tokens", "ring", "counts", "began"), "*i64")
-    for block, tokens in ((64, candidates), (1, dict.fromkeys(candidates, "*i64"))):
-        kernel, sizes = triton_request_rows._return_tokens, {"head": 4, "rows_block": 16, "block": block}
-        assert compiles(kernel, {"rows": "*i32", **tokens, **lines}, {**sizes, "timed": True})
+    sizes = {"head": 4, "rows_block": 16, "block": 64, "timed": True}
+    assert compiles(triton_return._return_tokens, {"rows": "*i32", **candidates, **lines}, sizes)

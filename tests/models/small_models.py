@@ -36,6 +36,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}},
     ),
+    "yarn-rope": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1000.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"sliding_window": 5}),

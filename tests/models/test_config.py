@@ -47,6 +47,17 @@ def config(**fields: Any) -> ModelConfig:
             RopeConfig(5e5, "llama3", 32.0, 1.0, 4.0, 8192),
         ),
         (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 64,
+                    "attention_factor": 2,
+                }
+            },
+            RopeConfig(kind="yarn", factor=4, original_max_positions=64, attention_factor=2),
+        ),
+        (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
             RopeConfig(5e5, "llama3", 32.0, 1.0, 4.0, 8192),
         ),
@@ -81,7 +92,11 @@ def test_qwen_windows_start_at_a_layer_or_are_listed() -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported; .*Qwen3ForCausalLM"),
         ({"architectures": None, "model_type": "bert"}, r"'bert' with no architecture .*LlamaForCausalLM"),
         ({"num_local_experts": 8}, r"mixture of experts \(num_local_experts=8\)"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"'yarn' is not supported; .*llama3"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, r"'longrope' is not supported; .*llama3"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}},
+            "yarn with mscale is not supported",
+        ),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),

@@ -27,6 +27,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         *("--profile-dir", str(tmp_path_factory.mktemp("profiles")), "--metrics-prefix", "vllm"),
         *("--max-running-requests", "2", "--cuda-graph-bs", "2", "--restart-engine"),
         *("--stream-interval", "5", "--allowed-origins", "http://page.example"),
+        *("--max-logprobs", "-1", "--trust-request-chat-template"),
     )
     with ServerProcess(model, *flags) as server:
         yield server
@@ -52,6 +53,40 @@ def test_keys(guarded: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         client.models.list()
+
+
+def test_log_probabilities_of_all_tokens(guarded: ServerProcess) -> None:
+    body = {**BODY, "prompt": "ab", "max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}
+    choice = guarded.post("/v1/completions", body, headers=KEYS).json()["choices"][0]
+    assert len(choice["prompt_logprobs"][1]) == 320
+    assert choice["prompt_logprobs"][1][str(ord("b"))]["rank"] == 1
+    assert len(choice["logprobs"]["top_logprobs"][0]) > 100, "by their texts, some of which are the same"
+    messages = [{"role": "user", "content": "a"}]
+    chat = {"messages": messages, "max_tokens": 1, "logprobs": True, "top_logprobs": -1}
+    told = guarded.post("/v1/chat/completions", chat, headers=KEYS).json()["choices"][0]["logprobs"]
+    assert len(told["content"][0]["top_logprobs"]) == 320
+
+
+def test_templates_of_clients_that_are_trusted(guarded: ServerProcess, server: ServerProcess) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    body = {"messages": messages, "max_tokens": 3, "temperature": 0}
+    chat = {**body, "chat_template": "{{ messages[0].content }}"}
+    answer = guarded.post("/v1/chat/completions", chat, headers=KEYS)
+    assert answer.json()["choices"][0]["message"]["content"] == "bcd", "no greeting: the prompt is an a"
+    for broken, says in (
+        ("{% for", "broken"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{{ raise_exception('no') }}", "no"),
+    ):
+        refused = guarded.post("/v1/chat/completions", {**body, "chat_template": broken}, headers=KEYS)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == "chat_template"
+        assert says in refused.json()["error"]["message"]
+    untrusted = server.post("/v1/chat/completions", chat)
+    assert untrusted.status_code == 400
+    assert "--trust-request-chat-template" in untrusted.json()["error"]["message"]
 
 
 def test_web_pages_of_allowed_origins_may_ask(guarded: ServerProcess, server: ServerProcess) -> None:

@@ -153,12 +153,13 @@ class PageAllocator:
         """The token ids of each page that these fill, for `commit`."""
         return self._index.contents(token_ids)
 
-    def match(self, token_ids: Sequence[int] | IntArray) -> list[int]:
+    def match(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
         """The cached pages of the longest known prefix, without taking them (see `share`).
 
-        Never the whole prompt: the last token is always left to compute, as its logits are needed.
+        Never the whole prompt: the last token is always left to compute, as its logits are needed. `salt`:
+        only pages behind a first one that was committed with the same are found.
         """
-        return self._index.find(token_ids[:-1])
+        return self._index.find(token_ids[:-1], salt)
 
     def num_unowned(self, pages: Sequence[int] | IntArray) -> int:
         """How many of these pages `share` would take from the free ones."""
@@ -182,6 +183,7 @@ class PageAllocator:
 
         `parent` is the page before it (0 for the first), itself committed. Where an equal page is cached
         already, the caller's reference moves to that twin. Returns the page the caller owns from now on.
+        A salt, if the request has one, stands before the content of its first page.
         """
         assert self._owners[page] == 1, "a page is private until it is committed"
         twin = self._index.behind(parent, content)
@@ -207,6 +209,18 @@ class PageAllocator:
         self._num_evictable = 0
         self._is_cached[:] = False
         self._index.clear()
+
+    def restore(self, owners: Iterable[Sequence[int]]) -> None:
+        """Make the books anew from the page lists of all owners, whatever state they are in; forget all
+        content. As after `flush`, an owner must not commit pages that build on earlier ones."""
+        held = Counter(page for pages in owners for page in pages)
+        self._owners[:] = [held[page] for page in range(self.num_pages)]
+        self._empty = [page for page in range(self.num_pages - 1, 0, -1) if not held[page]]
+        self._evictable.clear()
+        self._entries[:] = 0
+        self._num_evictable = 0
+        self._is_cached[:] = False
+        self._index = PrefixIndex(self.num_pages, self.page_size)
 
     def check_integrity(self, owners: Iterable[Sequence[int]], *, chains_are_whole: bool = True) -> None:
         """Raise PageIntegrityError unless the books agree with the page lists of all owners.

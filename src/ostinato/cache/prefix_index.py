@@ -7,6 +7,10 @@ compares keys, not only hashes, so by induction over the pages a hit means that 
 the request is equal. A page whose predecessor has left is found no more, whatever has taken the place of
 that page since: the number is gone with it.
 
+A salt stands before the bytes of a first page, and so before all that is found behind it: requests of
+different salts, or with one and without, share nothing. All pages are of one length, so no salt can be taken
+for tokens.
+
 Note [Blocks]
 A prompt of 32,768 tokens has 2,048 pages, and to look each of them up takes as long as a third of a decode
 step. So 16 pages in a row that begin at a multiple of 16 are found in one look as well, under the number of
@@ -37,7 +41,7 @@ class PrefixIndex:
         self._page_size = page_size
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
-        self._pages_of: dict[_Key, list[int]] = {}
+        self._pages_of: dict[_Key, IntArray] = {}
         self._blocks_with: defaultdict[int, set[_Key]] = defaultdict(set)
         self._numbers = [0] * num_pages
         self._num_entered = 0
@@ -63,24 +67,25 @@ class PrefixIndex:
         found: list[bytes] = ids.view(f"V{size * _ID.itemsize}").tolist()
         return found
 
-    def find(self, token_ids: Sequence[int] | IntArray) -> list[int]:
-        """The pages of the longest known beginning of these."""
-        pages: list[int] = []
+    def find(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
+        """The pages of the longest known beginning of these, under a salt."""
+        blocks: list[IntArray] = []
         numbers, before = self._numbers, 0
         for content in self.contents(token_ids, _BLOCK):
-            block = self._pages_of.get((before, content))
+            block = self._pages_of.get((before, content if blocks else salt + content))
             if block is None:
                 break
-            pages += block
-            before = numbers[block[-1]]
+            blocks.append(block)
+            before = numbers[block.item(-1)]
+        pages: list[int] = []
         find = self._page_of.get
-        for content in self.contents(token_ids[len(pages) * self._page_size :]):
-            page = find((before, content))
+        for content in self.contents(token_ids[len(blocks) * _BLOCK * self._page_size :]):
+            page = find((before, content if blocks or pages else salt + content))
             if page is None:
                 break
             pages.append(page)
             before = numbers[page]
-        return pages
+        return np.concatenate([*blocks, np.array(pages, dtype=np.intp)])
 
     def behind(self, parent: int, content: bytes) -> int | None:
         """The page that holds these tokens behind `parent`."""
@@ -88,7 +93,9 @@ class PrefixIndex:
 
     def enter(self, page: int, parent: int, content: bytes) -> None:
         """From now on `page` is found behind `parent`, which is in the index or 0."""
-        assert len(content) == self._page_size * _ID.itemsize, "only a full page can be shared"
+        size = self._page_size * _ID.itemsize
+        is_full = len(content) >= size if parent == 0 else len(content) == size  # before the first is a salt
+        assert is_full, "only a full page can be shared"
         assert page not in self._key_of, "a page is committed once"
         assert parent == 0 or parent in self._key_of, "the page before must be committed"
         key = self._numbers[parent], content
@@ -103,7 +110,7 @@ class PrefixIndex:
         """It is found no more, nor are pages behind it."""
         del self._page_of[self._key_of.pop(page)]
         for block in list(self._blocks_with.get(page, ())):
-            for member in self._pages_of.pop(block):
+            for member in self._pages_of.pop(block).tolist():
                 self._blocks_with[member].remove(block)
         self._blocks_with.pop(page, None)
 
@@ -124,7 +131,7 @@ class PrefixIndex:
         """Whether its parts agree with each other."""
         if {page: key for key, page in self._page_of.items()} != self._key_of:
             return False
-        members = {(page, key) for key, pages in self._pages_of.items() for page in pages}
+        members = {(page, key) for key, pages in self._pages_of.items() for page in pages.tolist()}
         known = {(page, key) for page, keys in self._blocks_with.items() for key in keys}
         return members == known and self._blocks_with.keys() <= self._key_of.keys()
 
@@ -138,6 +145,6 @@ class PrefixIndex:
         block.reverse()
         keys = [self._key_of[page] for page in block]
         key = keys[0][0], b"".join([content for _, content in keys])
-        self._pages_of[key] = block
+        self._pages_of[key] = np.array(block, dtype=np.intp)
         for page in block:
             self._blocks_with[page].add(key)

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
 SAMPLING = flags_of("engine/sampling_params.py", "SamplingParams")
-SAMPLING = tuple(flag for flag in SAMPLING if flag.name != "structured_outputs")
+# Not about one text on a terminal, or nothing that can be typed.
+_NO_FLAGS = {
+    *("structured_outputs", "logits_processors", "extra_args", "output_kind", "stream_interval"),
+    *("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs", "spaces_between_special_tokens"),
+}
+SAMPLING = tuple(flag for flag in SAMPLING if flag.name not in _NO_FLAGS)
 # One --seed, for the request; the engine gets the same (it seeds random weights).
 ENGINE = tuple(flag for flag in ENGINE if flag.name != "seed")
 

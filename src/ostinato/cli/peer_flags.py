@@ -14,11 +14,10 @@ from typing import Any
 
 from ostinato.engine.peer_options.option import PeerOption
 from ostinato.engine.peer_options.translation import BY_FLAG, translated
+from ostinato.engine.peer_options.typed_values import boolean, parsed
 from ostinato.graphs.errors import ConfigError
 
-_SCALES = {"k": 1000, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _NUMBERS = re.compile(r"\[?[\d\s,]+\]?")
-_TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,12 @@ class _Reader:
         self, row: PeerOption, flag: str, asked: bool, key: str | None, given: str | None
     ) -> None:
         if row.kind == "flag":
-            value: Any = asked if given is None else _boolean(flag, given) == asked
+            value: Any = asked if given is None else boolean(flag, given) == asked
         else:
             values = [given] if given is not None else self._following(row.kind)
             if not values:
                 raise ConfigError(f"{flag} needs a value")
-            value = _parsed(row, flag, values)
+            value = parsed(row, flag, values)
         if key is not None:
             value = {**self.theirs.get(row.name, {}), key: value}
         self.theirs[row.name], self.spelled[row.name] = value, flag
@@ -157,47 +156,6 @@ def _row(flag: str) -> tuple[PeerOption | None, bool, str | None]:
     if dot and row is not None and row.kind == "json":
         return row, True, key.replace("-", "_")
     return None, True, None
-
-
-def _parsed(row: PeerOption, flag: str, values: list[str]) -> Any:
-    text = values[0]
-    try:
-        match row.kind:
-            case "int":
-                return text if text == "auto" else _integer(text)
-            case "float":
-                return float(text)
-            case "json":
-                return _json(text)
-            case "ints":
-                return tuple(_integer(part) for value in values for part in _listed(value))
-            case "texts":
-                return tuple(values)
-    except ValueError:
-        what = {"int": "a whole number", "float": "a number", "json": "JSON", "ints": "a list of numbers"}
-        raise ConfigError(f"{flag}: {' '.join(values)!r} is not {what[row.kind]}") from None
-    return text
-
-
-def _json(text: str) -> Any:
-    """JSON; a bare word, as behind -cc.cudagraph_mode=, is a text."""
-    is_word = re.fullmatch(r"[A-Za-z_][\w.]*", text) and text not in ("null", "true", "false")
-    return text if is_word else json.loads(text)
-
-
-def _integer(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", text)
-    return int(text) if found is None else int(float(found[1]) * _SCALES[found[2]])
-
-
-def _listed(text: str) -> list[str]:
-    return [part for part in re.split(r"[\s,]+", text.strip("[] ")) if part]
-
-
-def _boolean(flag: str, text: str) -> bool:
-    if text.lower() not in (*_TRUE, *_FALSE):
-        raise ConfigError(f"{flag} is true or false, not {text!r}")
-    return text.lower() in _TRUE
 
 
 def _written(flag: str, value: Any) -> list[str]:

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ostinato.graphs import Report
-from ostinato.memory import SaverError
+from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
+from .delivery.output_stream import OutputStream
+from .delivery.served_completion import ServedCompletion
 from .llm import LLM
 from .outputs import RequestOutput
+from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .sleeping.sleeper import SleepReport
-from .text_engine import Prompt, TextEngine
+from .text_engine import Prompt, TextEngine, check_params
+from .vllm_api.conversations import Messages
+from .vllm_api.engine_view import ModelView
+from .vllm_api.llm_engine import refuse_given
+from .vllm_api.metrics import Metric
+from .vllm_api.pooling_params import PoolingParams
 
-_T = TypeVar("_T")
+if TYPE_CHECKING:
+    from .vllm_api.engine_args import AsyncEngineArgs
+
+logger = logging.getLogger("ostinato.engine")
+
+_ATTEMPTS = 3
+"""So many steps in a row may raise before an engine is given up."""
+_Found = TypeVar("_Found")
 _News = RequestOutput | BaseException
 _Inbox = asyncio.Queue[_News]
+
+
+def listed_names(given: object) -> list[str]:
+    """Ids of requests; RequestError for what is none."""
+    names = []
+    for name in given if isinstance(given, list | tuple | set | frozenset) else [given]:
+        if not isinstance(name, str):
+            raise RequestError(f"a request id is a text, not {type(name).__name__}")
+        names.append(name)
+    return names
 
 
 class AsyncLLM:
@@ -29,28 +56,47 @@ class AsyncLLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """As `LLM`."""
         self._llm = LLM(model, **options)
+        self._turn = self._llm.engine.turn
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, tuple[asyncio.AbstractEventLoop, _Inbox]] = {}
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
         self._names: dict[_Inbox, str] = {}
         """The request of each inbox; a name may belong to another by the time an inbox is given up."""
+        self._streams: dict[_Inbox, OutputStream] = {}
+        """What of its outputs each inbox gets."""
         self._closed = False
         self._gate = threading.Lock()
         """Whoever holds it may ask; nothing is asked any more once `_closed` is set under it."""
         self._thread = threading.Thread(target=self._serve, name="ostinato-engine", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, **_: Any) -> AsyncLLM:
+        """From options as one object; further keywords are about vLLM's loop and loggers."""
+        return cls(**engine_args.keywords())
+
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """The request's output as it grows, ending with the finished one.
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The request's output as it grows, ending with the finished one; `sampling_params.output_kind` says
+        whether each time all is shown, what is new, or nothing before the end.
 
         Leaving the loop early, or cancelling the task, aborts the request. RequestError if it is refused or
         fails.
         """
+        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, priority=priority)
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
-        params = sampling_params or self._llm.get_default_sampling_params()
+        asked = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        check_params(asked)
+        params = asked.clone()
         name: asyncio.Future[str] = loop.create_future()
         self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
         try:
@@ -68,13 +114,51 @@ class AsyncLLM:
             with contextlib.suppress(RequestError):  # closed meanwhile: nothing is left to abort
                 self._do(lambda engine: self._give_up(engine, arrived))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request now; its coroutine gets the output as far as it got."""
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """The answer to one conversation, as `generate`; `options` are those of `LLM.chat`."""
+        prompt = self._llm.chat_prompt(messages, **options)
+        async with contextlib.aclosing(self.generate(prompt, sampling_params, request_id)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str | None = None
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """What `LLM.encode` finds, once; `pooling_params.task` says what is wanted (default: embed)."""
+        wanted = pooling_params if pooling_params.task else replace(pooling_params, task="embed")
+        reader = self._llm.reader()
+        reader.check(wanted)
+        loop = asyncio.get_running_loop()
+        arrived: _Inbox = asyncio.Queue()
+
+        def add(engine: TextEngine) -> ServedCompletion:
+            name = engine.add_embedding(prompt, request_id)
+            self._listeners[name], self._names[arrived] = (loop, arrived), name
+            return engine.served_embedding(name)
+
+        try:
+            served = await self._call(add)
+            news = await arrived.get()
+            if isinstance(news, BaseException):
+                raise news
+        finally:
+            with contextlib.suppress(RequestError):
+                self._do(lambda engine: self._give_up(engine, arrived))
+        yield reader.pooled(served, wanted)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests now; their coroutines get the output as far as it got."""
+        names = [request_id] if isinstance(request_id, str) else listed_names(request_id)
 
         def abort(engine: TextEngine) -> None:
-            output = engine.abort(request_id)
-            if output is not None:
-                self._tell(engine, [output])
+            ended = [engine.abort(name) for name in names]
+            self._tell(engine, [output for output in ended if output is not None])
 
         self._do(abort)
 
@@ -88,39 +172,102 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
         """As `LLM.sleep`; requests that are kept, and those that come meanwhile, wait for `wake_up`."""
-        return await self._asked(
-            lambda engine: engine.sleep(level, mode, lambda new: self._tell(engine, new))
-        )
+        return await self._call(lambda engine: engine.sleep(level, mode, lambda new: self._tell(engine, new)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
         """As `LLM.wake_up`."""
-        return await self._asked(lambda engine: engine.wake_up(tags))
+        return await self._call(lambda engine: engine.wake_up(tags))
 
     async def is_sleeping(self) -> bool:
         """As `LLM.is_sleeping`."""
-        return await self._asked(lambda engine: engine.core.sleeper.is_sleeping)
+        return await self._call(lambda engine: engine.core.sleeper.is_sleeping)
 
-    async def _asked(self, ask: Callable[[TextEngine], _T]) -> _T:
-        """What the engine answers, between two steps."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[_T] = loop.create_future()
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Run no further step until `resume_generation`.
 
-        def command(engine: TextEngine) -> None:
-            try:
-                found: _T | Exception = ask(engine)
-            except (RequestError, SaverError) as error:
-                found = error
-            _call(loop, _settle, answer, found)
+        What happens to requests under way says `mode`: keep (they wait), wait (they finish first), abort
+        (they end). `clear_cache` forgets cached prefixes, as vLLM does; requests that wait keep theirs.
+        """
+        if mode not in ("keep", "wait", "abort"):
+            raise RequestError(f"mode can be abort, wait or keep, not {mode!r}")
+        while mode == "wait" and await self._call(lambda engine: engine.has_work):
+            await asyncio.sleep(0.001)
 
-        self._do(command)
-        return await answer
+        def pause(engine: TextEngine) -> None:
+            if mode == "abort":
+                outputs = [engine.abort(name) for name in list(self._listeners)]
+                self._tell(engine, [output for output in outputs if output is not None])
+            engine.core.scheduler.pause()
+            if clear_cache:
+                engine.core.scheduler.flush_prefix_cache()
+
+        await self._call(pause)
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self.resume()
+
+    async def is_paused(self) -> bool:
+        """Whether a pause is in force."""
+        return await self._call(lambda engine: engine.core.scheduler.is_paused)
+
+    def get_tokenizer(self) -> HFLikeTokenizer:
+        """As `LLM.get_tokenizer`."""
+        return self._llm.get_tokenizer()
+
+    @property
+    def model_config(self) -> ModelView:
+        """As `LLM.model_config`."""
+        return self._llm.model_config
+
+    async def get_model_config(self) -> ModelView:
+        """The same."""
+        return self._llm.model_config
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return await self._call(lambda _: self._llm.reset_prefix_cache(reset_running_requests))
+
+    async def get_metrics(self) -> list[Metric]:
+        """As `LLM.get_metrics`."""
+        return await self._call(lambda _: self._llm.get_metrics())
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """As `LLM.start_profile`."""
+        await self._call(lambda _: self._llm.start_profile(profile_prefix))
+
+    async def stop_profile(self) -> str:
+        """As `LLM.stop_profile`."""
+        return await self._call(lambda _: self._llm.stop_profile())
+
+    async def check_health(self) -> None:
+        """RequestError if the engine has stopped."""
+        if not self.is_running:
+            raise RequestError("this AsyncLLM is closed")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served."""
+        return not self._closed and self._thread.is_alive()
+
+    @property
+    def errored(self) -> bool:
+        """Whether they are not."""
+        return not self.is_running
+
+    def shutdown(self) -> None:
+        """The same as `close`."""
+        self.close()
 
     def graph_report(self) -> Report:
         """As `LLM.graph_report`."""
         return self._llm.graph_report()
 
     def close(self) -> None:
-        """Stop serving and free everything; requests under way end with RequestError."""
+        """Stop serving and free everything; requests under way end with RequestError. In a forked child all
+        that is the parent's: nothing happens."""
+        if self._turn.is_elsewhere:
+            return
         with self._gate:
             if not self._closed:
                 self._commands.put(None)
@@ -136,18 +283,35 @@ class AsyncLLM:
     # -- in the engine's thread --------------------------------------------------------------------
 
     def _do(self, command: Callable[[TextEngine], None]) -> None:
+        self._turn.check_process()
         with self._gate:
             if self._closed:
                 raise RequestError("this AsyncLLM is closed")
             engine = self._llm.engine
             self._commands.put(lambda: command(engine))
 
+    async def _call(self, function: Callable[[TextEngine], _Found]) -> _Found:
+        """Have the engine's thread do this between two steps; what comes of it."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Found] = loop.create_future()
+
+        def call(engine: TextEngine) -> None:
+            try:
+                found = function(engine)
+            except Exception as error:
+                _call(loop, _settle, answer, error)
+            else:
+                _call(loop, _settle, answer, found)
+
+        self._do(call)
+        return await answer
+
     def _serve(self) -> None:
         engine = self._llm.engine
         try:
             while self._obey(wait=not engine.core.can_step):
                 if engine.core.can_step:
-                    self._tell(engine, engine.step())
+                    self._tell(engine, self._step(engine))
             error: BaseException = RequestError("the engine was closed")
         except BaseException as problem:
             error = problem
@@ -157,9 +321,21 @@ class AsyncLLM:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command()
+                _carry_out(command)
         for loop, arrived in self._listeners.values():
             _call(loop, arrived.put_nowait, error)
+
+    def _step(self, engine: TextEngine) -> list[RequestOutput]:
+        """A step that raises has ended its requests, who are told by the next one. If that raises as well,
+        and another, nothing works any more."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return engine.step()
+            except Exception:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                logger.exception("a step failed; the engine goes on")
+        raise AssertionError
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out what was asked since the last step; False when it is time to stop."""
@@ -167,7 +343,7 @@ class AsyncLLM:
             command = self._commands.get()
             if command is None:
                 return False
-            command()
+            _carry_out(command)
             wait = False
         return True
 
@@ -183,16 +359,18 @@ class AsyncLLM:
     ) -> None:
         try:
             served = engine.add(prompt, params, request_id).request_id
-        except RequestError as error:
+        except Exception as error:  # of whatever the caller gave us: it is the caller's
             _call(loop, _settle, name, error)
             return
         self._listeners[served] = loop, arrived
         self._names[arrived] = served
+        self._streams[arrived] = OutputStream(params)
         if not _call(loop, _settle, name, served):
             self._give_up(engine, arrived)
 
     def _give_up(self, engine: TextEngine, arrived: _Inbox) -> None:
         """Nobody reads from this inbox any more: its request ends, if it has not."""
+        self._streams.pop(arrived, None)
         name = self._names.pop(arrived, None)
         if name is None:
             return  # it was refused
@@ -209,12 +387,22 @@ class AsyncLLM:
             if found is not None:
                 loop, arrived = found
                 # The engine goes on writing to its own; a reader gets one that stays as it is.
-                by_loop.setdefault(loop, []).append((arrived, output.snapshot()))
+                stream = self._streams.get(arrived)
+                news = output.snapshot() if stream is None else stream.news(output)
+                if news is not None:
+                    by_loop.setdefault(loop, []).append((arrived, news))
         for loop, letters in by_loop.items():
             if not _call(loop, _put, letters):
                 gone = [arrived for other, arrived in self._listeners.values() if other is loop]
                 for arrived in gone:
                     self._give_up(engine, arrived)
+
+
+def _carry_out(command: Callable[[], None]) -> None:
+    try:
+        command()
+    except Exception:  # one that cannot be carried out is nobody else's loss
+        logger.exception("a command failed; the engine goes on")
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:
@@ -240,3 +428,7 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
         future.set_exception(result)
     else:
         future.set_result(result)
+
+
+AsyncLLMEngine = AsyncLLM
+"""Its older name."""

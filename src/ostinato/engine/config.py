@@ -47,6 +47,8 @@ class EngineConfig:
     """Branch, tag or commit of a model on the hub."""
     download_dir: str | None = None
     """Where models of the hub are kept; default: as huggingface_hub does."""
+    hf_overrides: Mapping[str, Any] | None = None
+    """Values that go before those of the model's config.json."""
     load_format: str = "auto"
     """auto, or dummy: random weights from a config.json alone."""
     device: str = "auto"
@@ -83,6 +85,9 @@ class EngineConfig:
     them: the generation_config.json of a folder; auto: that of the model; none: neutral values."""
     override_generation_config: Mapping[str, Any] | None = None
     """Values that go before those of generation_config."""
+    max_logprobs: int = 20
+    """The most alternatives per token whose log probabilities a request may ask for; -1: the whole
+    vocabulary."""
     cuda_graph_mode: str = "auto"
     """none, piecewise, full, full-decode-only, full-and-piecewise; auto: full with triton attention, else
     full-and-piecewise."""
@@ -134,6 +139,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs must be at least 0, or -1 for all, not {self.max_logprobs}")
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0, not {self.seed}")
         if self.steps_ahead not in (None, 0, 1):

@@ -12,10 +12,20 @@ A launch can fail anywhere: a kernel, memory, an interrupt between any two lines
   Whoever gets them next writes all that it reads. The count of lines is put right (`TokenReturn.settle`).
 - What earlier steps brought is kept until `step` returns it, if an interrupt comes in between.
 
+So can what is done with the tokens of a step that has landed, by a bug, for want of memory, or by an
+exception that is raised in the thread from outside (`HeldSignals` keeps signals away from calls of `LLM`):
+
+- The requests of that step end with an error, whatever the host had noted of its tokens by then, and all
+  books (rows, pages, queues) are made anew from what the others have: `Scheduler.give_up`.
+- A request whose grammar raises ends alone.
+- If `schedule` itself raises, nobody knows for whom: all requests end.
+
 Note [Grammars]
 A grammar has to see a token to say which may follow it; the forward pass finds it on the device. So a step
 with such requests is launched in two parts: while its forward pass runs, the tokens of the step before are
-read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step.
+read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step. Bad
+words of several tokens and functions of callers (`logits_processors`) come in at the same point. Who is left
+without any token ends there, with an error, as if aborted.
 """
 
 from __future__ import annotations
@@ -24,6 +34,7 @@ import logging
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -133,21 +144,24 @@ class EngineCore:
                 f"vocabulary of {vocab}"
             )
         if request.params is not None:
-            self._check(request.request_id, request.params)
+            self._check(request, request.params)
         self.scheduler.add(request)
 
-    def _check(self, request_id: str, params: SamplingParams) -> None:
+    def _check(self, request: Request, params: SamplingParams) -> None:
         if self.sampler is None:
             name = self.loaded.model.config.architecture
             raise RequestError(
-                f"request {request_id}: {name} has no output layer; it embeds only, use embed()"
+                f"request {request.request_id}: {name} has no output layer; it embeds only, use embed()"
             )
-        self.sampler.check(params)
+        self.sampler.take(request, params)
 
     def abort(self, request_id: str) -> bool:
         """End a request now: no step brings it anything more. False if it is unknown or finished already."""
         kept = [progress.without(request_id) for progress in self._arrived]
         self._arrived = [progress for progress in kept if any(progress)]
+        for flight in self._flights:
+            if flight.landed is not None:
+                flight.landed = flight.landed.without(request_id)
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Progress]:
@@ -157,7 +171,7 @@ class EngineCore:
         self.clock.start()
         self._finish_what_was_interrupted()
         if not self._arrived:
-            step = self.scheduler.schedule()
+            step = self._schedule()
             self.clock.lap("schedule")
             if step is not None:
                 self._take_off(step)
@@ -182,7 +196,7 @@ class EngineCore:
         for their pages are gone. Call `settle` before."""
         assert not self._flights, "a step is under way"
         if level:
-            self.scheduler.set_all_aside()
+            self.scheduler.flush_prefix_cache(computes_again=True)
         return self.sleeper.sleep(level)
 
     def report(self) -> Report:
@@ -229,6 +243,19 @@ class EngineCore:
 
     # -- the verbs of a step -----------------------------------------------------------------------
 
+    def _schedule(self) -> ScheduledStep | None:
+        try:
+            return self.scheduler.schedule()
+        except BaseException as error:
+            logger.exception("scheduling failed")
+            ended = self.scheduler.give_up(None, _told("scheduling failed", error))
+            # Whoever gets their rows and pages comes behind them on the device.
+            self._flights.clear()
+            self._arrived.append(Progress((), [], ended, {}))
+            if not isinstance(error, Exception):
+                raise
+            return None
+
     def _take_off(self, step: ScheduledStep) -> None:
         """Launch a step. If that fails, the step ends its requests, and all others go on as if it had never
         been: see Note [Failed steps]."""
@@ -238,7 +265,7 @@ class EngineCore:
         try:
             self._launch(flight)
         except BaseException as error:
-            flight.error = f"the step failed on {self.config.device}: {type(error).__name__}: {error}"
+            flight.error = _told(f"the step failed on {self.config.device}", error)
             logger.exception("step %d failed", step.index)
             self._drain()
             # Of an interrupt, or a bug, whoever called is told.
@@ -262,13 +289,27 @@ class EngineCore:
                 self.clock.lap("launch")
                 while self._flights[0] is not flight:
                     self._complete()
-            flight.constrained = self._constrained(step)
-            self.sampler.mask([step.requests[at] for at in flight.constrained])
+            flight.whole_logprobs = self.sampler.whole_logprobs(step)
+            waiting = self._constrained(step)
+            flight.constrained = [at for at in waiting if step.requests[at].grammar is not None]
+            self._refuse(self.sampler.mask([step.requests[at] for at in waiting]))
+            self._refuse(self.sampler.process(step, waiting))
             flight.launched = self.sampler.launch(step)
         flight.error = None
 
+    def _refuse(self, stuck: dict[Request, str]) -> None:
+        """End those for whom no token is left, before one is drawn."""
+        self._note_ended(tuple(stuck))
+        for request, error in stuck.items():
+            self.scheduler.finish(request, FinishReason.ERROR, error=error, is_at_fault=True)
+
+    def _note_ended(self, ended: tuple[Request, ...]) -> None:
+        """Requests that ended between two tokens."""
+        if ended:
+            self._arrived.append(Progress((), [], ended, {}))
+
     def _waits_for_tokens(self, step: ScheduledStep) -> bool:
-        """Whether a grammar has to see a token of a step under way to say which may follow."""
+        """Whether somebody has to see a token of a step under way to say which may follow."""
         rows = self.scheduler.rows
         if not rows.num_waiting or len(self._flights) == 1:
             return False
@@ -277,7 +318,7 @@ class EngineCore:
         return bool((pending & rows.waits[step.rows] & step.samples).any())
 
     def _constrained(self, step: ScheduledStep) -> list[int]:
-        """Which requests of a step get their token from a grammar; nobody who has left since."""
+        """Which requests of a step get a token that depends on those before; nobody who has left since."""
         rows = self.scheduler.rows
         if not rows.num_waiting:
             return []
@@ -303,27 +344,47 @@ class EngineCore:
                 flight.prompt_logprobs[request.request_id] = dict(enumerate(found, start + 1))
 
     def _complete(self) -> None:
-        """Wait for the oldest step under way and take in what it brought."""
-        flight, sampled = self._flights[0], None
-        # It stays under way until its tokens are there: an interrupt during the wait changes nothing.
+        """Wait for the oldest step under way and take in what it brought. May be repeated after a failure."""
+        flight = self._flights[0]
+        if flight.landed is None:
+            # It stays under way until its tokens are there: an interrupt during the wait changes nothing.
+            sampled = self._read(flight)
+            self.clock.lap("wait")
+            self.clock.on_device(None if sampled is None else sampled.span, counts=flight.is_timed)
+            self._take_in(flight, sampled)
+        # In one line: between two, what it brought would be returned twice or not at all.
+        self._arrived.append(cast(Progress, self._flights.popleft().landed))
+        self.clock.lap("complete")
+
+    def _read(self, flight: Flight) -> Sampled | None:
         if flight.error is not None:
             self.runner.returned.doubt()
         elif flight.launched is not None:
-            sampled = flight.launched.read()
-        self.clock.lap("wait")
-        self.clock.on_device(None if sampled is None else sampled.span, counts=flight.is_timed)
-        self._arrived.append(self._take_in(flight, sampled))
-        self.clock.lap("complete")
+            try:
+                return flight.launched.read()
+            except Exception as error:
+                # Its requests end with the next step; whoever called is told, for the device may be gone.
+                flight.error = _told(f"the step could not be read from {self.config.device}", error)
+                raise
+        return None
 
-    def _take_in(self, flight: Flight, sampled: Sampled | None) -> Progress:
+    def _take_in(self, flight: Flight, sampled: Sampled | None) -> None:
+        """Enter what a step brought in the books. Whatever fails there, its requests end and no others."""
+        try:
+            flight.landed = self._booked(flight, sampled)
+        except BaseException as error:
+            logger.exception("the tokens of step %d could not be taken in", flight.step.index)
+            text = _told("the tokens of a step could not be taken in", error)
+            flight.landed = Progress((), [], self.scheduler.give_up(flight.step, text), {})
+            if not isinstance(error, Exception):
+                raise
+
+    def _booked(self, flight: Flight, sampled: Sampled | None) -> Progress:
         step = flight.step
         if flight.error is not None:
-            failed = self.scheduler.fail(step, flight.error)
-            self._flights.popleft()
-            return Progress((), [], failed, {})
+            return Progress((), [], self.scheduler.fail(step, flight.error), {})
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
         done = self.scheduler.complete(step, tokens)
-        self._flights.popleft()
         ended = done.finished
         for at in flight.constrained:
             if done.accepted[at]:
@@ -332,8 +393,16 @@ class EngineCore:
 
     def _follow_grammar(self, request: Request, token: int) -> tuple[Request, ...]:
         """The request, if that ends it."""
-        assert request.grammar is not None
-        follows = request.grammar.accept(token)
+        if request.grammar is None:
+            return ()
+        try:
+            follows = request.grammar.accept(token)
+        except Exception as error:
+            if not request.is_finished:
+                text = _told("the structured output could not be followed", error)
+                self.scheduler.finish(request, FinishReason.ERROR, error=text)
+                return (request,)
+            return ()
         if request.is_finished:
             return ()
         if not follows:
@@ -350,12 +419,16 @@ class EngineCore:
         return (request,) if request.is_finished else ()
 
     def _finish_what_was_interrupted(self) -> None:
-        while len(self._flights) > self.config.lookahead or self._has_failed:
+        if self.scheduler.num_steps_in_flight != len(self._flights):
+            known = [flight.step for flight in self._flights]
+            self._flights += [Flight(step) for step in self.scheduler.in_flight if step not in known]
+        while len(self._flights) > self.config.lookahead or self._is_interrupted:
             self._complete()
 
     @property
-    def _has_failed(self) -> bool:
-        return bool(self._flights) and self._flights[-1].error is not None
+    def _is_interrupted(self) -> bool:
+        """Whether a step under way has failed, or has landed and was not returned."""
+        return any(flight.error is not None or flight.landed is not None for flight in self._flights)
 
     def _drain(self) -> None:
         while self._flights:
@@ -365,3 +438,7 @@ class EngineCore:
         """End a request because its text contains a stop string."""
         if not request.is_finished:
             self.scheduler.finish(request, FinishReason.STOP, stop_reason=stop_reason)
+
+
+def _told(what: str, error: BaseException) -> str:
+    return f"{what}: {type(error).__name__}: {error}"

@@ -2,58 +2,65 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ostinato.graphs import ConfigError, Report
+from ostinato.graphs import Report
 
-from .config import EngineConfig
-from .delivery.request_progress import RequestProgress
-from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
-from .peer_options.translation import translated
-from .sampling_params import RequestError, SamplingParams
+from .delivery.request_progress import RequestProgress, Shown
+from .interrupts import HeldSignals
+from .outputs import CompletionOutput, RequestOutput
+from .pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from .sampling_params import BeamSearchParams, RequestError, SamplingParams
 from .sleeping.sleeper import SleepReport
 from .stepping.times import StepTimes
-from .text_engine import Prompt, TextEngine
+from .text_engine import Prompt, TextEngine, check_params
+from .vllm_api.beam_search import BeamSearch, BeamSearchOutput
+from .vllm_api.conversations import ChatOptions, ConversationWriter, Messages, listed_conversations
+from .vllm_api.engine_services import EngineServices
+from .vllm_api.llm_engine import LLMEngine, refuse_given
+from .vllm_api.llm_options import llm_options
+from .vllm_api.pooling_params import PoolingParams
+from .vllm_api.prompts import known_token_ids, listed_prompts
 
 if TYPE_CHECKING:
     from .verifying.outcome import EngineVerification
+    from .vllm_api.engine_args import EngineArgs
 
-Messages = Sequence[Mapping[str, Any]]
-
-
-def engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration from keywords, ours or those of vLLM and SGLang; ConfigError for one that does not
-    exist."""
-    options = translated(options)
-    names = [entry.name for entry in dataclasses.fields(EngineConfig)]
-    for name in options:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-            raise ConfigError(f"unknown option {name!r}: {advice}")
-    lists = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
-    return EngineConfig(model=model, **{**options, **lists})
+logger = logging.getLogger("ostinato.engine")
 
 
-class LLM:
+class LLM(EngineServices):
     """A model ready to generate. As a context manager it frees everything at the end."""
 
     def __init__(self, model: str | None = None, *, progress: bool | None = None, **options: Any) -> None:
         """`model`: a directory, a GGUF file, a hub name; none: SmolLM2-135M-Instruct.
 
-        `options` are the fields of `EngineConfig`. `progress` shows a bar while capturing (default: when
-        standard error is a terminal).
+        `options` are the fields of `EngineConfig` and `LLMOptions`, also under the names that vLLM and SGLang
+        have for them (docs/flags.md). `progress` shows a bar while capturing (default: when standard error is
+        a terminal).
         """
-        self.config = engine_config(model, options)
+        self.config, self._options = llm_options(model, options)
+        self._template = self._options.template
         self._engine: TextEngine | None = TextEngine(self.config, progress=progress)
+        self._queued: list[RequestOutput] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """From options as one object."""
+        return cls(**engine_args.keywords())
 
     @property
     def engine(self) -> TextEngine:
@@ -62,84 +69,215 @@ class LLM:
             raise RequestError("this LLM is closed")
         return self._engine
 
-    @property
-    def _awake_engine(self) -> TextEngine:
-        self.engine.core.refuse_if_asleep()
-        return self.engine
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer; None where it has none."""
-        return self.engine.tokenizer
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | None = None,
+        use_tqdm: Shown = None,
+        lora_request: None = None,
+        priority: list[int] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Complete the prompts; outputs in their order. Without `sampling_params` the model's own are used
         (`get_default_sampling_params`).
 
-        Of a list, a prompt that cannot be served comes back with `error` set and the others are served; a
-        single prompt raises RequestError. `use_tqdm` (vLLM's name) shows a bar over the prompts; default:
-        for lists, when standard error is a terminal.
+        Of a list, a prompt that cannot be served comes back with `error` set, which is logged, and the others
+        are served; a single prompt raises RequestError. `use_tqdm` (vLLM's name) shows a bar over the
+        prompts, or is what makes one; default: for lists, when standard error is a terminal. The last four
+        are vLLM's and refused by name, priorities unless they are 0.
         """
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        if isinstance(prompts, str | Mapping):
-            return self._run([prompts], _one_each(params, 1), strict=True, shown=bool(use_tqdm))
-        listed = list(prompts)
-        return self._run(listed, _one_each(params, len(listed)), strict=False, shown=use_tqdm)
+        refuse_given(
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        listed, alone = listed_prompts(prompts)
+        params = _one_each(self._chosen(sampling_params), len(listed))
+        shown = use_tqdm if use_tqdm is not None or not alone else False
+        return self._run(listed, params, strict=alone, shown=shown)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool | None = None,
-        **template_options: Any,
+        use_tqdm: Shown = None,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; further keywords reach the chat template."""
-        single = not messages or isinstance(messages[0], Mapping)
-        conversations: list[Any] = [messages] if single else list(messages)
-        encode = functools.partial(self.engine.encode_chat, **template_options)
-        asked = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _one_each(asked, len(conversations))
-        shown = bool(use_tqdm) if single else use_tqdm
-        return self._run(conversations, params, strict=single, shown=shown, encode=encode)
+        """Answer one conversation or several, as `generate` completes prompts.
+
+        `chat_template`: a file or a source instead of the model's own. `add_generation_prompt=False` with
+        `continue_final_message=True` goes on with the last message. `tools` are refused where the template
+        has no place for them; `chat_template_kwargs` are variables for it. Contents that are lists of parts
+        are joined to one text, unless `chat_template_content_format` is openai.
+        """
+        refuse_given(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        conversations, alone = listed_conversations(messages)
+        writer = self._writer(
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        params = _one_each(self._chosen(sampling_params), len(conversations))
+        shown = use_tqdm if use_tqdm is not None or not alone else False
+        return self._run(conversations, params, strict=alone, shown=shown, encode=writer.prompt)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, `params.beam_width` of them, best first."""
+        refuse_given(lora_request=lora_request)
+        engine = self.engine
+        listed, _ = listed_prompts(prompts)
+        ids = [engine.token_ids_of(prompt) for prompt in listed]
+
+        def step(beams: list[dict[str, Any]], wanted: SamplingParams) -> list[RequestOutput]:
+            each = [wanted] * len(beams)
+            return self._run(beams, each, strict=False, shown=False, is_told=False)
+
+        eos = engine.core.loaded.eos_token_ids
+        search = BeamSearch(params, step, eos, self.config.max_logprobs)
+        found = search.run(ids, shown=use_tqdm)
+        if self.tokenizer is not None:
+            for sequence in [each for output in found for each in output.sequences]:
+                sequence.text = self.tokenizer.decode(sequence.tokens)
+        return found
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[str]:
+        """Queue prompts for `wait_for_completion`; their ids. RequestError, and nothing is queued, if one of
+        them cannot be served."""
+        listed, _ = listed_prompts(prompts)
+        params = _one_each(self._chosen(sampling_params), len(listed))
+        outputs: list[RequestOutput] = []
+        with HeldSignals(), self.engine.awaiting() as added:
+            for prompt, wanted in zip(listed, params, strict=True):
+                outputs.append(self._begin(prompt, wanted, added, lambda given: given, strict=True))
+            self._queued += outputs
+            added.clear()
+        return [output.request_id for output in outputs]
+
+    def wait_for_completion(self, *, use_tqdm: Shown = None) -> list[RequestOutput]:
+        """The outputs of all that was queued, in its order."""
+        queued, self._queued = self._queued, []
+        with HeldSignals() as signals, self.engine.awaiting() as unfinished:
+            with self.engine.turn:
+                unfinished.update(output.request_id for output in queued if not output.finished)
+            self._finish(unfinished, len(queued), use_tqdm, signals)
+        return queued
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
-        engine, sent = self._awake_engine, 0
-        output = engine.add(prompt, sampling_params or self.get_default_sampling_params())
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        engine, sent = self.engine, 0
+        name = engine.new_id()
         try:
+            with HeldSignals():
+                output = engine.add(prompt, params, name)
             while True:
                 # Another call may have finished it, so what is left is looked for first.
-                new, is_over = output.outputs[0].text_since(sent), output.finished
+                with engine.turn:
+                    new, is_over = output.outputs[0].text_since(sent), output.finished
                 if new:
                     yield new
                     sent += len(new)
                 if is_over:
                     break
-                engine.step()
+                with HeldSignals():
+                    engine.step()
         finally:
-            engine.abort(output.request_id)
+            with HeldSignals():
+                engine.abort(name)
         if output.error is not None:
             raise RequestError(output.error)
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without parameters are sampled with: see `EngineConfig.generation_config`."""
-        return SamplingParams(**self.engine.core.loaded.default_sampling)
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Shown = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        pooling: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Vectors, in `outputs.embedding`: of the last token (`pooling="last"`) or the mean of all
+        (`"mean"`), of length 1 unless `pooling_params` say otherwise."""
+        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return self.reader(use_tqdm, pooling).embed(prompts, pooling_params)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last") -> list[EmbeddingOutput]:
-        """Vectors of length 1: of the last token (`pooling="last"`) or the mean of all (`"mean"`)."""
-        if isinstance(prompts, str | Mapping):
-            [output] = self._awake_engine.embed([prompts], pooling)
-            if output.error is not None:
-                raise RequestError(output.error)
-            return [output]
-        return self._awake_engine.embed(list(prompts), pooling)
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: Shown = None,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What `embed` or `classify` find (`pooling_task`), as tensors in `outputs.data`."""
+        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return self.reader(use_tqdm).encode(prompts, pooling_params, pooling_task)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Shown = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """How likely each class is, in `outputs.probs`; for models with such a head."""
+        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return self.reader(use_tqdm).classify(prompts, pooling_params)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: Shown = None,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together, one with all or pair by pair, in `outputs.score`: what a model with a
+        head of one label says of each pair, otherwise the cosine of the texts' vectors."""
+        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return self.reader(use_tqdm).score(data_1, data_2, pooling_params, chat_template)
+
+    @functools.cached_property
+    def llm_engine(self) -> LLMEngine:
+        """The engine step by step."""
+        return LLMEngine(self)
 
     def graph_report(self) -> Report:
         """The captured graphs of the forward pass, their replays, and eager steps by reason."""
@@ -180,7 +318,8 @@ class LLM:
         """
         from .verifying.verification import verify
 
-        outcome = verify(self.engine.core, seed=seed, progress=progress)
+        with self.engine.turn:
+            outcome = verify(self.engine.core, seed=seed, progress=progress)
         outcome.raise_if_failed()
         return outcome
 
@@ -206,8 +345,8 @@ class LLM:
         return self.engine.core.sleeper.is_sleeping
 
     def close(self) -> None:
-        """Free weights, KV cache and graphs."""
-        if self._engine is None:
+        """Free weights, KV cache and graphs. In a forked child they are the parent's: nothing happens."""
+        if self._engine is None or self._engine.turn.is_elsewhere:
             return
         self._engine.close()
         memory = self._engine.core.loaded.memory
@@ -229,46 +368,87 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _chosen(
+        self, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | Sequence[SamplingParams]:
+        return self.get_default_sampling_params() if params is None else params
+
+    def chat_prompt(self, messages: Messages, **options: Any) -> dict[str, Any]:
+        """The prompt of a conversation, as `chat` would write it with these `ChatOptions`."""
+        [conversation], _ = listed_conversations(messages)
+        return self._writer(**options).prompt(conversation)
+
+    def _writer(self, **options: Any) -> ConversationWriter:
+        options["chat_template"] = options.get("chat_template") or self._template
+        return ChatOptions(**options).prepared(self.engine)
+
     def _run(
         self,
         prompts: Sequence[Any],
         params: Iterable[SamplingParams],
         *,
         strict: bool,
-        shown: bool | None,
+        shown: Shown,
         encode: Callable[[Any], Prompt] = lambda prompt: prompt,
+        is_told: bool = True,
     ) -> list[RequestOutput]:
-        """`encode` makes a prompt of what was given; it may refuse."""
-        engine = self._awake_engine
+        """`encode` makes a prompt of what was given; it may refuse. `is_told`: failures are logged."""
+        engine = self.engine
         outputs: list[RequestOutput] = []
-        for prompt, wanted in zip(prompts, params, strict=True):
-            try:
-                outputs.append(engine.add(encode(prompt), wanted))
-            except RequestError as error:
-                if strict:
-                    raise
-                outputs.append(_refused(engine.new_id(), prompt, str(error)))
-        unfinished = {output.request_id for output in outputs if not output.finished}
-        try:
-            with RequestProgress(len(outputs), shown) as bar:
-                bar.update(len(outputs) - len(unfinished), 0)
-                while unfinished and engine.has_work:
-                    changed = engine.step()
-                    ended = unfinished.intersection(output.request_id for output in engine.ended)
-                    unfinished -= ended
-                    bar.update(len(ended), len(changed))
-        finally:
-            # After an interrupt nothing of this call stays behind.
-            for output in outputs:
-                engine.abort(output.request_id)
+        # After an interrupt nothing of this call stays behind.
+        with HeldSignals() as signals, engine.awaiting() as unfinished:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                outputs.append(self._begin(prompt, wanted, unfinished, encode, strict=strict))
+                signals.let_through()
+            self._finish(unfinished, len(outputs), shown, signals)
+        if engine.is_closed:
+            raise RequestError("this LLM was closed while it served this call")
         if strict and outputs and outputs[0].error is not None:
             raise RequestError(outputs[0].error)
+        if is_told:
+            for at, output in enumerate(outputs):
+                if output.error is not None:
+                    logger.warning("prompt %d of %d failed: %s", at, len(outputs), output.error)
         return outputs
+
+    def _finish(self, unfinished: set[str], total: int, shown: Shown, signals: HeldSignals) -> None:
+        """Step until all of these have ended."""
+        with RequestProgress(total, shown) as bar:
+            bar.update(total - len(unfinished), 0)
+            while unfinished:
+                before, changed = len(unfinished), self.engine.step()
+                bar.update(before - len(unfinished), len(changed))
+                signals.let_through()
+
+    def _begin(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        unfinished: set[str],
+        encode: Callable[[Any], Prompt],
+        *,
+        strict: bool,
+    ) -> RequestOutput:
+        """Queue a prompt and note its name, or say why not."""
+        engine, name = self.engine, self.engine.new_id()
+        try:
+            with engine.turn:
+                output = engine.add(encode(prompt), params, name)
+                unfinished.add(name)
+                return output
+        except RequestError as error:
+            if strict or engine.is_closed or engine.turn.is_elsewhere:
+                raise
+            return _refused(name, prompt, str(error))
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        check_params(params)
+    for at, one in enumerate(params):
+        check_params(one, f"[{at}]")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling parameters were given for {count} prompts")
     return list(params)
@@ -276,6 +456,5 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
 
 def _refused(name: str, prompt: Any, error: str) -> RequestOutput:
     text = prompt if isinstance(prompt, str) else None
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-    known = list(ids) if isinstance(ids, list | tuple) else []
+    known = known_token_ids(prompt)
     return RequestOutput(name, text, known, [CompletionOutput(0, finish_reason="error")], error=error)

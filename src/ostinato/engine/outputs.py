@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from .delivery.request_times import RequestTimes
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -87,6 +89,18 @@ class CompletionOutput(ReadLater):
     stop_reason: int | str | None = None
     """The stop token or string that ended it, if one did."""
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The logarithm of how likely the tokens are together; None if no logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=False)
+        return sum(found[token].logprob for token, found in pairs)
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
     def text_since(self, start: int) -> str:
         """The text behind the first `start` characters.
 
@@ -133,6 +147,8 @@ class RequestOutput(ReadLater):
     """Prompt tokens whose KV was found in the prefix cache."""
     error: str | None = None
     """Why the request was refused or failed, if it was."""
+    metrics: RequestTimes | None = None
+    """When it arrived, began and ended; None for one that was refused."""
 
     def snapshot(self) -> RequestOutput:
         """A copy that stays as it is while this one grows. Takes the same time for any length."""
@@ -144,6 +160,7 @@ class RequestOutput(ReadLater):
             self.prompt_logprobs,  # replaced, never written to, when a part of the prompt is computed
             self.num_cached_tokens,
             self.error,
+            self.metrics,
         )
         taken.read_later(prompt_token_ids=lambda: self.prompt_token_ids)
         return taken
@@ -152,16 +169,3 @@ class RequestOutput(ReadLater):
     def finished(self) -> bool:
         """Whether every completion has ended."""
         return None not in [output.finish_reason for output in self.outputs]
-
-
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """A prompt as one vector."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    embedding: list[float]
-    """Empty where `error` says why."""
-    error: str | None = None
-    """Why the request was refused or failed, if it was."""

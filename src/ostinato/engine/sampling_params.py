@@ -1,45 +1,81 @@
-"""How the tokens of a request are chosen and when it ends; the fields carry vLLM's names."""
+"""How the tokens of a request are chosen and when it ends; names and their order are vLLM's."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from enum import Enum
+from typing import Any
 
-from ostinato.graphs.errors import OstinatoError
 from ostinato.kernels.constants import GREEDY_BELOW
 from ostinato.text.structured import StructuredOutputs
 
-MAX_LOGPROBS = 20
-"""The most alternatives per token that can be asked for."""
+from .guided_decoding import GuidedDecodingParams, StructuredOutputsParams
+from .parameter_checks import (
+    RequestError,
+    biases,
+    check_flag,
+    check_integer,
+    check_number,
+    listed,
+    token_id,
+    token_ids,
+)
+from .peer_parameters import takes_peer_names
+
+__all__ = [
+    "GREEDY_BELOW",
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "RequestError",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
+]
+
+_SMALLEST = math.nextafter(0.0, 1.0)
+_FLAGS = (
+    "ignore_eos",
+    "flat_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "skip_reading_prefix_cache",
+)
 
 
-class RequestError(OstinatoError, ValueError):
-    """A request cannot be served as it was asked. The engine goes on serving the others."""
+class RequestOutputKind(Enum):
+    """What each output of a stream (`AsyncLLM.generate`) has in it."""
+
+    CUMULATIVE = 0
+    """All there is so far."""
+    DELTA = 1
+    """What has come since the last one."""
+    FINAL_ONLY = 2
+    """Everything, once, at the end."""
 
 
-def _check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]
-        raise RequestError(f"{name} must be {rule}, not {value!r}")
-
-
-def _check_integer(name: str, value: object, low: int, high: float, rule: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(f"{name} must be {rule}, not {value!r}")
-
-
-def _token_id(name: str, value: object) -> int:
-    _check_integer(name, value, 0, 2**31 - 1, "a token id (an integer of at least 0)")
-    return value  # type: ignore[return-value]
-
-
-@dataclass(frozen=True, kw_only=True)
+@takes_peer_names
+@dataclass(slots=True)
 class SamplingParams:
-    """Sampling parameters of a request. Each field's text is its help; `stop` and ids become tuples."""
+    """Sampling parameters of a request. Each field's text is its help.
+
+    They may be changed at any time; a request has a copy of its own, checked when it is added. Fields that
+    do not exist cannot be set.
+    """
 
     n: int = 1
     """Completions per prompt."""
+    presence_penalty: float = 0.0
+    """Lower (or raise, if negative) the logit of tokens that were generated already; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """The same, for each time the token was generated; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divide positive and multiply negative logits of tokens in prompt or output by this; above 0."""
     temperature: float = 1.0
     """Randomness: 0 takes the likeliest token, 1 samples the model's distribution."""
     top_p: float = 1.0
@@ -48,20 +84,10 @@ class SamplingParams:
     """Sample among this many likeliest tokens; 0 or -1 allows all."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the likeliest one; 0 drops none."""
-    presence_penalty: float = 0.0
-    """Lower (or raise, if negative) the logit of tokens that were generated already; -2 to 2."""
-    frequency_penalty: float = 0.0
-    """The same, for each time the token was generated; -2 to 2."""
-    repetition_penalty: float = 1.0
-    """Divide positive and multiply negative logits of tokens in prompt or output by this; above 0."""
-    logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids; -100 to 100."""
     seed: int | None = None
-    """Makes the draws repeatable: they depend on the seed and the position only."""
+    """Makes the draws repeatable: they depend on the seed and the position only. -1 is none."""
     stop: str | Sequence[str] | None = None
     """Strings that end the completion; they are not part of the text."""
-    include_stop_str_in_output: bool = False
-    """Keep the stop string at the end of the text."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the completion."""
     ignore_eos: bool = False
@@ -71,45 +97,72 @@ class SamplingParams:
     min_tokens: int = 0
     """No end-of-sequence or stop token ends the completion before this many tokens."""
     logprobs: int | None = None
-    """Return log probabilities of the sampled token and of this many likeliest ones."""
+    """Return log probabilities of the sampled token and of this many likeliest ones; -1: of all."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    logprob_token_ids: Sequence[int] | None = None
+    """Return log probabilities of the sampled token and of these instead of the likeliest ones."""
+    flat_logprobs: bool = False
+    """Changes nothing: log probabilities are a list with a dictionary per token."""
     detokenize: bool = True
     """Turn the tokens into text; without it only token ids are returned."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Changes nothing: special tokens stand in the text as they are, without blanks of anybody's."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of a stream has in it: all so far, what is new, or one output at the end."""
+    _: KW_ONLY
+    stream_interval: int | None = None
+    """New tokens from one output of a stream to the next, behind the first; default: as they come."""
     structured_outputs: StructuredOutputs | None = None
-    """What the text must look like: a JSON schema, a regular expression, a grammar."""
+    """What the text must look like: a JSON schema, a regular expression, a grammar, a choice."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids; -100 to 100."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these token ids may come."""
+    bad_words: Sequence[str | Sequence[int]] | None = None
+    """Words that may not come: the last token of one is forbidden behind its others. Also as token ids."""
+    logits_processors: Any = None
+    """Functions of (token ids so far, logits) or (prompt ids, token ids so far, logits) that return the
+    logits to sample from. They cost the request a wait on the device in every step."""
+    truncate_prompt_tokens: int | None = None
+    """Cut the prompt to its last tokens; -1: to what leaves room for the answer."""
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt, whatever is cached of it."""
+    extra_args: dict[str, Any] | None = None
+    """Anything of the caller's; kept with the request and read by nobody here."""
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__
-        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        set_field(self, "stop", stop)
-        ids = tuple(_token_id("a stop token id", token) for token in self.stop_token_ids or ())
-        set_field(self, "stop_token_ids", ids)
+        self.stop = [self.stop] if isinstance(self.stop, str) else listed("stop", self.stop, "texts")
+        self.stop_token_ids = token_ids("stop_token_ids", "a stop token id", self.stop_token_ids)
+        self.seed = None if self.seed == -1 else self.seed
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
         self._check_distribution()
-        if self.logit_bias is not None:
-            set_field(self, "logit_bias", _checked_bias(self.logit_bias))
         self._check_ending()
-        wanted = self.structured_outputs
-        if wanted is not None and not isinstance(wanted, StructuredOutputs):
-            raise RequestError(f"structured_outputs must be StructuredOutputs or None, not {wanted!r}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS} or None")
+        self._check_told()
+        self._check_tokens()
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputsParams or None, not {self.structured_outputs!r}"
+            )
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise RequestError(f"extra_args must be a dictionary or None, not {self.extra_args!r}")
 
     def _check_distribution(self) -> None:
-        _check_integer("n", self.n, 1, math.inf, "an integer of at least 1")
-        _check_number("temperature", self.temperature, 0.0, math.inf, "a number of at least 0")
-        _check_number("top_p", self.top_p, math.nextafter(0.0, 1.0), 1.0, "above 0 and at most 1")
-        _check_integer("top_k", self.top_k, -1, math.inf, "an integer of at least 1, or 0 or -1 for all")
-        _check_number("min_p", self.min_p, 0.0, 1.0, "from 0 to 1")
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "from -2 to 2")
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "from -2 to 2")
-        smallest = math.nextafter(0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, smallest, math.inf, "a number above 0")
+        check_integer("n", self.n, 1, math.inf, "an integer of at least 1")
+        check_number("temperature", self.temperature, 0.0, math.inf, "a number of at least 0")
+        check_number("top_p", self.top_p, _SMALLEST, 1.0, "above 0 and at most 1")
+        check_integer("top_k", self.top_k, -1, math.inf, "an integer of at least 1, or 0 or -1 for all")
+        check_number("min_p", self.min_p, 0.0, 1.0, "from 0 to 1")
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "from -2 to 2")
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "from -2 to 2")
+        check_number("repetition_penalty", self.repetition_penalty, _SMALLEST, math.inf, "a number above 0")
         if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**63 - 1, "a 64-bit integer or None")
+            check_integer("seed", self.seed, -(2**63), 2**63 - 1, "a 64-bit integer or None")
 
     def _check_ending(self) -> None:
         for text in self.stop or ():
@@ -118,10 +171,54 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise RequestError("stop strings are searched in the text: they need detokenize=True")
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, math.inf, "an integer of at least 1, or None")
-        _check_integer("min_tokens", self.min_tokens, 0, 2**30, f"an integer from 0 to {2**30}")
+            check_integer("max_tokens", self.max_tokens, 1, math.inf, "an integer of at least 1, or None")
+        check_integer("min_tokens", self.min_tokens, 0, 2**30, f"an integer from 0 to {2**30}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
+        cut = self.truncate_prompt_tokens
+        if cut is not None and cut != -1:
+            check_integer("truncate_prompt_tokens", cut, 1, math.inf, "at least 1, or -1, or None")
+
+    def _check_told(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), -1, math.inf, "at least 0, -1 for all, or None")
+        if self.logprob_token_ids is not None:
+            named = token_ids("logprob_token_ids", "an id of logprob_token_ids", self.logprob_token_ids)
+            self.logprob_token_ids = named
+            if self.logprobs not in (None, len(named)):
+                raise RequestError(f"logprob_token_ids are {len(named)}: logprobs must be that too, or None")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
+        if self.stream_interval is not None:
+            check_integer("stream_interval", self.stream_interval, 1, math.inf, "at least 1, or None")
+
+    def _check_tokens(self) -> None:
+        if self.logit_bias is not None:
+            self.logit_bias = biases(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            allowed = token_ids("allowed_token_ids", "an id of allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise RequestError("allowed_token_ids is empty: no token could come; None allows all")
+            self.allowed_token_ids = allowed
+        if self.bad_words is not None:
+            self.bad_words = [_bad_word(word) for word in listed("bad_words", self.bad_words, "texts")]
+        if self.logits_processors is not None:
+            self.logits_processors = listed("logits_processors", self.logits_processors, "functions")
+            for given in self.logits_processors:
+                if not callable(given):
+                    raise RequestError(f"logits_processors must be functions, not {given!r}")
+
+    @property
+    def guided_decoding(self) -> StructuredOutputs | None:
+        """The older name of `structured_outputs`."""
+        return self.structured_outputs
+
+    @guided_decoding.setter
+    def guided_decoding(self, wanted: StructuredOutputs | None) -> None:
+        self.structured_outputs = wanted
 
     @property
     def is_greedy(self) -> bool:
@@ -133,14 +230,71 @@ class SamplingParams:
         """Whether earlier tokens change the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities are returned."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
-def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias maps token ids to numbers, not {bias!r}")
-    checked = {}
-    for key, value in bias.items():
-        # JSON has only text keys, so that is how the OpenAI API carries token ids.
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key
-        _check_number(f"logit_bias of token {key}", value, -100.0, 100.0, "from -100 to 100")
-        checked[_token_id("a key of logit_bias", token)] = float(value)
-    return checked
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one but its functions."""
+        same = {id(each): each for each in self.logits_processors or ()}
+        return copy.deepcopy(self, same)
+
+    def verified(self, **changes: Any) -> SamplingParams:
+        """A copy for one request, checked as it is now; RequestError names what is wrong with it."""
+        return replace(self, **changes)
+
+    def seeded(self, number: int) -> SamplingParams:
+        """For one completion, with this number, of a prompt; the first is what n=1 would give."""
+        made = copy.copy(self)
+        made.n = 1
+        if self.seed is not None:
+            # Wraps around inside 64 bits, and past -1, which means: no seed.
+            seed = (self.seed + number + 2**63) % 2**64 - 2**63
+            made.seed = 2**63 - 1 if seed == -1 else seed
+        return made
+
+    @staticmethod
+    def from_optional(**given: Any) -> SamplingParams:
+        """As the constructor, where None stands for the default; of max_tokens it is a value."""
+        kept = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
+        return SamplingParams(**kept)
+
+
+@dataclass
+class BeamSearchParams:
+    """What a beam search keeps, and when it ends."""
+
+    beam_width: int
+    """Beams kept in every step, and returned."""
+    max_tokens: int
+    """The most tokens of a beam."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+    temperature: float = 0.0
+    """There for vLLM's sake: beams are ranked by the model's own log probabilities, whatever it is."""
+    length_penalty: float = 1.0
+    """Sums of log probabilities are divided by the length to this power."""
+    include_stop_str_in_output: bool = False
+    """Keep the end-of-sequence token in the text."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must look like."""
+
+    def __post_init__(self) -> None:
+        check_integer("beam_width", self.beam_width, 1, math.inf, "an integer of at least 1")
+        check_integer("max_tokens", self.max_tokens, 1, math.inf, "an integer of at least 1")
+        check_number("temperature", self.temperature, 0.0, math.inf, "a number of at least 0")
+        check_number("length_penalty", self.length_penalty, -math.inf, math.inf, "a number")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            check_flag(name, getattr(self, name))
+
+
+def _bad_word(word: object) -> str | list[int]:
+    if isinstance(word, str):
+        if not word:
+            raise RequestError("bad_words must not have an empty text among them")
+        return word
+    ids = [token_id("an id of bad_words", each) for each in listed("bad_words", word, "token ids")]
+    if not ids:
+        raise RequestError("bad_words must not have an empty list among them")
+    return ids

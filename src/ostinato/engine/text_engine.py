@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,27 +16,53 @@ import numpy as np
 from ostinato.text.errors import GrammarError, TokenizerError
 from ostinato.text.grammar import Grammar, GrammarCompiler
 
+from .bad_words import token_sequences
 from .config import EngineConfig
 from .core import EngineCore
 from .delivery.completion_text import CompletionText
 from .delivery.delivery import Delivery
-from .delivery.pooling import check_pooling, pooled
+from .delivery.request_counts import RequestCounts
+from .delivery.request_progress import RequestProgress, Shown
+from .delivery.request_times import RequestTimes
 from .delivery.served_completion import ServedCompletion
 from .loading.load import load
-from .outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from .outputs import CompletionOutput, RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
 from .sleeping.sleeper import SleepReport
+from .step_profiler import StepProfiler
 from .stepping.flight import Progress
+from .stepping.prompt_states import PromptStates
 from .stepping.times import StartupTimes
 from .token_ids import IntArray, token_array
+from .turns import Turn
+from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, kind_of
 
-Prompt = str | Mapping[str, Any]
-"""A text, or {"prompt_token_ids": [...]}, or {"prompt": "..."}."""
+logger = logging.getLogger("ostinato.engine")
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+"""A text, or token ids, or {"prompt_token_ids": [...]}, or {"prompt": "..."}; the latter two may have a
+"cache_salt"."""
+
+
+@dataclass(frozen=True)
+class PromptOutcome:
+    """What came of a prompt that was only read."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    states: PromptStates | None
+    """None where `error` says why."""
+    error: str | None
+
+
+MAX_COMPLETIONS = 16_384
+"""Of one prompt; more would take memory without end before the first of them is served."""
 
 
 class TextEngine:
-    """An engine core with a tokenizer in front. Not thread-safe."""
+    """An engine core with a tokenizer in front. Threads take turns."""
 
     def __init__(self, config: EngineConfig, *, progress: bool | None = None) -> None:
         """Load, allocate and capture."""
@@ -41,6 +70,12 @@ class TextEngine:
         with startup.phase("load"):
             loaded = load(config)
         self.core = EngineCore(loaded, progress=progress, startup=startup)
+        self.turn = Turn()
+        """Held by whoever does something with the engine."""
+        self.is_closed = False
+        """Whether it has ended: nothing can be asked any more."""
+        self._awaited: dict[int, set[str]] = {}
+        """By call: see `awaiting`."""
         self.tokenizer = loaded.tokenizer
         self._served: dict[str, list[ServedCompletion]] = {}
         """By the name of the prompt."""
@@ -48,6 +83,9 @@ class TextEngine:
         self._delivery = Delivery(self.tokenizer, self.core.finish)
         self.ended: list[RequestOutput] = []
         """Outputs that ended with the last step."""
+        self.counts = RequestCounts()
+        """What all requests took together."""
+        self.profiler = StepProfiler()
         self._names = itertools.count()
         self._grammars: GrammarCompiler | None = None
         # Requests without a seed get one from here: a run with the same requests repeats itself.
@@ -66,45 +104,70 @@ class TextEngine:
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """Queue a prompt; RequestError if it cannot be served. The output grows in place with each `step`."""
-        name = self._name(request_id)
-        text, ids = self._encoded(prompt)
-        whole = _output(name, text, ids)
-        if params.prompt_logprobs is not None:
-            whole.prompt_logprobs = [None] * len(ids)
-        self._serve([self._completion(whole, ids, params, index) for index in range(params.n)])
-        return whole
+        params = self._checked(params)
+        with self.turn:
+            name = self._name(request_id)
+            text, ids = self._encoded(prompt)
+            ids, salt = self._cut(ids, params), _cache_salt(prompt)
+            whole = _output(name, text, ids)
+            if params.prompt_logprobs is not None:
+                whole.prompt_logprobs = [None] * len(ids)
+            self._serve([self._completion(whole, ids, params, index, salt) for index in range(params.n)])
+            return whole
 
     def add_embedding(self, prompt: Prompt, request_id: str | None = None) -> str:
         """Queue a prompt to embed; its id."""
-        name = self._name(request_id)
-        text, ids = self._encoded(prompt)
-        whole, output = _output(name, text, ids), CompletionOutput(0)
-        whole.outputs.append(output)
-        self._serve([ServedCompletion(Request(name, ids, None), whole, output, output.token_ids)])
-        return name
+        with self.turn:
+            name = self._name(request_id)
+            text, ids = self._encoded(prompt)
+            whole, output = _output(name, text, ids), CompletionOutput(0)
+            whole.outputs.append(output)
+            self._serve([ServedCompletion(Request(name, ids, None), whole, output, output.token_ids)])
+            return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a prompt now; its output as far as it got, or None if it is unknown or finished."""
-        completions = self._served.get(request_id)
-        if completions is None:
+        if self.turn.is_elsewhere:  # what a forked child leaves is the parent's
             return None
-        for completion in completions:
-            if self.core.abort(completion.request.request_id):
-                completion.end()
-        self._forget(request_id)
-        return completions[0].whole
+        with self.turn:
+            completions = self._served.get(_checked_name(request_id))
+            if completions is None:
+                return None
+            for completion in completions:
+                if self.core.abort(completion.request.request_id):
+                    completion.end()
+            self._count(completions)
+            self._forget(request_id)
+            return completions[0].whole
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """A copy, as it is now, with its words as token ids; RequestError for what is wrong with it."""
+        check_params(params)
+        params = params.verified()
+        if params.bad_words and self.tokenizer is not None:
+            encode = functools.partial(self.tokenizer.encode, add_special_tokens=False)
+            params.bad_words = token_sequences(params.bad_words, encode)
+        return params
+
+    def _cut(self, ids: IntArray, params: SamplingParams) -> IntArray:
+        kept = params.truncate_prompt_tokens
+        if kept is None:
+            return ids
+        if kept < 0:
+            kept = max(1, self.core.scheduler.max_len - (params.max_tokens or 1))
+        return ids[-kept:]
 
     def _completion(
-        self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int
+        self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int, salt: str | None
     ) -> ServedCompletion:
         name = f"{whole.request_id}.{index}" if params.n > 1 else whole.request_id
         own = self._seeded(params, index)
-        output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+        output = CompletionOutput(index, logprobs=[] if params.wants_logprobs else None)
         text = self._text_of(params, output.token_ids)
         if text is not None:
             output.text = text
         whole.outputs.append(output)
-        request = Request(name, ids, own, self._eos, self._grammar(params))
+        request = Request(name, ids, own, self._eos, self._grammar(params), salt)
         return ServedCompletion(
             request,
             whole,
@@ -119,15 +182,26 @@ class TextEngine:
         for completion in completions:
             if (name := completion.request.request_id) in self._taken_names:
                 raise RequestError(f"request {name} is being served already: choose another id")
-        # Apart from its name a completion differs in nothing that a refusal depends on: the first or none.
-        for completion in completions:
-            self.core.add(completion.request)
-            self._delivery.add(completion)
-            self._taken_names.add(completion.request.request_id)
-        self._served[completions[0].whole.request_id] = completions
+        name = completions[0].whole.request_id
+        self._served[name] = completions
+        try:
+            # Apart from its name a completion differs in nothing a refusal depends on: the first or none.
+            for completion in completions:
+                self._delivery.add(completion)
+                self._taken_names.add(completion.request.request_id)
+                self.core.add(completion.request)
+                assert completion.whole.metrics is not None
+                self.counts.queued(completion.request, completion.whole.metrics)
+        except BaseException:
+            for completion in completions:
+                self.core.abort(completion.request.request_id)
+            self._forget(name)
+            raise
 
     def _name(self, request_id: str | None) -> str:
-        name = request_id or self.new_id()
+        if self.is_closed:
+            raise RequestError("this LLM is closed")
+        name = self.new_id() if request_id is None or request_id == "" else _checked_name(request_id)
         if name in self._served:
             raise RequestError(f"request {name} is being served already: choose another id")
         return name
@@ -137,13 +211,11 @@ class TextEngine:
         return self.core.loaded.eos_token_ids
 
     def _seeded(self, params: SamplingParams, index: int) -> SamplingParams:
-        if params.is_greedy:
-            return replace(params, n=1)
-        if params.seed is None:
-            return replace(params, n=1, seed=int(self._seeds.integers(2**62)))
-        # The first completion is what n=1 would give; wraps around inside 64 bits.
-        seed = (params.seed + index + 2**63) % 2**64 - 2**63
-        return replace(params, n=1, seed=seed)
+        if params.is_greedy or params.seed is not None:
+            return params.seeded(index)
+        drawn = params.seeded(index)
+        drawn.seed = int(self._seeds.integers(2**62))
+        return drawn
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.structured_outputs is None:
@@ -168,87 +240,198 @@ class TextEngine:
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, IntArray]:
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
+            text = prompt.get("prompt")
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f"the prompt beside prompt_token_ids is a text, not {kind_of(text)}")
+            return text, _checked_ids(prompt["prompt_token_ids"])
+        if are_token_ids(prompt):
+            return None, _checked_ids(prompt)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str):
-            raise RequestError(f"a prompt is a text or {{'prompt_token_ids': [...]}}, not {_kind_of(prompt)}")
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
-        return text, token_array(self.tokenizer.encode(text))
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, list[int]]:
-        """The prompt of a conversation."""
+            raise RequestError(f"{WHAT_A_PROMPT_IS}, not {kind_of(prompt)}")
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
         try:
-            return {"prompt_token_ids": self.tokenizer.encode_chat(messages, **options)}
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is no text that can be encoded: {error}") from None
+        return text, token_array(self.tokenizer.encode(text))
+
+    def token_ids_of(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt; RequestError if it is none."""
+        found: list[int] = self._encoded(prompt)[1].tolist()
+        return found
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """The prompt of a conversation: its text as the chat template writes it, and its token ids."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
+        try:
+            text = self.tokenizer.apply_chat_template(messages, **options)
         except TokenizerError as error:
             raise RequestError(str(error)) from error
+        # The template writes its own special tokens.
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
     # -- outputs out -------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that grew or ended. Each is the object that `add` returned."""
-        changed = self._deliver(self.core.step())
-        self.core.clock.lap("deliver")
-        return changed
+        with self.turn:
+            if self.is_closed:
+                raise RequestError("this LLM is closed")
+            self.turn.is_in_step = True
+            began = time.monotonic()
+            try:
+                steps = self.core.step()
+                self.counts.began(began)
+                changed, self.ended = self._delivered(steps)
+            finally:
+                self.turn.is_in_step = False
+            self._forget_ended()
+            self.profiler.stepped()
+            self.core.clock.lap("deliver")
+            return changed
 
-    def _deliver(self, progress: list[Progress]) -> list[RequestOutput]:
-        changed, self.ended = self._delivery.take_in(progress)
+    def _forget_ended(self) -> None:
         for output in self.ended:
+            self._count(self._served[output.request_id])
             self._forget(output.request_id)
-        return changed
-
-    def _forget(self, name: str) -> None:
-        for completion in self._served.pop(name):
-            self._delivery.remove(completion)
-            self._taken_names.remove(completion.request.request_id)
-
-    # -- sleep -------------------------------------------------------------------------------------
 
     def sleep(self, level: int, mode: str, tell: Callable[[list[RequestOutput]], None]) -> SleepReport:
         """Give memory back; `tell` gets the outputs that change on the way there.
 
         Requests are served to the end before (mode wait), go on after `wake_up` (keep), or end now (abort).
         """
-        self.core.sleeper.check(level, mode)
-        if mode == "wait" and self.core.sleeper.why_no_step is None:
-            while self.core.can_step:
+        with self.turn:
+            self.core.sleeper.check(level, mode)
+            while mode == "wait" and self.core.can_step:
                 tell(self.step())
-        tell(self._deliver(self.core.settle()))
-        if mode == "abort":
-            ended = [self.abort(name) for name in list(self._served)]
-            tell([output for output in ended if output is not None])
-        return self.core.sleep(level)
+            changed, self.ended = self._delivered(self.core.settle())
+            self._forget_ended()
+            tell(changed)
+            if mode == "abort":
+                ended = [self.abort(name) for name in list(self._served)]
+                tell([output for output in ended if output is not None])
+            return self.core.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
         """Take memory back, all or of these tags; requests that wait go on when everything is there."""
-        return self.core.sleeper.wake_up(tags)
+        with self.turn:
+            return self.core.sleeper.wake_up(tags)
 
-    def embed(self, prompts: Sequence[Prompt], pooling: str) -> list[EmbeddingOutput]:
-        """The vectors of prompts, of length 1: from the last token's state, or the mean of all."""
-        check_pooling(pooling)
-        kept: list[ServedCompletion | EmbeddingOutput] = []
-        for prompt in prompts:
-            try:
-                kept.extend(self._served[self.add_embedding(prompt)])
-            except RequestError as error:
-                kept.append(EmbeddingOutput(self.new_id(), None, [], [], str(error)))
-        while self.core.has_work:
-            self.step()
-        return [entry if isinstance(entry, EmbeddingOutput) else _embedding(entry, pooling) for entry in kept]
+    def _delivered(self, steps: list[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
+        try:
+            return self._delivery.take_in(steps)
+        except BaseException as error:
+            logger.exception("what a step brought could not be delivered")
+            text = f"what a step brought could not be delivered: {type(error).__name__}: {error}"
+            ended = self._delivery.fail(steps, text, self.core.abort)
+            if not isinstance(error, Exception):
+                for output in ended:
+                    self._forget(output.request_id)
+                raise
+            return ended, ended
+
+    def _forget(self, name: str) -> None:
+        for completion in self._served.pop(name):
+            self._delivery.remove(completion)
+            self._taken_names.discard(completion.request.request_id)
+        for names in tuple(self._awaited.values()):  # other threads begin and end calls meanwhile
+            names.discard(name)
+
+    @contextmanager
+    def awaiting(self) -> Iterator[set[str]]:
+        """Names that a call waits for, to be filled by it: what ends is taken out, whoever's step ends it.
+        What is left at the end is aborted."""
+        names: set[str] = set()
+        self._awaited[id(names)] = names
+        try:
+            yield names
+        finally:
+            for name in list(names):
+                self.abort(name)
+            del self._awaited[id(names)]
+
+    def _count(self, completions: list[ServedCompletion]) -> None:
+        self.counts.ended(completions[0].whole, completions[0].request.num_prompt_tokens)
+
+    def states_of(
+        self,
+        prompts: Sequence[Prompt],
+        shown: Shown = False,
+        let_through: Callable[[], None] = lambda: None,
+    ) -> list[PromptOutcome]:
+        """What the model makes of these prompts, for vectors and scores; `shown`: a bar over them.
+
+        `let_through` is called between steps and may raise.
+        """
+        kept: list[ServedCompletion | str] = []
+        with self.awaiting() as awaited:
+            for prompt in prompts:
+                kept.append(self._begin_embedding(prompt, awaited))
+            with RequestProgress(len(kept), shown) as bar:
+                bar.update(len(kept) - len(awaited), 0)
+                while awaited:
+                    before, changed = len(awaited), self.step()
+                    bar.update(before - len(awaited), len(changed))
+                    let_through()
+        return [self.outcome_of(entry) for entry in kept]
+
+    def _begin_embedding(self, prompt: Prompt, awaited: set[str]) -> ServedCompletion | str:
+        """Queue a prompt and note its name, or say why not."""
+        try:
+            with self.turn:
+                [served] = self._served[self.add_embedding(prompt)]
+                awaited.add(served.whole.request_id)
+                return served
+        except RequestError as error:
+            if self.is_closed or self.turn.is_elsewhere:
+                raise
+            return str(error)
+
+    def served_embedding(self, name: str) -> ServedCompletion:
+        """What was made of `add_embedding`; `outcome_of` says what came of it when it has ended."""
+        [served] = self._served[name]
+        return served
+
+    def outcome_of(self, served: ServedCompletion | str) -> PromptOutcome:
+        """What came of a prompt that was embedded, or refused for this reason."""
+        if isinstance(served, str):
+            return PromptOutcome(self.new_id(), None, [], None, served)
+        whole = served.whole
+        states = served.states[0] if served.states and whole.error is None else None
+        error = None if states is not None else whole.error or "the request was aborted"
+        return PromptOutcome(whole.request_id, whole.prompt, whole.prompt_token_ids, states, error)
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
-        for name in list(self._served):
-            self.abort(name)
-        self.core.close()
+        with self.turn:
+            self.is_closed = True
+            for name in list(self._served):
+                self.abort(name)
+            self.core.close()
 
 
-def _kind_of(prompt: Any) -> str:
-    if isinstance(prompt, Mapping):
-        return f"a mapping with {', '.join(map(repr, prompt)) or 'nothing'} in it"
-    return type(prompt).__name__
+def check_params(params: object, which: str = "") -> None:
+    """RequestError if this is something else."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params{which} must be SamplingParams, not {type(params).__name__}")
+    if params.n > MAX_COMPLETIONS:
+        raise RequestError(f"n must be at most {MAX_COMPLETIONS:,}, not {params.n:,}")
+
+
+def _checked_name(request_id: object) -> str:
+    if not isinstance(request_id, str):
+        raise RequestError(f"a request id is a text, not {type(request_id).__name__}")
+    return request_id
+
+
+def _cache_salt(prompt: Prompt) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt must be a text that is not empty, not {salt!r}")
+    return salt
 
 
 def _checked_ids(ids: Any) -> IntArray:
@@ -264,16 +447,7 @@ def _checked_ids(ids: Any) -> IntArray:
 
 
 def _output(name: str, text: str | None, ids: IntArray) -> RequestOutput:
-    output = RequestOutput(name, text, [], [])
+    output = RequestOutput(name, text, [], [], metrics=RequestTimes())
     # Few read it, and a list of a long prompt takes longer to make than the whole request to schedule.
     output.read_later(prompt_token_ids=functools.cache(ids.tolist))
     return output
-
-
-def _embedding(served: ServedCompletion, pooling: str) -> EmbeddingOutput:
-    output = served.whole
-    if output.error is not None or not served.states:
-        reason = output.error or "the request was aborted"
-        return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, [], reason)
-    vector = pooled(served.states[0], pooling).tolist()
-    return EmbeddingOutput(output.request_id, output.prompt, output.prompt_token_ids, vector)

@@ -11,7 +11,9 @@ transitive: when B waits for A, all before A is done too.
 
 Note [What may be read before the wait]
 Weights, and static buffers that are only written before the step's first kernel. That kernel is a plain
-launch (an embedding lookup), which starts after everything before it is complete.
+launch (an embedding lookup), which starts after everything before it is complete. Likewise behind any later
+plain launch (`sampling.triton_adjusted`): what was written before it.
+What is written before the wait must be memory that no kernel still under way has used: reserve it first.
 """
 
 from functools import cache
@@ -34,7 +36,7 @@ def is_supported(device: torch.device) -> bool:
 
 
 def options(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel with a `dependent` constant that begins with `begin_dependent`."""
+    """Launch options of a kernel with a `dependent` constant that calls `wait_for_previous`."""
     if is_supported(device):
         return {"dependent": True, "launch_pdl": True}
     return {"dependent": False}
@@ -42,7 +44,7 @@ def options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def let_next_start(dependent: tl.constexpr):
-    """For a kernel that has something to wait for before it waits for the previous one."""
+    """For a plain launch, which waits for nothing itself."""
     if dependent:
         tl.extra.cuda.gdc_launch_dependents()
 

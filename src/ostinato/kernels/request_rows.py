@@ -1,4 +1,4 @@
-"""What a decode step reads from its requests' rows on the device, and what it leaves there.
+"""What a decode step reads from its requests' rows on the device.
 
 A steady decode step brings nothing from the host but the rows it works on, and those stay the same: its input
 tokens, positions and lengths are in the rows, and the step itself moves them on. Row 0 belongs to padding and
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .cuda.compiled import is_compiling_only
-from .token_lines import LINE_HEAD, TokenLines
 
 
 class DecodeInputs(NamedTuple):
@@ -51,20 +50,3 @@ def begin_decode(rows: Tensor, lengths: Tensor, last_tokens: Tensor, began: Tens
 def set_lengths(rows: Tensor, lengths: Tensor, seq_lens: Tensor) -> None:
     """Note that the context of these rows is now as long as `seq_lens` int32 [R] says."""
     lengths.index_copy_(0, rows.long(), seq_lens * (rows != 0))
-
-
-def return_tokens(rows: Tensor, tokens: Tensor, lines: TokenLines) -> None:
-    """Write the sampled `tokens` int64 [R] into their rows and into the next line.
-
-    On a GPU the kernel itself writes to the host: no copy has to be queued behind the graph.
-    """
-    if rows.is_cuda:
-        from . import triton_request_rows
-
-        triton_request_rows.return_tokens(rows, tokens, *lines)
-        return
-    lines.last_tokens.index_copy_(0, rows.long(), tokens * (rows != 0))
-    count, ring = lines.counts[:1], lines.ring[:, : LINE_HEAD + tokens.size(0)]
-    line = torch.cat([count, count.new_zeros(LINE_HEAD - 1), tokens])
-    ring.index_copy_(0, count % ring.size(0), line.unsqueeze(0))
-    count.add_(1)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""The kernels at the head and at the end of every decode step; see `request_rows`."""
+"""The kernel at the head of every decode step; see `request_rows`."""
 
 import torch
 import triton
@@ -8,18 +8,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from . import dependent_launch
 from .custom_op import custom_op
-from .dependent_launch import wait_for_previous
 from .host_sizes import cdiv
-from .token_lines import LINE_HEAD
-from .triton_best import best_of_rows, joined_block
 
 _BLOCK = 128
-_JOINED = 1
-"""Instead of a block: each row has its token already."""
-_ROWS_BLOCK = 16
-"""Rows that a program returns: up to as many need no count of programs."""
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows"])
@@ -76,113 +68,6 @@ def _(
     rows: Tensor, lengths: Tensor, last_tokens: Tensor, began: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _outputs(rows)
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "num_blocks", "line_length", "num_lines", "width"],
-    do_not_specialize_on_alignment=["rows", "ring", "last_tokens", "counts"],
-)
-def _return_tokens(
-    rows,
-    values,
-    tokens,
-    last_tokens,
-    ring,
-    counts,
-    began,
-    num_rows,
-    num_blocks,
-    line_length,
-    num_lines,
-    width,
-    head: tl.constexpr,
-    rows_block: tl.constexpr,
-    block: tl.constexpr,
-    timed: tl.constexpr,
-    dependent: tl.constexpr,
-):
-    at = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
-    inside = at < num_rows
-    row = tl.load(rows + at, inside, other=0)
-    wait_for_previous(dependent)
-    step = tl.load(counts)
-    if block > 1:  # not `_JOINED`
-        token = best_of_rows(values, tokens, at, inside, num_blocks, width, block)
-    else:
-        token = tl.load(tokens + at, inside, other=0)
-    line = ring + (step % num_lines) * line_length
-    tl.store(last_tokens + row, token, inside & (row != 0))
-    tl.store(line + head + at, token, inside)
-    # The program that ends last moves the count on: by then every thread of all others has read it.
-    tl.debug_barrier()
-    num_ended = tl.program_id(0).to(tl.int64)
-    if tl.num_programs(0) > 1:
-        num_ended = tl.atomic_add(counts + 1, 1)
-    if num_ended == tl.num_programs(0) - 1:
-        tl.store(line, step)
-        tl.store(line + 3, 0)  # not amended yet
-        if timed:
-            tl.store(line + 1, tl.load(began))
-            tl.store(line + 2, globaltimer())
-        tl.store(counts, step + 1)
-        tl.store(counts + 1, 0)
-
-
-def _launch_return(
-    rows: Tensor, values: Tensor, tokens: Tensor, width: int, lines: tuple[Tensor, ...], block: int
-) -> None:
-    ring = lines[1]
-    _return_tokens[(cdiv(rows.size(0), _ROWS_BLOCK),)](
-        rows,
-        values,
-        tokens,
-        *lines,
-        rows.size(0),
-        values.size(-1),
-        ring.size(1),
-        ring.size(0),
-        width,
-        head=LINE_HEAD,
-        rows_block=_ROWS_BLOCK,
-        block=block,
-        timed=rows.is_cuda,
-        enable_fp_fusion=True,
-        **dependent_launch.options(rows.device),
-    )
-
-
-@custom_op("return_tokens", mutates_args=("last_tokens", "ring", "counts"))
-def return_tokens(
-    rows: Tensor, tokens: Tensor, last_tokens: Tensor, ring: Tensor, counts: Tensor, began: Tensor
-) -> None:
-    """Custom op of `request_rows.return_tokens`."""
-    _launch_return(rows, tokens, tokens, 0, (last_tokens, ring, counts, began), _JOINED)
-
-
-@return_tokens.register_fake
-def _(rows: Tensor, tokens: Tensor, *lines: Tensor) -> None:
-    return None
-
-
-@custom_op("return_best", mutates_args=("last_tokens", "ring", "counts"))
-def return_best(
-    rows: Tensor,
-    values: Tensor,
-    tokens: Tensor,
-    width: int,
-    last_tokens: Tensor,
-    ring: Tensor,
-    counts: Tensor,
-    began: Tensor,
-) -> None:
-    """`return_tokens` of the token that has the largest value in each row of `tokens` [R, blocks]."""
-    lines = (last_tokens, ring, counts, began)
-    _launch_return(rows, values, tokens, width, lines, joined_block(values.size(1)))
-
-
-@return_best.register_fake
-def _(rows: Tensor, values: Tensor, tokens: Tensor, width: int, *lines: Tensor) -> None:
-    return None
 
 
 def _outputs(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -87,12 +87,7 @@ def _silu_mul(gate_up, width: tl.constexpr, block: tl.constexpr, dependent: tl.c
     tl.store(place, (silu * up.to(tl.float32)).to(gate.dtype), inside)
 
 
-@custom_op("add_rms_norm", mutates_args=("residual",))
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of x + residual, rows [T, width]; `residual` becomes that sum.
-
-    x may be in parts [parts, T, width] to be added.
-    """
+def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_residual: bool) -> Tensor:
     normed = torch.empty_like(residual)
     width = x.size(-1)
     num_rows = residual.numel() // width
@@ -107,12 +102,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         width=width,
         block=block,
         parts=x.size(0) if x.dim() > residual.dim() else 1,
-        has_residual=True,
+        has_residual=has_residual,
         num_warps=8 if block >= 4096 else 4,
         enable_fp_fusion=True,
         **dependent_launch.options(x.device),
     )
     return normed
+
+
+@custom_op("add_rms_norm", mutates_args=("residual",))
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of x + residual, rows [T, width]; `residual` becomes that sum.
+
+    x may be in parts [parts, T, width] to be added.
+    """
+    return _norm(x, residual, weight, eps, has_residual=True)
 
 
 @add_rms_norm.register_fake
@@ -123,26 +127,7 @@ def _(x, residual, weight, eps):
 @custom_op("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rows [T, width] at a mean square of one, times `weight`."""
-    normed = torch.empty_like(x)
-    width = x.size(-1)
-    block = next_power_of_2(width)
-    num_rows = x.numel() // width
-    _add_rms_norm[(num_rows,)](
-        x,
-        x,
-        weight,
-        normed,
-        eps,
-        num_rows,
-        width=width,
-        block=block,
-        parts=1,
-        has_residual=False,
-        num_warps=8 if block >= 4096 else 4,
-        enable_fp_fusion=True,
-        **dependent_launch.options(x.device),
-    )
-    return normed
+    return _norm(x, x, weight, eps, has_residual=False)
 
 
 @rms_norm.register_fake

@@ -1,6 +1,7 @@
 """The shape of a model, read from a Hugging Face `config.json`; what cannot run is refused here."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,30 @@ from .config_fields import positive, positive_float
 from .errors import ModelError, UnsupportedModelError
 from .families import BY_ARCHITECTURE, Family
 from .layer_kind import LayerKind
-from .rope import RopeConfig, read_rope
+from .rope import RopeConfig, longest_context, read_rope
+
+logger = logging.getLogger("ostinato.models")
 
 SUPPORTED_ARCHITECTURES = tuple(BY_ARCHITECTURE)
 SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
 """Values of `dtype` that weights may be loaded in."""
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class _NotedReads(dict[str, Any]):
+    """Knows which of its keys somebody asked for."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,10 @@ class ModelConfig:
     """False for a bare `...Model` checkpoint: it embeds, it does not generate."""
     dtype: str
     """The dtype the checkpoint asks for: float32, float16 or bfloat16."""
+    num_labels: int = 0
+    """Of a `...ForSequenceClassification`: what it tells texts apart by; 0 for other models."""
+    label_activation: str = "softmax"
+    """What makes probabilities of its logits: softmax, sigmoid; none for one that was trained without."""
 
     @property
     def family(self) -> Family:
@@ -61,8 +84,8 @@ class ModelConfig:
         return self.head_dim**-0.5
 
     @staticmethod
-    def load(path: str | Path) -> "ModelConfig":
-        """Read `path`, a `config.json` or the directory that holds one."""
+    def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """Read `path`, a `config.json` or the directory that holds one; `overrides` go before its fields."""
         file = Path(path)
         if file.is_dir():
             file = file / "config.json"
@@ -75,9 +98,13 @@ class ModelConfig:
         if not isinstance(raw, dict):
             raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
         try:
-            return ModelConfig.from_dict(raw)
+            noted = _NotedReads({**raw, **(overrides or {})})
+            config = ModelConfig.from_dict(noted)
         except ModelError as error:
             raise type(error)(f"{file}: {error}") from error
+        for name in sorted((overrides or {}).keys() - noted.read):
+            logger.warning("hf_overrides: %s has no effect, nothing here reads it from a config.json", name)
+        return config
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> "ModelConfig":
@@ -85,6 +112,7 @@ class ModelConfig:
         architecture = _architecture(raw)
         family = BY_ARCHITECTURE[architecture]
         _refuse_unsupported(raw)
+        rope = read_rope(raw)
         num_heads = positive(raw, "num_attention_heads")
         num_kv_heads = positive(raw, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -99,13 +127,15 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=_head_dim(raw, family, num_heads),
-            max_position_embeddings=positive(raw, "max_position_embeddings", 2048),
+            max_position_embeddings=longest_context(raw, rope),
             rms_norm_eps=positive_float(raw, "rms_norm_eps", 1e-6),
-            rope=read_rope(raw),
+            rope=rope,
             layers=family.layers(raw, positive(raw, "num_hidden_layers")),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             has_lm_head=architecture.endswith("ForCausalLM"),
             dtype=_dtype(raw),
+            num_labels=_num_labels(raw) if architecture.endswith("ForSequenceClassification") else 0,
+            label_activation=_label_activation(raw),
         )
 
 
@@ -122,6 +152,19 @@ def _architecture(raw: Mapping[str, Any]) -> str:
             f"{given} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     return name
+
+
+def _num_labels(raw: Mapping[str, Any]) -> int:
+    """Without a word in the file there are two, as transformers has it."""
+    return positive(raw, "num_labels", len(raw.get("id2label") or {}) or 2)
+
+
+def _label_activation(raw: Mapping[str, Any]) -> str:
+    """By the problem that the head was trained for; otherwise as vLLM does."""
+    problem = raw.get("problem_type")
+    if problem == "regression":
+        return "none"
+    return "sigmoid" if problem == "multi_label_classification" or _num_labels(raw) == 1 else "softmax"
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:

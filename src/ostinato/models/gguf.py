@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..text.gguf_tokenizer import tokenizer_files
-from .cache_folder import appearing_whole, cache_folder
+from .cache_folder import cache_folder, check_room, kept_whole
 from .config import ModelConfig
 from .errors import ModelError, UnsupportedModelError, WeightsError
+from .file_sums import find_damage, write_sums
 from .gguf_names import SUPPORTED_GGUF, checkpoint_name, config_from_metadata, llama3_rope
 
 # Part of the cache key: raise it when the conversion changes.
@@ -21,18 +24,31 @@ _CONVERSION = 1
 _SHARD_BYTES = 2 << 30
 
 
-def convert_gguf(path: str | Path) -> Path:
-    """The directory that holds `path` as config.json, safetensors and tokenizer files; made on first use."""
-    file = Path(path).resolve()
+def convert_gguf(path: str | Path, *, restored: Callable[[], Path] | None = None) -> Path:
+    """The directory that holds `path` as config.json, safetensors and tokenizer files; made on first use, and
+    made anew if it is not what was written.
+
+    `restored`: called before the file is read; it puts the file right, if that can be done.
+    """
+    target = _target_of(Path(path))
+    if restored is not None and find_damage(target) is not None:
+        path = restored()
+        target = _target_of(Path(path))
+
+    def make(scratch: Path) -> None:
+        _convert(Path(path).resolve(), scratch)
+        write_sums(scratch)
+
+    return kept_whole(target, make, find_damage)
+
+
+def _target_of(path: Path) -> Path:
+    file = path.resolve()
     if not file.is_file():
         raise ModelError(f"{file} does not exist")
     state = file.stat()
     key = f"{file}:{state.st_size}:{state.st_mtime_ns}:{_CONVERSION}"
-    target = cache_folder() / "gguf" / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if not target.is_dir():
-        with appearing_whole(target) as scratch:
-            _convert(file, scratch)
-    return target
+    return cache_folder() / "gguf" / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _convert(file: Path, directory: Path) -> None:
@@ -59,6 +75,7 @@ def _convert(file: Path, directory: Path) -> None:
         checked = ModelConfig.from_dict(config)
     except ModelError as error:
         raise type(error)(f"{file}: {error}") from error
+    check_room(directory, sum(2 * int(tensor.n_elements) for tensor in reader.tensors))
     _write_json(directory / "config.json", config)
     for name, content in tokenizer_files(metadata).items():
         (directory / name).write_text(content)
@@ -113,6 +130,7 @@ def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Never more than one shard in memory."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shard: dict[str, Tensor] = {}
@@ -123,7 +141,10 @@ def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> Non
         nonlocal size, shards
         shards += 1
         file = f"model-{shards:05}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(shard, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise _as_os_error(error) from error
         (directory / file).chmod(0o644)
         placed.update(dict.fromkeys(shard, file))
         shard.clear()
@@ -140,6 +161,15 @@ def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> Non
         (directory / "model-00001.safetensors").rename(directory / "model.safetensors")
     else:
         _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": placed})
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """What safetensors could not write; it has the system's error in its text only."""
+    code = re.search(r"os error (\d+)|code: (\d+)", str(error))
+    if code is None:
+        return OSError(str(error))
+    number = int(code[1] or code[2])
+    return OSError(number, os.strerror(number))
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -90,7 +90,7 @@ class RotaryTable(nn.Module):
         angles = torch.outer(
             torch.arange(positions, device="cpu").float(), inverse_frequencies(rope, head_dim)
         )
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
         self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,9 +115,26 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     stretched = plain / rope.factor
     if rope.kind == "linear":
         return stretched
+    if rope.kind == "yarn":
+        keep = 1 - _yarn_ramp(rope, head_dim)
+        return keep * plain + (1 - keep) * stretched
     assert rope.kind == "llama3", rope.kind
     # Long wavelengths are stretched, short ones kept, those between blended by how often they turn in the
     # original context.
     turns = rope.original_max_positions * plain / (2 * math.pi)
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return keep * plain + (1 - keep) * stretched
+
+
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> Tensor:
+    """How far each pair is stretched: 0 for those that turn fast, 1 for those that turn slowly."""
+
+    def pair_that_turns(times: float) -> float:
+        """In the original context; not a whole number."""
+        per_pair = math.log(rope.theta) * 2 / head_dim
+        return math.log(rope.original_max_positions / (times * 2 * math.pi)) / per_pair
+
+    first = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(rope.beta_slow)), head_dim - 1)
+    width = (last - first) or 0.001
+    return ((torch.arange(head_dim // 2, device="cpu").float() - first) / width).clamp(0, 1)

@@ -1,5 +1,6 @@
 """From what a user calls a model to a directory with `config.json`, safetensors and tokenizer files."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from .default_model import default_model_gguf
@@ -21,7 +22,7 @@ def locate_model(
             f"revision {revision!r} is for models of the hub, and {model or 'the default'} is not"
         )
     if model is None:
-        return _converted(default_model_gguf())
+        return _converted(default_model_gguf(), lambda: default_model_gguf(check=True))
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -34,10 +35,10 @@ def locate_model(
     return _from_hub(str(model), revision, download_dir)
 
 
-def _converted(gguf: Path) -> Path:
+def _converted(gguf: Path, restored: Callable[[], Path] | None = None) -> Path:
     from .gguf import convert_gguf
 
-    return convert_gguf(gguf)
+    return convert_gguf(gguf, restored=restored)
 
 
 def _from_hub(name: str, revision: str | None, download_dir: str | None) -> Path:

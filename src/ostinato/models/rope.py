@@ -1,5 +1,6 @@
 """How positions become rotation angles, as a `config.json` says it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from .config_fields import positive, positive_float
 from .errors import ModelError, UnsupportedModelError
 
-SUPPORTED_ROPE = ("default", "linear", "llama3")
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 """Values of `rope_type` that the engine computes."""
 
 
@@ -20,13 +21,19 @@ class RopeConfig:
     kind: str = "default"
     """One of `SUPPORTED_ROPE`."""
     factor: float = 1.0
-    """How far `linear` and `llama3` stretch the context."""
+    """How far the context is stretched."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than original_max_positions / this are stretched in full."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths shorter than original_max_positions / this are left alone."""
     original_max_positions: int = 8192
-    """llama3: the context length before stretching."""
+    """llama3, yarn: the context length before stretching."""
+    beta_fast: float = 32.0
+    """yarn: pairs that turn more often than this in the original context are left alone."""
+    beta_slow: float = 1.0
+    """yarn: pairs that turn less often are stretched in full."""
+    attention_factor: float = 1.0
+    """yarn: what queries and keys are multiplied by."""
 
 
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
@@ -50,7 +57,39 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     factor = positive_float(given, "factor")
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
+    if kind == "yarn":
+        return _yarn(given, raw, theta, factor)
     low, high = positive_float(given, "low_freq_factor"), positive_float(given, "high_freq_factor")
     if low >= high:
         raise ModelError(f"rope low_freq_factor {low} must be less than high_freq_factor {high}")
     return RopeConfig(theta, kind, factor, low, high, positive(given, "original_max_position_embeddings"))
+
+
+def longest_context(raw: Mapping[str, Any], rope: RopeConfig) -> int:
+    """How far positions go: as `config.json` says, and with yarn as far as it stretches."""
+    if rope.kind == "yarn":
+        return int(rope.original_max_positions * rope.factor)
+    return positive(raw, "max_position_embeddings", 2048)
+
+
+def _yarn(given: Mapping[str, Any], raw: Mapping[str, Any], theta: float, factor: float) -> RopeConfig:
+    for field in ("mscale", "mscale_all_dim"):
+        if given.get(field):
+            raise UnsupportedModelError(f"yarn with {field} is not supported")
+    if given.get("truncate") is False:
+        raise UnsupportedModelError("yarn with truncate false is not supported")
+    fast, slow = positive_float(given, "beta_fast", 32.0), positive_float(given, "beta_slow", 1.0)
+    if slow >= fast:
+        raise ModelError(f"rope beta_slow {slow} must be less than beta_fast {fast}")
+    usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_positions=positive(
+            given, "original_max_position_embeddings", positive(raw, "max_position_embeddings", 2048)
+        ),
+        beta_fast=fast,
+        beta_slow=slow,
+        attention_factor=positive_float(given, "attention_factor", usual),
+    )

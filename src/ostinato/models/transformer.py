@@ -29,6 +29,8 @@ class Transformer(nn.Module):
     """Token ids and positions to hidden states, hidden states to logits. Weights are uninitialised."""
 
     lm_head: Linear | None
+    score: Linear | None
+    """From a last hidden state to labels; whoever wants them multiplies, outside of steps."""
 
     def __init__(
         self,
@@ -62,6 +64,8 @@ class Transformer(nn.Module):
             if config.has_lm_head and not config.tie_word_embeddings
             else None
         )
+        labels = config.num_labels
+        self.score = Linear(room.of("score"), hidden, labels, bias=False, shard_dim=0) if labels else None
         self._formats = frozenset(part.format for part in self.layers.modules() if isinstance(part, Linear))
 
     def forward(

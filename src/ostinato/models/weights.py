@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,12 +33,13 @@ def load_model(
     max_positions: int | None = None,
     seed: int = 0,
     allocate: Allocate | None = None,
+    config: ModelConfig | None = None,
 ) -> Transformer:
     """Build the model of `directory` with its weights on `device` in `dtype` (default: the checkpoint's).
 
-    `allocate`: who gives memory for them, if not torch.
+    `allocate`: who gives memory for them, if not torch. `config`: what it is, if not as `directory` says.
     """
-    config = ModelConfig.load(directory)
+    config = config or ModelConfig.load(directory)
     model = Transformer(
         config,
         device=device,
@@ -76,7 +77,7 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     for tensor in _stored_tensors(Path(directory), model.embed_tokens.weight.device):
         name = tensor.name.removeprefix("model.")
         if name not in wanted:
-            if _ignorable(name, model.config):
+            if ignorable(name, model.config):
                 continue
             raise WeightsError(
                 f"{tensor.file}: tensor {tensor.name} has no place in {model.config.architecture}"
@@ -131,11 +132,17 @@ def _copy(tensor: _StoredTensor, target: Tensor) -> None:
     target.copy_(tensor.reader.get_tensor(tensor.name))
 
 
-def _ignorable(name: str, config: ModelConfig) -> bool:
+def ignorable(name: str, config: ModelConfig) -> bool:
     """A tied or bare model has no use for a stored output layer; old checkpoints hold rotary frequencies."""
     return (
         name == "lm_head.weight" and (config.tie_word_embeddings or not config.has_lm_head)
     ) or name.endswith("rotary_emb.inv_freq")
+
+
+def stored_weights(directory: Path, device: torch.device) -> Generator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint with its name, placed on `device` as it is asked for."""
+    for tensor in _stored_tensors(directory, device):
+        yield tensor.name, tensor.reader.get_tensor(tensor.name)
 
 
 def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTensor]:

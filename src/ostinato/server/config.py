@@ -33,6 +33,8 @@ class ServerConfig:
     """The model's name in the API; default: the name of its directory or file."""
     chat_template: str | None = None
     """A file with a chat template, or the template itself; default: the model's own."""
+    trust_request_chat_template: bool = False
+    """Run chat templates that clients send, in a sandbox; a client can then keep a thread busy."""
     api_key: Sequence[str] = ()
     """A key that clients must send as a bearer token; without any, the API is open."""
     admin_key: str | None = None

@@ -9,6 +9,9 @@ from typing import Any
 
 from .errors import TokenizerError
 
+_END_OF_TEXT = "\ue000end of what there is\ue000"
+"""Marks where a message that goes on ends; behind it are the template's own words."""
+
 
 def template_source(given: str) -> str:
     """The template in a file of that name, or the text itself; TokenizerError if it is neither."""
@@ -58,9 +61,42 @@ class ChatTemplate:
         except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise TokenizerError(f"the chat template refused the messages: {error}") from error
 
+    def render_open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The same up to the end of the last message's text: what follows belongs to it."""
+        if not messages or not isinstance(messages[-1].get("content"), str):
+            raise TokenizerError("continue_final_message: there is no last message with a text to go on with")
+        marked = {**messages[-1], "content": messages[-1]["content"] + _END_OF_TEXT}
+        whole = self.render([*messages[:-1], marked], add_generation_prompt=False, tools=tools, **variables)
+        begun, mark, _ = whole.rpartition(_END_OF_TEXT)
+        if not mark:
+            raise TokenizerError("continue_final_message: the chat template does not write the last message")
+        return begun
+
+    def uses(self, variable: str) -> bool:
+        """Whether it looks at a variable of this name."""
+        from jinja2 import meta
+
+        self.check()
+        return variable in meta.find_undeclared_variables(self._environment.parse(self.source))
+
     @cached_property
     def _compiled(self) -> Any:
-        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            return self._environment.from_string(self.source)
+        except TemplateSyntaxError as error:
+            raise TokenizerError(f"the chat template is broken: {error}") from error
+
+    @cached_property
+    def _environment(self) -> Any:
+        from jinja2 import TemplateError
         from jinja2.ext import Extension, LoopControlExtension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -86,7 +122,4 @@ class ChatTemplate:
         environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            return environment.from_string(self.source)
-        except TemplateSyntaxError as error:
-            raise TokenizerError(f"the chat template is broken: {error}") from error
+        return environment

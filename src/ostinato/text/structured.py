@@ -3,34 +3,81 @@
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import GrammarError
 
-_KINDS = ("json", "json_object", "regex", "grammar", "structural_tag")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """Exactly one of these; the names are vLLM's."""
+    """Exactly one of these; names and their order are vLLM's."""
 
-    json: str | Mapping[str, Any] | None = None
-    """A JSON schema, as text or as an object."""
-    json_object: bool = False
-    """Any JSON object."""
+    json: Any = None
+    """A JSON schema: as text, as an object, or a pydantic model whose schema is meant."""
     regex: str | None = None
     """A regular expression that the whole text matches."""
+    choice: Sequence[str] | None = None
+    """Texts of which the answer is one."""
     grammar: str | None = None
     """A context-free grammar in EBNF, beginning at the rule `root`."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_any_whitespace: bool = False
+    """Refused: blank space between the parts of JSON is the model's choice."""
+    disable_additional_properties: bool = False
+    """Changes nothing: objects have the properties of their schema and no others, unless it allows them."""
+    whitespace_pattern: str | None = None
+    """Refused, as above."""
     structural_tag: str | None = None
     """Free text with parts in it that keep to schemas, in xgrammar's JSON."""
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name)]
+        if self.choice is not None:
+            self._write_choice()
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = [name for name in given if name != "grammar" or self.choice is None]
         if len(given) != 1:
             told = " and ".join(given) or "nothing"
             raise GrammarError(f"structured outputs want one of {', '.join(_KINDS)}, not {told}")
-        if isinstance(self.json, Mapping):
-            object.__setattr__(self, "json", json_text.dumps(self.json))
+        for name in ("disable_any_whitespace", "whitespace_pattern"):
+            if getattr(self, name):
+                raise GrammarError(f"structured outputs: {name} is not there, blank space cannot be chosen")
+        object.__setattr__(self, "json", _schema_text(self.json))
+        for name in ("json", "regex", "grammar", "structural_tag"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value.strip()):
+                raise GrammarError(f"structured outputs: {name} must be a text that is not empty")
+
+    def _write_choice(self) -> None:
+        """As a grammar; a copy of this has both."""
+        written = choice_grammar(self.choice)
+        if self.grammar not in (None, written):
+            raise GrammarError(f"structured outputs want one of {', '.join(_KINDS)}, not choice and grammar")
+        object.__setattr__(self, "choice", tuple(self.choice or ()))
+        object.__setattr__(self, "grammar", written)
+
+
+def choice_grammar(choices: object) -> str:
+    """A grammar of these texts."""
+    is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
+    if not is_list or not choices or not all(isinstance(choice, str) for choice in choices):  # type: ignore[attr-defined]
+        raise GrammarError(f"structured outputs: choice must be a list of texts, not {choices!r}")
+    written = [json_text.dumps(choice, ensure_ascii=False) for choice in choices]  # type: ignore[attr-defined]
+    return f"root ::= {' | '.join(written)}"
+
+
+def _schema_text(schema: Any) -> str | None:
+    if schema is None or isinstance(schema, str):
+        return schema
+    if callable(made := getattr(schema, "model_json_schema", None)):
+        schema = made()
+    if not isinstance(schema, Mapping):
+        raise GrammarError(f"structured outputs: json must be a schema, not {schema!r}")
+    try:
+        return json_text.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise GrammarError(f"structured outputs: json is no schema: {error}") from error

@@ -94,6 +94,10 @@ class Tokenizer:
         """Token ids of `text`, with what the model expects before and after it unless told otherwise."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_pair(self, one: str, other: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of two texts as the tokenizer joins them."""
+        return self.backend.encode(one, other, add_special_tokens=add_special_tokens).ids
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`, as `Detokenizer` would stream it."""
         stream = self.detokenizer(skip_special_tokens=skip_special_tokens)
@@ -108,22 +112,54 @@ class Tokenizer:
         """Whether the model says how a conversation is written."""
         return bool(self._templates)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template for conversations without tools; None where there is none."""
+        return self._template(None, None).source if self._templates else None
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text for a conversation; further keywords (enable_thinking, ...) reach the template."""
+        """The prompt text for a conversation; further keywords (enable_thinking, ...) reach the template.
+
+        `continue_final_message`: the last message is not at its end, and what follows belongs to it.
+        `template`: a source instead of the model's own.
+        """
+        chosen = self._template(template, tools)
+        if tools and not self._shows_tools(chosen):
+            raise TokenizerError(
+                "tools: the chat template has no place for tools, the model would not see them"
+            )
+        if continue_final_message:
+            if add_generation_prompt:
+                raise TokenizerError(
+                    "continue_final_message: with add_generation_prompt another message would begin"
+                )
+            return chosen.render_open(messages, tools=tools, **variables)
+        return chosen.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+
+    def _shows_tools(self, template: ChatTemplate) -> bool:
+        return template is self._templates.get("tool_use") or template.uses("tools")
+
+    def unused_variables(self, names: Iterable[str], *, template: str | None = None) -> list[str]:
+        """Those of these variables that the chat template never looks at."""
+        chosen = self._template(template, None)
+        return [name for name in names if not chosen.uses(name)]
+
+    def _template(self, source: str | None, tools: object) -> ChatTemplate:
+        if source is not None:
+            return ChatTemplate(source, self.special_tokens)
         if not self._templates:
             raise TokenizerError("this model has no chat template; give it a prompt instead of messages")
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        template = self._templates.get(name) or next(iter(self._templates.values()))
-        return template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-        )
+        return self._templates.get(name) or next(iter(self._templates.values()))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of `apply_chat_template(messages, **options)`, which writes its own special tokens."""

@@ -8,10 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ostinato.kernels import sampling
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
-from ostinato.kernels.sampling import PlainSettings
-from ostinato.kernels.token_lines import TokenLines
+from ostinato.kernels.sampling.plain import PlainSettings, return_plain
+from ostinato.kernels.sampling.token_lines import TokenLines
 from ostinato.models.forms.general import General, Sum
 from ostinato.models.layer import Layer
 from ostinato.models.mixing import FromRows, StepAttention
@@ -126,7 +125,7 @@ class PlainStep:
     def __call__(self, logits: Tensor) -> None:
         """Choose tokens and return them to the host."""
         rows = self._rows[: logits.size(0)]
-        sampling.return_plain(logits, rows, self._settings, self._lines)
+        return_plain(logits, rows, self._settings, self._lines)
 
 
 def graph_us(function: Callable[[], Any], *, replays: int = 10, rounds: int = 5) -> float:

@@ -7,8 +7,9 @@ Text without stop strings is made when somebody reads it (`CompletionText`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ostinato.text.tokenizer import Tokenizer
 
@@ -41,6 +42,8 @@ class Delivery:
         """`finish` ends a request whose text contains this stop string."""
         self._tokenizer = tokenizer
         self._finish = finish
+        self._token_texts: dict[int, str] = {}
+        """Of single tokens, as far as somebody asked for log-probabilities."""
         self._completions: dict[Request, ServedCompletion] = {}
         self._batch = _NOBODY
 
@@ -50,7 +53,7 @@ class Delivery:
 
     def remove(self, completion: ServedCompletion) -> None:
         """It gets nothing more."""
-        del self._completions[completion.request]
+        self._completions.pop(completion.request, None)
         self._batch = _NOBODY
 
     def take_in(self, steps: Sequence[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
@@ -66,6 +69,21 @@ class Delivery:
         if not over:
             return changed, []
         return changed, _each_once([completion.whole for completion in over if completion.whole.finished])
+
+    def fail(
+        self, steps: Sequence[Progress], error: str, abort: Callable[[str], bool]
+    ) -> list[RequestOutput]:
+        """Instead of `take_in`, if that raised: whoever is in these steps ends with `error`. Who that is."""
+        self._batch = _NOBODY
+        concerned = {request for step in steps for request in (*step.requests, *step.ended, *step.extras)}
+        wholes = _each_once(
+            [self._completions[request].whole for request in concerned if request in self._completions]
+        )
+        for completion in self._completions.values():
+            if any(completion.whole is whole for whole in wholes):
+                abort(completion.request.request_id)
+                completion.fail(error)
+        return wholes
 
     def _take_in(self, step: Progress) -> tuple[list[RequestOutput], Iterable[ServedCompletion]]:
         requests, tokens, ended, extras = step
@@ -89,6 +107,11 @@ class Delivery:
     def _batch_of(self, requests: tuple[Request, ...]) -> _Batch:
         completions = [self._completions[request] for request in requests]
         outputs = [completion.whole for completion in completions]
+        # Whoever gets a first token changes the batch, so it is seen here.
+        now = time.monotonic()
+        for output in outputs:
+            if output.metrics is not None and not output.metrics.first_token_ts:
+                output.metrics.first_token_ts = now
         if [completion for completion in completions if completion.has_siblings]:
             outputs = _each_once(outputs)
         return _Batch(
@@ -124,9 +147,17 @@ class Delivery:
         if self._tokenizer is None:
             return logprobs
         return {
-            token: replace(entry, decoded_token=self._tokenizer.decode([token], skip_special_tokens=False))
+            token: Logprob(entry.logprob, entry.rank, self._text_of(token))
             for token, entry in logprobs.items()
         }
+
+    def _text_of(self, token: int) -> str:
+        assert self._tokenizer is not None
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            self._token_texts[token] = text
+        return text
 
 
 def _each_once(outputs: list[RequestOutput]) -> list[RequestOutput]:

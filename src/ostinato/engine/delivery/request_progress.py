@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
+
+Shown = bool | Callable[..., Any] | None
+"""Whether there is a bar: True, False, None for 'when standard error is a terminal', or something that makes
+one as tqdm does."""
 
 
 class RequestProgress:
     """Shows how many prompts are done and how many tokens come per second; silent where nobody watches."""
 
-    def __init__(self, total: int, shown: bool | None) -> None:
-        """`shown`: True, False, or None for 'when standard error is a terminal'."""
+    def __init__(self, total: int, shown: Shown) -> None:
+        """`shown`: see `Shown`."""
         self._total = total
-        self._shown = sys.stderr.isatty() if shown is None else shown
+        self._make = shown if callable(shown) else None
+        self._theirs: Any = None
+        self._shown = sys.stderr.isatty() if shown is None else shown is True
         self._tokens = 0
         self._started = time.perf_counter()
 
     def __enter__(self) -> Self:
+        if self._make is not None:
+            self._theirs = self._make(total=self._total, desc="Processed prompts")
         if self._shown:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -36,11 +45,15 @@ class RequestProgress:
 
     def update(self, ended: int, tokens: int) -> None:
         """So many prompts ended, and so many outputs grew by a token."""
+        if self._theirs is not None and ended:
+            self._theirs.update(ended)
         if self._shown:
             self._tokens += tokens
             rate = self._tokens / (time.perf_counter() - self._started)
             self._bar.update(self._task, advance=ended, rate=f"{rate:,.0f} tokens/s")
 
     def __exit__(self, *exception: object) -> None:
+        if self._theirs is not None:
+            self._theirs.close()
         if self._shown:
             self._bar.stop()

@@ -56,6 +56,11 @@ class ServedCompletion:
             self.whole.error = self.whole.error or request.error
         self.whole.num_cached_tokens = max(self.whole.num_cached_tokens, request.num_cached_tokens)
 
+    def fail(self, error: str) -> None:
+        """It ends as it is: what was to be told of it could not be."""
+        self.output.finish_reason, self.output.stop_reason = "error", None
+        self.whole.error = self.whole.error or error
+
     @property
     def _ended_by_token(self) -> bool:
         """Whether its last token is a sign to stop and no text."""

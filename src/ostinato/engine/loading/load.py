@@ -68,7 +68,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         beside_it = directory
         if asked.tokenizer is not None:
             beside_it = locate_model(asked.tokenizer, download_dir=asked.download_dir)
-        shape = ModelConfig.load(directory)
+        shape = ModelConfig.load(directory, asked.hf_overrides)
         config = asked.resolved(shape.max_position_embeddings, getattr(torch, shape.dtype))
         if config.device.type == "cuda":
             triton_start.begin()
@@ -90,6 +90,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
                 max_positions=config.max_model_len,
                 seed=asked.seed,
                 allocate=arenas("weights", config.device),
+                config=shape,
             )
             tokenizer = reading.result()
         if memory is not None:

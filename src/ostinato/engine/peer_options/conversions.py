@@ -43,11 +43,86 @@ def compilation_config(value: Any) -> Converted:
     found: dict[str, Any] = {}
     for key, given in value.items():
         if key in _GRAPH_KEYS:
-            found[_GRAPH_KEYS[key]] = tuple(given) if isinstance(given, list) else given
+            if given is not None:
+                given = getattr(given, "name", given)  # of an enumeration
+                found[_GRAPH_KEYS[key]] = tuple(given) if isinstance(given, list) else given
         elif key not in _COMPILER_KEYS:
             known = ", ".join(_GRAPH_KEYS)
             raise ConfigError(f"compilation_config: {key!r} is not supported; there are {known}")
     return found
+
+
+def structured_outputs_config(value: Any) -> Converted:
+    """Who compiles grammars: there is one."""
+    for key, given in _group("structured_outputs_config", value).items():
+        if key != "backend" or given not in ("auto", "xgrammar"):
+            if given in (None, False, ""):
+                continue
+            raise ConfigError(
+                f"structured_outputs_config: {key}={given!r} is not supported; there is the backend xgrammar"
+            )
+    return {}
+
+
+_PROFILER_KEYS = {
+    "torch_profiler_dir": "profile_dir",
+    "delay_iterations": "profile_delay",
+    "max_iterations": "profile_steps",
+}
+
+
+def profiler_config(value: Any) -> Converted:
+    """vLLM's: a folder for the traces, steps to leave out and steps to record."""
+    found: dict[str, Any] = {}
+    for key, given in _group("profiler_config", value).items():
+        if key in _PROFILER_KEYS:
+            found[_PROFILER_KEYS[key]] = given
+        elif given not in (None, False) and (key, given) != ("profiler", "torch"):
+            known = ", ".join(_PROFILER_KEYS)
+            raise ConfigError(
+                f"profiler_config: {key}={given!r} is not supported; there are {known}, with torch's profiler"
+            )
+    return found
+
+
+def pooler_config(value: Any) -> Converted:
+    """vLLM's: how a prompt becomes a vector."""
+    found: dict[str, Any] = {}
+    for key, given in _group("pooler_config", value).items():
+        if key in ("pooling_type", "seq_pooling_type") and str(given).upper() in ("LAST", "MEAN"):
+            found["pooling"] = str(given).lower()
+        elif given is not None and (key, given) not in (("normalize", True), ("use_activation", True)):
+            raise ConfigError(
+                f"pooler_config: {key}={given!r} is not supported; pooling_type can be LAST or MEAN, and "
+                "PoolingParams say the rest"
+            )
+    return found
+
+
+def hf_overrides(value: Any) -> Converted:
+    """Fields of config.json; vLLM also takes a function that changes them."""
+    if callable(value):
+        raise ConfigError("hf_overrides is a mapping of fields of config.json here, not a function")
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"hf_overrides is a mapping of fields of config.json, not {value!r}")
+    return {"hf_overrides": dict(value)} if value else {}
+
+
+def attention_config(value: Any) -> Converted:
+    """vLLM's: which kernels attend."""
+    found: dict[str, Any] = {}
+    for key, given in _group("attention_config", value).items():
+        if key == "backend" and given is not None:
+            found |= attention_backend(str(getattr(given, "name", given)))
+        elif given is not None:
+            raise ConfigError(f"attention_config: {key} is not supported; there is backend")
+    return found
+
+
+def _group(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is an object, not {value!r}")
+    return value
 
 
 def attention_backend(value: str) -> Converted:

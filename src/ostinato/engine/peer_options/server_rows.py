@@ -31,6 +31,7 @@ SERVER_ROWS: tuple[PeerOption, ...] = (
     mapped("admin_api_key", "sglang", "text", "secret", "admin_key", "key of the admin endpoints"),
     acts("served_model_name", BOTH, "text", "tiny", "one name"),
     acts("chat_template", BOTH, "text", "{template}", "a file, or the template itself"),
+    acts("trust_request_chat_template", "vllm", "flag", "", "clients may send chat templates"),
     harmless(
         *("chat_template_content_format", "vllm", "text", "auto", "contents are joined to one text"),
         same=("auto", "string"),

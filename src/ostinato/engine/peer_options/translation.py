@@ -9,6 +9,7 @@ from typing import Any
 from ostinato.graphs.errors import ConfigError
 
 from .engine_rows import ENGINE_ROWS
+from .llm_rows import LLM_ROWS
 from .option import PeerOption
 from .server_rows import SERVER_ROWS
 
@@ -17,6 +18,9 @@ logger = logging.getLogger("ostinato.engine")
 ROWS: tuple[PeerOption, ...] = ENGINE_ROWS + SERVER_ROWS
 
 BY_NAME = {row.name: row for row in ROWS}
+
+OF_LLM = {row.name: row for row in (*ENGINE_ROWS, *LLM_ROWS)}
+"""By keyword of `LLM`."""
 
 BY_FLAG = {flag: row for row in reversed(ROWS) for flag in row.flags}
 """By what is written on a command line; --tensor-parallel-size is vLLM's row, whose name it is."""
@@ -44,10 +48,12 @@ def translated(
 
 
 def _ours(name: str, value: Any, shown: str, for_server: bool) -> Mapping[str, Any]:
-    row = BY_NAME.get(name)
+    row = BY_NAME.get(name) if for_server else OF_LLM.get(name, BY_NAME.get(name))
     if row is None:
         return {name: value}
     if row.is_servers and not for_server:
+        if value is None:
+            return {}
         raise ConfigError(f"{shown} is an option of the server, `ostinato serve`")
     converted, word = row.ours(value, shown)
     if word is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from ..sampling_params import SamplingParams
 from ..scheduling.request import IntArray
 from ..scheduling.scheduled_step import ScheduledStep
+from .whole_logprobs import wants_whole
 
 
 class Kind(IntEnum):
@@ -18,7 +19,7 @@ class Kind(IntEnum):
     PLAIN = 0
     """Greedy, or random with a temperature and a seed; for all requests of a step."""
     ADJUSTED = 1
-    """Also penalties, biases, bans, grammars and logprobs; for those that ask."""
+    """Also penalties, biases, bans, masks and logprobs; for those that ask."""
     FILTERED = 2
     """Also top-k, top-p and min-p; for those that ask."""
 
@@ -27,9 +28,11 @@ class Kind(IntEnum):
         """The cheapest kind that serves these parameters."""
         if not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
             return cls.FILTERED
-        if params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None:
+        if params.has_penalties or params.logit_bias or params.min_tokens or params.wants_logprobs:
             return cls.ADJUSTED
-        if params.structured_outputs is not None:
+        if params.structured_outputs is not None or params.allowed_token_ids is not None:
+            return cls.ADJUSTED
+        if params.bad_words or params.logits_processors:
             return cls.ADJUSTED
         return cls.PLAIN
 
@@ -54,12 +57,25 @@ class RowKinds:
     def __init__(self, num_rows: int) -> None:
         self.kinds = np.zeros(num_rows, dtype=np.int8)
         self.wants_logprobs = np.zeros(num_rows, dtype=bool)
+        """Of sampling graphs."""
+        self.wants_whole = np.zeros(num_rows, dtype=bool)
+        """See `whole_logprobs`."""
+        self._may_want_whole = False
 
     def set(self, row: int, params: SamplingParams) -> Kind:
         """The row has a new tenant."""
         kind = Kind.of(params)
-        self.kinds[row], self.wants_logprobs[row] = kind, params.logprobs is not None
+        self.kinds[row], self.wants_whole[row] = kind, wants_whole(params)
+        self.wants_logprobs[row] = params.wants_logprobs and not self.wants_whole[row]
+        self._may_want_whole = bool(self.wants_whole.any())
         return kind
+
+    def wanting_whole(self, step: ScheduledStep) -> list[int]:
+        """Which requests of a step sample and want whole distributions."""
+        if not self._may_want_whole:
+            return []
+        found: list[int] = np.flatnonzero(self.wants_whole[step.rows] & step.samples).tolist()
+        return found
 
     def asking(self, step: ScheduledStep) -> Asking | None:
         """Who asks for more in this step; None: nobody."""

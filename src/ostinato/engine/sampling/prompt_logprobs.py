@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.kernels import sampling
+from ostinato.kernels.sampling import torch_reference
 from ostinato.models.transformer import Transformer
 
 from ..outputs import Logprob
@@ -12,19 +12,27 @@ from ..token_ids import IntArray
 
 _PIECE = 256
 """Tokens whose logits are held at the same time."""
+_PIECE_OF_ALL = 16
+"""The same, where all of them are sorted."""
 
 
 @torch.no_grad()
 def prompt_logprobs_of(
     model: Transformer, hidden: torch.Tensor, prompt_ids: IntArray, start: int, top_n: int
 ) -> list[dict[int, Logprob]]:
-    """What the prompt tokens that follow `hidden` [t, H], states of positions from `start` on, were given."""
+    """What the prompt tokens that follow `hidden` [t, H], states of positions from `start` on, were given.
+
+    `top_n`: -1 for the whole vocabulary.
+    """
     targets = torch.tensor(prompt_ids[start + 1 : start + 1 + len(hidden)], device=hidden.device)
     found: list[dict[int, Logprob]] = []
-    for begin in range(0, len(targets), _PIECE):
-        wanted = targets[begin : begin + _PIECE]
+    vocab = model.config.vocab_size
+    count = vocab if top_n < 0 else min(top_n, vocab)
+    piece = _PIECE if count < 1000 else _PIECE_OF_ALL
+    for begin in range(0, len(targets), piece):
+        wanted = targets[begin : begin + piece]
         logits = model.logits(hidden[begin : begin + len(wanted)])
-        of = sampling.token_logprobs(logits, wanted, min(top_n, logits.size(1)))
+        of = torch_reference.token_logprobs(logits, wanted, count)
         rows = zip(
             wanted.tolist(),
             of.chosen.tolist(),

@@ -3,7 +3,7 @@
 The parameters of a request are written once, into its row, when it gets the row. A step then brings only
 rows, and nothing if they are those of the step before. Plain sampling, which is also the end of every decode
 step (`plain_sampling`), serves all requests of a step but those that ask for more; another graph then serves
-these, and nobody else (`kernels.asking_rows`). It is the cheapest kind that serves them all (`kinds`).
+these, and nobody else (`kernels.sampling.asking_rows`). It is the cheapest kind that serves them (`kinds`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,21 @@ from ostinato.graphs import (
     capture_keys,
     frozen_gc,
 )
-from ostinato.kernels import asking_rows
-from ostinato.kernels.asked import Asked
-from ostinato.kernels.token_lines import LogprobLines
+from ostinato.kernels.sampling import asking_rows
+from ostinato.kernels.sampling.asked import Asked
+from ostinato.kernels.sampling.token_lines import LogprobLines
 
-from ..sampling_params import MAX_LOGPROBS, RequestError, SamplingParams
+from ..sampling_params import RequestError, SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import ScheduledStep
 from ..stepping.model_runner import ModelRunner
 from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
 from ..stepping.token_return import Amendment, Launched
 from .kinds import Asking, Kind, RowKinds
+from .logits_processors import process
 from .token_masks import TokenMasks
+from .token_rules import NOTHING_LEFT, rules_of
+from .whole_logprobs import MOST_IN_GRAPHS, on_the_way, wants_whole
 
 PLAIN_FIELDS = (Field("req_rows", torch.int32, per="request"),)
 """Requests that sample nothing in a step have row 0, like padding: its state never changes."""
@@ -78,7 +81,7 @@ class Sampler:
             **{name: self._rows[name] for name in Asked._fields[:-3]},
         )
         self._returned = runner.returned
-        self.logprobs = LogprobLines.of(self._returned.lines, min(MAX_LOGPROBS, vocab))
+        self.logprobs = LogprobLines.of(self._returned.lines, min(MOST_IN_GRAPHS, vocab))
         """Where log-probabilities come back."""
         asking = self._buffers_for(asking_fields(config.max_running_requests))
         buffers = {Kind.PLAIN: self._buffers_for(PLAIN_FIELDS), Kind.ADJUSTED: asking, Kind.FILTERED: asking}
@@ -161,8 +164,24 @@ class Sampler:
 
     # -- parameters --------------------------------------------------------------------------------
 
-    def check(self, params: SamplingParams) -> None:
-        """RequestError for parameters that this vocabulary or these buffers do not allow."""
+    def take(self, request: Request, params: SamplingParams) -> None:
+        """Give a new request its rules; RequestError for parameters that this vocabulary, these buffers or
+        this configuration do not allow."""
+        self._check(params)
+        request.rules = rules_of(request, params, self._vocab)
+
+    def _check(self, params: SamplingParams) -> None:
+        most = self._runner.config.config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and most >= 0 and not 0 <= asked <= most:
+                raise RequestError(
+                    f"{name} is {asked}{' (all)' if asked < 0 else ''}, and at most {most} can be asked for: "
+                    "raise max_logprobs of the engine, -1 allows all"
+                )
+        named = max(params.logprob_token_ids or [0])
+        if named >= self._vocab:
+            raise RequestError(f"logprob_token_ids: token {named}: the vocabulary ends at {self._vocab - 1}")
         bias = params.logit_bias or {}
         if len(bias) > MAX_BIASES:
             raise RequestError(f"logit_bias names {len(bias)} tokens, {MAX_BIASES} are possible")
@@ -193,10 +212,13 @@ class Sampler:
         banned = self._banned(request, params)
         write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
         write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
-        write("num_logprobs", row, -1 if params.logprobs is None else min(params.logprobs, self._vocab))
+        from_graph = None if wants_whole(params) else params.logprobs
+        write("num_logprobs", row, -1 if from_graph is None else min(from_graph, self._vocab))
         if params.has_penalties:
             self._count_tokens_of(request)
-        if request.grammar is None:
+        if request.rules is not None:
+            self._masks.allow(row, request.rules.lasting)
+        elif request.grammar is None:
             self._masks.allow_all(row)
 
     def _write_biases(self, row: int, biases: Mapping[int, float]) -> None:
@@ -228,12 +250,42 @@ class Sampler:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def mask(self, requests: Sequence[Request]) -> None:
-        """Allow these requests, each under a grammar, only what may follow; before every `launch`."""
+    def mask(self, requests: Sequence[Request]) -> dict[Request, str]:
+        """Allow these requests, each with a grammar or rules, only what may follow; before every `launch`.
+
+        Those that get no token, and why.
+        """
+        stuck = {}
         for request in requests:
-            assert request.grammar is not None
-            self._masks.follow(request.row, request.grammar)
+            within = None if request.rules is None else request.rules.next_of(request)
+            if request.grammar is not None:
+                is_left = self._masks.follow(request.row, request.grammar, within)
+            else:
+                assert within is not None
+                is_left = self._masks.allow(request.row, within)
+            if not is_left:
+                stuck[request] = NOTHING_LEFT
         self._masks.send()
+        return stuck
+
+    def process(self, step: ScheduledStep, places: Sequence[int]) -> dict[Request, str]:
+        """Have the callers' own functions change the logits of those at these places that have any; whom
+        they leave without a token, and why."""
+        failed = {}
+        for at in places:
+            request = step.requests[at]
+            if request.params is not None and request.params.logits_processors and request.row:
+                logits = self._runner.logits[at]
+                allowed = torch.from_numpy(self._masks.allowed(request.row)).to(logits.device)
+                error = process(request, logits, allowed)
+                if error is not None:
+                    failed[request] = error
+        return failed
+
+    def whole_logprobs(self, step: ScheduledStep) -> dict[int, Tensor]:
+        """By place, the distributions of those that want them whole, on their way to the host; before
+        anything changes the logits."""
+        return {at: on_the_way(self._runner.logits[at]) for at in self._kinds.wanting_whole(step)}
 
     def launch(self, step: ScheduledStep) -> Launched:
         """Sample from the logits of the step just run, one row per request, as far as it has not done it.

@@ -1,13 +1,15 @@
 """Which tokens each row may get, one bit each: on the device, and as the host knows it to be there.
 
-Masks come from grammars, which are followed on the host, and change from token to token or not at all. Those
-that changed travel in one copy from pinned memory, which nobody waits for.
+Masks come from grammars, which are followed on the host, and from the lists of requests (`token_rules`), and
+change from token to token or not at all. Those that changed travel in one copy from pinned memory, which
+nobody waits for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ class TokenMasks:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         words = mask_words(vocab_size)
+        self._vocab_size = vocab_size
         self.tensor = torch.full((num_rows, words), _ALL, dtype=torch.int32, device=device)
         """int32 [num_rows, words], on the device."""
         self._mirror: Mask = np.full((num_rows, words), _ALL, dtype=np.int32)
@@ -52,12 +55,25 @@ class TokenMasks:
             self._mirror[:] = mirror
             self._masked, self._unsent = masked, unsent
 
-    def follow(self, row: int, grammar: Grammar) -> None:
-        """Allow a row only what may come next in a grammar; on the device after the next `send`."""
+    def follow(self, row: int, grammar: Grammar, within: Mask | None = None) -> bool:
+        """Allow a row only what may come next in a grammar and is in `within`; on the device after the next
+        `send`. False, and nothing changes, if that is no token at all."""
         mask = np.empty_like(self._mirror[row])
         grammar.fill(mask)
+        return self.allow(row, mask if within is None else mask & within)
+
+    def allow(self, row: int, mask: Mask) -> bool:
+        """Allow a row only this; as `follow`."""
+        if not mask.any():
+            return False
         self._masked.add(row)
         self._set(row, mask)
+        return True
+
+    def allowed(self, row: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """bool, a token each: what the row may get, as the host knows it."""
+        octets = self._mirror[row].view(np.uint8)
+        return np.unpackbits(octets, bitorder="little", count=self._vocab_size).view(np.bool_)
 
     def allow_all(self, row: int) -> None:
         """Allow a row everything; on the device after the next `send`."""

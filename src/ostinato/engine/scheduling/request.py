@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,6 +35,9 @@ from ostinato.text.grammar import Grammar
 
 from ..sampling_params import RequestError, SamplingParams
 from ..token_ids import IntArray, token_array
+
+if TYPE_CHECKING:
+    from ..sampling.token_rules import TokenRules
 
 __all__ = ["FinishReason", "IntArray", "Request", "RequestError", "RequestRows", "RequestStatus"]
 
@@ -81,17 +85,19 @@ class Request:
     """The model's end-of-sequence tokens."""
     grammar: Grammar | None = None
     """Which tokens may come next, for a text that must look a certain way."""
+    cache_salt: str | None = None
+    """Only requests with the same one find each other's prefixes in the cache."""
     arrival_time: float = field(default_factory=time.monotonic)
     """When it arrived, for latencies; the order of service is the order of `Scheduler.add`."""
 
+    rules: TokenRules | None = field(default=None, init=False)
+    """Which tokens may come by the lists of its parameters; given by the engine."""
     order: int = field(default=-1, init=False)
     """Its number in the order of arrival, given by the scheduler."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     """Where it is."""
     row: int = field(default=RESERVED_ROW, init=False)
     """Its row while it runs, else 0."""
-    pages: list[int] = field(default_factory=list, init=False)
-    """Its pages in the order of positions, while it runs; 0 for one that it has given back."""
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens found in the prefix cache when it was first admitted."""
     num_preemptions: int = field(default=0, init=False)
@@ -123,6 +129,11 @@ class Request:
         return self.params is None
 
     @property
+    def waits_for_tokens(self) -> bool:
+        """Whether a token can only be chosen once the one before it is known."""
+        return self.grammar is not None or (self.rules is not None and self.rules.follows_tokens)
+
+    @property
     def is_finished(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
@@ -134,6 +145,21 @@ class Request:
             return list(self._settled_output)
         tokens: list[int] = self._rows.token_ids[self.row, self.num_prompt_tokens : self.num_tokens].tolist()
         return tokens
+
+    def last_output(self, count: int) -> list[int]:
+        """At most so many of the tokens generated last, as far as the host knows them."""
+        if self._rows is None:
+            return self._settled_output[-count:]
+        end = self.num_tokens
+        tokens: list[int] = self._rows.token_ids[
+            self.row, max(self.num_prompt_tokens, end - count) : end
+        ].tolist()
+        return tokens
+
+    @property
+    def pages(self) -> list[int]:
+        """Its pages in the order of positions, while it runs; 0 for one that it has given back. A copy."""
+        return [] if self._rows is None else self._rows.pages_of(self.row)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -190,15 +216,18 @@ class RequestRows:
     earlier tenant. `tenancy` tells them apart: it changes whenever a row changes hands.
     """
 
-    def __init__(self, max_running: int, max_len: int) -> None:
+    def __init__(self, max_running: int, max_len: int, page_size: int) -> None:
         """Rows 1..max_running for requests of at most `max_len` tokens, prompt and output together."""
         rows = max_running + 1
+        self._page_size = page_size
         self._free = list(range(max_running, 0, -1))
         self.requests: list[Request | None] = [None] * rows
         """The tenant of each row."""
         # Virtual until touched: a row costs what its longest tenant used.
         self.token_ids = np.zeros((rows, max_len), dtype=np.int32)
         """Known token ids by position."""
+        self.pages = np.zeros((rows, -(-max_len // page_size)), dtype=np.intp)
+        """Pages in the order of positions, as many as `capacity` says; 0 for one that was given back."""
         self.num_tokens = np.zeros(rows, dtype=np.int32)
         """See Note [Lengths of a request]; so are the next three."""
         self.num_promised = np.zeros(rows, dtype=np.int32)
@@ -217,7 +246,8 @@ class RequestRows:
         self.stop_ids = np.full((1, rows), -1, dtype=np.int32)
         """Tokens that end it, one per line, padded with -1; as many lines as the largest set so far."""
         self.waits = np.zeros(rows, dtype=bool)
-        """Whether a token can only be chosen once the one before it is known: it follows a grammar."""
+        """Whether a token can only be chosen once the one before it is known: it follows a grammar, or bad
+        words."""
         self.num_waiting = 0
         """How many do."""
         self.tenancy = np.zeros(rows, dtype=np.int64)
@@ -240,8 +270,8 @@ class RequestRows:
         self.num_computed[row] = self.num_scheduled[row] = 0
         self.capacity[row] = self.num_committed_pages[row] = self.num_given_back[row] = 0
         self.max_tokens[row] = max_tokens
-        self.waits[row] = request.grammar is not None
-        self.num_waiting += request.grammar is not None
+        self.waits[row] = request.waits_for_tokens
+        self.num_waiting += request.waits_for_tokens
         self._set_stops(row, request)
         request.row, request._rows = row, self
 
@@ -251,10 +281,27 @@ class RequestRows:
         request._settled_output = request.output_ids
         request.row, request._rows = RESERVED_ROW, None
         self.requests[row] = None
-        self.num_waiting -= request.grammar is not None
+        self.num_waiting -= request.waits_for_tokens
         self.waits[row] = False
         self.tenancy[row] += 1
         self._free.append(row)
+
+    def pages_of(self, row: int) -> list[int]:
+        """Of its tenant."""
+        pages: list[int] = self.pages[row, : self.capacity[row] // self._page_size].tolist()
+        return pages
+
+    def restore(self, tenants: Sequence[Request]) -> None:
+        """Make the books anew, whatever state they are in: these have the rows that they have, all other rows
+        are free, and what steps in flight still compute for them is dropped."""
+        by_row = {request.row: request for request in tenants}
+        for row in range(1, len(self.requests)):
+            self.requests[row] = by_row.get(row)
+            if row not in by_row:
+                self.waits[row] = False
+                self.tenancy[row] += 1
+        self.num_waiting = sum(request.grammar is not None for request in tenants)
+        self._free = [row for row in range(len(self.requests) - 1, 0, -1) if row not in by_row]
 
     def never_commit(self, row: int) -> None:
         """Keep the pages of this tenant out of the prefix cache."""

@@ -1,11 +1,12 @@
 """The pages of running requests: taken, shared by prefix, committed when full, given back.
 
-What a request has is in three places: its list of pages, the capacity in its row, and the page table on the
-device. The first two change here at once; what the device has to be told is collected for the next step.
+What a request has is in two places: its row of `RequestRows` (its pages, and the tokens that they can hold),
+and the page table on the device. The first changes here at once; what the device has to be told is collected
+for the next step.
 
 Note [Windows]
 Where every layer of a model looks back on so many tokens only (`SchedulerConfig.window`), pages before all
-windows are never read again. A request gives them back while it runs: in their place its list and the page
+windows are never read again. A request gives them back while it runs: in their place its row and the page
 table have page 0. Steps under way may still read them, as in Note [One step ahead]. With prefix caching a
 page is committed first, and the last one committed stays, for the next is entered behind it. Kernels read
 keys in blocks, so what is given back ends at a multiple of `WINDOW_ALIGNMENT`: page 0 is never read instead.
@@ -47,7 +48,7 @@ class RequestPages:
 
     def missing(self, request: Request, num_tokens: int) -> int:
         """Pages that the request needs besides its own to hold so many tokens."""
-        return self._pages.pages_for(num_tokens) - len(request.pages)
+        return self._pages.pages_for(num_tokens) - self._count(request.row)
 
     def missing_at_once(self, request: Request, num_tokens: int) -> int:
         """The same, less what it will have given back by then."""
@@ -56,14 +57,12 @@ class RequestPages:
 
     def cached_prefix(self, request: Request) -> IntArray:
         """Full pages that hold the first tokens of the request already."""
-        # Prompt logprobs and pooled embeddings need the hidden states of every token of the prompt.
-        needs_all = request.params is None or request.params.prompt_logprobs is not None
-        if needs_all or not self._prefix_caching:
+        if not self._prefix_caching or _needs_all(request):
             return _NO_PAGES
         tokens, output = request.prompt_ids, request.output_ids
         if output:
             tokens = np.concatenate([tokens, output])
-        prefix = np.array(self._pages.match(tokens), dtype=np.intp)
+        prefix = self._pages.match(tokens, _salt(request))
         if self._window is not None and len(prefix):
             needed = self._first_needed(np.array(len(prefix) * self._pages.page_size))
             prefix[: min(int(needed), len(prefix) - 1)] = RESERVED_PAGE
@@ -111,8 +110,9 @@ class RequestPages:
 
     def leave(self, request: Request) -> None:
         """Take all pages from the request."""
-        self._pages.free(request.pages[self._rows.num_given_back[request.row] :])
-        request.pages = []
+        row = request.row
+        self._pages.free(self._rows.pages[row, self._rows.num_given_back[row] : self._count(row)])
+        self._rows.capacity[row] = 0
 
     def give_back(self, requests: Sequence[Request]) -> bool:
         """Take from these the pages that no token to come can see. Whether there were any."""
@@ -124,11 +124,11 @@ class RequestPages:
         begins = self._rows.num_given_back[rows]
         ready = np.flatnonzero(ends > begins).tolist()
         for at in ready:
-            request, begin, end = requests[at], int(begins[at]), int(ends[at])
-            self._pages.free(request.pages[begin:end])
-            request.pages[begin:end] = [RESERVED_PAGE] * (end - begin)
-            self._rows.num_given_back[request.row] = end
-            self._updates.append(PageUpdate(request.row, begin, np.full(end - begin, RESERVED_PAGE)))
+            row, begin, end = requests[at].row, int(begins[at]), int(ends[at])
+            self._pages.free(self._rows.pages[row, begin:end])
+            self._rows.pages[row, begin:end] = RESERVED_PAGE
+            self._rows.num_given_back[row] = end
+            self._updates.append(PageUpdate(row, begin, np.full(end - begin, RESERVED_PAGE)))
         return bool(ready)
 
     def _first_needed(self, positions: IntArray) -> IntArray:
@@ -145,11 +145,11 @@ class RequestPages:
         """
         if len(requests) < 2 or self._window is not None:
             return 0
-        first = requests[0].pages
-        num_pages = min(len(request.pages) for request in requests)
+        rows, pages = [request.row for request in requests], self._rows.pages
+        num_pages = int(self._rows.capacity[rows].min()) // self._pages.page_size
 
         def is_own(at: int) -> bool:
-            return any(request.pages[at] != first[at] for request in requests)
+            return bool(np.any(pages[rows, at] != pages[rows[0], at]))
 
         return bisect_left(range(num_pages), True, key=is_own) * self._pages.page_size
 
@@ -163,30 +163,53 @@ class RequestPages:
         """These were taken, and the step that was to apply them may not have done so: they are due again."""
         self._updates[:0] = updates
 
+    def _count(self, row: int) -> int:
+        """Pages of a row's tenant, those given back included."""
+        return int(self._rows.capacity[row]) // self._pages.page_size
+
+    def restore(self, running: Sequence[Request]) -> None:
+        """Make the books anew from the rows of these, whatever state they are in; the device is told all."""
+        self._pages.restore([[page for page in request.pages if page] for request in running])
+        for request in running:
+            self._rows.never_commit(request.row)
+        self._updates = [PageUpdate(request.row, 0, np.array(request.pages)) for request in running]
+        self.num_twins += 1
+
     def _extend(self, request: Request, pages: IntArray) -> None:
         if len(pages):
-            self._updates.append(PageUpdate(request.row, len(request.pages), pages))
-            request.pages += pages.tolist()
-            self._rows.capacity[request.row] = len(request.pages) * self._pages.page_size
+            row, first = request.row, self._count(request.row)
+            self._updates.append(PageUpdate(row, first, pages))
+            self._rows.pages[row, first : first + len(pages)] = pages
+            self._rows.capacity[row] += len(pages) * self._pages.page_size
 
     def _commit(self, row: int) -> bool:
         rows, size = self._rows, self._pages.page_size
-        request = rows.requests[row]
+        request, pages, has_freed = rows.requests[row], rows.pages[row], False
         assert request is not None
-        has_freed = False
-        first, last = int(rows.num_committed_pages[row]), request.num_computed // size
+        first, last = int(rows.num_committed_pages[row]), int(rows.num_computed[row]) // size
         full = rows.token_ids[row, first * size : last * size]
         for at, content in enumerate(self._pages.contents(full), start=first):
-            parent = request.pages[at - 1] if at else RESERVED_PAGE
-            page = self._pages.commit(request.pages[at], parent, content)
-            if page != request.pages[at]:
+            parent, own = int(pages[at - 1]) if at else RESERVED_PAGE, int(pages[at])
+            content = content if at else _salt(request) + content
+            page = self._pages.commit(own, parent, content)
+            if page != own:
                 # Steps in flight still read the page given up: it holds the same.
-                request.pages[at] = page
+                pages[at] = page
                 self._updates.append(PageUpdate(row, at, np.array([page])))
                 self.num_twins += 1
                 has_freed = True
         rows.num_committed_pages[row] = last
         return has_freed
+
+
+def _needs_all(request: Request) -> bool:
+    # Prompt logprobs and pooled embeddings need the hidden states of every token of the prompt.
+    params = request.params
+    return params is None or params.prompt_logprobs is not None or params.skip_reading_prefix_cache
+
+
+def _salt(request: Request) -> bytes:
+    return b"" if request.cache_salt is None else request.cache_salt.encode(errors="surrogatepass")
 
 
 def most_pages_at_once(config: SchedulerConfig, pages: PageAllocator) -> int | None:

@@ -38,7 +38,15 @@ import numpy as np
 from ostinato.cache.pages import PageAllocator
 
 from .decode_batch import DecodeBatch
-from .request import FinishReason, IntArray, Request, RequestError, RequestRows, RequestStatus
+from .request import (
+    RESERVED_ROW,
+    FinishReason,
+    IntArray,
+    Request,
+    RequestError,
+    RequestRows,
+    RequestStatus,
+)
 from .request_pages import RequestPages, longest_request
 from .scheduled_step import CompletedStep, ScheduledStep
 from .scheduler_config import SchedulerConfig
@@ -54,7 +62,7 @@ class Scheduler:
         self.pages = pages
         self.max_len = longest_request(config, pages)
         """The longest a request can get: max_model_len, or less where the KV cache is smaller."""
-        self.rows = RequestRows(config.max_running, self.max_len)
+        self.rows = RequestRows(config.max_running, self.max_len, pages.page_size)
         self.waiting: deque[Request] = deque()
         """Requests without a row, oldest first; all younger than the running ones."""
         self.running: list[Request] = []
@@ -67,6 +75,8 @@ class Scheduler:
         self._decode_batch: DecodeBatch | None = None
         self._steps = StepMaker(self.rows, config.max_running)
         self._in_flight: deque[ScheduledStep] = deque()
+        # Of the step that landed last, whose requests had not left; `give_up` needs it as it was before.
+        self._landed: tuple[ScheduledStep, IntArray] | None = None
         self._joined: list[Request] = []
         self._taken = RequestPages(pages, self.rows, config)
         self._num_added = 0
@@ -83,6 +93,11 @@ class Scheduler:
     def num_steps_in_flight(self) -> int:
         """Steps that are scheduled and not complete."""
         return len(self._in_flight)
+
+    @property
+    def in_flight(self) -> tuple[ScheduledStep, ...]:
+        """These steps, the oldest first."""
+        return tuple(self._in_flight)
 
     @property
     def is_paused(self) -> bool:
@@ -136,16 +151,15 @@ class Scheduler:
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
         request.is_at_fault = is_at_fault
 
-    def set_all_aside(self) -> None:
-        """All pages are about to be lost: whoever runs waits, in order, to be computed again, and no prefix
-        is known any more. No step may be in flight."""
-        assert not self._in_flight, "complete all steps before"
-        while self.running:
-            self._preempt(self.running[-1])
-        self.flush_prefix_cache()
+    def flush_prefix_cache(self, *, computes_again: bool = False) -> None:
+        """Forget all cached prefixes (the weights have changed).
 
-    def flush_prefix_cache(self) -> None:
-        """Forget all cached prefixes (the weights have changed); running requests keep their pages."""
+        Running requests keep their pages, unless `computes_again`: then they give them back and are computed
+        again from their first token on.
+        """
+        if computes_again:
+            for request in reversed(self.running.copy()):
+                self._preempt(request)
         self.pages.flush()
         for request in self.running:
             self.rows.never_commit(request.row)
@@ -205,6 +219,41 @@ class Scheduler:
         for request in failed:
             self.finish(request, FinishReason.ERROR, error=error)
         return failed
+
+    def give_up(self, step: ScheduledStep | None, error: str) -> tuple[Request, ...]:
+        """Where `complete` or `fail` of a step raised itself, at whatever line: end the step's requests with
+        `error`, make all books anew from what the others have, and return those that ended.
+
+        Without a step, for `schedule`: end all, and drop what is in flight. Cached prefixes are forgotten.
+        """
+        ended = tuple(self._unfinished.values()) if step is None else self._concerned_by(step)
+        for request in ended:
+            if request._rows is not None:
+                request._settled_output = request.output_ids
+            request.row, request._rows = RESERVED_ROW, None
+            request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
+            request.stop_reason, request.error, request.is_at_fault = None, error, False
+        self._in_flight = deque(other for other in self._in_flight if step is not None and other is not step)
+        self.running = [request for request in self.running if not request.is_finished]
+        self.waiting = deque(request for request in self.waiting if not request.is_finished)
+        self._unfinished = {request.request_id: request for request in (*self.running, *self.waiting)}
+        self._decoding = [request for request in self._decoding if not request.is_finished]
+        if self._prefilling is not None and self._prefilling.is_finished:
+            self._prefilling = None
+        self._decode_batch = None
+        self._joined.clear()
+        self.rows.restore(self.running)
+        self._taken.restore(self.running)
+        self._head_is_blocked = False
+        return ended
+
+    def _concerned_by(self, step: ScheduledStep) -> tuple[Request, ...]:
+        """The requests of a step that had not left when it landed, or have not if it is still in flight."""
+        if self._landed is not None and self._landed[0] is step:
+            live = self._landed[1]
+        else:
+            live = self.rows.tenancy[step.rows] == step.tenancies
+        return tuple(step.requests[at] for at in np.flatnonzero(live).tolist())
 
     def check_integrity(self) -> None:
         """Raise if pages, rows or the order of requests are not as they must be. For tests and when idle."""
@@ -397,11 +446,14 @@ class Scheduler:
 
     def _land(self, step: ScheduledStep, rows: IntArray) -> IntArray:
         """Take the oldest step out of flight; which of its requests have not left since."""
-        oldest = self._in_flight.popleft()
-        assert oldest is step, "steps complete in the order of scheduling"
+        assert self._in_flight[0] is step, "steps complete in the order of scheduling"
+        live: IntArray
         if self._decode_batch is not None and step.requests is self._decode_batch.requests:
-            return step.samples  # all of them: a batch is made anew when somebody leaves
-        live: IntArray = self.rows.tenancy[rows] == step.tenancies
+            live = step.samples  # all of them: a batch is made anew when somebody leaves
+        else:
+            live = self.rows.tenancy[rows] == step.tenancies
+        self._landed = step, live
+        self._in_flight.popleft()
         return live
 
     def _finish_sampled(self, row: int, token: int, is_stop: bool) -> Request:

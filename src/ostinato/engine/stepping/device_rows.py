@@ -174,9 +174,13 @@ class DeviceRows:
         field = self._fields[name]
         assert field.width is not None
         assert field.cells == field.width
+        assert not field.advances
         cells = self._starts[name] + np.asarray(rows) * field.width + np.asarray(columns)
-        self._changes.cells.append(cells)
-        self._mirror[cells] = values
+        # A row is often handed to a request that begins as its last tenant did.
+        changed = cells[self._mirror[cells] != values]
+        if len(changed):
+            self._changes.cells.append(changed)
+            self._mirror[cells] = values
 
     def _make_scatter(self, mode: GraphMode, pool: GraphPool, warmups: int) -> CudaGraphRunner:
         return CudaGraphRunner(

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from ..outputs import Logprob
+from ..sampling.whole_logprobs import told
 from ..scheduling.request import Request
 from ..scheduling.scheduled_step import CompletedStep, ScheduledStep
 from .prompt_states import PromptStates
@@ -61,10 +63,14 @@ class Flight:
     """By request, of embeddings."""
     constrained: list[int] = field(default_factory=list)
     """Which of its requests get their token from a grammar."""
+    whole_logprobs: dict[int, Tensor] = field(default_factory=dict)
+    """By place, of those that want all of their distribution."""
     is_timed: bool = False
     """Whether the device notes its beginning, and another step was under way when it was launched."""
     error: str | None = "the step was interrupted before it was launched"
-    """Why it was not launched to the end; None once it was."""
+    """Why it was not launched to the end, or not read; None once it was launched."""
+    landed: Progress | None = None
+    """What it brought, from when that is in the books until `step` returns it."""
 
     def progress(self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]) -> Progress:
         """What it brought; `ended` are those that it ended."""
@@ -79,17 +85,25 @@ class Flight:
     ) -> dict[Request, Extras]:
         found: dict[Request, Extras] = {}
         # In a decode step only those who asked for logprobs can have any.
-        told = () if sampled is None or sampled.told is None else sampled.told.tolist()
-        for at in range(self.step.num_requests) if self.prompt_logprobs or self.hidden else told:
+        asking = () if sampled is None or sampled.told is None else sampled.told.tolist()
+        has_more = self.prompt_logprobs or self.hidden or self.whole_logprobs
+        for at in range(self.step.num_requests) if has_more else asking:
             request = self.step.requests[at]
             if request.is_finished and request not in ended:
                 continue  # it left while the step was under way
             name = request.request_id
-            logprobs = _logprobs(request, sampled, at) if done.accepted[at] else None
+            logprobs = self._logprobs(request, sampled, at) if done.accepted[at] else None
             extras = Extras(logprobs, self.prompt_logprobs.get(name), self.hidden.get(name))
             if any(part is not None for part in extras):
                 found[request] = extras
         return found
+
+    def _logprobs(self, request: Request, sampled: Sampled | None, at: int) -> dict[int, Logprob] | None:
+        if at not in self.whole_logprobs:
+            return _logprobs(request, sampled, at)
+        assert sampled is not None
+        assert request.params is not None
+        return told(self.whole_logprobs[at], int(sampled.tokens[at]), request.params)
 
 
 def _logprobs(request: Request, sampled: Sampled | None, at: int) -> dict[int, Logprob] | None:

@@ -6,8 +6,7 @@ decode graph serves them, and nobody else, and puts their tokens into the same l
 
 from torch import Tensor
 
-from ostinato.kernels import sampling
-from ostinato.kernels.sampling import PlainSettings
+from ostinato.kernels.sampling.plain import PlainSettings, return_plain
 
 from .device_rows import DeviceRows
 from .token_return import TokenReturn
@@ -23,4 +22,4 @@ class PlainSampling:
 
     def __call__(self, req_rows: Tensor) -> None:
         """Captured: choose, and leave the tokens in their rows and in the next line."""
-        sampling.return_plain(self._logits[: req_rows.size(0)], req_rows, self._settings, self._lines)
+        return_plain(self._logits[: req_rows.size(0)], req_rows, self._settings, self._lines)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs import CurrentStream
-from ostinato.kernels.token_lines import LINE_HEAD, LogprobLines, TokenLines
+from ostinato.kernels.sampling.token_lines import LINE_HEAD, LogprobLines, TokenLines
 
 from ..scheduling.request import IntArray
 

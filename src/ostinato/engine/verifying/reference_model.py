@@ -138,7 +138,8 @@ def rotation(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Tensor
     """cos and sin [T, 1, D/2] of the angle that each pair of a head is turned by."""
     speeds = [_speed(rope, pair, head_dim) for pair in range(head_dim // 2)]
     angles = torch.outer(positions.double(), torch.tensor(speeds, dtype=torch.float64).to(positions.device))
-    return angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+    longer = rope.attention_factor
+    return (angles.cos() * longer).float().unsqueeze(1), (angles.sin() * longer).float().unsqueeze(1)
 
 
 def _speed(rope: RopeConfig, pair: int, head_dim: int) -> float:
@@ -148,6 +149,8 @@ def _speed(rope: RopeConfig, pair: int, head_dim: int) -> float:
         return speed / rope.factor
     if rope.kind == "default":
         return speed
+    if rope.kind == "yarn":
+        return speed * (1 - _yarn_share(rope, pair, head_dim) * (1 - 1 / rope.factor))
     assert rope.kind == "llama3", rope.kind
     wavelength = 2 * math.pi / speed
     if wavelength < rope.original_max_positions / rope.high_freq_factor:
@@ -157,6 +160,18 @@ def _speed(rope: RopeConfig, pair: int, head_dim: int) -> float:
     smooth = rope.original_max_positions / wavelength - rope.low_freq_factor
     smooth /= rope.high_freq_factor - rope.low_freq_factor
     return (1 - smooth) * speed / rope.factor + smooth * speed
+
+
+def _yarn_share(rope: RopeConfig, pair: int, head_dim: int) -> float:
+    """How much of the stretching a pair gets: by its place between those that turn beta_fast and beta_slow
+    times in the original context, both rounded away from each other."""
+    per_turn = head_dim / (2 * math.log(rope.theta))
+    fast, slow = (
+        per_turn * math.log(rope.original_max_positions / (2 * math.pi * turns))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    low, high = max(math.floor(fast), 0), min(math.ceil(slow), head_dim - 1)
+    return min(1.0, max(0.0, (pair - low) / ((high - low) or 0.001)))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Which tokens may be sampled, in float64 and one request at a time; nothing of what graphs run.
 
-Written from what is promised (`kernels/sampling.py` and `kernels/filters` say it): the order of the steps, a
+Written from what is promised (`kernels/sampling` says it): the order of the steps, a
 draw that depends on seed, position and token alone, cuts at top-k, top-p and min-p. A graph computes in
 float32, so that where two tokens are as good as equal, or a token stands right at a cut, either is right.
 """

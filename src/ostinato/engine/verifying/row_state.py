@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.graphs import CapturedGraph
-from ostinato.kernels.token_lines import LINE_HEAD
+from ostinato.kernels.sampling.token_lines import LINE_HEAD
 
 from ..core import EngineCore
 from ..scheduling.request import IntArray, Request

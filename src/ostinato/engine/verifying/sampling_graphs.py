@@ -6,7 +6,7 @@ Graphs for those who ask for more get a line that is full of other tokens, and r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs import BatchShape, CapturedGraph, CudaGraphRunner
-from ostinato.kernels.token_lines import LINE_HEAD
+from ostinato.kernels.sampling.token_lines import LINE_HEAD
 from ostinato.text.grammar import Grammar
 
 from ..core import EngineCore
@@ -250,7 +250,8 @@ class _EveryThird:
 def _told(params: SamplingParams) -> str:
     """What is not as it is by default."""
     default = SamplingParams()
-    given = {name: value for name, value in vars(params).items() if value != getattr(default, name)}
+    names = [field.name for field in fields(params)]
+    given = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(default, name)}
     return ", ".join(f"{name}={value}" for name, value in given.items())
 
 

@@ -12,15 +12,12 @@ from .shared_memory import KeyBlocks, key_blocks
 _PROGRAMS = 2
 """On a multiprocessor at a time, where contexts are cut: they hide each other's gaps."""
 _LEAST_KEYS = 256
-_PARTS = 32
-"""Of the longest context, about: a chunk of few blocks of keys ends before its copies are on their way (16
-tokens at 32k take 86 us with 128 parts, 65 with 64, 49 with 32; at 8k 24, 27 and 31)."""
 _KEYS_PER_QUERY = 8
 """Of a chunk, at least, for each query head of a tile: the part that it leaves has 4 bytes an element, which
 are written and read, where a key and its value have 4 together. So parts move a quarter of what keys do."""
+_LEAST_PARTS, _MOST_PARTS = 2, 64
 _MOST_PART_BYTES = 40 << 20
-"""Of all parts together: L2 holds most of them, and a limit that is a little above a power of two still has
-the chunks of that power."""
+"""Of all parts together: L2 holds most of them."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,12 @@ class Chunks:
     """How contexts are cut, and who takes the chunks."""
 
     keys: int
-    """Contexts are cut at multiples of this."""
+    """Of a chunk, at least: contexts are cut at multiples of this, longer ones of 3/2 of it, twice as much,
+    and so on, so that they have no more `parts`."""
     parts: int
     """Chunks that a token sees at most."""
+    steps: int
+    """How often chunks grow at most."""
     programs: int
 
 
@@ -70,23 +70,39 @@ class Queries:
         blocks = key_blocks(self.dtype, self.head_dim, heads, (5, 4), gpu, _PROGRAMS)
         tile = self._tile(heads, blocks)
         tiles = cdiv(self.num_tokens, tile.query_block) * self.num_kv_heads
-        seen = min(self.max_context, self.window or self.max_context)
-        keys = max(_LEAST_KEYS, _KEYS_PER_QUERY * heads, 1 << max(1, seen // _PARTS).bit_length() - 1)
-        if _PROGRAMS * tiles > gpu.multiprocessors or seen <= keys:
+        least = max(_LEAST_KEYS, _KEYS_PER_QUERY * heads)
+        if _PROGRAMS * tiles > gpu.multiprocessors or self._seen <= least:
             heads = self._heads_of_a_tile(64)
             return self._tile(heads, key_blocks(self.dtype, self.head_dim, heads, (4,), gpu, 1)), None
-        part_bytes = self.num_tokens * self.num_heads * self.head_dim * 4
-        while (parts := self._parts(keys)) > 2 and parts * part_bytes > _MOST_PART_BYTES:
-            keys *= 2
-        units = (tiles + self.num_requests * self.num_kv_heads) * parts
         resident = min(_PROGRAMS, gpu.most_programs(blocks.shared_bytes(self.dtype, self.head_dim, heads)))
-        return tile, Chunks(keys, parts, min(units, resident * gpu.multiprocessors))
+        programs = resident * gpu.multiprocessors
+        # As many as there are programs for the tiles of one request: a second round is as long as the first.
+        part_bytes = self.num_tokens * self.num_heads * self.head_dim * 4
+        most = max(_LEAST_PARTS, min(programs // tiles, _MOST_PARTS, _MOST_PART_BYTES // part_bytes))
+        keys, parts, steps = self._chunks(least, most)
+        units = (tiles + self.num_requests * self.num_kv_heads) * parts
+        return tile, Chunks(keys, parts, steps, min(units, programs))
 
-    def _parts(self, keys: int) -> int:
-        """Chunks that a token sees at most: a window may begin and end anywhere in one."""
-        if not self.window or self.window >= self.max_context:
-            return cdiv(self.max_context, keys)
-        return cdiv(self.window - 1, keys) + 1
+    @property
+    def _seen(self) -> int:
+        """Positions that a token sees at most."""
+        return min(self.max_context, self.window or self.max_context)
+
+    def _chunks(self, keys: int, most_parts: int) -> tuple[int, int, int]:
+        """Least keys, parts and steps of `Chunks`. A window may begin and end anywhere in a chunk, and be
+        anywhere in the context: there all chunks are alike."""
+        if self.window:
+            while (parts := cdiv(self._seen - 1, keys) + 1) > most_parts:
+                keys *= 2
+            return keys, parts, 0
+        # Tokens of a step have two sizes of chunks at most: the next length at which they grow is far away.
+        while keys < self.max_context and most_parts * keys < 2 * self.max_query_len:
+            keys *= 2
+        # Steps enough for any rung of this limit: each number of them is a kernel of its own.
+        steps = 0
+        while _LEAST_PARTS * grown(_LEAST_KEYS, steps) < self.max_context:
+            steps += 1
+        return keys, min(most_parts, cdiv(self.max_context, keys)), steps
 
     def _heads_of_a_tile(self, most: int) -> int:
         """Query heads at a time, all of those that share a KV head; tl.dot wants 16 at least."""
@@ -99,10 +115,15 @@ class Queries:
         return QueryTile(heads // group_block, group_block, blocks.keys, blocks.num_stages)
 
 
+def grown(keys: int, steps: int) -> int:
+    """Keys of a chunk that has grown so often: by a half and by a third in turn."""
+    return (keys << steps // 2) * (3 if steps % 2 else 2) // 2
+
+
 def query_class(queries: Queries, gpu: Gpu) -> Hashable:
     """Equal for batches that run the same compiled kernels."""
     tile, chunks = queries.divided(gpu)
-    return tile, chunks is None, request_block_of(queries.num_requests)
+    return tile, chunks and chunks.steps, request_block_of(queries.num_requests)
 
 
 def request_block_of(num_requests: int) -> int:

@@ -11,8 +11,8 @@ most `tokens / query_block + requests` tiles. Two forms, chosen by what is known
 
 - `_attend_whole`: one program per tile and KV head reads all that the tile sees. The surplus of the grid
   gives padded tokens zeros.
-- `_attend_chunks`: for few tokens, whose tiles would leave most of a GPU idle. Contexts are cut at multiples
-  of `chunk_keys`, and as many programs as the GPU holds take tiles and chunks in turn. A token that sees one
+- `_attend_chunks`: for few tokens, whose tiles would leave most of a GPU idle. Contexts are cut into chunks
+  (`chunk_size`), and as many programs as the GPU holds take tiles and chunks in turn. A token that sees one
   chunk is done; the parts of others are joined by `_join_chunks`, which also gives padded tokens zeros.
 
 Where a token's context is cut follows from its position and the rung, so that its bits depend neither on its
@@ -124,11 +124,24 @@ def _attend_whole(
 
 
 @triton.jit
-def first_chunk(position, chunk_keys, window: tl.constexpr):
+def chunk_size(position, least_keys, most_parts, steps: tl.constexpr):
+    """Keys of the chunks into which the context of a token at `position` is cut: at most `most_parts`.
+
+    They grow by a half and by a third in turn (`query_tiles.grown`).
+    """
+    size = position * 0 + least_keys
+    for step in tl.static_range(steps):
+        longer = size * 3 // 2 if step % 2 == 0 else size * 4 // 3
+        size = tl.where(position >= most_parts * size, longer, size)
+    return size
+
+
+@triton.jit
+def first_chunk(position, size, window: tl.constexpr):
     """The first chunk of a context that a token at `position` sees; the last one has its own position."""
     first = position * 0
     if window > 0:
-        first = tl.maximum(0, position - window + 1) // chunk_keys
+        first = tl.maximum(0, position - window + 1) // size
     return first
 
 
@@ -146,7 +159,7 @@ def _attend_chunks(
     query_starts,
     query_lens,
     scale,
-    chunk_keys,
+    least_keys,
     num_requests,
     num_parts,
     token_stride,
@@ -161,13 +174,19 @@ def _attend_chunks(
     key_block: tl.constexpr,
     dim_block: tl.constexpr,
     request_block: tl.constexpr,
+    steps: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    # The units of work of a request are its tiles times the chunks that any of its tokens sees.
+    # The units of work of a request are its tiles times the chunks that any of its tokens sees. Chunks have
+    # one size, but where a step crosses a length from which they are longer: tokens before that have theirs
+    # behind the others.
     requests = tl.arange(0, request_block)
     lengths = tl.load(query_lens + requests, mask=requests < num_requests, other=0)
     contexts = tl.load(seq_lens + requests, mask=requests < num_requests, other=1)
-    chunks = (contexts - 1) // chunk_keys + 1 - first_chunk(contexts - lengths, chunk_keys, window)
+    size = chunk_size(contexts - 1, least_keys, num_parts, steps)
+    chunks = (contexts - 1) // size + 1 - first_chunk(contexts - lengths, size, window)
+    early_size = chunk_size(contexts - lengths, least_keys, num_parts, steps)
+    chunks += tl.where(early_size < size, num_parts, 0)
     units = tl.cdiv(lengths, query_block) * chunks
     ends = tl.cumsum(units, 0)
     num_units = tl.sum(units, 0) * num_kv_heads
@@ -189,12 +208,16 @@ def _attend_chunks(
         pages = page_table + tl.load(req_rows + request).to(tl.int64) * page_table_stride
         num_tiles = tl.cdiv(query_len, query_block)
         first_query = in_request % num_tiles * query_block
-        chunk = in_request // num_tiles + first_chunk(seq_len - query_len, chunk_keys, window)
+        size = chunk_size(seq_len - 1, least_keys, num_parts, steps)
+        chunk = in_request // num_tiles + first_chunk(seq_len - query_len, size, window)
+        if chunk * size >= seq_len:
+            chunk -= (seq_len - 1) // size + 1
+            size = chunk_size(seq_len - query_len, least_keys, num_parts, steps)
 
         first_position = seq_len - query_len + first_query
         last_position = tl.minimum(seq_len, first_position + query_block) - 1
-        begin = chunk * chunk_keys
-        end = tl.minimum(last_position + 1, begin + chunk_keys)
+        begin = chunk * size
+        end = tl.minimum(last_position + 1, begin + size)
         if window > 0:
             begin = tl.maximum(begin, tl.maximum(0, first_position - window + 1) // key_block * key_block)
 
@@ -203,9 +226,10 @@ def _attend_chunks(
         head = kv_head * group + in_group
         token = tl.load(query_starts + request).to(tl.int64) + query
         # Of the tile's tokens some may see nothing of this chunk.
-        first = first_chunk(position, chunk_keys, window)
-        last = position // chunk_keys
+        first = first_chunk(position, size, window)
+        last = position // size
         real = (query < query_len) & (in_group < group) & (first <= chunk) & (chunk <= last)
+        real = real & (chunk_size(position, least_keys, num_parts, steps) == size)
         mask = real[:, None] & in_head[None, :]
         q_tile = tl.load(
             q + token[:, None] * token_stride + head[:, None] * head_dim + dims[None, :], mask=mask, other=0.0
@@ -233,7 +257,7 @@ def _join_chunks(
     out,
     token_rows,
     positions,
-    chunk_keys,
+    least_keys,
     num_parts,
     num_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -241,12 +265,14 @@ def _join_chunks(
     heads_each: tl.constexpr,
     part_block: tl.constexpr,
     dim_block: tl.constexpr,
+    steps: tl.constexpr,
     dependent: tl.constexpr,
 ):
     token = tl.program_id(1).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
     is_padding = tl.load(token_rows + token) == 0
-    count = position // chunk_keys - first_chunk(position, chunk_keys, window) + 1
+    size = chunk_size(position, least_keys, num_parts, steps)
+    count = position // size - first_chunk(position, size, window) + 1
     dims = tl.arange(0, dim_block)
     # Also by programs with nothing to join: the next kernel waits for this one only.
     wait_for_previous(dependent)
@@ -329,6 +355,7 @@ def attend_queries(
         scale * LOG2_E,
         *counts,
         *strides,
+        steps=chunks.steps,
         **constants,
         **overlapping,
     )
@@ -347,6 +374,7 @@ def attend_queries(
         heads_each=heads_each,
         part_block=PARTS_AT_A_TIME,
         dim_block=next_power_of_2(head_dim),
+        steps=chunks.steps,
         num_warps=4,
         enable_fp_fusion=False,
         **overlapping,

@@ -12,6 +12,7 @@ from .qwen3 import QWEN3
 FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
 
 BY_ARCHITECTURE: dict[str, Family] = {
-    family.architectures[kind]: family for kind in (0, 1) for family in FAMILIES
+    family.architectures[kind]: family for kind in (0, 1, 2) for family in FAMILIES
 }
-"""By the values of `architectures` in a `config.json` that the engine runs (`...Model`: embedding only)."""
+"""By the values of `architectures` in a `config.json` that the engine runs (`...Model` only embeds,
+`...ForSequenceClassification` judges as well)."""

@@ -16,7 +16,7 @@ class Family:
     """What an architecture's name implies and its `config.json` does not say."""
 
     name: str
-    """`config.json` has it before `ForCausalLM`, or before `Model`."""
+    """`config.json` has it before `ForCausalLM`, `Model` or `ForSequenceClassification`."""
     layers: Callable[[RawConfig, int], tuple[LayerKind, ...]]
     """The layers of a model: from its `config.json` and their number."""
     default_head_dim: int | None = None
@@ -29,6 +29,6 @@ class Family:
     """Whether its GGUF files store the two members of a rotary pair side by side."""
 
     @property
-    def architectures(self) -> tuple[str, str]:
-        """With an output layer, and without."""
-        return f"{self.name}ForCausalLM", f"{self.name}Model"
+    def architectures(self) -> tuple[str, str, str]:
+        """With an output layer, without, and with one that judges texts."""
+        return f"{self.name}ForCausalLM", f"{self.name}Model", f"{self.name}ForSequenceClassification"

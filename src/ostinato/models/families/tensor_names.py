@@ -24,7 +24,12 @@ class TensorNames:
 
 
 LIKE_LLAMA = TensorNames(
-    top={"embed_tokens": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"},
+    top={
+        "embed_tokens": "model.embed_tokens",
+        "norm": "model.norm",
+        "lm_head": "lm_head",
+        "score": "score",
+    },
     layers="model.layers",
     in_layer={
         "input_layernorm": ("input_layernorm",),

@@ -45,6 +45,9 @@ class Form(ABC, Generic[Rows]):
     name: ClassVar[str]
     keeps_input: ClassVar[bool]
     """Whether what came in is the same afterwards, also on a GPU."""
+    keeps_projected: ClassVar[bool] = False
+    """Whether rows of the QKV projection stay to the end of a layer, so that its other results come to lie
+    elsewhere."""
 
     @abstractmethod
     def why_not(self, step: Step) -> str | None:
@@ -78,9 +81,12 @@ class Form(ABC, Generic[Rows]):
             attention, mlp = layer.self_attn, layer.mlp
             before, between = layer.input_layernorm, layer.post_attention_layernorm
             rows = self.normed(rows, before)
-            mixed = mix(attention, self.project(rows, before, attention.qkv_proj)).flatten(1)
+            projected = self.project(rows, before, attention.qkv_proj)
+            mixed = mix(attention, projected).flatten(1)
+            if not self.keeps_projected:
+                del projected  # of a long prompt, too large to be kept; so is the next
             rows = self.add(rows, attention.o_proj, mixed, between)
-            del mixed  # of a long prompt, too large to be kept
+            del mixed
             rows = self.normed(rows, between)
             inner = self.project(rows, between, mlp.gate_up_proj, gated=True)
             rows = self.add(rows, mlp.down_proj, inner, next_norm)

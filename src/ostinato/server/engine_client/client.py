@@ -149,10 +149,12 @@ class EngineClient:
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def generate(self, prompt_ids: list[int], params: SamplingParams, listener: Listener) -> int:
+    def generate(
+        self, prompt_ids: list[int], params: SamplingParams, listener: Listener, cache_salt: str | None = None
+    ) -> int:
         """Ask for one completion; its id."""
         id = self._listen(listener)
-        self._living().send(Generate(id, prompt_ids, params))
+        self._living().send(Generate(id, prompt_ids, params, cache_salt))
         return id
 
     def embed(self, prompt_ids: list[int], pooling: str, listener: Listener) -> int:

@@ -9,6 +9,7 @@ import msgspec
 import zmq
 
 from ostinato.engine.llm import LLM
+from ostinato.engine.step_profiler import StepProfiler
 from ostinato.graphs import OstinatoError
 
 from ..wire.messages import (
@@ -25,7 +26,6 @@ from ..wire.messages import (
     decode_command,
     encode,
 )
-from .profiler import StepProfiler
 from .served_engine import ServedEngine
 from .statistics import StatisticsTaker
 

@@ -89,6 +89,7 @@ def _ready(llm: Any) -> Ready:
         default_sampling=dict(core.loaded.default_sampling),
         summary=f"{len(report.graphs)} graphs, mode {report.mode}, {report.backend} on {report.device}, "
         f"captured in {report.capture_ms / 1000:.1f} s",
+        max_logprobs=core.config.config.max_logprobs,
     )
 
 

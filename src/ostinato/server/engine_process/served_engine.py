@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 
@@ -141,15 +140,20 @@ class ServedEngine:
     def _generate(self, command: Generate, grammar: Grammar | None) -> News | None:
         params = command.params
         if params.seed is None and not params.is_greedy:
-            params = replace(params, seed=int(self._seeds.integers(2**62)))
-        return self._add(command.id, command.prompt_ids, params, grammar)
+            params.seed = int(self._seeds.integers(2**62))
+        return self._add(command.id, command.prompt_ids, params, grammar, command.cache_salt)
 
     def _add(
-        self, id: int, prompt_ids: list[int], params: SamplingParams | None, grammar: Grammar | None = None
+        self,
+        id: int,
+        prompt_ids: list[int],
+        params: SamplingParams | None,
+        grammar: Grammar | None = None,
+        cache_salt: str | None = None,
     ) -> News | None:
         try:
             eos = self.core.loaded.eos_token_ids
-            request = Request(str(id), token_array(prompt_ids), params, eos, grammar)
+            request = Request(str(id), token_array(prompt_ids), params, eos, grammar, cache_salt)
             self.core.add(request)
             self._arrived.setdefault(id, time.perf_counter())
             self._waiting.append(request)

@@ -14,6 +14,8 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """JSON has only text keys."""
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
+LogprobCount = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+"""How many of the likeliest tokens; -1: all. What the engine allows is checked later."""
 Label = Annotated[str, Field(max_length=4096)]
 """Something of the caller's that changes nothing here."""
 
@@ -24,7 +26,6 @@ _AS_WITHOUT = {
     "priority": 0,
     "return_hidden_states": False,
     "return_routed_experts": False,
-    "spaces_between_special_tokens": True,
     "use_beam_search": False,
 }
 """Fields of the peers that are not here, and the value that asks for what is done anyway."""
@@ -60,13 +61,9 @@ def _asks_nothing(name: str, value: Any) -> bool:
 
 
 REFUSALS = {
-    "allowed_token_ids": "this engine has no such mask: raise or lower single tokens with logit_bias",
     "audio": "only text is made here",
     "background": "answers are not computed in the background: stream them",
-    "bad_words": "this engine knows no banned words: lower single tokens with logit_bias",
-    "cache_salt": "the prefix cache cannot be divided by request: it is shared by all",
-    "chat_template": "a template is a program, and programs of clients are not run: set its variables with "
-    "chat_template_kwargs",
+    "chat_template": "it is for chats, /v1/chat/completions",
     "conversation": "conversations are not stored: send the earlier items in input",
     "custom_logit_processor": "programs of clients are not run: use logit_bias",
     "documents": "put them into a message",
@@ -82,7 +79,8 @@ REFUSALS = {
     "logits_processors": "programs of clients are not run: use logit_bias",
     "prediction": "predicted outputs are not used",
     "previous_response_id": "responses are not stored: send the earlier items in input",
-    "priority": "requests are served first come, first served",
+    "priority": "requests are served first come, first served: 0 is the only one, as without vLLM's "
+    "--scheduling-policy priority",
     "prompt": "prompts are not stored: send input",
     "prompt_embeds": "only text and token ids are read here",
     "return_hidden_states": "use /v1/embeddings",

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from .completion import Completion, Piece
-from .completions import OnToken, seeded, usage_of_chunks
+from .completions import OnToken, usage_of_chunks
 from .errors import ApiError
 from .generation import Generation
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -54,13 +54,14 @@ async def answers_of(
         continues=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
         reasoning_effort=body.reasoning_effort,
+        template=body.chat_template,
     )
     ids = model.checked_prompt(model.cut(ids, body.truncate_prompt_tokens, asked or 1), "messages")
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     params = sampling_params(
         body,
         max_tokens=model.checked_max_tokens(asked, len(ids), name),
-        ready=model.ready,
+        model=model,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         shape=shape,
@@ -69,9 +70,10 @@ async def answers_of(
         Completion(
             number,
             ids,
-            seeded(params, number),
+            params.seeded(number),
             model,
             shape_param=param,
+            cache_salt=body.cache_salt,
             wakes_every=wakes_every,
             on_token=on_token,
         )

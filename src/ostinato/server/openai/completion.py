@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ostinato.engine.delivery.completion_text import CompletionText
 from ostinato.engine.sampling_params import SamplingParams
@@ -41,11 +41,13 @@ class Completion:
         *,
         keeps_output: bool = True,
         shape_param: str = "response_format",
+        cache_salt: str | None = None,
         wakes_every: int = 0,
         on_token: Callable[[Completion, float], None] | None = None,
     ) -> None:
         """`keeps_output=False`: the prompt alone is wanted, what comes behind it is dropped. `shape_param`:
-        the field at fault if the shape of the answer cannot be followed.
+        the field at fault if the shape of the answer cannot be followed. `cache_salt`: only with the same one
+        do requests share prefixes.
 
         `wakes_every`: after so many tokens the reader is told, 0 for only at the end; the first token is
         told in any case to whoever is told of tokens at all. `on_token` is called with the seconds since the
@@ -69,6 +71,7 @@ class Completion:
         """Tokens that came, those dropped included."""
         self._keeps_output = keeps_output
         self._shape_param = shape_param
+        self._cache_salt = cache_salt
         self._wakes_every = wakes_every
         self._on_token = on_token
         self._piece = Piece()
@@ -96,8 +99,8 @@ class Completion:
         params = self.params
         if params.stop or params.n != 1:
             # Stop strings stay here, and the seed is the only thing that tells completions of a prompt apart.
-            params = replace(params, stop=None, n=1)
-        self._id = engine.generate(self.prompt_ids, params, self)
+            params = params.verified(stop=None, n=1)
+        self._id = engine.generate(self.prompt_ids, params, self, self._cache_salt)
 
     def abort(self) -> None:
         """Have the engine end it; it then finishes with `abort`."""
@@ -175,6 +178,11 @@ class Completion:
         if stop is not None:
             self._stop_at(stop)
 
+    def _param_at_fault(self, error: str) -> str | None:
+        """The field that the engine's words begin with, or that of the shape."""
+        named = next((name for name in ("allowed_token_ids", "bad_words") if error.startswith(name)), None)
+        return named or (None if self.params.structured_outputs is None else self._shape_param)
+
     def _stop_at(self, stop: str) -> None:
         self.finish_reason, self.stop_reason = "stop", stop
         assert self._engine is not None
@@ -182,8 +190,7 @@ class Completion:
 
     def _finish(self, news: News) -> None:
         if news.error is not None:
-            shaped = news.refused and self.params.structured_outputs is not None
-            param = self._shape_param if shaped else None
+            param = self._param_at_fault(news.error) if news.refused else None
             self.error = ApiError(400 if news.refused else 500, news.error, param=param)
         stop = self._text.finish() if self._text is not None else None
         if stop is not None and news.finish_reason == "length":

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
-
-from ostinato.engine.sampling_params import SamplingParams
 
 from .completion import Completion, Piece
 from .errors import ApiError
@@ -42,17 +39,18 @@ async def completions_of(
     of_prompt = body.logprobs if body.echo else None
     if body.prompt_logprobs is not None:
         model.need_tokenizer("prompt_logprobs")
-        of_prompt = max(of_prompt or 0, body.prompt_logprobs)
+        asked = (of_prompt or 0, body.prompt_logprobs)
+        of_prompt = -1 if -1 in asked else max(asked)
     param, shape = answer_shape(body, ToolUse(), "none")
     found: list[Completion] = []
     for ids in await _prompts(body, model):
-        asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+        wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         if body.max_tokens is None:
-            asked = min(asked, model.ready.max_model_len - len(ids))
+            wanted = min(wanted, model.ready.max_model_len - len(ids))
         params = sampling_params(
             body,
-            max_tokens=model.checked_max_tokens(asked, len(ids), "max_tokens"),
-            ready=model.ready,
+            max_tokens=model.checked_max_tokens(wanted, len(ids), "max_tokens"),
+            model=model,
             logprobs=body.logprobs,
             prompt_logprobs=of_prompt,
             shape=shape,
@@ -62,22 +60,16 @@ async def completions_of(
                 Completion(
                     len(found),
                     ids,
-                    seeded(params, number),
+                    params.seeded(number),
                     model,
                     keeps_output=not prompt_only,
                     shape_param=param,
+                    cache_salt=body.cache_salt,
                     wakes_every=wakes_every,
                     on_token=on_token,
                 )
             )
     return found
-
-
-def seeded(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of the completion with this number of a prompt: the first is what n=1 would give."""
-    if params.seed is None:
-        return params
-    return replace(params, seed=(params.seed + number + 2**63) % 2**64 - 2**63)
 
 
 async def _prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:

@@ -33,7 +33,7 @@ class TokenTexts(dict[int, str]):
 
 
 def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs], top: int) -> ChatLogprobs:
-    """For `/v1/chat/completions`: the sampled token of each entry and its `top` likeliest rivals."""
+    """For `/v1/chat/completions`: the sampled token of each entry and its `top` likeliest rivals; -1: all."""
     raw = texts.tokenizer.bytes_per_token
 
     def one(token: int, logprob: float) -> TopLogprob:
@@ -42,10 +42,14 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs], top: int)
     content = []
     for entry in entries:
         came = one(*entry[0][:2])
-        best = [one(token, logprob) for token, logprob, rank in entry if rank is not None and rank <= top]
+        best = [one(token, logprob) for token, logprob, rank in entry if _is_among(rank, top)]
         best.sort(key=lambda each: -each.logprob)
         content.append(TokenLogprob(came.token, came.logprob, came.bytes, best))
     return ChatLogprobs(content)
+
+
+def _is_among(rank: int | None, top: int) -> bool:
+    return top < 0 or (rank is not None and rank <= top)
 
 
 def prompt_logprobs(texts: TokenTexts, length: int, found: Mapping[int, TokenLogprobs]) -> PromptLogprobs:
@@ -96,7 +100,7 @@ class CompletionLogprobsBuilder:
             return
         top: dict[str, float] = {}
         for which, logprob, rank in entry:
-            if rank is not None and rank <= self._top:
+            if _is_among(rank, self._top):
                 top.setdefault(self._texts[which], max(logprob, LOWEST))
         # As OpenAI does: the token that came is always among them.
         top.setdefault(text, max(own, LOWEST))

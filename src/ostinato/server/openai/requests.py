@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .body import Body, Count, Int64, Label, Text, TokenId, TokenIds, TokenKey
+from .body import Body, Count, Int64, Label, LogprobCount, Text, TokenId, TokenIds, TokenKey
 from .conversation import AllowedTools, Messages, Tool, ToolChoice
 from .shapes import Choices, Grammar, Regex, ResponseFormat, Schema, StructuredOutputsField
 
 MAX_N = 128
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 Metadata = dict[str, Any]
+BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class StreamOptions(Body):
@@ -65,8 +66,14 @@ class Sampling(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Changes nothing: special tokens stand in the text as they are."""
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    """Only these may come."""
+    bad_words: Annotated[list[BadWord], Field(max_length=1024)] | None = None
+    """Words that may not come: the last token of one is forbidden behind its others."""
     structured_outputs: StructuredOutputsField | None = None
     """vLLM's name of response_format; the next ones are older names of its parts, and SGLang's."""
     guided_json: Schema | None = None
@@ -75,10 +82,12 @@ class Sampling(Body):
     guided_grammar: Grammar | None = None
     regex: Regex | None = None
     ebnf: Grammar | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Log probabilities of the prompt's tokens, with this many of the likeliest."""
+    prompt_logprobs: LogprobCount | None = None
+    """Log probabilities of the prompt's tokens, with this many of the likeliest; -1: with all."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """Cut the prompt to its last tokens; -1: to what leaves room for the answer."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Only requests with the same one find each other's prompts in the prefix cache."""
     return_token_ids: bool | None = None
     """Give the token ids of prompt and answers beside the text."""
     request_id: RequestId | None = None
@@ -97,7 +106,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=256)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: LogprobCount | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     """Whether the tokenizer puts its special tokens around the prompt; it does."""
@@ -111,7 +120,7 @@ class ChatRequest(Sampling):
     max_tokens: Count | None = None
     """The older name of max_completion_tokens."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: LogprobCount | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
@@ -122,6 +131,8 @@ class ChatRequest(Sampling):
     """Go on with the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as enable_thinking."""
+    chat_template: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
+    """A template instead of the model's, where the server trusts clients with it."""
 
 
 class EmbeddingRequest(Body):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+from ostinato.engine.bad_words import token_sequences
 from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.text.structured import StructuredOutputs
 
-from ..wire.messages import Ready
 from .errors import ApiError
 from .requests import Sampling
+from .served_model import ServedModel, check_unicode
 
 _SAME_NAME = (
     "temperature",
@@ -26,6 +29,7 @@ _SAME_NAME = (
     "skip_special_tokens",
     "ignore_eos",
     "min_tokens",
+    "allowed_token_ids",
 )
 
 
@@ -33,7 +37,7 @@ def sampling_params(
     body: Sampling,
     *,
     max_tokens: int,
-    ready: Ready,
+    model: ServedModel,
     logprobs: int | None,
     prompt_logprobs: int | None,
     shape: StructuredOutputs | None,
@@ -46,17 +50,46 @@ def sampling_params(
         message = f"best_of: {body.best_of} completions to choose {body.n or 1} from are not made: use n"
         raise ApiError(400, message, param="best_of")
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    for name, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        _check_logprobs(body, name, asked, model.ready.max_logprobs)
+    _check_known("allowed_token_ids", body.allowed_token_ids or (), model.ready.vocab_size)
     try:
         return SamplingParams(
-            **{**ready.default_sampling, **given, "max_tokens": max_tokens},
-            logit_bias=_biases(body.logit_bias, ready.vocab_size),
+            **{**model.ready.default_sampling, **given, "max_tokens": max_tokens},
+            logit_bias=_biases(body.logit_bias, model.ready.vocab_size),
+            bad_words=_bad_words(body.bad_words, model),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             structured_outputs=shape,
         )
     except RequestError as error:
-        field = next((name for name in (*_SAME_NAME, "max_tokens") if str(error).startswith(name)), None)
+        names = (*_SAME_NAME, "max_tokens", "bad_words")
+        field = next((name for name in names if str(error).startswith(name)), None)
         raise ApiError(400, str(error), param=field) from error
+
+
+def _check_logprobs(body: Sampling, name: str, asked: int | None, most: int) -> None:
+    if asked is None or most < 0 or 0 <= asked <= most:
+        return
+    # Chats have a number of their own.
+    field = "top_logprobs" if name == "logprobs" and hasattr(body, "top_logprobs") else name
+    message = f"{field}: at most {most} can be asked for, not {asked}; --max-logprobs allows more"
+    raise ApiError(400, message, param=field)
+
+
+def _check_known(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+    if tokens and max(tokens) >= vocab_size:
+        message = f"{name}: {max(tokens)} is not a token id of this model (0 to {vocab_size - 1})"
+        raise ApiError(400, message, param=name)
+
+
+def _bad_words(given: Sequence[str] | None, model: ServedModel) -> list[list[int]] | None:
+    if not given:
+        return None
+    tokenizer = model.need_tokenizer("bad_words")
+    for word in given:
+        check_unicode(word, "bad_words")
+    return token_sequences(given, functools.partial(tokenizer.encode, add_special_tokens=False))
 
 
 def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ostinato.text.chat_template import template_source
+from ostinato.text.chat_template import ChatTemplate, template_source
 from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ class ServedModel:
         directory = Path(ready.tokenizer_directory)
         kind = TOOL_CALL_PARSERS[config.tool_call_parser]
         self.tool_call_kind = kind_of_model(directory) if kind == "auto" else kind
+        self._trusts_templates = config.trust_request_chat_template
         given = config.chat_template
         template = chat_template_of(directory) if given is None else template_source(given)
         self._shows_tools = not template or "tools" in template
@@ -89,17 +91,20 @@ class ServedModel:
         continues: bool = False,
         variables: dict[str, Any] | None = None,
         reasoning_effort: str | None = None,
+        template: str | None = None,
     ) -> list[int]:
-        """Token ids of a conversation as the model's chat template writes it.
+        """Token ids of a conversation as the model's chat template writes it, or one of the client's.
 
         `continues`: the last message is not at its end, and what follows belongs to it.
         """
         tokenizer = self.need_tokenizer("messages")
+        if template is not None:
+            tokenizer = tokenizer.with_chat_template(self._trusted(template))
         given = dict(variables or {})
         if clashing := sorted(_RESERVED_VARIABLES & given.keys()):
             message = f"chat_template_kwargs must not contain {clashing[0]}: it has a field of its own"
             raise ApiError(400, message, param="chat_template_kwargs")
-        if tools and not self._shows_tools:
+        if tools and not (self._shows_tools if template is None else "tools" in template):
             message = "tools: this model's chat template has no place for tools, the model would not see them"
             raise ApiError(400, message, param="tools")
         if reasoning_effort is not None:
@@ -108,21 +113,37 @@ class ServedModel:
         if continues:
             _mark_end(written, add_generation_prompt)
             add_generation_prompt = False
+        render = functools.partial(
+            tokenizer.apply_chat_template,
+            written,
+            tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt is not False,
+            **given,
+        )
         try:
-            text = tokenizer.apply_chat_template(
-                written,
-                tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-                add_generation_prompt=add_generation_prompt is not False,
-                **given,
-            )
-        except (TokenizerError, TypeError, ValueError) as error:
-            raise ApiError(400, str(error), param="messages") from error
+            text = render() if template is None else await asyncio.to_thread(render)
+        except (TokenizerError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            param = "messages" if template is None else "chat_template"
+            raise ApiError(400, str(error), param=param) from error
         if continues:
             text, mark, _ = text.rpartition(_END_OF_TEXT)
             if not mark:
                 message = "continue_final_message: the chat template does not write the last message"
                 raise ApiError(400, message, param="continue_final_message")
         return await self.encode(text, "messages", add_special_tokens=False)
+
+    def _trusted(self, template: str) -> str:
+        """A client's template; 400 unless the server was told to trust clients with it, or if it is none."""
+        if not self._trusts_templates:
+            message = "chat_template: templates of clients are not run by this server; start it with "
+            message += "--trust-request-chat-template, or set variables with chat_template_kwargs"
+            raise ApiError(400, message, param="chat_template")
+        check_unicode(template, "chat_template")
+        try:
+            ChatTemplate(template, {}).check()
+        except TokenizerError as error:
+            raise ApiError(400, str(error), param="chat_template") from error
+        return template
 
     def cut(self, ids: list[int], kept: int | None, answer: int) -> list[int]:
         """The last `kept` tokens of a prompt; all for None, and for -1 those that leave room for an answer of

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ostinato.text.errors import GrammarError
-from ostinato.text.structured import StructuredOutputs
+from ostinato.text.structured import StructuredOutputs, choice_grammar
 
 from .conversation import Tool
 from .errors import ApiError
@@ -128,8 +128,7 @@ def _json_format(schema: Schema, param: str) -> JsonSchemaFormat:
 
 def _choice_format(choices: list[str]) -> GrammarFormat:
     # Constructed: the limit on a grammar's length is one on what clients write, and these have their own.
-    rules = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return GrammarFormat.model_construct(type="grammar", grammar=f"root ::= {rules}")
+    return GrammarFormat.model_construct(type="grammar", grammar=choice_grammar(choices))
 
 
 def _outputs(asked: ResponseFormat, param: str) -> StructuredOutputs:

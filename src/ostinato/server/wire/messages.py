@@ -15,6 +15,8 @@ class Generate(msgspec.Struct, tag=True, array_like=True, frozen=True):
     id: int
     prompt_ids: list[int]
     params: SamplingParams
+    cache_salt: str | None = None
+    """Only requests with the same one share prefixes."""
 
 
 class Embed(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -106,6 +108,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     default_sampling: dict[str, float | int]
     """Of requests that do not say: fields of `SamplingParams`."""
     summary: str
+    max_logprobs: int = 20
+    """Per token; -1: of the whole vocabulary."""
 
 
 class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ostinato.engine.config import ResolvedConfig
-from ostinato.engine.llm import LLM, engine_config
+from ostinato.engine.llm import LLM
+from ostinato.engine.vllm_api.llm_options import engine_config
 from ostinato.kernels.attention.batch import PAGE_SIZE
 from ostinato.models.config import ModelConfig
 from ostinato.models.default_model import DEFAULT_MODEL_NAME

@@ -1,0 +1,28 @@
+"""Words that may not come, as the token ids that they would come as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .parameter_checks import RequestError
+
+
+def token_sequences(
+    words: Sequence[str | Sequence[int]], encode: Callable[[str], Sequence[int]]
+) -> list[list[int]]:
+    """Each way in which one of these words is written, once: at the beginning of a text, and behind a blank.
+
+    `encode` adds no special tokens. Words that are token ids already stay as they are.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[tuple(word)] = None
+            continue
+        bare = word.lstrip()
+        for written in (bare, f" {bare}") if bare else (word,):
+            ids = tuple(encode(written))
+            if not ids:
+                raise RequestError(f"bad_words: {word!r} has no tokens")
+            found[ids] = None
+    return [list(ids) for ids in found]

@@ -1,0 +1,68 @@
+"""What all requests of an engine took together, counted when each of them ends."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+
+from ..outputs import RequestOutput
+from ..scheduling.request import Request, RequestStatus
+from .buckets import Buckets
+from .request_times import RequestTimes
+
+_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+class RequestCounts:
+    """Counters and histograms over requests; costs nothing per token."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[str] = Counter()
+        """Completions by why they ended."""
+        self.queue_seconds = Buckets(_SECONDS)
+        self.first_token_seconds = Buckets(_SECONDS)
+        self.per_token_seconds = Buckets(_SECONDS)
+        """Means of requests, without their first tokens."""
+        self.decode_seconds = Buckets(_SECONDS)
+        self.whole_seconds = Buckets(_SECONDS)
+        self.prompt_lengths = Buckets(_TOKENS)
+        self.output_lengths = Buckets(_TOKENS)
+        self._waiting: deque[tuple[Request, RequestTimes]] = deque()
+
+    def queued(self, request: Request, times: RequestTimes) -> None:
+        """A request waits for its first step; several of one prompt share their times."""
+        self._waiting.append((request, times))
+
+    def began(self, at: float) -> None:
+        """See who left the queue in the step that began then; they leave in their order."""
+        while self._waiting and self._waiting[0][0].status is not RequestStatus.WAITING:
+            _, times = self._waiting.popleft()
+            times.scheduled_ts = times.scheduled_ts or max(at, times.queued_ts)
+
+    def ended(self, output: RequestOutput, prompt_length: int) -> None:
+        """Count a request whose completions have all ended."""
+        times = output.metrics
+        assert times is not None
+        lengths = [len(completion.token_ids) for completion in output.outputs]
+        times.last_token_ts, times.num_generation_tokens = time.monotonic(), sum(lengths)
+        self.prompt_tokens += prompt_length
+        self.prompt_lengths.observe(prompt_length)
+        self.generation_tokens += sum(lengths)
+        self.finished.update(str(completion.finish_reason) for completion in output.outputs)
+        for length in lengths:
+            self.output_lengths.observe(length)
+        self.whole_seconds.observe(times.last_token_ts - times.queued_ts)
+        if times.scheduled_ts:
+            self.queue_seconds.observe(times.scheduled_ts - times.queued_ts)
+        if times.first_token_ts:
+            decoding = times.last_token_ts - times.first_token_ts
+            self.first_token_seconds.observe(times.first_token_latency)
+            self.decode_seconds.observe(decoding)
+            if max(lengths) > 1:
+                self.per_token_seconds.observe(decoding / (max(lengths) - 1))

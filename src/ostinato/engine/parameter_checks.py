@@ -1,0 +1,69 @@
+"""Checks of what callers say about a request; each refusal begins with the name of what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ostinato.graphs.errors import OstinatoError
+
+
+class RequestError(OstinatoError, ValueError):
+    """A request cannot be served as it was asked. The engine goes on serving the others."""
+
+
+def check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
+    """RequestError unless it is a finite number in this range."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # The range may be open at its end: infinity is no number of it, and NaN of none.
+    if not is_number or not (low <= value <= high and -math.inf < value < math.inf):  # type: ignore[operator]
+        raise RequestError(f"{name} must be {rule}, not {value!r}")
+
+
+def check_integer(name: str, value: object, low: int, high: float, rule: str) -> None:
+    """RequestError unless it is an integer in this range."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} must be {rule}, not {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """RequestError unless it is true or false."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, not {value!r}")
+
+
+def token_id(name: str, value: object) -> int:
+    """The value if it can be a token id."""
+    check_integer(name, value, 0, 2**31 - 1, "a token id (an integer of at least 0)")
+    return value  # type: ignore[return-value]
+
+
+def token_ids(name: str, of_one: str, given: object) -> list[int]:
+    """Token ids in a list of their own, each once; None is no id."""
+    if not given and isinstance(given, (list, tuple, type(None))):
+        return []
+    return list(dict.fromkeys(token_id(of_one, value) for value in listed(name, given, "token ids")))
+
+
+def listed(name: str, given: object, of: str) -> list[Any]:
+    """What was given as a list of its own, None as an empty one; RequestError for what lists nothing, and for
+    a text."""
+    if given is None:
+        return []
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} must be a list of {of}, not {given!r}")
+    return list(given)
+
+
+def biases(given: object) -> dict[int, float]:
+    """`logit_bias` with token ids as keys."""
+    if not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias maps token ids to numbers, not {given!r}")
+    checked = {}
+    for key, value in given.items():
+        # JSON has only text keys, so that is how the OpenAI API carries token ids.
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        check_number(f"logit_bias of token {key}", value, -100.0, 100.0, "from -100 to 100")
+        checked[token_id("a key of logit_bias", token)] = float(value)
+    return checked

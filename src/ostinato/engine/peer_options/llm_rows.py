@@ -1,0 +1,54 @@
+"""Options of vLLM that are no flags of ours and mean something to `LLM`, or something else to the server."""
+
+from . import conversions
+from .option import PeerOption, acts, harmless, mapped, refused
+
+LLM_ROWS: tuple[PeerOption, ...] = (
+    acts("chat_template", "vllm", "text", "{template}", "a file, or the template itself, for `chat`"),
+    acts("served_model_name", "vllm", "text", "tiny", "the model's name in `get_metrics`"),
+    harmless(
+        *("disable_log_stats", "vllm", "flag", "", "`get_metrics` always counts, nothing is logged"),
+        same=(True, False),
+    ),
+    harmless(
+        *("enable_log_requests", "vllm", "flag", "", "requests are logged by the server only"),
+        same=(False,),
+        tunes=True,
+    ),
+    harmless("disable_log_requests", "vllm", "flag", "", "the default", same=(True, False)),
+    harmless("stream_interval", "vllm", "int", "1", "every token is told", same=(1,)),
+    harmless(
+        *("guided_decoding_backend", "vllm", "text", "auto", "there is xgrammar"), same=("auto", "xgrammar")
+    ),
+    mapped(
+        *("structured_outputs_config", "vllm", "json", '{"backend": "auto"}', None),
+        "backend: auto or xgrammar, which is what there is",
+        convert=conversions.structured_outputs_config,
+    ),
+    mapped(
+        *(
+            "profiler_config",
+            "vllm",
+            "json",
+            '{"torch_profiler_dir": "p"}',
+            "profile_dir",
+        ),
+        "torch_profiler_dir, delay_iterations and max_iterations of `start_profile`",
+        convert=conversions.profiler_config,
+    ),
+    mapped(
+        *("pooler_config", "vllm", "json", '{"pooling_type": "MEAN"}', "pooling"),
+        "pooling_type LAST or MEAN; vectors have length 1",
+        convert=conversions.pooler_config,
+    ),
+    refused("reasoning_parser", "vllm", "text", "qwen3", "thoughts stay in the text, between their marks"),
+    refused(
+        *(
+            "logits_processors",
+            "vllm",
+            "texts",
+            "x.Y",
+            "give them to SamplingParams, for each request",
+        )
+    ),
+)

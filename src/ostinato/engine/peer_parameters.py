@@ -1,0 +1,62 @@
+"""Parameters of vLLM that `SamplingParams` has no field for: other names, no-ops, and refusals with a way
+out."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+from .parameter_checks import RequestError
+
+_Class = TypeVar("_Class", bound=type)
+
+_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "best_of": (None,),
+    "early_stopping": (None, False),
+    "length_penalty": (None, 1.0),
+    "repetition_detection": (None,),
+    "routed_experts_prompt_start": (None, 0),
+    "skip_clone": (None, False, True),
+    "thinking_token_budget": (None, -1),
+    "trace_decode_token_ids": (None,),
+    "use_beam_search": (None, False),
+}
+"""Values that ask for what is done anyway."""
+
+_INSTEAD = {
+    "best_of": "completions are not made to be thrown away: use n",
+    "early_stopping": "it is about beams: use LLM.beam_search",
+    "length_penalty": "it is about beams: use LLM.beam_search with BeamSearchParams",
+    "repetition_detection": "repetition does not end a request: use repetition_penalty or stop",
+    "routed_experts_prompt_start": "experts are not reported",
+    "thinking_token_budget": "thinking is not counted by itself: use max_tokens",
+    "trace_decode_token_ids": "tokens cannot be forced: use allowed_token_ids or structured_outputs",
+    "use_beam_search": "use LLM.beam_search with BeamSearchParams",
+}
+
+
+def takes_peer_names(params: _Class) -> _Class:
+    """Let a class of parameters take these names: `guided_decoding` as `structured_outputs`, others where
+    they ask for nothing, and RequestError says what to use instead."""
+    own = params.__init__  # type: ignore[misc]
+
+    @functools.wraps(own)
+    def made(self: Any, *args: Any, **given: Any) -> None:
+        for name in _ASK_FOR_NOTHING.keys() & given.keys():
+            _check(name, given.pop(name), given.get("n", args[0] if args else 1))
+        if "guided_decoding" in given:
+            wanted = given.pop("guided_decoding")
+            if wanted is not None and given.get("structured_outputs") is not None:
+                raise RequestError("guided_decoding is the older name of structured_outputs: give one")
+            if wanted is not None:
+                given["structured_outputs"] = wanted
+        own(self, *args, **given)
+
+    params.__init__ = made  # type: ignore[misc]
+    return params
+
+
+def _check(name: str, value: Any, n: Any) -> None:
+    if value in _ASK_FOR_NOTHING[name] or (name == "best_of" and value == n):
+        return
+    raise RequestError(f"{name}={value!r}: {_INSTEAD[name]}")

@@ -1,0 +1,53 @@
+"""Functions of callers that change the logits of a request before a token is drawn from them.
+
+They run on the host between the forward pass and sampling, for the requests that have them and nobody else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..scheduling.request import Request
+from .token_rules import NOTHING_LEFT
+
+
+def takes_prompt(function: Callable[..., Any]) -> bool:
+    """Whether it wants (prompt ids, token ids so far, logits) instead of the last two."""
+    try:
+        wanted = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some that are written in C have none
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len([each for each in wanted if each.kind in kinds and each.default is each.empty]) == 3
+
+
+@torch.no_grad()
+def process(request: Request, logits: Tensor, allowed: Tensor | None) -> str | None:
+    """Write into float32 logits [vocab] what the functions of a request make of them; what went wrong, if
+    something did. `allowed`: bool [vocab] of what its masks allow."""
+    assert request.params is not None
+    output, prompt = request.output_ids, request.prompt_ids.tolist()
+    changed = logits
+    for function in request.params.logits_processors:
+        name = getattr(function, "__name__", type(function).__name__)
+        given = (prompt, output, changed) if takes_prompt(function) else (output, changed)
+        try:
+            changed = function(*given)
+        except Exception as error:  # whatever a caller's function raises is the caller's to know
+            return f"logits_processors: {name} raised {type(error).__name__}: {error}"
+        if not isinstance(changed, Tensor) or changed.shape != logits.shape:
+            found = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+            return f"logits_processors: {name} must return logits of shape {tuple(logits.shape)}, not {found}"
+    if changed is not logits:
+        logits.copy_(changed)
+    left = logits if allowed is None else logits.masked_fill(~allowed, -math.inf)
+    best = float(left.max())
+    if math.isnan(best) or best == math.inf:
+        return f"logits_processors: {best} is among the logits that they returned"
+    return f"logits_processors: {NOTHING_LEFT}" if best == -math.inf else None

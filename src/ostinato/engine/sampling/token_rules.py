@@ -1,0 +1,110 @@
+"""Which tokens a request may get by its own lists: allowed_token_ids, bad_words, no end before min_tokens.
+
+What never changes is one mask, set when the request gets its row. A bad word of several tokens forbids its
+last one behind the others, so the host has to see every token first, as for a grammar: such a request waits
+(Note [Grammars] in core.py). Where there is a grammar too, both must allow a token.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from ostinato.text.grammar import Mask, mask_words
+
+from ..sampling_params import RequestError, SamplingParams
+from ..scheduling.request import Request
+
+NOTHING_LEFT = (
+    "the sampling parameters leave no token that may come: structured_outputs, allowed_token_ids, bad_words, "
+    "logits_processors and min_tokens exclude each other here"
+)
+
+
+def rules_of(request: Request, params: SamplingParams, vocab_size: int) -> TokenRules | None:
+    """What the lists of a request say; None if it has none. RequestError if they allow nothing."""
+    words = params.bad_words or ()
+    has_lists = params.allowed_token_ids is not None or bool(words)
+    is_held_off = request.grammar is not None and params.min_tokens > 0
+    if not has_lists and not is_held_off and not params.logits_processors:
+        return None
+    for word in words:
+        if isinstance(word, str):
+            raise RequestError("bad_words are texts, and this model has no tokenizer: give their token ids")
+    _check_known("bad_words", [token for word in words for token in word], vocab_size)  # type: ignore[misc]
+    _check_known("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    return TokenRules(request, params, vocab_size)
+
+
+class TokenRules:
+    """Of one request."""
+
+    def __init__(self, request: Request, params: SamplingParams, vocab_size: int) -> None:
+        """RequestError if they leave nothing at the beginning."""
+        words: list[list[int]] = [list(word) for word in params.bad_words or ()]  # type: ignore[arg-type]
+        singles = [word[0] for word in words if len(word) == 1]
+        base = _mask_of(params.allowed_token_ids, vocab_size)
+        self.lasting = without(base, singles)
+        """What may come, whatever has come."""
+        self._behind: defaultdict[int, list[list[int]]] = defaultdict(list)
+        """Words of several tokens, by the last one before their end."""
+        for word in words:
+            if len(word) > 1:
+                self._behind[word[-2]].append(word)
+        self._longest = max((len(word) - 1 for word in words), default=0)
+        self.follows_tokens = bool(self._behind) or bool(params.logits_processors)
+        """Whether what may come depends on the tokens before."""
+        eos: Sequence[int] = () if params.ignore_eos else tuple(request.eos_token_ids)
+        ends = {*eos, *(params.stop_token_ids or ())} if params.min_tokens else set()
+        self._ends = [token for token in ends if token < vocab_size]
+        self._min_tokens = params.min_tokens
+        if not self.next(()).any():
+            at_fault = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
+            raise RequestError(f"{at_fault}: {NOTHING_LEFT}")
+
+    def next_of(self, request: Request) -> Mask:
+        """What may come behind the tokens that a running request has generated."""
+        return self.next(request.last_output(max(self._longest, 1)), request.num_output_tokens)
+
+    def next(self, last: Sequence[int], length: int = 0) -> Mask:
+        """What may come behind these last ones of `length` tokens."""
+        forbidden = list(self._ends) if length < self._min_tokens else []
+        for word in self._behind.get(last[-1], ()) if len(last) else ():
+            before = len(word) - 1
+            if list(last[-before:]) == word[:-1]:
+                forbidden.append(word[-1])
+        return without(self.lasting, forbidden)
+
+
+def without(mask: Mask, tokens: Iterable[int]) -> Mask:
+    """A mask without these tokens; the same one where there are none."""
+    listed = list(tokens)
+    if not listed:
+        return mask
+    changed = mask.copy()
+    octets = changed.view(np.uint8)
+    for token in listed:
+        octets[token >> 3] &= ~(1 << (token & 7)) & 255
+    return changed
+
+
+def _mask_of(allowed: Sequence[int] | None, vocab_size: int) -> Mask:
+    if allowed is None:
+        return _everything(vocab_size)
+    bits = np.zeros(32 * mask_words(vocab_size), dtype=bool)
+    bits[list(allowed)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@lru_cache(maxsize=2)
+def _everything(vocab_size: int) -> Mask:
+    """All tokens of the vocabulary, and no bit behind them."""
+    return _mask_of(range(vocab_size), vocab_size)
+
+
+def _check_known(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+    if tokens and max(tokens) >= vocab_size:
+        raise RequestError(f"{name}: token {max(tokens)} is unknown, the vocabulary ends at {vocab_size - 1}")

@@ -1,0 +1,80 @@
+"""torch's profiler around the steps of an engine: `LLM.start_profile`, and `/start_profile` of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass
+class _Profile:
+    """One that is being taken."""
+
+    trace: torch.profiler.profile
+    file: Path
+    delay: int
+    """Steps still to be left out before it begins."""
+    most: int
+    """Steps still to be recorded; 0: all until `stop`."""
+    is_recording: bool = False
+
+    def begin(self) -> None:
+        self.trace.start()
+        self.is_recording = True
+
+    def end(self) -> None:
+        self.trace.stop()
+        self.trace.export_chrome_trace(str(self.file))
+        self.is_recording = False
+
+
+class StepProfiler:
+    """At most one profile at a time; the trace opens in Perfetto or chrome://tracing."""
+
+    def __init__(self) -> None:
+        self._running: _Profile | None = None
+
+    def start(self, file: str, *, delay: int = 0, most: int = 0) -> str:
+        """Begin a profile that will be in `file` after `stop`.
+
+        `delay` steps are left out first, and `most` are recorded, if that is not 0: call `stepped`.
+        """
+        if self._running is not None:
+            raise RuntimeError(f"a profile is being taken already, for {self._running.file}: stop it first")
+        path = Path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        profile = _Profile(torch.profiler.profile(activities=kinds), path, delay, most)
+        if not delay:
+            profile.begin()
+        self._running = profile
+        return str(path)
+
+    def stepped(self) -> None:
+        """A step is done; only profiles with a delay or an end have to be told."""
+        profile = self._running
+        if profile is None:
+            return
+        if profile.delay:
+            profile.delay -= 1
+            if not profile.delay:
+                profile.begin()
+        elif profile.most and profile.is_recording:
+            profile.most -= 1
+            if not profile.most:
+                profile.end()
+
+    def stop(self) -> str:
+        """End the profile and write it."""
+        if self._running is None:
+            raise RuntimeError("no profile is being taken: start one first")
+        profile, self._running = self._running, None
+        if profile.delay:
+            raise RuntimeError(f"the profile never began: {profile.delay} steps of its delay were left")
+        if profile.is_recording:
+            profile.end()
+        return str(profile.file)

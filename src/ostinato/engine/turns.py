@@ -1,0 +1,92 @@
+"""Whose turn an engine is: one thread at a time, in the order in which they came, and only where it lives."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+
+from .sampling_params import RequestError
+
+_num_forks = 0
+"""From the first process to this one."""
+
+
+def _note_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+class Turn:
+    """Held while something is done with an engine; a thread may hold it more than once.
+
+    Threads take turns step by step, and every step takes the requests of all of them along.
+    """
+
+    def __init__(self) -> None:
+        self._pid, self._num_forks = os.getpid(), _num_forks
+        self._mutex = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._queue: deque[tuple[int, threading.Lock]] = deque()
+        self.is_in_step = False
+        """Whether the owner is in the middle of a step, where nothing else can be done."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is a fork of the engine's: its threads and its device did not come along."""
+        return self._num_forks != _num_forks
+
+    def check_process(self) -> None:
+        """RequestError in a forked child."""
+        if self.is_elsewhere:
+            raise RequestError(
+                f"this engine belongs to process {self._pid}, and a forked child cannot use it: make an "
+                "engine in the child, or start children with the method 'spawn'"
+            )
+
+    def __enter__(self) -> None:
+        if self._num_forks != _num_forks:
+            self.check_process()
+        me = threading.get_ident()
+        if self._owner == me:
+            if self.is_in_step:
+                raise RequestError("an engine cannot be called from inside one of its own steps")
+            self._depth += 1
+            return
+        with self._mutex:
+            if self._owner is None:
+                self._owner, self._depth = me, 1
+                return
+            woken = threading.Lock()
+            woken.acquire()
+            self._queue.append((me, woken))
+        try:
+            woken.acquire()
+        except BaseException:
+            self._leave_queue(me, woken)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            with self._mutex:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._queue:
+            self._owner, woken = self._queue.popleft()
+            self._depth = 1
+            woken.release()
+        else:
+            self._owner = None
+
+    def _leave_queue(self, me: int, woken: threading.Lock) -> None:
+        with self._mutex:
+            if (me, woken) in self._queue:
+                self._queue.remove((me, woken))
+            else:  # it has got the turn meanwhile
+                self._hand_over()

@@ -1,0 +1,93 @@
+"""What can be asked of an engine beside completions: its tokenizer, its metrics, a profile, a clean cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
+
+from ..delivery.request_progress import Shown
+from ..sampling_params import RequestError, SamplingParams
+from ..text_engine import TextEngine
+from .engine_view import ModelView
+from .llm_options import LLMOptions, llm_options
+from .metrics import Metric, metrics_of
+from .pooling import Reader
+
+
+class EngineServices:
+    """Of an engine that somebody else may drive as well."""
+
+    _options: LLMOptions
+
+    @property
+    def engine(self) -> TextEngine:
+        """The engine inside."""
+        raise NotImplementedError
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; None where it has none."""
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> HFLikeTokenizer:
+        """The tokenizer with the calls of transformers' tokenizers."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer")
+        loaded = self.engine.core.loaded
+        return HFLikeTokenizer(self.tokenizer, str(loaded.tokenizer_directory), loaded.config.max_model_len)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters are sampled with: see `EngineConfig.generation_config`."""
+        return SamplingParams(**self.engine.core.loaded.default_sampling)
+
+    @property
+    def model_config(self) -> ModelView:
+        """What the model is, under vLLM's names."""
+        return ModelView(self.engine)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes. Requests under way keep what they have, unless
+        `reset_running_requests`: then they are computed again."""
+        if reset_connector:
+            raise RequestError("reset_connector is not supported: KV caches are in this process only")
+        self.engine.core.scheduler.flush_prefix_cache(computes_again=reset_running_requests)
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine counted so far, under vLLM's names."""
+        return metrics_of(self.engine, self._options.served_model_name)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Begin a profile of torch; `stop_profile` leaves its trace in a folder (see `LLMOptions`)."""
+        options = self._options
+        file = options.trace_file(profile_prefix)
+        self.engine.profiler.start(file, delay=options.profile_delay, most=options.profile_steps)
+
+    def stop_profile(self) -> str:
+        """End the profile; the file that has it."""
+        return self.engine.profiler.stop()
+
+    def reader(self, shown: Shown = False, pooling: str | None = None) -> Reader:
+        """What reads prompts for `embed` and its like; `shown`: a bar over them."""
+        return Reader(self.engine, pooling or self._options.pooling, shown)
+
+
+class OwnEngine(EngineServices):
+    """An engine that nobody else drives."""
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        """As `LLM`."""
+        config, self._options = llm_options(model, options)
+        self._engine = TextEngine(config)
+
+    @property
+    def engine(self) -> TextEngine:
+        """The engine inside."""
+        return self._engine
+
+    def close(self) -> None:
+        """Abort everything and drop all graphs."""
+        self._engine.close()
+        if (memory := self._engine.core.loaded.memory) is not None:
+            memory.saver.close()

@@ -1,0 +1,169 @@
+"""`LLMEngine`: requests in, one step at a time, for whoever wants to drive the engine himself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..delivery.output_stream import OutputStream
+from ..delivery.served_completion import ServedCompletion
+from ..outputs import RequestOutput
+from ..pooling_outputs import PoolingOutput, PoolingRequestOutput
+from ..sampling_params import RequestError, SamplingParams
+from .engine_services import EngineServices, OwnEngine
+from .engine_view import ModelView, VllmConfigView
+from .pooling_params import PoolingParams
+
+if TYPE_CHECKING:
+    from .engine_args import EngineArgs
+
+AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
+
+
+@dataclass
+class _Watched:
+    """A request and how much of it was told."""
+
+    output: RequestOutput
+    stream: OutputStream
+    num_told: int = -1
+    """Tokens of all completions."""
+
+    def news(self) -> RequestOutput | None:
+        count = sum(len(completion.token_ids) for completion in self.output.outputs)
+        if count == self.num_told and not self.output.finished:
+            return None
+        self.num_told = count
+        return self.stream.news(self.output)
+
+
+class LLMEngine:
+    """The engine of an `LLM`, step by step. `LLM.generate` may be called in between; each gets its own."""
+
+    def __init__(self, services: EngineServices) -> None:
+        """Of an `LLM`, for one; `from_engine_args` makes an engine of its own."""
+        self._services = services
+        self._watched: dict[str, _Watched] = {}
+        self._read: dict[str, tuple[ServedCompletion, PoolingParams]] = {}
+        """Prompts that are only read."""
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> LLMEngine:
+        """A model of its own, from these options."""
+        return cls(OwnEngine(**engine_args.keywords()))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a request; RequestError if it cannot be served. The order of service is that of arrival."""
+        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, priority=priority)
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a text, not {request_id!r}")
+        engine = self._services.engine
+        if isinstance(params, PoolingParams):
+            wanted = params if params.task else replace(params, task="embed")
+            self._services.reader().check(wanted)
+            name = engine.add_embedding(prompt, request_id)
+            self._read[name] = engine.served_embedding(name), wanted
+            return name
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams or PoolingParams, not {params!r}")
+        output = engine.add(prompt, params, request_id)
+        self._watched[output.request_id] = _Watched(output, OutputStream(params))
+        return output.request_id
+
+    def step(self) -> list[AnyOutput]:
+        """Run one step; what is new of the requests that were added here, finished ones for the last time."""
+        engine = self._services.engine
+        if engine.has_work:
+            engine.step()
+        told: list[AnyOutput] = []
+        for name, watched in list(self._watched.items()):
+            if (news := watched.news()) is not None:
+                told.append(news)
+            if watched.output.finished:
+                del self._watched[name]
+        for name, (served, wanted) in list(self._read.items()):
+            if served.whole.finished:
+                del self._read[name]
+                told.append(self._services.reader().pooled(served, wanted))
+        return told
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests now; nothing more is told of them. Unknown ones are none of our business."""
+        for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            if self._watched.pop(name, None) or self._read.pop(name, None):
+                self._services.engine.abort(name)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step would tell something, now or later."""
+        return bool(self._watched or self._read)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests are under way."""
+        return len(self._watched) + len(self._read)
+
+    # -- the same as LLM has it --------------------------------------------------------------------
+
+    @property
+    def model_config(self) -> ModelView:
+        """What the model is."""
+        return ModelView(self._services.engine)
+
+    @property
+    def vllm_config(self) -> VllmConfigView:
+        """What the engine runs with."""
+        return VllmConfigView(self._services.engine)
+
+    @property
+    def tokenizer(self) -> Any:
+        """As `get_tokenizer`; None where the model has none."""
+        return None if self._services.tokenizer is None else self._services.get_tokenizer()
+
+    def get_tokenizer(self) -> Any:
+        """As `LLM.get_tokenizer`."""
+        return self._services.get_tokenizer()
+
+    def get_metrics(self) -> list[Any]:
+        """As `LLM.get_metrics`."""
+        return list(self._services.get_metrics())
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return self._services.reset_prefix_cache(reset_running_requests)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """As `LLM.start_profile`."""
+        self._services.start_profile(profile_prefix)
+
+    def stop_profile(self) -> None:
+        """As `LLM.stop_profile`."""
+        self._services.stop_profile()
+
+    def close(self) -> None:
+        """Free what `from_engine_args` made."""
+        if isinstance(self._services, OwnEngine):
+            self._services.close()
+
+
+def refuse_given(**given: Any) -> None:
+    """RequestError for keywords of vLLM's that ask for what does not exist here."""
+    reasons = {
+        "lora_request": "merge the adapter into the model first",
+        "tokenization_kwargs": "tokenize the prompt yourself: {'prompt_token_ids': [...]}",
+        "mm_processor_kwargs": "models here take text only",
+        "priority": "requests are served in the order of their arrival",
+    }
+    for name, value in given.items():
+        is_zeros = name == "priority" and (value == 0 or (isinstance(value, list) and not any(value)))
+        if value not in (None, {}) and not is_zeros:
+            raise RequestError(f"{name} is not supported: {reasons[name]}")

@@ -1,0 +1,120 @@
+"""vLLM's module paths under our name: `from ostinato.sampling_params import SamplingParams` and the like.
+
+A script that is moved here by changing `vllm` to `ostinato` imports its names from where vLLM keeps them. No
+such files exist: the table says which names each path shows and where they live, and a finder makes the
+modules when somebody imports them. A real module always goes before the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_OUTPUTS = "engine.outputs RequestOutput CompletionOutput"
+_POOLED = (
+    "engine.pooling_outputs PoolingRequestOutput PoolingOutput EmbeddingRequestOutput EmbeddingOutput "
+    "ClassificationRequestOutput ClassificationOutput ScoringRequestOutput ScoringOutput"
+)
+_SAMPLING = "engine.sampling_params SamplingParams RequestOutputKind"
+_STRUCTURED = "text.structured StructuredOutputs"
+_BEAMS = "engine.sampling_params BeamSearchParams"
+_BEAMS_FOUND = "engine.vllm_api.beam_search BeamSearchOutput BeamSearchSequence"
+_ARGUMENTS = "engine.vllm_api.engine_args EngineArgs AsyncEngineArgs"
+_PROMPTS = "engine.vllm_api.prompts TextPrompt TokensPrompt PromptType"
+_PARSER = "engine.vllm_api.argument_parser FlexibleArgumentParser"
+_ENGINE = "engine.vllm_api.llm_engine LLMEngine"
+_ASYNC = "engine.async_llm AsyncLLM"
+_CONFIGS = (
+    "engine.vllm_api.config_objects CompilationConfig CompilationLevel CompilationMode CUDAGraphMode "
+    "PoolerConfig ProfilerConfig StructuredOutputsConfig AttentionConfig"
+)
+_SHOWN = "engine.vllm_api.printing print_embeddings random_uuid"
+
+PATHS: dict[str, tuple[str, ...]] = {
+    "beam_search": (_BEAMS, _BEAMS_FOUND),
+    "config": (_CONFIGS,),
+    "distributed": ("engine.vllm_api.cleaning cleanup_dist_env_and_memory",),
+    "engine.arg_utils": (_ARGUMENTS,),
+    "engine.async_llm_engine": (_ASYNC, "engine.async_llm AsyncLLMEngine"),
+    "engine.llm_engine": (_ENGINE,),
+    "entrypoints": (),
+    "entrypoints.llm": ("engine.llm LLM",),
+    "inputs": (_PROMPTS,),
+    "logger": ("engine.vllm_api.printing init_logger",),
+    "logprobs": ("engine.outputs Logprob",),
+    "outputs": (_OUTPUTS, _POOLED),
+    "pooling_params": ("engine.vllm_api.pooling_params PoolingParams",),
+    "sampling_params": (
+        *(_SAMPLING, _BEAMS, _STRUCTURED),
+        "engine.sampling_params StructuredOutputsParams GuidedDecodingParams RequestError",
+    ),
+    "sequence": ("engine.outputs Logprob", "engine.delivery.request_times RequestTimes=RequestMetrics"),
+    "utils": (_PARSER, _SHOWN),
+    "utils.argparse_utils": (_PARSER,),
+    "utils.print_utils": (_SHOWN,),
+    "v1": (),
+    "v1.engine": (),
+    "v1.engine.async_llm": (_ASYNC,),
+    "v1.engine.llm_engine": (_ENGINE,),
+    "v1.metrics": (),
+    "v1.metrics.reader": ("engine.vllm_api.metrics Metric Counter Gauge Histogram Vector",),
+}
+"""Behind `ostinato.`: each line names a module of ours and what it shows of it; `ours=theirs` renames."""
+
+
+def names_of(path: str) -> dict[str, tuple[str, str]]:
+    """What a path shows: by name, our module and the name there."""
+    found = {}
+    for line in PATHS[path]:
+        home, *names = line.split()
+        for name in names:
+            ours, _, theirs = name.partition("=")
+            found[theirs or ours] = (home, ours)
+    return found
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Makes the modules of the table."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        inside = name.removeprefix(f"{self._package}.")
+        if inside == name or inside not in PATHS:
+            return None
+        is_package = any(other.startswith(f"{inside}.") for other in PATHS)
+        return ModuleSpec(name, self, origin="vLLM's module paths", is_package=is_package)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """As usual."""
+        return
+
+    def exec_module(self, module: ModuleType) -> None:
+        inside = module.__name__.removeprefix(f"{self._package}.")
+        shown = names_of(inside)
+
+        def get(name: str) -> Any:
+            """Imported when first asked for: torch takes seconds to load."""
+            if name not in shown:
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            home, ours = shown[name]
+            found = getattr(importlib.import_module(f"{self._package}.{home}"), ours)
+            module.__dict__[name] = found
+            return found
+
+        module.__doc__ = f"vLLM's path for {', '.join(shown) or 'what is inside'}; see engine/vllm_api."
+        module.__dict__.update(__getattr__=get, __all__=sorted(shown), __dir__=lambda: sorted(shown))
+
+
+def install(package: str) -> None:
+    """From now on `package` has the modules of the table, where it has no file of that name."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder(package))

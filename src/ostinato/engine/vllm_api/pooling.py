@@ -1,0 +1,263 @@
+"""Prompts that are read and not completed: `LLM.embed`, `encode`, `classify`, `score`, `reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..delivery.pooling import check_pooling, pooled
+from ..delivery.request_progress import Shown
+from ..delivery.served_completion import ServedCompletion
+from ..interrupts import HeldSignals
+from ..pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from ..sampling_params import RequestError
+from ..text_engine import PromptOutcome, TextEngine
+from .pooling_params import PoolingParams
+from .prompts import listed_prompts
+
+TASKS = ("embed", "classify")
+"""What `encode` does."""
+_WITHOUT = {
+    "token_embed": "states of single tokens are not kept: use embed",
+    "token_classify": "there are no models here that judge single tokens: use classify",
+    "score": "use score()",
+    "reward": "a model that judges whole texts gives its reward as classify",
+    "plugin": "there are no plugins",
+}
+
+
+class Reader:
+    """Reads prompts with an engine."""
+
+    def __init__(self, engine: TextEngine, pooling: str, shown: Shown) -> None:
+        """`pooling`: where the state of a prompt comes from, last or mean. `shown`: a bar over prompts."""
+        check_pooling(pooling)
+        self._engine = engine
+        self._pooling = pooling
+        self._shown = shown
+
+    def embed(self, prompts: Any, params: Any) -> list[EmbeddingRequestOutput]:
+        """Vectors."""
+        listed, alone, wanted = self._asked(prompts, params, "embed")
+        outcomes = self._states(listed, alone)
+        outputs = [
+            EmbeddingRequestOutput(*_facts(outcome), EmbeddingOutput(vector), outcome.error)
+            for outcome, vector in zip(outcomes, self._vectors(outcomes, wanted), strict=True)
+        ]
+        return _raised(outputs, alone)
+
+    def classify(self, prompts: Any, params: Any) -> list[ClassificationRequestOutput]:
+        """How likely each class is."""
+        listed, alone, wanted = self._asked(prompts, params, "classify")
+        outcomes = self._states(listed, alone)
+        outputs = [
+            ClassificationRequestOutput(*_facts(outcome), ClassificationOutput(found.tolist()), outcome.error)
+            for outcome, found in zip(outcomes, self._classes(outcomes, wanted), strict=True)
+        ]
+        return _raised(outputs, alone)
+
+    def encode(
+        self, prompts: Any, params: Any, task: str | None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The same as tensors, by the name of what is wanted."""
+        listed, alone, wanted = self._asked(prompts, params, task)
+        outcomes = self._states(listed, alone)
+        outputs = [
+            PoolingRequestOutput(*_facts(outcome), PoolingOutput(data), outcome.error)
+            for outcome, data in zip(outcomes, self._data(outcomes, wanted), strict=True)
+        ]
+        return _raised(outputs, alone)
+
+    def score(self, first: Any, second: Any, params: Any, template: str | None) -> list[ScoringRequestOutput]:
+        """How well texts go together: by the model's head where it has one, else by the cosine of vectors."""
+        ones, others = _texts(first, "the first texts"), _texts(second, "the second texts")
+        if len(ones) not in (1, len(others)):
+            raise RequestError(f"{len(ones)} texts cannot be paired with {len(others)}")
+        ones = ones * len(others) if len(ones) == 1 else ones
+        wanted = params if params is not None else PoolingParams()
+        if not isinstance(wanted, PoolingParams):
+            raise RequestError(f"pooling_params are PoolingParams, not {wanted!r}")
+        if self._engine.core.loaded.model.config.num_labels:
+            return self._judged(ones, others, wanted, template)
+        if template is not None:
+            raise RequestError(f"chat_template: {self._architecture} embeds both texts apart, without one")
+        return self._cosines(ones, others)
+
+    def _judged(
+        self, ones: list[str], others: list[str], wanted: PoolingParams, template: str | None
+    ) -> list[ScoringRequestOutput]:
+        if self._engine.core.loaded.model.config.num_labels != 1:
+            raise RequestError(
+                f"score needs a model with one label, and {self._architecture} of this checkpoint has "
+                f"{self._engine.core.loaded.model.config.num_labels}: use classify"
+            )
+        prompts = [self._pair(one, other, template) for one, other in zip(ones, others, strict=True)]
+        outcomes = self._states(prompts)
+        _raise_first(outcomes)
+        scores = self._classes(outcomes, [wanted] * len(outcomes))
+        return [
+            ScoringRequestOutput(*_facts(outcome), ScoringOutput(float(score[0])))
+            for outcome, score in zip(outcomes, scores, strict=True)
+        ]
+
+    def _cosines(self, ones: list[str], others: list[str]) -> list[ScoringRequestOutput]:
+        distinct = list(dict.fromkeys([*ones, *others]))
+        outcomes = dict(zip(distinct, self._states(distinct), strict=True))
+        _raise_first(outcomes.values())
+        vectors = {text: _state(outcome, self._pooling) for text, outcome in outcomes.items()}
+        outputs = []
+        for one, other in zip(ones, others, strict=True):
+            ids = outcomes[one].prompt_token_ids + outcomes[other].prompt_token_ids
+            score = float(torch.dot(vectors[one], vectors[other]))
+            outputs.append(ScoringRequestOutput(outcomes[other].request_id, None, ids, ScoringOutput(score)))
+        return outputs
+
+    def _pair(self, one: str, other: str, template: str | None) -> dict[str, Any]:
+        """Two texts as a model that judges pairs was trained on them: by a template, or one behind the other
+        as its tokenizer joins them."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer, and score is about texts")
+        if template is None:
+            return {"prompt_token_ids": tokenizer.encode_pair(one, other)}
+        messages = [{"role": "query", "content": one}, {"role": "document", "content": other}]
+        text = tokenizer.with_chat_template(template).apply_chat_template(messages)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def check(self, params: PoolingParams) -> None:
+        """RequestError if this cannot be had of the model."""
+        self._check_task(params.task)
+        self._check_dimensions(params)
+
+    def pooled(self, served: ServedCompletion, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
+        """What came of a prompt that was added by itself; RequestError if nothing did."""
+        outcome = self._engine.outcome_of(served)
+        _raise_first([outcome])
+        return PoolingRequestOutput(*_facts(outcome), PoolingOutput(self._data([outcome], [params])[0]))
+
+    def _data(self, outcomes: list[PromptOutcome], wanted: list[PoolingParams]) -> list[Tensor]:
+        if wanted and wanted[0].task == "classify":
+            return self._classes(outcomes, wanted)
+        return [torch.tensor(vector) for vector in self._vectors(outcomes, wanted)]
+
+    def _states(self, prompts: list[Any], alone: bool = False) -> list[PromptOutcome]:
+        shown = self._shown if self._shown is not None or not alone else False
+        with HeldSignals() as signals:
+            return self._engine.states_of(prompts, shown, signals.let_through)
+
+    # -- from states to numbers --------------------------------------------------------------------
+
+    def _asked(
+        self, prompts: Any, params: Any, task: str | None
+    ) -> tuple[list[Any], bool, list[PoolingParams]]:
+        listed, alone = listed_prompts(prompts)
+        wanted = [params or PoolingParams()] * len(listed) if not _are_many(params) else list(params)
+        if len(wanted) != len(listed):
+            raise RequestError(f"{len(wanted)} pooling parameters were given for {len(listed)} prompts")
+        for each in wanted:
+            if not isinstance(each, PoolingParams):
+                raise RequestError(f"pooling_params are PoolingParams, not {each!r}")
+        chosen = [replace(each, task=task or each.task) for each in wanted]
+        if len({each.task for each in chosen}) > 1:
+            raise RequestError("encode does one pooling task for all prompts of a call")
+        for each in chosen or [PoolingParams(task=task)]:
+            self.check(each)
+        return listed, alone, chosen
+
+    def _check_task(self, task: str | None) -> None:
+        if task is None:
+            raise RequestError(f"encode needs pooling_task: {' or '.join(TASKS)}")
+        if task not in TASKS:
+            advice = _WITHOUT.get(task, f"there are {', '.join(TASKS)}")
+            raise RequestError(f"pooling_task {task!r} is not supported: {advice}")
+        if task == "classify" and not self._engine.core.loaded.model.config.num_labels:
+            raise RequestError(
+                f"{self._architecture} has no classification head, a ...ForSequenceClassification has: "
+                "use embed or generate"
+            )
+
+    def _check_dimensions(self, params: PoolingParams) -> None:
+        size = self._engine.core.loaded.model.config.hidden_size
+        if params.dimensions is not None and params.dimensions > size:
+            raise RequestError(f"dimensions is {params.dimensions}, the vectors of this model have {size}")
+
+    def _vectors(self, outcomes: Sequence[PromptOutcome], wanted: list[PoolingParams]) -> list[list[float]]:
+        found: list[list[float]] = []
+        for outcome, params in zip(outcomes, wanted, strict=True):
+            if outcome.states is None:
+                found.append([])
+                continue
+            state = outcome.states.last if self._pooling == "last" else outcome.states.mean
+            kept = state[: params.dimensions]
+            found.append((torch.nn.functional.normalize(kept, dim=0) if params.normalizes else kept).tolist())
+        return found
+
+    def _classes(self, outcomes: Sequence[PromptOutcome], wanted: list[PoolingParams]) -> list[Tensor]:
+        model = self._engine.core.loaded.model
+        assert model.score is not None
+        matrix = model.score.weight.detach().float().cpu()
+        found = []
+        for outcome, params in zip(outcomes, wanted, strict=True):
+            if outcome.states is None:
+                found.append(torch.empty(0))
+                continue
+            logits = matrix @ outcome.states.last
+            found.append(_activated(logits, model.config.label_activation) if params.activates else logits)
+        return found
+
+    @property
+    def _architecture(self) -> str:
+        return self._engine.core.loaded.model.config.architecture
+
+
+def _activated(logits: Tensor, activation: str) -> Tensor:
+    if activation == "none":
+        return logits
+    return logits.sigmoid() if activation == "sigmoid" else logits.softmax(0)
+
+
+def _state(outcome: PromptOutcome, pooling: str) -> Tensor:
+    assert outcome.states is not None
+    return pooled(outcome.states, pooling)
+
+
+def _facts(outcome: PromptOutcome) -> tuple[str, str | None, list[int]]:
+    return outcome.request_id, outcome.prompt, outcome.prompt_token_ids
+
+
+def _are_many(params: Any) -> bool:
+    return isinstance(params, Sequence) and not isinstance(params, str)
+
+
+def _texts(given: Any, what: str) -> list[str]:
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else [given]
+    for text in found:
+        if not isinstance(text, str):
+            raise RequestError(f"score compares texts; {what} have {text!r}"[:200])
+    return found
+
+
+def _raised(outputs: list[Any], alone: bool) -> list[Any]:
+    """The outputs; RequestError for a prompt that was given alone and failed."""
+    if alone and outputs[0].error is not None:
+        raise RequestError(outputs[0].error)
+    return outputs
+
+
+def _raise_first(outcomes: Any) -> None:
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise RequestError(outcome.error)

@@ -1,0 +1,39 @@
+"""How a prompt becomes a vector or scores, per request; the fields carry vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..sampling_params import RequestError
+
+
+@dataclass(kw_only=True)
+class PoolingParams:
+    """Parameters of `embed`, `encode`, `classify` and `score`."""
+
+    dimensions: int | None = None
+    """Keep so many numbers of an embedding, its first ones (for models trained that way); None: all."""
+    normalize: bool | None = None
+    """Scale an embedding to length 1, which is the default."""
+    use_activation: bool | None = None
+    """Of scores: probabilities (the default) instead of logits; of embeddings: the same as `normalize`."""
+    task: str | None = None
+    """What is asked for: embed, classify, score; the method that is called says it too."""
+
+    def __post_init__(self) -> None:
+        wrong = self.dimensions is not None and (
+            not isinstance(self.dimensions, int) or isinstance(self.dimensions, bool) or self.dimensions < 1
+        )
+        if wrong:
+            raise RequestError(f"dimensions must be an integer of at least 1, not {self.dimensions!r}")
+
+    @property
+    def activates(self) -> bool:
+        """Whether scores become probabilities."""
+        return self.use_activation is not False
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether an embedding gets length 1."""
+        chosen = self.normalize if self.normalize is not None else self.use_activation
+        return chosen is not False

@@ -1,0 +1,62 @@
+"""What may be given as a prompt, and how one is told from a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
+
+from ..sampling_params import RequestError
+
+
+class TextPrompt(TypedDict):
+    """A text to complete."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """The token ids of a text to complete, and for the record the text."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
+
+WHAT_A_PROMPT_IS = "a prompt is a text or {'prompt_token_ids': [...]} or a list of token ids"
+
+
+def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether one was given alone; RequestError for what cannot hold prompts.
+
+    As with vLLM `[1, 2, 3]` is one prompt of token ids, and `[[1, 2, 3]]` a list of one.
+    """
+    if isinstance(prompts, str | Mapping) or are_token_ids(prompts):
+        return [prompts], True
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
+        raise RequestError(f"{WHAT_A_PROMPT_IS}, or a list of such; not {kind_of(prompts)}")
+    return list(prompts), False
+
+
+def are_token_ids(prompt: Any) -> bool:
+    """Whether this is a list of numbers, and not a list of prompts."""
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim == 1
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return all(isinstance(each, int | np.integer) and not isinstance(each, bool) for each in prompt)
+
+
+def known_token_ids(prompt: Any) -> list[int]:
+    """The token ids in a prompt that was refused, as far as there are any."""
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    return list(ids) if isinstance(ids, list | tuple) else []
+
+
+def kind_of(prompt: Any) -> str:
+    """What somebody gave instead of a prompt, in words."""
+    if isinstance(prompt, Mapping):
+        return f"a mapping with {', '.join(map(repr, prompt)) or 'nothing'} in it"
+    return f"{type(prompt).__name__} {prompt!r}"[:100]

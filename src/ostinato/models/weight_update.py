@@ -1,0 +1,171 @@
+"""New weights into the memory of the old ones, all of them or none.
+
+Addresses stay, so captured graphs compute with the new weights. Names are those of the checkpoint; what a
+kernel wants fused is fused already, for every name is a view of where it lies.
+
+Note [All or none]
+Of a mapping, a list or a directory everything is checked before the first byte is written. An iterator shows
+what it has only as it goes, and a file may be unreadable in the middle: there each weight is copied to the
+host before it is overwritten, and put back if the update does not come to its end. A mapping's tensors are at
+hand and take one copy each, so nothing is kept of the old, and an interrupt waits until all are written; were
+the device to fail in between, the update says that the weights are torn, and its caller must not use them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import WeightsError
+from .transformer import Transformer
+from .weights import checkpoint_tensors, ignorable, stored_weights
+
+NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Weights by the names of the checkpoint; not necessarily all."""
+
+_READABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TornWeightsError(WeightsError):
+    """Some weights are new, some old: nothing may be computed before all of them are written again."""
+
+
+@dataclass(frozen=True)
+class UpdatedWeights:
+    """What an update has written."""
+
+    names: tuple[str, ...]
+    num_bytes: int
+    is_complete: bool
+    """Whether it was every weight of the model."""
+
+
+def update_weights(model: Transformer, new: NamedTensors | str | Path) -> UpdatedWeights:
+    """Write new weights in place: a directory's, which must have all, or those given; WeightsError if one of
+    them does not fit, with nothing changed."""
+    places = _Places(model)
+    if isinstance(new, str | Path):
+        with closing(stored_weights(Path(new), model.embed_tokens.weight.device)) as stored:
+            written = _replace(places, stored, must_have=places.names)
+    elif isinstance(new, Mapping | list | tuple):
+        written = _replace_at_once(places, new)
+    else:
+        written = _replace(places, _pairs(new))
+    places.check_addresses()
+    num_bytes = sum(places.views[name].nbytes for name in written)
+    return UpdatedWeights(tuple(written), num_bytes, written.keys() == places.names)
+
+
+class _Places:
+    """Where every weight of a model lies."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+        self.views = checkpoint_tensors(model)
+        self.names = self.views.keys()
+        self._short = {name.removeprefix("model."): name for name in self.views}
+        self._addresses = {name: view.data_ptr() for name, view in self.views.items()}
+        self._memory = {view.untyped_storage().data_ptr() for view in self.views.values()}
+
+    def name_of(self, given: object) -> str | None:
+        """The weight that is meant; None for one that the model does not need."""
+        if not isinstance(given, str):
+            raise WeightsError(f"a weight's name is a text, not {type(given).__name__}")
+        short = given.removeprefix("model.")
+        if short in self._short:
+            return self._short[short]
+        if ignorable(short, self._model.config):
+            return None
+        raise WeightsError(f"weight {given} has no place in {self._model.config.architecture}")
+
+    def checked(self, name: str, given: object) -> Tensor:
+        """The tensor, if it can be written to that place."""
+        view = self.views[name]
+        if not isinstance(given, Tensor):
+            raise WeightsError(f"weight {name} is no tensor but {type(given).__name__}")
+        if given.shape != view.shape:
+            raise WeightsError(f"weight {name} has shape {list(given.shape)}, not {list(view.shape)}")
+        if given.dtype not in _READABLE:
+            raise WeightsError(f"weight {name} is {given.dtype}; float32, float16 and bfloat16 can be taken")
+        if given.device.type == "meta":
+            raise WeightsError(f"weight {name} is on the meta device: it has no contents")
+        # What lies in the model's own memory may be overwritten before it is read.
+        is_own = given.untyped_storage().data_ptr() in self._memory
+        return given.clone() if is_own and given.data_ptr() != view.data_ptr() else given
+
+    def check_addresses(self) -> None:
+        moved = [name for name, view in checkpoint_tensors(self._model).items()
+                 if view.data_ptr() != self._addresses[name]]  # fmt: skip
+        if moved:
+            raise TornWeightsError(f"{len(moved)} weights have moved during an update, {moved[0]} among them")
+
+
+def _pairs(new: object) -> Iterator[tuple[object, object]]:
+    if not isinstance(new, Iterable):
+        raise WeightsError(f"weights are a directory, a mapping or pairs, not {type(new).__name__}")
+    for pair in new:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise WeightsError(f"weights come in pairs of a name and a tensor, not as {type(pair).__name__}")
+        yield pair[0], pair[1]
+
+
+def _replace_at_once(places: _Places, new: NamedTensors) -> dict[str, Tensor]:
+    """Everything is at hand: checked first, then written without a pause."""
+    pairs = new.items() if isinstance(new, Mapping) else new
+    checked: dict[str, Tensor] = {}
+    for given, tensor in _pairs(pairs):
+        name = places.name_of(given)
+        if name is not None:
+            _refuse_twice(name, checked)
+            checked[name] = places.checked(name, tensor)
+    try:
+        interrupt = _write_all(places, checked)
+    except Exception as error:
+        raise TornWeightsError(f"an update of weights was broken off: {error}") from error
+    if interrupt is not None:
+        raise interrupt
+    return checked
+
+
+def _replace(
+    places: _Places, pairs: Iterable[tuple[object, object]], must_have: Iterable[str] = ()
+) -> dict[str, Tensor]:
+    """One after the other; the old ones are kept on the host until all are written."""
+    kept: dict[str, Tensor] = {}
+    try:
+        for given, tensor in pairs:
+            name = places.name_of(given)
+            if name is None:
+                continue
+            _refuse_twice(name, kept)
+            new = places.checked(name, tensor)
+            kept[name] = places.views[name].to("cpu", copy=True)
+            places.views[name].copy_(new)
+        if missing := sorted(set(must_have) - kept.keys()):
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            raise WeightsError(f"weights missing: {', '.join(missing[:4])}{more}")
+    except BaseException:
+        _write_all(places, kept)
+        raise
+    return kept
+
+
+def _write_all(places: _Places, tensors: Mapping[str, Tensor]) -> KeyboardInterrupt | None:
+    """All of them, also if somebody interrupts; the interrupt, to be raised afterwards."""
+    left, interrupt = list(tensors.items()), None
+    while left:
+        try:
+            name, tensor = left[-1]
+            places.views[name].copy_(tensor)
+            left.pop()
+        except KeyboardInterrupt as stop:
+            interrupt = stop
+    return interrupt
+
+
+def _refuse_twice(name: str, seen: Mapping[str, Tensor]) -> None:
+    if name in seen:
+        raise WeightsError(f"weight {name} is given twice")

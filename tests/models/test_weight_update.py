@@ -1,0 +1,210 @@
+"""New weights in the memory of the old ones: all of them or none, under the names of the checkpoint."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.small_models import FAMILIES, reference_model
+from ostinato.models import weight_update
+from ostinato.models.errors import WeightsError
+from ostinato.models.transformer import Transformer
+from ostinato.models.weight_update import TornWeightsError, update_weights
+from ostinato.models.weights import checkpoint_tensors, load_model
+
+SETS = ("llama", "llama-tied", "qwen3-biases-tied")
+
+
+@pytest.fixture(scope="module", params=SETS)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    reference_model(request.param).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model(directory: Path) -> Transformer:
+    return load_model(directory)
+
+
+def contents(model: Transformer) -> dict[str, torch.Tensor]:
+    return {name: view.clone() for name, view in checkpoint_tensors(model).items()}
+
+
+def other_weights(model: Transformer, seed: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(view.shape, generator=generator) for name, view in checkpoint_tensors(model).items()
+    }
+
+
+def assert_equal(model: Transformer, wanted: dict[str, torch.Tensor]) -> None:
+    for name, view in checkpoint_tensors(model).items():
+        assert torch.equal(view, wanted[name].to(view.dtype)), name
+
+
+@pytest.mark.parametrize("form", ["mapping", "list", "iterator", "half", "short names"])
+def test_whatever_is_given_is_there_afterwards_and_nothing_else(model: Transformer, form: str) -> None:
+    old, new = contents(model), other_weights(model)
+    addresses = {name: view.data_ptr() for name, view in checkpoint_tensors(model).items()}
+    if form == "half":
+        new = dict(list(new.items())[::2])
+    given = {
+        "mapping": new,
+        "half": new,
+        "list": list(new.items()),
+        "iterator": iter(new.items()),
+        "short names": {name.removeprefix("model."): tensor.double().float() for name, tensor in new.items()},
+    }[form]
+    updated = update_weights(model, given)
+    assert_equal(model, old | new)
+    assert set(updated.names) == set(new)
+    assert updated.is_complete == (form != "half")
+    assert updated.num_bytes == sum(old[name].nbytes for name in new)
+    assert {name: view.data_ptr() for name, view in checkpoint_tensors(model).items()} == addresses
+
+
+def test_a_directory_of_weights(tmp_path: Path) -> None:
+    source, target = reference_model("qwen3"), tmp_path / "a"
+    source.save_pretrained(target)
+    model = load_model(target)
+    for parameter in source.parameters():
+        parameter.mul_(-0.5)
+    source.save_pretrained(tmp_path / "b")
+    assert update_weights(model, tmp_path / "b").is_complete
+    assert_equal(model, contents(load_model(tmp_path / "b")))
+
+
+def test_tied_models_need_no_output_layer_and_take_one(model: Transformer) -> None:
+    if not model.config.tie_word_embeddings:
+        pytest.skip("has its own")
+    new = other_weights(model)
+    update_weights(model, {**new, "lm_head.weight": new["model.embed_tokens.weight"]})
+    assert_equal(model, new)
+
+
+FAULTS = {
+    "an unknown name": ("model.layers.0.nothing.weight", torch.zeros(3), "has no place in"),
+    "a wrong shape": ("model.norm.weight", torch.zeros(7), r"has shape \[7\], not \[48\]"),
+    "integers": ("model.norm.weight", torch.zeros(48, dtype=torch.int32), "torch.int32"),
+    "no tensor": ("model.norm.weight", [0.0] * 48, "is no tensor but list"),
+    "nothing in it": ("model.norm.weight", torch.zeros(48, device="meta"), "meta"),
+    "no name": (7, torch.zeros(48), "name is a text, not int"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("as_iterator", [False, True])
+def test_one_that_does_not_fit_changes_nothing(model: Transformer, fault: str, as_iterator: bool) -> None:
+    old = contents(model)
+    name, tensor, message = FAULTS[fault]
+    pairs = [pair for pair in other_weights(model).items() if pair[0] != name]
+    pairs.insert(len(pairs) // 2, (name, tensor))
+    with pytest.raises(WeightsError, match=message):
+        update_weights(model, iter(pairs) if as_iterator else pairs)
+    assert_equal(model, old)
+
+
+@pytest.mark.parametrize("given", [5, [1, 2], [("a", "b", "c")], "nowhere/at/all"])
+def test_what_is_no_set_of_weights_is_refused(model: Transformer, given: object) -> None:
+    old = contents(model)
+    with pytest.raises(WeightsError):
+        update_weights(model, given)
+    assert_equal(model, old)
+
+
+def test_twice_the_same_weight_is_refused(model: Transformer) -> None:
+    old, pair = contents(model), ("model.norm.weight", torch.ones(48))
+    for twice in ([pair, ("norm.weight", torch.ones(48))], iter([pair, pair])):
+        with pytest.raises(WeightsError, match="given twice"):
+            update_weights(model, twice)
+    assert_equal(model, old)
+
+
+@settings(max_examples=15, deadline=None)
+@given(at=st.integers(0, 20), error=st.sampled_from([OSError, KeyboardInterrupt, MemoryError, GeneratorExit]))
+def test_an_iterator_that_fails_leaves_the_old_weights(at: int, error: type[BaseException]) -> None:
+    with torch.random.fork_rng():
+        model = load_model_of("llama")
+    old, new = contents(model), other_weights(model)
+
+    def failing():  # type: ignore[no-untyped-def]
+        for index, pair in enumerate(new.items()):
+            if index == at:
+                raise error("half way")
+            yield pair
+
+    with pytest.raises(error):
+        update_weights(model, failing())
+    assert_equal(model, old)
+
+
+_models: dict[str, Transformer] = {}
+
+
+def load_model_of(family: str) -> Transformer:
+    from ostinato.models.config import ModelConfig
+    from ostinato.models.weights import fill_with_random_weights
+
+    if family not in _models:
+        config = reference_model(family).config
+        config.architectures = [f"{FAMILIES[family][0]}ForCausalLM"]
+        _models[family] = Transformer(ModelConfig.from_dict(config.to_dict()))
+        fill_with_random_weights(_models[family])
+    return _models[family]
+
+
+def test_a_checkpoint_that_lacks_one_leaves_the_old_weights(directory: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = load_model(directory)
+    old = contents(model)
+    tensors = {name: tensor * 2 for name, tensor in load_file(directory / "model.safetensors").items()}
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match="missing"):
+        update_weights(model, tmp_path)
+    assert_equal(model, old)
+
+
+def test_weights_may_come_from_the_model_itself(model: Transformer) -> None:
+    """Two layers exchanged: neither may be overwritten before it was read."""
+    views = checkpoint_tensors(model)
+    names = [name for name in views if name.startswith("model.layers.0.")]
+    swapped = {name.replace("layers.0.", "layers.1."): views[name] for name in names}
+    swapped |= {name: views[name.replace("layers.0.", "layers.1.")] for name in names}
+    wanted = contents(model) | {name: tensor.clone() for name, tensor in swapped.items()}
+    update_weights(model, swapped)
+    assert_equal(model, wanted)
+
+
+def test_an_interrupt_waits_for_a_mapping_to_be_written(model: Transformer) -> None:
+    new, interrupts = other_weights(model), iter([KeyboardInterrupt()])
+    pop = list.pop
+
+    class Left(list):  # type: ignore[type-arg]
+        def pop(self, *at):  # type: ignore[no-untyped-def]
+            if len(self) == 5 and (stop := next(interrupts, None)) is not None:
+                raise stop
+            return pop(self, *at)
+
+    with patch.object(weight_update, "list", Left, create=True), pytest.raises(KeyboardInterrupt):
+        update_weights(model, new)
+    assert_equal(model, new)
+
+
+def test_a_device_that_fails_in_between_says_that_weights_are_torn(model: Transformer) -> None:
+    class Broken(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.Tensor.copy_:
+                raise RuntimeError("device lost")
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    new = other_weights(model)
+    new["model.norm.weight"] = new["model.norm.weight"].as_subclass(Broken)
+    with pytest.raises(TornWeightsError, match="device lost"):
+        update_weights(model, new)

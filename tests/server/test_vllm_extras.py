@@ -1,0 +1,67 @@
+"""vLLM's extras that act on tokens and on the prefix cache, in requests to a server."""
+
+import pytest
+
+from .server_process import ServerProcess
+
+CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "Say hello"}], "temperature": 0}
+TEXT = {"model": "scripted", "prompt": "a", "temperature": 0, "max_tokens": 5}
+
+
+def text_of(server: ServerProcess, **extras: object) -> str:
+    answer = server.post("/v1/completions", {**TEXT, **extras})
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def test_only_allowed_tokens_come(server: ServerProcess) -> None:
+    """The model counts on; what may not come is the end of it."""
+    assert set(text_of(server, allowed_token_ids=list(b"xyz"), temperature=1)) <= set("xyz")
+    assert text_of(server) == "bcdef"
+    chat = server.post("/v1/chat/completions", {**CHAT, "allowed_token_ids": list(b"xyz"), "max_tokens": 4})
+    assert set(chat.json()["choices"][0]["message"]["content"]) <= set("xyz")
+
+
+def test_bad_words_do_not_come(server: ServerProcess) -> None:
+    text = text_of(server, bad_words=["cde"])
+    assert text.startswith("bcd")
+    assert "cde" not in text
+    assert not text_of(server, bad_words=["b"]).startswith("b")
+    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "so: a"}]
+    goes_on = {**CHAT, "messages": messages, "continue_final_message": True, "max_tokens": 3}
+    chat = server.post("/v1/chat/completions", {**goes_on, "bad_words": ["cd"]}).json()
+    said = chat["choices"][0]["message"]["content"]
+    assert said.startswith("bc")
+    assert not said.startswith("bcd")
+
+
+def test_lists_and_a_shape_together(server: ServerProcess) -> None:
+    extras = {"guided_regex": "[0-9]{4}", "bad_words": ["11", "22", "33"], "temperature": 1, "max_tokens": 9}
+    for seed in range(3):
+        text = text_of(server, allowed_token_ids=[*b"123x", *range(256, 300)], seed=seed, **extras)
+        assert len(text) == 4
+        assert set(text) <= set("123")
+        assert all(pair not in text for pair in ("11", "22", "33"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_lists_that_come_to_exclude_each_other_are_the_clients_fault(
+    server: ServerProcess, stream: bool
+) -> None:
+    body = {**TEXT, "allowed_token_ids": [98], "bad_words": ["bb"], "stream": stream}
+    answer = server.post("/v1/completions", body)
+    assert "leave no token that may come" in answer.text
+    if not stream:
+        assert answer.status_code == 400
+    assert text_of(server) == "bcdef", "nobody else is harmed"
+
+
+def test_salts_divide_the_prefix_cache(server: ServerProcess) -> None:
+    prompt = "a prompt of more than two pages, which nobody else sends"
+    cached = []
+    for salt in ("one", "two", "one", None):
+        body = {**TEXT, "prompt": prompt, "cache_salt": salt}
+        usage = server.post("/v1/completions", body).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, 48, 0]
