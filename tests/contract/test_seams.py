@@ -128,6 +128,8 @@ class Counted:
         self.taken.append((block.data_ptr(), nbytes))
         return block
 
+    intermediates = allocate
+
     def graph_pool(self):
         self.pools.append(self._mempool.id)
         return self._mempool.id

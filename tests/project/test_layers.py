@@ -1,4 +1,5 @@
-"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; graphs; text."""
+"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; memory ->
+graphs; text."""
 
 import ast
 from pathlib import Path
@@ -10,14 +11,15 @@ from ostinato.engine.vllm_api.module_paths import PATHS
 PACKAGE = Path(__file__).parents[2] / "src" / "ostinato"
 
 MAY_IMPORT = {
-    "cli": {"cli", "tools", "server", "engine", "models", "cache", "kernels", "graphs", "text"},
-    "tools": {"tools", "engine", "models", "cache", "kernels", "graphs", "text"},
-    "server": {"server", "engine", "models", "cache", "kernels", "graphs", "text"},
-    "engine": {"engine", "models", "cache", "kernels", "graphs", "text"},
+    "cli": {"cli", "tools", "server", "engine", "models", "cache", "kernels", "graphs", "memory", "text"},
+    "tools": {"tools", "engine", "models", "cache", "kernels", "graphs", "memory", "text"},
+    "server": {"server", "engine", "models", "cache", "kernels", "graphs", "memory", "text"},
+    "engine": {"engine", "models", "cache", "kernels", "graphs", "memory", "text"},
     "models": {"models", "kernels", "text"},
     "cache": {"cache", "kernels"},
     "kernels": {"kernels"},
     "graphs": {"graphs"},
+    "memory": {"memory", "graphs"},
     "text": {"text"},
 }
 OUTSIDE_PACKAGES_OF_GRAPHS = {"torch", "numpy", "rich", "cuda", "triton"}
@@ -68,6 +70,14 @@ def test_the_runtime_needs_torch_and_nothing_of_ours(path: Path) -> None:
     for name in imported_names(path):
         top = name.split(".")[0]
         assert top in {"ostinato", *OUTSIDE_PACKAGES_OF_GRAPHS} | set(sys.stdlib_module_names), name
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "memory").rglob("*.py")), ids=lambda path: path.stem)
+def test_the_memory_saver_needs_torch_and_the_driver_alone(path: Path) -> None:
+    import sys
+
+    for name in imported_names(path):
+        assert name.split(".")[0] in {"ostinato", "torch", "cuda"} | set(sys.stdlib_module_names), name
 
 
 def module_name(path: Path) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,7 @@ from .llm import LLM
 from .outputs import RequestOutput
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .sampling_params import RequestError, SamplingParams
+from .sleeping.sleeper import SleepReport
 from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.conversations import Messages
 from .vllm_api.engine_view import ModelView
@@ -171,6 +172,18 @@ class AsyncLLM:
     def resume(self) -> None:
         """Go on after `pause`."""
         self._do(lambda engine: engine.core.scheduler.resume())
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
+        """As `LLM.sleep`; requests that are kept, and those that come meanwhile, wait for `wake_up`."""
+        return await self._call(lambda engine: engine.sleep(level, mode, lambda new: self._tell(engine, new)))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
+        """As `LLM.wake_up`."""
+        return await self._call(lambda engine: engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """As `LLM.is_sleeping`."""
+        return await self._call(lambda engine: engine.core.sleeper.is_sleeping)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Run no further step until `resume_generation`.

@@ -117,6 +117,11 @@ class EngineConfig:
     cuda_graph_prefill_tokens."""
     max_cudagraph_capture_size: int | None = None
     """vLLM's limit, in tokens: cuts both default lists. Larger steps run without a graph."""
+    enable_sleep_mode: bool = False
+    """Allocate weights, KV cache and memory of graphs so that `sleep` can give them back to the device."""
+    hostile_wake: bool = False
+    """For debugging: fill all memory with NaNs and large integers at every wake_up, before what is restored
+    is restored. Needs enable_sleep_mode."""
     batch_invariant: bool = False
     """Give each request the same bits whatever runs beside it: one shape for every step. Slower."""
 
@@ -141,6 +146,8 @@ class EngineConfig:
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
         check_capture_sizes(self)
+        if self.hostile_wake and not self.enable_sleep_mode:
+            raise ConfigError("hostile_wake is about memory that sleeps: it needs enable_sleep_mode")
         if self.batch_invariant:
             self._check_batch_invariant()
 

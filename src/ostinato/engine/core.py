@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -50,6 +51,7 @@ from .scheduling.request import FinishReason, Request
 from .scheduling.scheduled_step import ScheduledStep
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig, window_of
+from .sleeping.sleeper import EngineAsleepError, Sleeper, SleepReport
 from .stepping.flight import Flight, Progress
 from .stepping.model_runner import ModelRunner
 from .stepping.prompt_states import PromptSums
@@ -85,8 +87,15 @@ class EngineCore:
         graph_bytes = rehearse(loaded, self.startup)
         with self.startup.phase("kv"):
             kv = allocate_kv(loaded.model, config, graph_bytes, loaded.arenas)
-        self.runner = ModelRunner(loaded.model, kv, loaded.attention, config)
-        self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
+        memory = loaded.memory
+        with nullcontext() if memory is None else memory.static_buffers():
+            of_graphs = None if memory is None else memory.of_graphs
+            self.runner = ModelRunner(loaded.model, kv, loaded.attention, config, of_graphs)
+            self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
+        if memory is not None:
+            memory.clear_at_wake(kv)
+        self.sleeper = Sleeper(None if memory is None else memory.saver, config.device)
+        """What is away while the engine sleeps, and whether it may take a step."""
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_running=config.max_running_requests,
@@ -109,6 +118,7 @@ class EngineCore:
             with self.startup.phase("capture sampling"):
                 self.sampler.capture(progress=False)
         self._captured = DeviceMemory.now(config.device).less(before)
+        self.sleeper.driver_bytes = max(0, self._captured.taken - self._captured.reserved)
         logger.info("%s", report)
         logger.info("memory: %s", ", ".join(f"{name} {size:,}" for name, size in self.memory().items()))
 
@@ -122,7 +132,8 @@ class EngineCore:
         """Whether a step would do something: requests that are paused wait without one."""
         scheduler = self.scheduler
         is_under_way = bool(self._arrived) or scheduler.num_steps_in_flight > 0
-        return is_under_way or (scheduler.has_work and not scheduler.is_paused)
+        may_launch = not scheduler.is_paused and self.sleeper.why_no_step is None
+        return is_under_way or (scheduler.has_work and may_launch)
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
@@ -155,6 +166,8 @@ class EngineCore:
 
     def step(self) -> list[Progress]:
         """Launch the next step, then take in the oldest one that is due."""
+        if not self._flights and not self._arrived:
+            self.refuse_if_asleep()
         self.clock.start()
         self._finish_what_was_interrupted()
         if not self._arrived:
@@ -166,6 +179,25 @@ class EngineCore:
                 self._complete()
         arrived, self._arrived = self._arrived, []
         return arrived
+
+    def refuse_if_asleep(self) -> None:
+        """EngineAsleepError while a step would touch memory that is away."""
+        if (why := self.sleeper.why_no_step) is not None:
+            raise EngineAsleepError(why)
+
+    def settle(self) -> list[Progress]:
+        """Wait for all steps under way; what they brought. No step is launched."""
+        self._drain()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def sleep(self, level: int) -> SleepReport:
+        """Give memory back. Requests that are left wait; those that ran are computed again when it is back,
+        for their pages are gone. Call `settle` before."""
+        assert not self._flights, "a step is under way"
+        if level:
+            self.scheduler.flush_prefix_cache(computes_again=True)
+        return self.sleeper.sleep(level)
 
     def report(self) -> Report:
         """The forward graphs and what ran without one; sampling behind them has its own, `sampler.report`.

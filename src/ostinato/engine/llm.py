@@ -24,6 +24,7 @@ from .pooling_outputs import (
     ScoringRequestOutput,
 )
 from .sampling_params import BeamSearchParams, RequestError, SamplingParams
+from .sleeping.sleeper import SleepReport
 from .stepping.times import StepTimes
 from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.beam_search import BeamSearch, BeamSearchOutput
@@ -326,13 +327,37 @@ class LLM(EngineServices):
         outcome.raise_if_failed()
         return outcome
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
+        """Give memory back to the device; graphs and addresses stay. See `EngineConfig.enable_sleep_mode`.
+
+        `level` 0: only take no steps. 1: weights go to the host, the KV cache is dropped. 2: both are
+        dropped. `mode`: requests that are not finished end now (abort), before (wait), or after `wake_up`,
+        computed again (keep). SaverMemoryError: the host has no room for the weights; nothing has changed.
+        """
+        return self.engine.sleep(level, mode, lambda outputs: None)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
+        """Take memory back: all, or of the tags weights, kv_cache (with graphs), graphs, scheduling.
+
+        SaverMemoryError: there is too little, and they stay away; call it again. After level 2 nothing is
+        generated until weights are loaded.
+        """
+        return self.engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """True from `sleep` until everything is back."""
+        return self.engine.core.sleeper.is_sleeping
+
     def close(self) -> None:
         """Free weights, KV cache and graphs. In a forked child they are the parent's: nothing happens."""
         if self._engine is None or self._engine.turn.is_elsewhere:
             return
         self._engine.close()
+        memory = self._engine.core.loaded.memory
         self._engine = None
         gc.collect()
+        if memory is not None:
+            memory.saver.close()  # after the graphs that are in it
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -29,6 +29,7 @@ from .loading.load import load
 from .outputs import CompletionOutput, RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
+from .sleeping.sleeper import SleepReport
 from .step_profiler import StepProfiler
 from .stepping.flight import Progress
 from .stepping.prompt_states import PromptStates
@@ -290,12 +291,37 @@ class TextEngine:
                 changed, self.ended = self._delivered(steps)
             finally:
                 self.turn.is_in_step = False
-            for output in self.ended:
-                self._count(self._served[output.request_id])
-                self._forget(output.request_id)
+            self._forget_ended()
             self.profiler.stepped()
             self.core.clock.lap("deliver")
             return changed
+
+    def _forget_ended(self) -> None:
+        for output in self.ended:
+            self._count(self._served[output.request_id])
+            self._forget(output.request_id)
+
+    def sleep(self, level: int, mode: str, tell: Callable[[list[RequestOutput]], None]) -> SleepReport:
+        """Give memory back; `tell` gets the outputs that change on the way there.
+
+        Requests are served to the end before (mode wait), go on after `wake_up` (keep), or end now (abort).
+        """
+        with self.turn:
+            self.core.sleeper.check(level, mode)
+            while mode == "wait" and self.core.can_step:
+                tell(self.step())
+            changed, self.ended = self._delivered(self.core.settle())
+            self._forget_ended()
+            tell(changed)
+            if mode == "abort":
+                ended = [self.abort(name) for name in list(self._served)]
+                tell([output for output in ended if output is not None])
+            return self.core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
+        """Take memory back, all or of these tags; requests that wait go on when everything is there."""
+        with self.turn:
+            return self.core.sleeper.wake_up(tags)
 
     def _delivered(self, steps: list[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
         try:

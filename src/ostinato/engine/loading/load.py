@@ -28,6 +28,7 @@ from ..config import EngineConfig, ResolvedConfig
 from .arenas import Arenas, from_torch
 from .default_sampling import default_sampling
 from .kernel_table import use_table_of_user
+from .saved_memory import SavedMemory
 
 logger = logging.getLogger("ostinato.engine")
 
@@ -55,6 +56,8 @@ class LoadedModel:
     """Of requests that do not say: fields of `SamplingParams`."""
     arenas: Arenas = from_torch
     """Who gives memory for weights and KV cache."""
+    memory: SavedMemory | None = None
+    """Of an engine in sleep mode: all that it allocates for good."""
 
 
 def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
@@ -70,6 +73,10 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         if config.device.type == "cuda":
             triton_start.begin()
             torch.empty(1, device=config.device)  # makes the context, while Triton is imported
+        memory = None
+        if asked.enable_sleep_mode:
+            memory = SavedMemory(config.device, hostile=asked.hostile_wake)
+            arenas = memory.arenas
         attention = get_backend(asked.attention_backend, config.device)
         use_table_of_user(asked.kernel_table, config.device)
         # Reading a tokenizer takes as long as reading a small model's weights.
@@ -86,6 +93,8 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
                 config=shape,
             )
             tokenizer = reading.result()
+        if memory is not None:
+            memory.take_over_buffers(model)
         eos = set(tokenizer.eos_token_ids) if tokenizer else set[int]()
         if tokenizer is None or asked.tokenizer is not None:
             eos.update(_eos_token_ids(directory))
@@ -94,7 +103,9 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         raise ModelLoadError(str(error)) from error
     logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
     names = frozenset(eos)
-    return LoadedModel(directory, config, model, attention, tokenizer, beside_it, names, sampling, arenas)
+    return LoadedModel(
+        directory, config, model, attention, tokenizer, beside_it, names, sampling, arenas, memory
+    )
 
 
 def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:

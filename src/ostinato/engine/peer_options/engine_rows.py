@@ -305,8 +305,8 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     harmless("ignore_patterns", "vllm", "texts", "original/*", "only what is needed is fetched", tunes=True),
     harmless("max_parallel_loading_workers", "vllm", "int", "1", "there is one GPU", tunes=True),
     harmless("worker_cls", "vllm", "text", "auto", "the engine has no workers", same=("auto",)),
-    refused("enable_sleep_mode", "vllm", "flag", "", "stop the server instead; it starts in seconds"),
-    refused("enable_memory_saver", "sglang", "flag", "", "stop the server instead; it starts in seconds"),
+    acts("enable_sleep_mode", "vllm", "flag", "", "memory that sleep gives back"),
+    mapped("enable_memory_saver", "sglang", "flag", "", "enable_sleep_mode", "the same"),
     refused("worker_extension_cls", "vllm", "text", "x.Y", "the engine has no workers to extend"),
 )
 

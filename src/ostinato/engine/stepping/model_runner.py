@@ -32,6 +32,7 @@ from ostinato.graphs import (
     capture_keys,
     eager_boundary,
 )
+from ostinato.graphs.capturing.pool import Memory
 from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
@@ -93,8 +94,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Transformer, kv: KVCache, attention: AttentionBackend, config: ResolvedConfig
+        self,
+        model: Transformer,
+        kv: KVCache,
+        attention: AttentionBackend,
+        config: ResolvedConfig,
+        memory: Memory | None = None,
     ) -> None:
+        """`memory`: what graphs are made of, if not torch's."""
         self.model = model
         self.kv = kv
         self.config = config
@@ -103,7 +110,7 @@ class ModelRunner:
         self._held = _NOTHING
         device = config.device
         budget = config.config.cuda_graph_memory_mb
-        self.pool = GraphPool(device, budget=budget * 2**20 if budget else None)
+        self.pool = GraphPool(device, budget=budget * 2**20 if budget else None, memory=memory)
         self.rows = DeviceRows(
             row_fields(config.page_columns),
             config.max_rows,

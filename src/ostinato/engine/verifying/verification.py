@@ -33,6 +33,7 @@ class EngineBusyError(OstinatoError, RuntimeError):
 def verify(core: EngineCore, *, seed: int = 0, progress: bool | None = None) -> EngineVerification:
     """Launch every graph on made requests and compare what it does with the reference; raises nothing for
     graphs that are wrong, see `EngineVerification.raise_if_failed`."""
+    core.refuse_if_asleep()
     while core.has_work and not core.scheduler.running and not core.scheduler.waiting:
         core.step()  # a step that was launched ahead, for requests that have ended
     if core.has_work:

@@ -92,3 +92,5 @@ class OwnEngine(EngineServices):
     def close(self) -> None:
         """Abort everything and drop all graphs."""
         self._engine.close()
+        if (memory := self._engine.core.loaded.memory) is not None:
+            memory.saver.close()

@@ -16,8 +16,12 @@ class Memory(Protocol):
     """Where the memory of graphs comes from, if not from torch: what a memory saver implements."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """So many bytes as uint8: input buffers, padding templates, bridges, results with memory of their
-        own, the slabs of tapes."""
+        """So many bytes as uint8 that keep their contents: input buffers, padding templates, bridges, results
+        with memory of their own."""
+        ...
+
+    def intermediates(self, nbytes: int) -> torch.Tensor:
+        """So many bytes as uint8 that every replay writes before it reads them: the slabs of tapes."""
         ...
 
     def graph_pool(self) -> Any:

@@ -122,7 +122,7 @@ class TapeBackend:
     device = torch.device("cpu")
 
     def new_memory(self, source: Any = None) -> PoolMemory:
-        return TapeMemory(None if source is None else source.allocate)
+        return TapeMemory(None if source is None else source.intermediates)
 
     def session(self, memory: PoolMemory, options: CaptureOptions) -> TapeSession:
         assert isinstance(memory, TapeMemory)

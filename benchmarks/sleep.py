@@ -1,0 +1,187 @@
+"""What it takes to give a model's memory back and to take it again, beside the host link's own speed.
+
+python benchmarks/sleep.py benchmarks/results/sleep-h200.json
+
+Memory of the shapes of an 8B: 291 tensors of weights (16 GB in bf16), a KV cache, a captured graph with its
+pool. Level 1 backs weights up to pinned memory, level 2 drops them. Links are measured in the same run, with
+copies between the device and memory that torch has pinned. GPU only; times are medians.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.memory import MemorySaver, Paused, Resumed
+from ostinato.tools.machine import machine
+
+GIB = 1 << 30
+HIDDEN, INTERMEDIATE, QKV, VOCABULARY, LAYERS = 4096, 14336, 6144, 128256, 32
+LAYER = ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+
+SMALL = 0x3C00
+"""About 0.008 in bf16; with a small number added still about that."""
+
+
+def weights_of(saver: MemorySaver, gigabytes: float) -> list[torch.Tensor]:
+    """Tensors of as many layers as make so many bytes, and norms."""
+    made: list[torch.Tensor] = []
+    with saver.region("weights"):
+        made += [torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        while sum(each.nbytes for each in made) < gigabytes * 1e9:
+            made += [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in LAYER]
+            made += [torch.empty(HIDDEN, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    for number, tensor in enumerate(made):
+        tensor.view(torch.int16).fill_(SMALL + number)
+    return made
+
+
+def captured(saver: MemorySaver, weights: list[torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph that reads weights and has large intermediates."""
+    with saver.region("graphs", "once"):
+        x = torch.ones(4096, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> torch.Tensor:
+        wide = (x @ weights[4].T).relu()
+        return (wide[:, :INTERMEDIATE] @ weights[5].T).sum(1)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    pool = saver.graph_pool()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        out = step()
+    return graph, out
+
+
+def link_speed(to_host: bool, nbytes: int = GIB, repeats: int = 8) -> float:
+    """GB/s of copies between the device and pinned memory."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    source, target = (device, host) if to_host else (host, device)
+    target.copy_(source, non_blocking=True)
+    seconds = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return nbytes / statistics.median(seconds) / 1e9
+
+
+def free_bytes() -> int:
+    """By cudaMemGetInfo, with nothing that torch keeps back."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def cycle(saver: MemorySaver, *, backup: bool) -> tuple[Paused, Resumed, float, float, int]:
+    """A pause, garbage in 95% of what it released, and a resume; with seconds and bytes that came free."""
+    before = free_bytes()
+    start = time.perf_counter()
+    paused = saver.pause(backup=backup)
+    pause_s = time.perf_counter() - start
+    came_free = free_bytes() - before
+    garbage = torch.empty(int(came_free * 0.95), dtype=torch.uint8, device="cuda").fill_(0x5A)
+    torch.cuda.synchronize()
+    del garbage
+    torch.cuda.empty_cache()
+    start = time.perf_counter()
+    resumed = saver.resume()
+    return paused, resumed, pause_s, time.perf_counter() - start, came_free
+
+
+def measured(saver: MemorySaver, *, backup: bool, repeats: int) -> dict[str, Any]:
+    """Medians of so many cycles."""
+    rows = [cycle(saver, backup=backup) for _ in range(repeats)]
+    paused, resumed = rows[-1][:2]
+    parts = {
+        f"{verb}_{part}_s": statistics.median(row[at].seconds[part] for row in rows)
+        for at, verb, report in ((0, "pause", paused), (1, "resume", resumed))
+        for part in report.seconds
+    }
+    return {
+        "released": paused.released,
+        "came_free": min(row[4] for row in rows),
+        "backed_up": paused.backed_up,
+        "restored": resumed.restored,
+        "pause_s": statistics.median(row[2] for row in rows),
+        "resume_s": statistics.median(row[3] for row in rows),
+        **parts,
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=16.0, help="of weights")
+    parser.add_argument("--kv-gigabytes", type=float, default=32.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    asked = parser.parse_args()
+    links = {"to_host_gb_s": link_speed(True), "to_device_gb_s": link_speed(False)}
+    baseline = free_bytes()
+    saver = MemorySaver("cuda")
+    weights = weights_of(saver, asked.gigabytes)
+    kv = saver.empty((int(asked.kv_gigabytes * 1e9),), torch.uint8, "kv_cache", "scratch")
+    saver.on_resume("kv_cache", kv.zero_)
+    graph, out = captured(saver, weights)
+    graph.replay()
+    wanted = out.clone()
+    taken = baseline - free_bytes()
+    start = time.perf_counter()
+    room = saver.prepare_backup()
+    prepare_s = time.perf_counter() - start
+    levels = {"1": measured(saver, backup=True, repeats=asked.repeats)}
+    graph.replay()
+    assert torch.equal(out, wanted), "the graph gives something else after level 1"
+    for number, tensor in enumerate(weights):
+        assert (tensor.view(torch.int16) == SMALL + number).all(), f"weight {number} is not what it was"
+    levels["2"] = measured(saver, backup=False, repeats=asked.repeats)
+    for number, tensor in enumerate(weights):
+        tensor.view(torch.int16).fill_(SMALL + number)
+    graph.replay()
+    assert torch.equal(out, wanted), "the graph gives something else after level 2"
+    sizes = {
+        f"{tag}/{content}": held.mapped for tag, of in saver.bytes().items() for content, held in of.items()
+    }
+    memory = {"taken": taken, "by_tag_and_class": sizes, "stays": taken - levels["1"]["came_free"]}
+    print(f"taken {taken:,} bytes: " + ", ".join(f"{name} {size:,}" for name, size in sizes.items()))
+    print(f"links: to host {links['to_host_gb_s']:.1f}, to device {links['to_device_gb_s']:.1f} GB/s")
+    print(f"room for backups: {room:,} bytes in {prepare_s:.2f} s")
+    print("level | came free      | stays        | pause s | GB/s | of link | resume s | GB/s | of link")
+    for level, row in levels.items():
+        speeds = [row["backed_up"] / row["pause_s"] / 1e9, row["restored"] / row["resume_s"] / 1e9]
+        shares = [speeds[0] / links["to_host_gb_s"], speeds[1] / links["to_device_gb_s"]]
+        row |= {"pause_share_of_link": shares[0], "resume_share_of_link": shares[1]}
+        stays = taken - row["came_free"]
+        print(
+            f"{level:5} | {row['came_free']:14,} | {stays:12,} | {row['pause_s']:7.3f} | {speeds[0]:4.1f} | "
+            f"{shares[0]:7.0%} | {row['resume_s']:8.3f} | {speeds[1]:4.1f} | {shares[1]:.0%}"
+        )
+        print("      " + ", ".join(f"{name} {row[name]:.4f}" for name in row if name.endswith("_s")))
+    result = {
+        "machine": machine(),
+        "settings": {"gigabytes": asked.gigabytes, "kv_gigabytes": asked.kv_gigabytes},
+        "links": links,
+        "memory": memory,
+        "prepare_backup_s": prepare_s,
+        "levels": levels,
+    }
+    asked.file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

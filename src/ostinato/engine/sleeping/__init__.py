@@ -1,0 +1,1 @@
+"""What an engine may do while its memory is away."""

@@ -1,0 +1,143 @@
+"""What an engine can do while parts of its memory are away, and how it gets there and back.
+
+A sleeping engine takes no step: requests wait, and whoever asks for a step is told what is missing. Tags may
+come back one at a time; graphs come back with the KV cache, if not before. When the last one is back, steps
+go on, unless the weights were dropped and nobody has written new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ostinato.graphs import OstinatoError
+from ostinato.memory import TAGS, MemorySaver, Tag
+
+from ..loading.device_memory import DeviceMemory
+from ..sampling_params import RequestError
+
+LEVELS = (0, 1, 2)
+MODES = ("abort", "wait", "keep")
+SCHEDULING = "scheduling"
+"""In place of a tag: take steps again, after level 0."""
+
+
+class EngineAsleepError(OstinatoError, RuntimeError):
+    """A step would touch memory that is away, or weights that were dropped."""
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """What `sleep` or `wake_up` did. Bytes."""
+
+    tags: tuple[str, ...] = ()
+    """Tags that went, or came back."""
+    released: int = 0
+    """Given back to the device."""
+    backed_up: int = 0
+    """Of these, contents that are on the host."""
+    taken: int = 0
+    """Taken from the device."""
+    stays: dict[str, int] = field(default_factory=dict)
+    """On a GPU, what is left there, by cause."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By part."""
+
+
+class Sleeper:
+    """The state of an engine between `sleep` and `wake_up`."""
+
+    def __init__(self, saver: MemorySaver | None, device: torch.device) -> None:
+        """`saver`: None for an engine whose memory cannot be given back; it knows level 0 only."""
+        self._saver = saver
+        self._device = device
+        self._is_held = False
+        self._has_lost_weights = False
+        self.driver_bytes = 0
+        """What the driver holds for graphs, outside of any pool."""
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether some of it is away, or steps are held."""
+        return self._is_held or bool(self._away)
+
+    @property
+    def _away(self) -> tuple[Tag, ...]:
+        return () if self._saver is None else self._saver.paused
+
+    @property
+    def why_no_step(self) -> str | None:
+        """Why no step may be taken now; None: it may."""
+        if self._away:
+            return f"the engine sleeps, {', '.join(self._away)} are away: wake_up() first"
+        if self._is_held:
+            return "the engine sleeps: wake_up() first"
+        if self._has_lost_weights:
+            return "the weights were dropped by sleep(level=2): load new ones before anything is generated"
+        return None
+
+    def check(self, level: int, mode: str) -> None:
+        """RequestError for a sleep that is not possible."""
+        if level not in LEVELS or isinstance(level, bool):
+            raise RequestError(f"there is no sleep level {level!r}: use {', '.join(map(str, LEVELS))}")
+        if mode not in MODES:
+            raise RequestError(f"there is no sleep mode {mode!r}: use {', '.join(MODES)}")
+        if level and self._saver is None:
+            raise RequestError(
+                f"sleep(level={level}) gives memory back: start the engine with enable_sleep_mode=True"
+            )
+
+    def sleep(self, level: int) -> SleepReport:
+        """Nothing may be under way. If it fails, nothing has changed."""
+        if not level or self._saver is None:
+            self._is_held = True
+            return SleepReport()
+        paused = self._saver.pause(backup=level == 1)
+        self._is_held = True
+        return SleepReport(
+            paused.tags, paused.released, paused.backed_up, 0, self._what_stays(), paused.seconds
+        )
+
+    def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
+        """These tags, or all. If it fails, for want of memory above all, they stay away; try again."""
+        asked = self._checked(tags)
+        taken: dict[str, Any] = {}
+        if self._saver is not None:
+            resumed = self._saver.resume(asked)
+            self._has_lost_weights |= "weights" in resumed.lost
+            taken = {"tags": resumed.tags, "taken": resumed.taken, "seconds": resumed.seconds}
+        is_asked = tags is None or bool(asked) or SCHEDULING in tags
+        if is_asked and not self._away:
+            self._is_held = False
+        return SleepReport(**taken)
+
+    def weights_are_written(self) -> None:
+        """Somebody has loaded what a sleep of level 2 has dropped."""
+        self._has_lost_weights = False
+
+    def _checked(self, tags: Sequence[str] | None) -> list[Tag]:
+        if isinstance(tags, str):
+            raise RequestError(f"tags are a list, not {tags!r}: use [{tags!r}]")
+        for tag in tags or ():
+            if tag not in (*TAGS, SCHEDULING):
+                raise RequestError(f"there is no tag {tag!r}: use {', '.join((*TAGS, SCHEDULING))}")
+        if tags is None:
+            return list(TAGS)
+        return [tag for tag in TAGS if tag in tags or (tag == "graphs" and "kv_cache" in tags)]
+
+    def _what_stays(self) -> dict[str, int]:
+        if self._device.type != "cuda" or self._saver is None:
+            return {}
+        now = DeviceMemory.now(self._device)
+        # torch does not know that memory behind its segments has gone.
+        away = sum(held.released for of in self._saver.bytes().values() for held in of.values())
+        torch_bytes = now.reserved - away
+        rest = max(0, now.taken - torch_bytes - self.driver_bytes)
+        return {
+            "torch: workspaces of libraries, counters, caches": torch_bytes,
+            "driver: executables of graphs": self.driver_bytes,
+            "context, kernels, libraries, other processes": rest,
+        }
