@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -11,7 +12,14 @@ MOST_PER_SECOND = 20
 
 def say(text: str) -> None:
     """A line with the time of day."""
-    print(f"ostinato: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    announce(f"{time.strftime('%H:%M:%S')} {text}")
+
+
+def announce(text: str) -> None:
+    """A line about the server itself."""
+    # A full disk, or nobody at the other end of a pipe, is no reason to stop serving.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"ostinato: {text}", file=sys.stderr, flush=True)
 
 
 class LimitedLines:

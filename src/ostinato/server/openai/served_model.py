@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ostinato.text.chat_template import template_source
 from ostinato.text.detokenizer import Detokenizer
-from ostinato.text.errors import TokenizerError
+from ostinato.text.token_bound import most_bytes_per_token
 from ostinato.text.tokenizer import Tokenizer
 
 from ..config import TOOL_CALL_PARSERS, ServerConfig
+from ..text_work.lanes import TextLanes
+from ..text_work.work import Conversation, TextLimit, TextWork
 from ..wire.messages import Ready
 from .conversation import Message, TextPart, Tool
 from .errors import ApiError
 from .logprobs import TokenTexts
 from .tool_calls.formats import chat_template_of, kind_of_model
-
-INLINE_CHARACTERS = 2000
-"""Longer texts are tokenised in a thread: the event loop has streams to feed meanwhile."""
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -47,6 +46,19 @@ class ServedModel:
         self._shows_tools = not template or "tools" in template
         longest = ready.max_model_len - 1  # a completion has at least one token
         self.max_prompt_tokens = min(config.max_prompt_tokens or longest, longest)
+        self._lanes: TextLanes | None = None
+        if tokenizer is not None:
+            replaced = None if given is None else template
+            self._lanes = TextLanes(tokenizer, ready.tokenizer_directory, replaced)
+
+    def close(self) -> None:
+        """End what works for it."""
+        if self._lanes is not None:
+            self._lanes.close()
+
+    @cached_property
+    def _limit(self) -> TextLimit:
+        return TextLimit(self.max_prompt_tokens, most_bytes_per_token(self.need_tokenizer("prompt").backend))
 
     def check_name(self, name: str | None) -> None:
         """404 for a model that is not served here."""
@@ -72,13 +84,15 @@ class ServedModel:
             return None
         return self.tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
 
-    async def encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        tokenizer = self.need_tokenizer(param)
+    async def encode(
+        self, text: str, param: str, *, add_special_tokens: bool = True, is_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a text; one that is no prompt may be longer than any prompt."""
+        self.need_tokenizer(param)
+        assert self._lanes is not None
         check_unicode(text, param)
-        if len(text) <= INLINE_CHARACTERS:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        limit = self._limit if is_prompt else None
+        return await self._lanes.ids(TextWork(text, add_special_tokens, limit, param))
 
     async def encode_chat(
         self,
@@ -89,12 +103,14 @@ class ServedModel:
         continues: bool = False,
         variables: dict[str, Any] | None = None,
         reasoning_effort: str | None = None,
+        is_prompt: bool = True,
     ) -> list[int]:
         """Token ids of a conversation as the model's chat template writes it.
 
         `continues`: the last message is not at its end, and what follows belongs to it.
         """
-        tokenizer = self.need_tokenizer("messages")
+        self.need_tokenizer("messages")
+        assert self._lanes is not None
         given = dict(variables or {})
         if clashing := sorted(_RESERVED_VARIABLES & given.keys()):
             message = f"chat_template_kwargs must not contain {clashing[0]}: it has a field of its own"
@@ -108,21 +124,15 @@ class ServedModel:
         if continues:
             _mark_end(written, add_generation_prompt)
             add_generation_prompt = False
-        try:
-            text = tokenizer.apply_chat_template(
-                written,
-                tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-                add_generation_prompt=add_generation_prompt is not False,
-                **given,
-            )
-        except (TokenizerError, TypeError, ValueError) as error:
-            raise ApiError(400, str(error), param="messages") from error
-        if continues:
-            text, mark, _ = text.rpartition(_END_OF_TEXT)
-            if not mark:
-                message = "continue_final_message: the chat template does not write the last message"
-                raise ApiError(400, message, param="continue_final_message")
-        return await self.encode(text, "messages", add_special_tokens=False)
+        conversation = Conversation(
+            written,
+            [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+            add_generation_prompt is not False,
+            given,
+            _END_OF_TEXT if continues else None,
+        )
+        limit = self._limit if is_prompt else None
+        return await self._lanes.ids(TextWork(conversation, False, limit, "messages"))
 
     def cut(self, ids: list[int], kept: int | None, answer: int) -> list[int]:
         """The last `kept` tokens of a prompt; all for None, and for -1 those that leave room for an answer of

@@ -9,7 +9,7 @@ from ostinato.text.errors import GrammarError
 from ostinato.text.structured import StructuredOutputs
 
 from .conversation import Tool
-from .errors import ApiError
+from .errors import ApiError, without_places
 from .requests import Sampling
 from .served_model import check_unicode
 from .shapes import (
@@ -146,7 +146,7 @@ def _outputs(asked: ResponseFormat, param: str) -> StructuredOutputs:
             case _:
                 return StructuredOutputs(json_object=True)
     except GrammarError as error:
-        raise ApiError(400, str(error), param=param) from error
+        raise ApiError(400, without_places(str(error)), param=param) from error
 
 
 def _as_part(asked: ResponseFormat, param: str) -> dict[str, Any]:
