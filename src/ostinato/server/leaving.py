@@ -1,4 +1,4 @@
-"""The last resort of a server that was told to leave: a thread that ends the process when its time is over."""
+"""The last resort of a server that is to leave: a thread that ends the process when its time is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes of text one token can stand for: what is longer needs no tokenizer to be known as too long."""
+"""How many bytes of text one token can stand for: with it, a text is known to be too long by its size."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ SETTLED_SECONDS = 60.0
 """An engine that has served so long died of something new."""
 LONGEST_PAUSE = 30.0
 GPU_STEP_SECONDS, CPU_STEP_SECONDS = 120.0, 900.0
-"""That a step may take where nothing is said: a kernel may have to be compiled in it, or a long prompt read."""
+"""That a step may take where nothing is said: a kernel may be compiled in it, or a long prompt read."""
 
 
 class EngineState(StrEnum):

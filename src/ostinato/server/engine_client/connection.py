@@ -48,7 +48,7 @@ class EngineConnection:
         self._reader = asyncio.create_task(self._read())
 
     def _addresses(self) -> list[str]:
-        """Where nobody but our own user can connect, and nothing is left behind by a process that is killed."""
+        """Where nobody but our own user can connect, and of which a killed process leaves nothing behind."""
         names = ("commands", "events")
         if sys.platform == "linux":
             for bound in (self._commands, self._events):

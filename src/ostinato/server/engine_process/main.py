@@ -21,7 +21,6 @@ from ..parent_death import die_with_parent
 from ..wire.messages import Event, Failed, Loading, Ready, encode
 from .heartbeat import Heartbeat
 
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Blocked by the parent until they are ignored: none of them finds the process half started."""
 

@@ -1,5 +1,5 @@
-"""What a body may look like before anything reads it: UTF-8 without halves of surrogate pairs, and not so many
-values that reading them would hold up everybody else."""
+"""What a body may look like before anything reads it: UTF-8 without halves of surrogate pairs, and not so
+many values that reading them would hold up everybody else."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._message_bytes = 0
         self._in_headers = True
         self._cycles: list[Any] = []
-        """Requests without their answers; uvicorn itself tells the last one alone that the client has left."""
+        """Requests without their answers; uvicorn tells only the last one that the client has left."""
         self.since = time.monotonic()
         """When what is awaited of the client began to be awaited."""
 

@@ -79,7 +79,7 @@ def without_places(text: str) -> str:
 
 
 def engine_error(message: str, *, refused: bool, param: str | None = None) -> ApiError:
-    """The error of a request that the engine ended: the request's own fault, or the engine's, which may pass."""
+    """Of a request that the engine ended: the request's own fault, or the engine's, which may pass."""
     told = without_places(message)
     return ApiError(400, told, param=param) if refused else unavailable(told)
 

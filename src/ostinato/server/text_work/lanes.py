@@ -162,9 +162,10 @@ def size_of(given: str | Conversation) -> int:
     """Characters of a text, or of all texts in a conversation."""
     if isinstance(given, str):
         return len(given)
-    size, left = 0, [given.messages, given.tools, given.variables]  # type: list[Any]
+    size = 0
+    left: list[Any] = [given.messages, given.tools, given.variables]
     while left:
-        each: Any = left.pop()
+        each = left.pop()
         if isinstance(each, str):
             size += len(each)
         elif isinstance(each, dict):

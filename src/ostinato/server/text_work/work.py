@@ -12,7 +12,7 @@ from ostinato.text.tokenizer import Tokenizer
 
 
 class TextRefused(Exception):
-    """The text cannot be what was asked for; `code` as the API words it, `field` if another one is at fault."""
+    """The text cannot be taken; `code` as the API words it, `field` where another one is at fault."""
 
     def __init__(self, message: str, code: str | None = None, field: str | None = None) -> None:
         super().__init__(message)
