@@ -10,6 +10,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent is gone; other systems than Linux know no such wish."""
+    """Have the kernel kill this process when its parent is gone; only Linux knows that wish."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

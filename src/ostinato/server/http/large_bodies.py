@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+from ..given_back import GivenBack
+
 LARGE = 128 * 1024
 """Bytes from which on a body is one of these."""
 PAUSE = 2.0
@@ -24,6 +26,7 @@ class LargeBodies:
         self._most = max(HELD_BODIES * max_bytes, 2 * LARGE)
         self._turns = asyncio.Lock()
         self._next = 0.0
+        self._given_back = GivenBack()
 
     @property
     def is_full(self) -> bool:
@@ -42,6 +45,7 @@ class LargeBodies:
             asyncio.get_running_loop().call_soon(self._end_turn, time.thread_time())
 
     def _end_turn(self, began: float) -> None:
+        self._given_back.soon()
         self._next = time.monotonic() + PAUSE * (time.thread_time() - began)
 
 
