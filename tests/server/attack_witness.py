@@ -39,7 +39,7 @@ def main(port: int, wants_stream: bool) -> None:
             try:
                 for first, gap in stream_gaps(port):
                     seen["first" if first else "gap"].append(gap)
-                done.wait(2 * PAUSE)
+                done.wait(4 * PAUSE)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 failures.append(f"stream: {type(error).__name__}: {error}")
                 done.wait(PAUSE)

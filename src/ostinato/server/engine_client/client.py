@@ -170,9 +170,9 @@ class EngineClient:
         self._stopping = True
         self._stop_asked.set()
         if self._connection is not None:
-            self._connection.send(Stop())
             kill = self._connection.process.kill
             if self.state is EngineState.READY:
+                self._connection.send(Stop())
                 asyncio.get_running_loop().call_later(STOP_SECONDS, kill)
             else:  # it reads no commands while it loads
                 kill()
