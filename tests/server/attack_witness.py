@@ -2,13 +2,15 @@
 
 It asks for `/health` again and again, reads one stream after the other, and does both with a control too: a
 process that answers at once and one that sends a byte every 10 ms. What the control takes is the machine's
-doing, not the server's. It ends when its standard input does, and prints what it saw as JSON.
+doing, not the server's; so is how much longer a piece of work takes than it would with a core to itself. It
+ends when its standard input does, and prints what it saw as JSON.
 """
 
 import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -21,9 +23,15 @@ PAUSE = 0.05
 def main(port: int, wants_stream: bool) -> None:
     """Watch until told to stop."""
     answering, ticking = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    slowdowns, told = os.pipe()
     for listening, act in ((answering, answer), (ticking, tick)):
         if not os.fork():
             serve(listening, act)
+    burning = os.fork()
+    if not burning:
+        os.close(slowdowns)
+        burn(told)
+    os.close(told)
     done = threading.Event()
     seen: dict[str, list[float]] = {name: [] for name in ("health", "control", "gap", "first", "control_gap")}
     failures: list[str] = []
@@ -66,6 +74,8 @@ def main(port: int, wants_stream: bool) -> None:
         thread.join(5)
     worst = {name: max(found, default=0.0) for name, found in seen.items()}
     counts = {f"num_{name}": len(found) for name, found in seen.items()}
+    os.kill(burning, signal.SIGTERM)
+    worst["slowdown"] = max([1.0, *map(float, os.fdopen(slowdowns).read().split())])
     print(
         json.dumps({**worst, **counts, "failures": failures[:5], "num_failures": len(failures)}), flush=True
     )
@@ -126,6 +136,18 @@ def serve(listening: socket.socket, act: Callable[[socket.socket], None]) -> Non
             connection, _ = listening.accept()
             with connection:
                 act(connection)
+    os._exit(0)
+
+
+def burn(told: int) -> None:
+    """Work for 20 ms of CPU time now and then, and tell how many times as long that took."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        began, busy = time.monotonic(), time.thread_time()
+        while time.thread_time() - busy < 0.02:
+            pass
+        os.write(told, b"%.2f\n" % ((time.monotonic() - began) / 0.02))
+        time.sleep(0.2)
     os._exit(0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 
@@ -17,9 +16,7 @@ def say(text: str) -> None:
 
 def announce(text: str) -> None:
     """A line about the server itself."""
-    # A full disk, or nobody at the other end of a pipe, is no reason to stop serving.
-    with contextlib.suppress(OSError, ValueError):
-        print(f"ostinato: {text}", file=sys.stderr, flush=True)
+    print(f"ostinato: {text}", file=sys.stderr, flush=True)
 
 
 class LimitedLines:

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping
 from multiprocessing.connection import wait
@@ -16,6 +15,7 @@ import zmq
 
 from ostinato.graphs.errors import OstinatoError
 
+from ..forgiving_stderr import forgive_stderr
 from ..garbage import spare_long_lived_objects
 from ..parent_death import die_with_parent
 from ..wire.messages import Event, Failed, Loading, Ready, encode
@@ -32,6 +32,7 @@ def run_engine(options: Mapping[str, Any], command_address: str, event_address: 
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     die_with_parent()
+    forgive_stderr()
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     context = zmq.Context(io_threads=1)
     commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -53,7 +54,6 @@ def run_engine(options: Mapping[str, Any], command_address: str, event_address: 
     events.close(linger=1000)
     # Not ended in order: the thread of the heartbeat has a socket of it.
     # The end of the process frees everything, and an interpreter with torch in it takes seconds to go.
-    sys.stderr.flush()
     os._exit(code)
 
 
