@@ -23,10 +23,10 @@ PAUSE = 0.05
 def main(port: int, wants_stream: bool) -> None:
     """Watch until told to stop."""
     answering, ticking = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
-    slowdowns, told = os.pipe()
     for listening, act in ((answering, answer), (ticking, tick)):
         if not os.fork():
             serve(listening, act)
+    slowdowns, told = os.pipe()  # behind the others: nobody else shall hold its end open
     burning = os.fork()
     if not burning:
         os.close(slowdowns)

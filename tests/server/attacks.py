@@ -40,7 +40,7 @@ class Witness:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        said, _ = self._process.communicate("")
+        said, _ = self._process.communicate("", timeout=30)
         self.seen = json.loads(said.splitlines()[-1])
         print("seen:", {name: round(value, 3) for name, value in self.seen.items() if name != "failures"})
 

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -145,12 +146,8 @@ def test_eight_megabytes_of_every_kind(usual: ServerProcess) -> None:
 def test_long_texts_of_others_do_not_delay_short_ones(usual: ServerProcess) -> None:
     """While the longest are tokenised, a prompt of a few kilobytes is not."""
     text = pathological("no spaces", 7_000_000)
-    others = [
-        threading.Thread(
-            target=lambda: httpx.post(f"{usual.url}/tokenize", json={"prompt": text}, timeout=300)
-        )
-        for _ in range(3)
-    ]
+    ask = partial(httpx.post, f"{usual.url}/tokenize", json={"prompt": text}, timeout=300)
+    others = [threading.Thread(target=ask) for _ in range(3)]
     for thread in others:
         thread.start()
     time.sleep(1)
@@ -214,10 +211,8 @@ def test_nothing_is_left_in_the_temporary_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a kill of the server, of the engine, and of the server while it starts."""
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())  # this process keeps its own
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    own = tempfile.mkdtemp(dir="/tmp")
-    monkeypatch.setattr(tempfile, "tempdir", own)  # the test's own folder is elsewhere
     for who in ("server", "engine", "start"):
         with ServerProcess(model, wait=who != "start") as server:
             if who == "start":
@@ -244,7 +239,6 @@ def test_signals_at_any_moment_of_the_start(model: Path) -> None:
 
 def test_two_first_starts_on_one_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     model = write_scripted_model(tmp_path / "model")
     first, second = ServerProcess(model), ServerProcess(model)

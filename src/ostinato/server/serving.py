@@ -19,7 +19,7 @@ from ostinato.models.default_model import DEFAULT_MODEL_NAME
 
 from .config import ServerConfig
 from .engine_client.client import EngineClient, EngineLimits, EngineState
-from .forgiving_stderr import forgive_stderr
+from .forgiving_streams import forgive_full_disks
 from .garbage import spare_long_lived_objects
 from .http.app import make_app
 from .http.connections import Connections, room_for_connections
@@ -40,7 +40,7 @@ def serve(engine_options: Mapping[str, Any], config: ServerConfig) -> int:
     """Serve until a signal or the engine's death; the process's exit code."""
     listening = _bind(config)
     # A full disk under the log, or nobody at the other end of a pipe, is no reason to stop serving.
-    forgive_stderr()
+    forgive_full_disks()
     code = asyncio.Runner(loop_factory=_loop_factory()).run(_serve(engine_options, config, listening))
     # Threads may still be at work on something that nobody wants any more: nothing waits for them.
     os._exit(code)

@@ -15,7 +15,7 @@ import zmq
 
 from ostinato.graphs.errors import OstinatoError
 
-from ..forgiving_stderr import forgive_stderr
+from ..forgiving_streams import forgive_full_disks
 from ..garbage import spare_long_lived_objects
 from ..parent_death import die_with_parent
 from ..wire.messages import Event, Failed, Loading, Ready, encode
@@ -32,7 +32,7 @@ def run_engine(options: Mapping[str, Any], command_address: str, event_address: 
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     die_with_parent()
-    forgive_stderr()
+    forgive_full_disks()
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     context = zmq.Context(io_threads=1)
     commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
