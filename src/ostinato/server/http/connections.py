@@ -12,6 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ..given_back import GivenBack
 from ..openai.errors import unavailable
 from .json_answers import error_response
 from .keys import ADMIN_PATHS
@@ -63,6 +64,7 @@ class Connections:
         self.answering: dict[GuardedProtocol, None] = {}
         self.dropped = 0
         """Connections that were closed on their clients."""
+        self.given_back = GivenBack()
 
     def __len__(self) -> int:
         return len(self.silent) + len(self.receiving) + len(self.answering)
@@ -169,6 +171,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Close the connection now; whatever it asked for is aborted."""
         self._all.leave(self)
         self._all.dropped += 1
+        self._all.given_back.soon()
         self.transport.abort()
 
     def unread_for(self, now: float) -> float:
