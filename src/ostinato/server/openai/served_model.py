@@ -15,11 +15,11 @@ from ostinato.text.token_bound import most_bytes_per_token
 from ostinato.text.tokenizer import Tokenizer
 
 from ..config import TOOL_CALL_PARSERS, ServerConfig
-from ..text_work.lanes import TextLanes
-from ..text_work.work import Conversation, TextLimit, TextWork
+from ..text_work.lanes import LanesFull, TextLanes
+from ..text_work.work import Conversation, TextLimit, TextRefused, TextWork
 from ..wire.messages import Ready
 from .conversation import Message, TextPart, Tool
-from .errors import ApiError
+from .errors import ApiError, unavailable
 from .logprobs import TokenTexts
 from .tool_calls.formats import chat_template_of, kind_of_model
 
@@ -89,10 +89,9 @@ class ServedModel:
     ) -> list[int]:
         """Token ids of a text; one that is no prompt may be longer than any prompt."""
         self.need_tokenizer(param)
-        assert self._lanes is not None
         check_unicode(text, param)
         limit = self._limit if is_prompt else None
-        return await self._lanes.ids(TextWork(text, add_special_tokens, limit, param))
+        return await self._ids(TextWork(text, add_special_tokens, limit, param))
 
     async def encode_chat(
         self,
@@ -110,7 +109,6 @@ class ServedModel:
         `continues`: the last message is not at its end, and what follows belongs to it.
         """
         self.need_tokenizer("messages")
-        assert self._lanes is not None
         given = dict(variables or {})
         if clashing := sorted(_RESERVED_VARIABLES & given.keys()):
             message = f"chat_template_kwargs must not contain {clashing[0]}: it has a field of its own"
@@ -132,7 +130,16 @@ class ServedModel:
             _END_OF_TEXT if continues else None,
         )
         limit = self._limit if is_prompt else None
-        return await self._lanes.ids(TextWork(conversation, False, limit, "messages"))
+        return await self._ids(TextWork(conversation, False, limit, "messages"))
+
+    async def _ids(self, work: TextWork) -> list[int]:
+        assert self._lanes is not None
+        try:
+            return await self._lanes.ids(work)
+        except TextRefused as error:
+            raise ApiError(400, str(error), param=error.field or work.name, code=error.code) from error
+        except LanesFull as error:
+            raise unavailable(str(error)) from error
 
     def cut(self, ids: list[int], kept: int | None, answer: int) -> list[int]:
         """The last `kept` tokens of a prompt; all for None, and for -1 those that leave room for an answer of

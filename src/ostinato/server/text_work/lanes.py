@@ -17,7 +17,6 @@ import msgspec
 
 from ostinato.text.tokenizer import Tokenizer
 
-from ..openai.errors import ApiError, unavailable
 from .work import Conversation, TextRefused, TextWork, check_length, do_text_work
 from .worker import LENGTH, Answer, Refused, Start
 
@@ -34,6 +33,10 @@ IDLE_SECONDS = 60.0
 """After which a process that nobody has work for ends."""
 
 
+class LanesFull(Exception):
+    """There is no room for another text now."""
+
+
 class TextLanes:
     """Turns texts into token ids. Used from one event loop."""
 
@@ -48,18 +51,15 @@ class TextLanes:
         self._longest = _Lane(start, ends_after_each=True)
 
     async def ids(self, work: TextWork) -> list[int]:
-        """The token ids; 400 for what is not a prompt, 503 while too much is waiting."""
+        """The token ids. Raises `TextRefused`, or `LanesFull` while too much is waiting."""
         size = size_of(work.given)
-        try:
-            if isinstance(work.given, str):
-                check_length(work.given, work.limit, work.name)
-            if size <= INLINE:
-                return do_text_work(work, self._tokenizer)
-            if size <= IN_THREAD:
-                return await self._by_thread(work, size)
-            return await (self._long if size <= LONG else self._longest).ids(work, size)
-        except TextRefused as error:
-            raise ApiError(400, str(error), param=error.field or work.name, code=error.code) from error
+        if isinstance(work.given, str):
+            check_length(work.given, work.limit, work.name)
+        if size <= INLINE:
+            return do_text_work(work, self._tokenizer)
+        if size <= IN_THREAD:
+            return await self._by_thread(work, size)
+        return await (self._long if size <= LONG else self._longest).ids(work, size)
 
     def close(self) -> None:
         """End the processes."""
@@ -69,7 +69,7 @@ class TextLanes:
 
     async def _by_thread(self, work: TextWork, size: int) -> list[int]:
         if self._in_threads + size > WAITING:
-            raise unavailable("too many texts wait for the tokenizer")
+            raise LanesFull("too many texts wait for the tokenizer")
         self._in_threads += size
         try:
             loop = asyncio.get_running_loop()
@@ -91,7 +91,7 @@ class _Lane:
 
     async def ids(self, work: TextWork, size: int) -> list[int]:
         if self._waiting and self._waiting + size > WAITING:
-            raise unavailable("too many long texts wait for the tokenizer")
+            raise LanesFull("too many long texts wait for the tokenizer")
         self._waiting += size
         try:
             async with self._turn:
