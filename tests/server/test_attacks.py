@@ -204,6 +204,7 @@ SURROGATES = [
     {"prompt": "a", "guided_json": {"\udc00": 1}},
     {"prompt": "a", "metadata": {"deep": [{"er": "\udc00\ud800"}]}},
     {"prompt": "a", "guided_choice": ["\ud800"]},
+    {"prompt": "a", "guided_json": '{"enum": ["\\ud800"]}'},
 ]
 
 

@@ -9,10 +9,7 @@ from ostinato.server.openai.errors import engine_error, without_places
     ("said", "told"),
     [
         ("[12:30:01] /project/cpp/grammar_parser.cc:73: EBNF error at line 1", "EBNF error at line 1"),
-        (
-            "CUDA error: out of memory\nException raised from x at ../c10/y.cpp:12 (most recent)",
-            "CUDA error: out of memory",
-        ),
+        ("CUDA error: no memory\nException raised from x at ../c10/y.cpp:12 (most", "CUDA error: no memory"),
         ("/opt/x/json_schema_converter.h:9:4 bad\n", "bad"),
         ("C:\\src\\a.cu:1:\n  real reason", "real reason"),
         ("no.such file and 12:30 stay", "no.such file and 12:30 stay"),

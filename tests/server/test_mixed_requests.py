@@ -62,7 +62,7 @@ IGNORED = {
 
 
 def essence(answer: Any) -> Any:
-    """What of an answer does not depend on its company; numbers as far as a batch of another size keeps them."""
+    """What of an answer does not depend on its company; numbers as far as another batch keeps them."""
     if isinstance(answer, dict):
         return {key: essence(value) for key, value in answer.items() if key not in IGNORED}
     if isinstance(answer, list):

@@ -212,6 +212,10 @@ def _checked(schema: dict[str, Any], param: str) -> str:
         raise ApiError(400, message, param=param)
     try:
         text = json.dumps(schema)
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        message = f"{param}: the schema is not valid Unicode: {error.reason}"
+        raise ApiError(400, message, param=param) from error
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from error
     if len(text) > MAX_SCHEMA_CHARACTERS:

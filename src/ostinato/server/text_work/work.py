@@ -10,6 +10,9 @@ import msgspec
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
 
+MOST_TOKENS = 2**20
+"""Of any text: lists of more would hold up whoever sends them on."""
+
 
 class TextRefused(Exception):
     """The text cannot be taken; `code` as the API words it, `field` where another one is at fault."""
@@ -56,6 +59,9 @@ def do_text_work(work: TextWork, tokenizer: Tokenizer) -> list[int]:
     check_length(text, work.limit, work.name)
     # In a batch of one: alone it would keep all threads of the process waiting, in a batch it does not.
     [encoding] = tokenizer.backend.encode_batch_fast([text], add_special_tokens=work.add_special_tokens)
+    if len(encoding) > MOST_TOKENS:
+        message = f"{work.name} has {len(encoding):,} tokens, at most {MOST_TOKENS:,} are told"
+        raise TextRefused(message, "context_length_exceeded")
     ids: list[int] = encoding.ids
     return ids
 
