@@ -152,7 +152,7 @@ def test_mixed_requests_at_once_answer_as_one_by_one(server: ServerProcess) -> N
 @pytest.mark.timeout(600)
 def test_two_hundred_mixed_requests_with_preemptions(model: Path) -> None:
     """So few pages that requests are put back."""
-    with ServerProcess(model, "--num-pages", "40") as server:
+    with ServerProcess(model, "--num-pages", "20") as server:
         run_mixed(server, 200)
         preemptions = server.engine_statistics()["preemptions"]
         print("preemptions:", preemptions)
