@@ -215,6 +215,8 @@ def test_half_a_surrogate_pair_anywhere(attacked: ServerProcess) -> None:
     for content in contents:
         answer = httpx.post(f"{attacked.url}/v1/completions", content=content, headers=headers)
         assert answer.status_code == 400, answer.text
+    named = attacked.post("/v1/completions", content=contents[2], headers=headers).json()["error"]
+    assert named["param"] == "stop"
     whole = {**BODY, "user": "\U0001f600 \\ud800"}
     assert attacked.post("/v1/completions", whole).status_code == 200
     escaped = json.dumps(whole).encode()

@@ -3,6 +3,7 @@ many values that reading them would hold up everybody else."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,12 @@ def check_body(body: bytes) -> None:
     # With room behind it, so that an escape at the very end can be looked at like the others.
     read = np.frombuffer(body + bytes(8), dtype=np.uint8)
     escapes = _escapes(read)
-    if may_have_surrogates and _has_lone_surrogate(read, escapes):
-        message = "the body is not valid Unicode: it has half of a surrogate pair"
-        raise ApiError(400, message, code="invalid_unicode")
     if may_be_complex:
         _check_values(read, escapes)
+    if may_have_surrogates and _has_lone_surrogate(read, escapes):
+        field = _field_with_lone_surrogate(body)
+        message = f"{field or 'the body'} is not valid Unicode: it has half of a surrogate pair"
+        raise ApiError(400, message, param=field, code="invalid_unicode")
 
 
 def _escapes(read: Bytes) -> Places:
@@ -60,6 +62,21 @@ def _has_lone_surrogate(read: Bytes, escapes: Places) -> bool:
     first = places[(digit == ord("8")) | (digit == ord("9")) | (digit == ord("a")) | (digit == ord("b"))]
     second = places[(digit >= ord("c")) & (digit <= ord("f"))]
     return not np.array_equal(first + 6, second)
+
+
+def _field_with_lone_surrogate(body: bytes) -> str | None:
+    try:
+        read = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    for name, value in read.items() if isinstance(read, dict) else ():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return str(name)
+        except RecursionError:
+            return None
+    return None
 
 
 def _check_values(read: Bytes, escapes: Places) -> None:
