@@ -1,5 +1,11 @@
 """`python -m ostinato`."""
 
-from ostinato.cli.main import main
+import signal
 
+# Ctrl-C before there is anything to interrupt ends the process without a word.
+usual = signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from ostinato.cli.main import main  # noqa: E402
+
+signal.signal(signal.SIGINT, usual)
 main()

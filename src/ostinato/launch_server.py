@@ -2,8 +2,6 @@
 
 import sys
 
-from ostinato.cli.main import main
-
 if __name__ == "__main__":
     sys.argv.insert(1, "serve")
-    main()
+    import ostinato.__main__  # noqa: F401

@@ -45,6 +45,10 @@ class ServerConfig:
     """Longest prompt, in tokens; default: what the model length leaves room for."""
     max_queued_requests: int = 4096
     """Completions that may wait for their turn; beyond that, requests are answered 429."""
+    max_connections: int = 8192
+    """Connections at once; beyond that, silent ones make room, and a reserve is for probes and admins."""
+    client_timeout: float = 30.0
+    """Seconds that a client may take for its headers, for its body, and for reading on."""
     request_timeout: float = 600.0
     """Seconds after which an unfinished request is ended with an error."""
     stream_interval: int = 1
@@ -52,7 +56,14 @@ class ServerConfig:
     grace_seconds: float = 30.0
     """Seconds that running requests have to finish after SIGINT or SIGTERM."""
     restart_engine: bool = False
-    """Start the engine again when its process dies, instead of exiting."""
+    """Start the engine again when its process dies or hangs, instead of exiting."""
+    max_engine_restarts: int = 5
+    """Restarts in a row, without a minute of service between them, after which the server exits."""
+    heartbeat_timeout: float = 10.0
+    """Seconds without a sign of life from the engine's process after which it counts as hung."""
+    step_timeout: float | None = None
+    """Seconds that one step of the engine may take before it counts as hung; default: 120 on a GPU, 900 on a
+    CPU."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: qwen (or hermes, qwen25), llama (or llama3_json), none; auto: by its
     chat template."""
@@ -76,10 +87,14 @@ class ServerConfig:
             raise ConfigError("an API key must not be empty")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
-        for name in ("max_body_mb", "request_timeout"):
-            if getattr(self, name) <= 0:
+        for name in (
+            *("max_body_mb", "request_timeout", "client_timeout", "max_connections"),
+            *("heartbeat_timeout", "step_timeout"),
+        ):
+            given = getattr(self, name)
+            if given is not None and given <= 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
-        for name in ("max_queued_requests", "grace_seconds"):
+        for name in ("max_queued_requests", "grace_seconds", "max_engine_restarts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
         if self.stream_interval < 1:

@@ -11,7 +11,12 @@ MOST_PER_SECOND = 20
 
 def say(text: str) -> None:
     """A line with the time of day."""
-    print(f"ostinato: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    announce(f"{time.strftime('%H:%M:%S')} {text}")
+
+
+def announce(text: str) -> None:
+    """A line about the server itself."""
+    print(f"ostinato: {text}", file=sys.stderr, flush=True)
 
 
 class LimitedLines:

@@ -58,7 +58,13 @@ class Service:
                 raise RuntimeError(f"the tokenizer changed under the server: {error}") from error
         if tokenizer is not None and self._chat_template is not None:
             tokenizer = tokenizer.with_chat_template(self._chat_template)
+        self.close()
         self.model = ServedModel(self.model_name, ready, self.config, tokenizer)
+
+    def close(self) -> None:
+        """End what works for the model."""
+        if self.model is not None:
+            self.model.close()
 
     @property
     def health(self) -> tuple[bool, str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,20 @@ from ostinato.graphs.errors import ConfigError
 from ostinato.models.default_model import DEFAULT_MODEL_NAME
 
 from .config import ServerConfig
-from .engine_client.client import EngineClient, EngineState
+from .engine_client.client import EngineClient, EngineLimits, EngineState
+from .forgiving_streams import forgive_full_disks
 from .garbage import spare_long_lived_objects
 from .http.app import make_app
+from .http.connections import Connections, room_for_connections
+from .leaving import LastResort
+from .log_lines import announce
 from .service import Service
 from .throughput_log import ThroughputLog
 
+HTTP_END_SECONDS = 1
+"""That answers have to reach their clients when the server leaves."""
+END_SECONDS = 1.8
+"""That a server has for everything else when the time of its requests is over."""
 RED_SECONDS = 2.0
 """How long a server whose engine died still answers, so that clients and probes learn of it."""
 
@@ -30,8 +39,11 @@ RED_SECONDS = 2.0
 def serve(engine_options: Mapping[str, Any], config: ServerConfig) -> int:
     """Serve until a signal or the engine's death; the process's exit code."""
     listening = _bind(config)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(engine_options, config, listening))
+    # A full disk under the log, or nobody at the other end of a pipe, is no reason to stop serving.
+    forgive_full_disks()
+    code = asyncio.Runner(loop_factory=_loop_factory()).run(_serve(engine_options, config, listening))
+    # Threads may still be at work on something that nobody wants any more: nothing waits for them.
+    os._exit(code)
 
 
 async def _serve(engine_options: Mapping[str, Any], config: ServerConfig, listening: socket.socket) -> int:
@@ -46,33 +58,44 @@ class _Server:
         self._config = config
         self._engine = EngineClient(
             engine_options,
-            restart=config.restart_engine,
+            limits=EngineLimits(
+                config.heartbeat_timeout,
+                config.step_timeout,
+                config.max_engine_restarts if config.restart_engine else None,
+            ),
             on_ready=lambda ready: self._on_ready(ready),
             on_step=lambda: self._service.metrics.on_step(),
         )
         name = config.served_model_name or _model_name(engine_options.get("model"))
         self._service = Service(config, self._engine, name)
+        room = room_for_connections(config.max_connections)
+        if room < config.max_connections:
+            announce(f"the limit on descriptors leaves room for {room} connections")
+        self._connections = Connections(room, config.client_timeout, config.max_body_bytes)
+        self._last_resort = LastResort(self._engine.kill)
         self._http = _Http(
             uvicorn.Config(
                 make_app(self._service),
-                log_level="warning",
+                http=self._connections.protocol(),  # type: ignore[arg-type]
+                ws="none",
+                log_level="error",
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=HTTP_END_SECONDS,
                 lifespan="off",
             )
         )
         self._signalled = asyncio.Event()
         self._address = ""
-        self._throughput: asyncio.Task[None] | None = None
-        """Ends with the loop."""
+        self._tasks: list[asyncio.Task[None]] = []
+        """They end with the loop."""
 
     async def run(self, listening: socket.socket) -> int:
         """Serve until the end; the exit code."""
         host, port = listening.getsockname()[:2]
         self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        _say(f"listening on {self._address}")
+        announce(f"listening on {self._address}")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled.set)
@@ -80,44 +103,52 @@ class _Server:
         http = asyncio.create_task(self._http.serve(sockets=[listening]))
         engine = asyncio.create_task(self._engine.run())
         signalled = asyncio.create_task(self._signalled.wait())
+        self._tasks.append(asyncio.create_task(self._connections.watch()))
         if not self._config.disable_log_stats:
-            self._throughput = asyncio.create_task(ThroughputLog(self._service).run())
+            self._tasks.append(asyncio.create_task(ThroughputLog(self._service).run()))
         await asyncio.wait({http, engine, signalled}, return_when=asyncio.FIRST_COMPLETED)
         if signalled.done():
             return await self._leave(http, engine)
         signalled.cancel()
         what = await engine if engine.done() else "the HTTP server ended"
-        _say(f"{what}; exiting")
+        announce(f"{what}; exiting")
         if self._engine.state is EngineState.DEAD and self._engine.ready is not None:
             await asyncio.sleep(RED_SECONDS)
-        self._http.should_exit = True
-        await http
-        if not engine.done():
-            await self._engine.stop()
-            await engine
+        await self._end(http, engine)
         return 1
 
     async def _leave(self, http: asyncio.Task[None], engine: asyncio.Task[str | None]) -> int:
         """Let running requests finish within their grace, tell the others, and go."""
         self._service.is_stopping = True
         self._signalled.clear()
-        _say(f"stopping; {len(self._service.generations)} requests under way")
+        self._last_resort.within(self._config.grace_seconds + END_SECONDS)
+        announce(f"stopping; {len(self._service.generations)} requests under way")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.grace_seconds):
                 while self._engine.num_unfinished and not self._signalled.is_set() and not engine.done():
                     await asyncio.sleep(0.05)
-        self._engine.fail_all("the server is shutting down")
-        self._http.should_exit = True
-        await http
-        await self._engine.stop()
-        await engine
-        _say("stopped")
+        await self._end(http, engine)
+        announce("stopped")
         return 0
+
+    async def _end(self, http: asyncio.Task[None], engine: asyncio.Task[str | None]) -> None:
+        """End everything, in two seconds at most."""
+        self._last_resort.within(END_SECONDS)
+        # That connections are cut is no news now.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._engine.fail_all("the server is shutting down")
+        self._connections.drop_unheard()
+        self._http.should_exit = True
+        if not engine.done():
+            await self._engine.stop()
+        await asyncio.wait({http, engine})
+        self._connections.drop_all()
+        self._service.close()
 
     def _on_ready(self, ready: Any) -> None:
         self._service.on_ready(ready)
         spare_long_lived_objects()
-        _say(f"ready: {self._service.model_name} on {self._address}")
+        announce(f"ready: {self._service.model_name} on {self._address}")
 
 
 class _Http(uvicorn.Server):
@@ -158,7 +189,3 @@ def _loop_factory() -> Any:
     except ImportError:  # it is faster, and not everywhere
         return None
     return uvloop.new_event_loop
-
-
-def _say(text: str) -> None:
-    print(f"ostinato: {text}", file=sys.stderr, flush=True)

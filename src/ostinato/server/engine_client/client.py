@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
-import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
 from ostinato.engine.sampling_params import SamplingParams
 
+from ..log_lines import announce
 from ..wire.messages import (
     Abort,
+    Beat,
     Call,
     Embed,
     Event,
@@ -36,12 +40,35 @@ LAST_WORDS = 0.05
 """Seconds between the death of the process and its announcement: what it said last is read meanwhile."""
 
 
+WATCH_SECONDS = 0.25
+"""Between two looks at whether the engine lives."""
+DYING_SECONDS = 10.0
+"""A killed process that is still there after these will not go: its device holds it."""
+STOP_SECONDS = 0.5
+"""That an engine which is told to leave has for it."""
+SETTLED_SECONDS = 60.0
+"""An engine that has served so long died of something new."""
+LONGEST_PAUSE = 30.0
+GPU_STEP_SECONDS, CPU_STEP_SECONDS = 120.0, 900.0
+"""That a step may take where nothing is said: a kernel may be compiled in it, or a long prompt read."""
+
+
 class EngineState(StrEnum):
     """Where the engine process is in its life."""
 
     LOADING = "loading"
     READY = "ready"
     DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """When an engine counts as hung, and how often a new one is tried."""
+
+    heartbeat_timeout: float
+    step_timeout: float | None
+    max_restarts: int | None
+    """In a row; None: it is not started again."""
 
 
 class EngineGone(Exception):
@@ -72,7 +99,7 @@ class EngineClient:
         self,
         options: Mapping[str, Any],
         *,
-        restart: bool,
+        limits: EngineLimits,
         on_ready: Callable[[Ready], None],
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
@@ -86,7 +113,7 @@ class EngineClient:
         """The last counters of the engine that serves."""
         self.restarts = 0
         self._options = options
-        self._restart = restart
+        self._limits = limits
         self._on_ready = on_ready
         self._on_step = on_step
         self._connection: EngineConnection | None = None
@@ -95,6 +122,11 @@ class EngineClient:
         self._ids = itertools.count()
         self._last_words: str | None = None
         self._stopping = False
+        self._stop_asked = asyncio.Event()
+        self._signs_of_life = 0
+        self._step_seconds = 0.0
+        self._ready_at: float | None = None
+        """When the engine of now began to serve."""
 
     @property
     def num_unfinished(self) -> int:
@@ -105,34 +137,111 @@ class EngineClient:
 
     async def run(self) -> str | None:
         """Keep an engine until `stop`: None; or until it dies and is not to be restarted: what happened."""
-        while True:
-            self._connection = EngineConnection(self._options, self._on_event)
-            code = await self._connection.ended()
+        in_a_row = 0
+        while not self._stopping:
+            self._connection = connection = EngineConnection(self._options, self._on_event)
+            self._ready_at = None
+            code = await self._watched(connection)
             if self._stopping:
-                await self._connection.close()
-                return None
+                break
             await asyncio.sleep(LAST_WORDS)
-            was_ready = self.state is EngineState.READY
+            has_settled = self._ready_at is not None and time.monotonic() - self._ready_at > SETTLED_SECONDS
             what = self._bury(code)
-            await self._connection.close()
+            most = self._limits.max_restarts
             # One that never got ready would not get ready the next time either.
-            if not (self._restart and was_ready):
+            if most is None or self.ready is None or connection.process.is_alive():
                 return what
-            self.restarts += 1
-            self.state, self.progress = EngineState.LOADING, "starting again"
-            _say(f"{what}; starting it again")
+            await connection.close()
+            in_a_row = 1 if has_settled else in_a_row + 1
+            if in_a_row > most:
+                return f"{what}, and {most} restarts in a row did not help"
+            await self._pause(what, 0.0 if in_a_row == 1 else min(2.0 ** (in_a_row - 2), LONGEST_PAUSE))
+        if self._connection is not None:
+            await self._connection.close()
+        return None
+
+    def kill(self) -> None:
+        """End the engine's process now."""
+        if self._connection is not None:
+            self._connection.process.kill()
 
     async def stop(self) -> None:
-        """Tell the engine to leave; `run` returns when it has."""
+        """Tell the engine to leave, and make it; `run` returns when it has."""
         self._stopping = True
+        self._stop_asked.set()
         if self._connection is not None:
-            self._connection.send(Stop())
-            if self.state is not EngineState.READY:  # it reads no commands while it loads
-                self._connection.process.kill()
+            kill = self._connection.process.kill
+            if self.state is EngineState.READY:
+                self._connection.send(Stop())
+                asyncio.get_running_loop().call_later(STOP_SECONDS, kill)
+            else:  # it reads no commands while it loads
+                kill()
+
+    async def _pause(self, what: str, seconds: float) -> None:
+        self.restarts += 1
+        self.state = EngineState.LOADING
+        self.progress = f"starting again in {seconds:g} s" if seconds else "starting again"
+        announce(f"{what}; {self.progress}")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop_asked.wait(), seconds)
+
+    async def _watched(self, connection: EngineConnection) -> int | None:
+        """Wait for the end of the process; its exit code. One that hangs is killed."""
+        watch = asyncio.create_task(self._watch(connection))
+        ended = asyncio.create_task(connection.ended())
+        try:
+            await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                await asyncio.wait({ended}, timeout=DYING_SECONDS)
+            return await ended if ended.done() else None
+        except Exception as error:  # in taking in what the engine said
+            logger.exception("the engine's news cannot be taken in")
+            self._last_words = str(error)
+            return None
+        finally:
+            watch.cancel()
+            ended.cancel()
+
+    async def _watch(self, connection: EngineConnection) -> None:
+        """Return when the engine hung: everybody is told, and it is killed."""
+        silent, heard = 0.0, -1
+        limits = self._limits
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(WATCH_SECONDS)
+            # If this process itself stood still, the engine's words of that time are yet to be read.
+            elapsed = min(time.monotonic() - before, 2 * WATCH_SECONDS)
+            silent = silent + elapsed if heard == self._signs_of_life else 0.0
+            heard = self._signs_of_life
+            if self.state is not EngineState.READY:
+                continue
+            if silent >= limits.heartbeat_timeout:
+                why = f"gave no sign of life for {limits.heartbeat_timeout:g} s"
+            elif self._step_seconds >= self._longest_step:
+                why = f"was at one step for {self._longest_step:g} s"
+            else:
+                continue
+            self._last_words = f"it {why} and was killed"
+            self._bury_hung()
+            connection.process.kill()
+            return
+
+    @property
+    def _longest_step(self) -> float:
+        if self._limits.step_timeout is not None:
+            return self._limits.step_timeout
+        device = "cpu" if self.statistics is None else self.statistics.device
+        return CPU_STEP_SECONDS if device.startswith("cpu") else GPU_STEP_SECONDS
+
+    def _bury_hung(self) -> None:
+        """Say so at once: even a killed process may take its time to go."""
+        self.state = EngineState.DEAD
+        self.fail_all(f"the engine hung: {self._last_words}")
 
     def _bury(self, code: int | None) -> str:
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         what = f"the engine process ended ({self._last_words or how})"
+        self._signs_of_life, self._step_seconds = 0, 0.0
         self.state, self.statistics, self._last_words = EngineState.DEAD, None, None
         self.fail_all(what)
         return what
@@ -170,16 +279,17 @@ class EngineClient:
             self._living().send(Abort(known))
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Abort requests; their listeners get the end as news."""
-        if ids:
+        """Abort requests; their listeners get the end as news, from the engine or because it is gone."""
+        if ids and self.state is EngineState.READY:
             self._living().send(Abort(list(ids), silent=False))
 
     async def call(self, action: str, argument: str = "") -> Any:
         """Have something done between two steps; its result."""
+        connection = self._living()
         number = next(self._ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self._living().send(Call(number, action, argument))
+        connection.send(Call(number, action, argument))
         return await future
 
     def _listen(self, listener: Listener) -> int:
@@ -196,6 +306,7 @@ class EngineClient:
     # -- hearing -----------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
+        self._signs_of_life += 1
         match event:
             case StepNews(ids, tokens, news):
                 for id, token in zip(ids, tokens, strict=True):
@@ -204,16 +315,19 @@ class EngineClient:
                 for each in news:
                     self._deliver(each)
                 self._on_step()
+            case Beat(seconds):
+                self._step_seconds = seconds
             case Statistics():
                 self.statistics = event
             case Reply():
                 self._settle(event)
             case Loading(text):
                 self.progress = text
-                _say(text)
+                announce(text)
             case Ready():
                 self.ready, self.state, self.progress = event, EngineState.READY, "ready"
-                _say(event.summary)
+                self._ready_at = time.monotonic()
+                announce(event.summary)
                 self._on_ready(event)
             case Failed(error):
                 self._last_words = error
@@ -234,7 +348,3 @@ class EngineClient:
             future.set_result(json.loads(reply.result))
         else:
             future.set_exception(EngineCallError(reply.error))
-
-
-def _say(text: str) -> None:
-    print(f"ostinato: {text}", file=sys.stderr, flush=True)

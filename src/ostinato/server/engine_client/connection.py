@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import secrets
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +17,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from ..engine_process.main import run_engine
+from ..engine_process.main import SIGNALS, run_engine
 from ..wire.messages import Command, Event, decode_event, encode
 
 
@@ -22,23 +26,36 @@ class EngineConnection:
 
     def __init__(self, options: Mapping[str, Any], on_event: Callable[[Event], None]) -> None:
         """Start the process; `options` are the fields of `EngineConfig`."""
-        # A folder of our own: nobody else can connect.
-        self._folder = Path(tempfile.mkdtemp(prefix="ostinato-"))
+        self._folder: Path | None = None
         self._context = zmq.asyncio.Context(io_threads=1)
         self._on_event = on_event
         self._commands: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
         self._events = self._context.socket(zmq.PULL)
         self._commands.setsockopt(zmq.SNDHWM, 0)
         self._events.setsockopt(zmq.RCVHWM, 0)
-        addresses = [f"ipc://{self._folder}/{name}" for name in ("commands", "events")]
+        addresses = self._addresses()
         self._commands.bind(addresses[0])
         self._events.bind(addresses[1])
         process = multiprocessing.get_context("spawn").Process(
             target=run_engine, args=(dict(options), *addresses), name="ostinato-engine", daemon=True
         )
-        process.start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         self.process = process
         self._reader = asyncio.create_task(self._read())
+
+    def _addresses(self) -> list[str]:
+        """Where nobody but our own user can connect, and of which a killed process leaves nothing behind."""
+        names = ("commands", "events")
+        if sys.platform == "linux":
+            for bound in (self._commands, self._events):
+                bound.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+            return [f"ipc://@ostinato-{secrets.token_hex(16)}-{name}" for name in names]
+        self._folder = Path(tempfile.mkdtemp(prefix="ostinato-"))
+        return [f"ipc://{self._folder}/{name}" for name in names]
 
     def send(self, command: Command) -> None:
         """Never waits: what a dead process does not read is thrown away with the connection."""
@@ -61,20 +78,17 @@ class EngineConnection:
         self.process.join()
         return self.process.exitcode
 
-    async def close(self, patience: float = 5.0) -> None:
-        """Take the sockets away, and the process if it has not ended within `patience` seconds."""
+    async def close(self) -> None:
+        """Take the sockets away, and the process if it has not ended."""
         if self.process.is_alive():
-            try:
-                await asyncio.wait_for(self.ended(), patience)
-            except TimeoutError:
-                self.process.kill()
-                await self.ended()
+            self.process.kill()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         self._commands.close(linger=0)
         self._events.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _read(self) -> None:
         while True:

@@ -26,6 +26,7 @@ from ..wire.messages import (
     decode_command,
     encode,
 )
+from .heartbeat import Heartbeat
 from .served_engine import ServedEngine
 from .statistics import StatisticsTaker
 
@@ -36,11 +37,18 @@ STATISTICS_EVERY = 0.5
 class EngineServer:
     """Serves one `LLM` to whoever is at the other end of the sockets, until told to stop."""
 
-    def __init__(self, llm: LLM, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        commands: zmq.Socket[bytes],
+        events: zmq.Socket[bytes],
+        heartbeat: Heartbeat,
+    ) -> None:
         self._llm = llm
         self._engine = ServedEngine(llm.engine.core)
         self._commands = commands
         self._events = events
+        self._heartbeat = heartbeat
         self._profiler = StepProfiler()
         self._statistics = StatisticsTaker(llm)
         self._next_statistics = 0.0
@@ -68,7 +76,9 @@ class EngineServer:
     def _obey(self) -> None:
         """Carry out all that has arrived; with nothing to step, wait for something to arrive."""
         if not self._engine.is_busy:
+            self._heartbeat.at_rest()
             self._commands.poll(2 if self._engine.is_compiling else int(STATISTICS_EVERY * 1000))
+        self._heartbeat.at_work()
         while not self._stopping:
             try:
                 message = self._commands.recv(zmq.NOBLOCK)

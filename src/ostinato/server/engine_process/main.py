@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping
 from multiprocessing.connection import wait
@@ -16,15 +15,24 @@ import zmq
 
 from ostinato.graphs.errors import OstinatoError
 
+from ..forgiving_streams import forgive_full_disks
 from ..garbage import spare_long_lived_objects
+from ..parent_death import die_with_parent
 from ..wire.messages import Event, Failed, Loading, Ready, encode
+from .heartbeat import Heartbeat
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Blocked by the parent until they are ignored: none of them finds the process half started."""
 
 
 def run_engine(options: Mapping[str, Any], command_address: str, event_address: str) -> None:
     """The process's main function; `options` are the fields of `EngineConfig`."""
     # Ctrl-C and a stop of the whole process group reach this process too; it leaves when the parent says so.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    die_with_parent()
+    forgive_full_disks()
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     context = zmq.Context(io_threads=1)
     commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -35,7 +43,8 @@ def run_engine(options: Mapping[str, Any], command_address: str, event_address: 
     events.connect(event_address)
     code = 0
     try:
-        _serve(options, commands, events)
+        heartbeat = Heartbeat(context, event_address)
+        _serve(options, commands, events, heartbeat)
     except BaseException as error:
         if not isinstance(error, OstinatoError):  # ours say what is wrong; of others we want to know where
             logging.getLogger("ostinato.server").exception("the engine gives up")
@@ -43,13 +52,17 @@ def run_engine(options: Mapping[str, Any], command_address: str, event_address: 
         code = 1
     commands.close(linger=0)
     events.close(linger=1000)
-    context.term()
+    # Not ended in order: the thread of the heartbeat has a socket of it.
     # The end of the process frees everything, and an interpreter with torch in it takes seconds to go.
-    sys.stderr.flush()
     os._exit(code)
 
 
-def _serve(options: Mapping[str, Any], commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+def _serve(
+    options: Mapping[str, Any],
+    commands: zmq.Socket[bytes],
+    events: zmq.Socket[bytes],
+    heartbeat: Heartbeat,
+) -> None:
     def send(event: Event) -> None:
         events.send(encode(event))
 
@@ -65,9 +78,10 @@ def _serve(options: Mapping[str, Any], commands: zmq.Socket[bytes], events: zmq.
     given = dict(options)
     llm = LLM(given.pop("model", None), **given)
     logger.removeHandler(handler)
-    server = EngineServer(llm, commands, events)
+    server = EngineServer(llm, commands, events, heartbeat)
     server.publish_statistics()
     spare_long_lived_objects()
+    heartbeat.start()
     send(_ready(llm))
     server.serve()
 

@@ -16,6 +16,7 @@ from ..openai.stream_events import Writer
 from .client_watch import ClientWatch
 from .event_stream import EventStream
 from .json_answers import json_response
+from .large_bodies import LARGE
 
 Result = TypeVar("Result")
 
@@ -58,6 +59,14 @@ async def while_client_waits(request: Request, work: Awaitable[Result], timeout:
         if gone:
             raise ClientGone from None
         raise
+
+
+async def prepared(request: Request, work: Awaitable[Result], timeout: float) -> Result:
+    """What `work` makes of a body; that of a large one ends with its client or when it takes too long."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) <= LARGE:
+        return await work
+    return await while_client_waits(request, work, timeout)
 
 
 def check_generates(model: ServedModel) -> None:

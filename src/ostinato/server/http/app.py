@@ -26,6 +26,7 @@ from .body_limit import BodyLimit
 from .generating import generating_routes
 from .json_answers import error_response
 from .keys import KeyCheck
+from .last_answer import LastAnswer
 from .native import native_routes
 from .observing import observing_routes
 from .refusal_log import RefusalLog
@@ -46,7 +47,8 @@ def make_app(service: Service) -> FastAPI:
     for routes in routers:
         app.include_router(routes)
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=service.config.max_body_bytes)
+    config = service.config
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.client_timeout)
     app.add_middleware(KeyCheck, config=service.config)
     if service.config.allowed_origins:
         # Before the keys: a browser asks whether it may send one without sending it.
@@ -61,6 +63,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(RefusalLog)
     app.add_middleware(AnswerCount, counts=service.metrics.answers, paths=_paths(routers))
     app.add_middleware(TrailingSlash)
+    app.add_middleware(LastAnswer)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(RequestValidationError, _validation_error)

@@ -6,59 +6,73 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..openai.errors import ApiError
+from ..openai.errors import ApiError, unavailable
+from .body_check import check_body
 from .json_answers import error_response
-
-BODY_SECONDS = 30.0
-"""A client that sends its body more slowly than this is not waited for."""
+from .large_bodies import LARGE, Held, LargeBodies
 
 
 class BodyLimit:
     """Middleware that reads the body whole, within its limits, before anything is done with it."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = BODY_SECONDS) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        """`seconds`: a client that sends its body more slowly than this is not waited for."""
         self._app = app
         self._max_bytes = max_bytes
         self._seconds = seconds
+        self._large = LargeBodies(max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on with the body at hand, or answer 408, 413 or 415."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        held = self._large.hold()
         try:
             # Without a task of its own: a body that is there already is read at once, in order of arrival.
             async with asyncio.timeout(self._seconds):
-                body = await self._read(scope, receive)
+                body = await self._read(scope, receive, held)
             if body:
                 _check_kind(scope)
+                await self._check(body)
         except TimeoutError:
             error = ApiError(408, f"the body did not arrive within {self._seconds:g} s", code="timeout")
         except ApiError as refused:
             error = refused
         else:
             if body is not None:  # None: the client left in the middle of it
-                await self._app(scope, _Replayed(body, receive), send)
+                await self._app(scope, _Replayed(body, receive, held), send)
             return
+        finally:
+            held.release()
         # The rest of the body is not worth reading, so the connection cannot be used again.
         error.headers["Connection"] = "close"
         await error_response(error)(scope, receive, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _read(self, scope: Scope, receive: Receive, held: Held) -> bytes | None:
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_large()
-        parts, size = [], 0
+        parts = []
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_bytes:
+            held.take(len(parts[-1]))
+            if held.bytes > self._max_bytes:
                 raise self._too_large()
+            if held.bytes > LARGE and self._large.is_full:
+                raise unavailable("too many large bodies are arriving at once", retry_after=1)
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+    async def _check(self, body: bytes) -> None:
+        if len(body) <= LARGE:
+            check_body(body)
+        else:
+            async with self._large.checking:
+                await asyncio.to_thread(check_body, body)
 
     def _too_large(self) -> ApiError:
         limit = self._max_bytes / 2**20
@@ -77,12 +91,16 @@ def _check_kind(scope: Scope) -> None:
 class _Replayed:
     """`receive` for what comes behind: the body in one piece, then what the client does next."""
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
+    def __init__(self, body: bytes, receive: Receive, held: Held) -> None:
         self._body: bytes | None = body
         self._receive = receive
+        self._held = held
 
     async def __call__(self) -> Message:
         if self._body is None:
             return await self._receive()
+        if len(self._body) > LARGE:
+            await self._held.all.turn()
+        self._held.release()
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -33,7 +36,8 @@ from ..openai.scoring import RerankBody, RerankRequest, ScoreBody, ScoreRequest,
 from ..openai.served_model import ServedModel
 from ..openai.tool_use import tool_use
 from ..service import Service
-from .answering import answer, check_generates, while_client_waits
+from ..text_work.lanes import INLINE
+from .answering import answer, check_generates, prepared, while_client_waits
 from .api_document import answers
 from .json_answers import json_response
 
@@ -48,9 +52,8 @@ def generating_routes(service: Service) -> APIRouter:
         model = service.serving(body.model)
         check_generates(model)
         _check_stream_options(body)
-        started = await completions_of(
-            body, model, service.wakes_every(body.stream), service.metrics.on_token
-        )
+        work = completions_of(body, model, service.wakes_every(body.stream), service.metrics.on_token)
+        started = await prepared(request, work, service.config.request_timeout)
         generation = service.generation(_id(service, "cmpl", body, request), started)
         return await answer(body.stream, request, generation, CompletionWriter(body, generation, model))
 
@@ -61,9 +64,8 @@ def generating_routes(service: Service) -> APIRouter:
         check_generates(model)
         _check_stream_options(body)
         use = tool_use(body)
-        started = await answers_of(
-            body, model, use, service.wakes_every(body.stream), service.metrics.on_token
-        )
+        work = answers_of(body, model, use, service.wakes_every(body.stream), service.metrics.on_token)
+        started = await prepared(request, work, service.config.request_timeout)
         generation = service.generation(_id(service, "chatcmpl", body, request), started)
         writer = ChatWriter(body, generation, model, use)
         return await answer(body.stream, request, generation, writer)
@@ -76,9 +78,9 @@ def generating_routes(service: Service) -> APIRouter:
         try:
             chat = as_chat(body)
             use = tool_use(chat)
-            started = await answers_of(
-                chat, model, use, service.wakes_every(body.stream), service.metrics.on_token
-            )
+            wakes_every = service.wakes_every(body.stream)
+            work = answers_of(chat, model, use, wakes_every, service.metrics.on_token)
+            started = await prepared(request, work, service.config.request_timeout)
             generation = service.generation(_id(service, "resp", body, request), started)
             parser = call_parser(use, model.tool_call_kind)
             return await answer(
@@ -99,10 +101,11 @@ def generating_routes(service: Service) -> APIRouter:
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Turn texts into vectors of length 1."""
         model = service.serving(body.model)
-        prompts = await embedding_prompts(body, model)
+        timeout = service.config.request_timeout
+        prompts = await prepared(request, embedding_prompts(body, model), timeout)
         service.admit(len(prompts))
         work = embed(prompts, body, service.engine, model)
-        return json_response(await while_client_waits(request, work, service.config.request_timeout))
+        return json_response(await while_client_waits(request, work, timeout))
 
     @routes.post("/v1/score", include_in_schema=False)
     @routes.post("/score", responses=answers(ScoreBody))
@@ -134,18 +137,23 @@ def generating_routes(service: Service) -> APIRouter:
         return json_response(_card(service.serving(name)))
 
     @routes.post("/tokenize", responses=answers(TokenizeBody))
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a prompt or of a conversation."""
         model = service.serving(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give prompt or messages, one of them", param="prompt")
         if body.messages is not None:
-            ids = await model.encode_chat(
-                body.messages, body.tools or (), add_generation_prompt=body.add_generation_prompt
+            work = model.encode_chat(
+                body.messages,
+                body.tools or (),
+                add_generation_prompt=body.add_generation_prompt,
+                is_prompt=False,
             )
         else:
             prompt = body.prompt or ""
-            ids = await model.encode(prompt, "prompt", add_special_tokens=body.add_special_tokens)
+            special = body.add_special_tokens
+            work = model.encode(prompt, "prompt", add_special_tokens=special, is_prompt=False)
+        ids = await prepared(request, work, service.config.request_timeout)
         return json_response(TokenizeBody(len(ids), model.ready.max_model_len, ids))
 
     @routes.post("/detokenize", responses=answers(DetokenizeBody))
@@ -153,7 +161,8 @@ def generating_routes(service: Service) -> APIRouter:
         """The text of token ids."""
         model = service.serving(body.model)
         tokenizer = model.need_tokenizer("tokens")
-        text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
+        text = decode() if len(body.tokens) <= INLINE else await asyncio.to_thread(decode)
         return json_response(DetokenizeBody(text))
 
     return routes

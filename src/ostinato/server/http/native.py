@@ -13,7 +13,7 @@ from ..openai.requests import Sampling
 from ..service import Service
 from ..sglang.generate import GenerateWriter, generations_of
 from ..sglang.requests import GenerateRequest
-from .answering import answer, check_generates
+from .answering import answer, check_generates, prepared
 from .api_document import answers
 from .json_answers import json_response
 
@@ -29,7 +29,8 @@ def native_routes(service: Service) -> APIRouter:
         model = service.serving()
         check_generates(model)
         wakes_every = service.wakes_every(body.stream)
-        started = await generations_of(body, model, wakes_every, service.metrics.on_token)
+        work = generations_of(body, model, wakes_every, service.metrics.on_token)
+        started = await prepared(request, work, service.config.request_timeout)
         id = service.answer_id("gen", Sampling(rid=body.rid), request.headers.get("x-request-id"))
         generation = service.generation(id, started)
         writer = GenerateWriter(body, generation, model)

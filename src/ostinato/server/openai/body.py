@@ -12,7 +12,8 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """JSON has only text keys."""
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# Of a long list, one wrong entry is told: a list of all of them takes seconds to make.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 LogprobCount = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 """How many of the likeliest tokens; -1: all. What the engine allows is checked later."""

@@ -11,7 +11,7 @@ from ostinato.engine.sampling_params import SamplingParams
 
 from ..engine_client.client import EngineClient, EngineGone
 from ..wire.messages import News, TokenLogprobs
-from .errors import ApiError, unavailable
+from .errors import ApiError, engine_error, unavailable
 from .served_model import ServedModel
 
 
@@ -191,7 +191,7 @@ class Completion:
     def _finish(self, news: News) -> None:
         if news.error is not None:
             param = self._param_at_fault(news.error) if news.refused else None
-            self.error = ApiError(400 if news.refused else 500, news.error, param=param)
+            self.error = engine_error(news.error, refused=news.refused, param=param)
         stop = self._text.finish() if self._text is not None else None
         if stop is not None and news.finish_reason == "length":
             self.finish_reason, self.stop_reason = "stop", stop

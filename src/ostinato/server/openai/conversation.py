@@ -23,7 +23,7 @@ class TextPart(Body):
         return given
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class SystemMessage(Body):
@@ -78,7 +78,7 @@ class AssistantMessage(Body):
     """What it thought; for chat templates that write it."""
     provider_specific_fields: dict[str, Any] | None = None
     """litellm's notes to itself, which it sends back."""
-    tool_calls: list[MadeToolCall] | None = None
+    tool_calls: Annotated[list[MadeToolCall], Field(fail_fast=True)] | None = None
 
 
 class ToolMessage(Body):
@@ -94,7 +94,7 @@ Message = Annotated[
     SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage,
     Field(discriminator="role"),
 ]
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class FunctionDefinition(Body):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..engine_client.client import EngineClient, EngineGone
 from ..wire.messages import News
-from .errors import ApiError, unavailable
+from .errors import ApiError, engine_error, unavailable
 from .requests import EmbeddingRequest
 from .responses import EmbeddingBody, EmbeddingItem, EmbeddingUsage
 from .served_model import ServedModel
@@ -34,7 +34,7 @@ class _Vector:
             self.result.set_result(news.embedding)
         else:
             message = news.error or "the request was aborted"
-            self.result.set_exception(ApiError(400 if news.refused else 500, message))
+            self.result.set_exception(engine_error(message, refused=news.refused))
 
     def fail(self, error: EngineGone) -> None:
         if not self.result.done():

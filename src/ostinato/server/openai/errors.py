@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -66,6 +67,21 @@ class ApiError(Exception):
 def _printable(text: str) -> str:
     """Messages quote what clients sent, and JSON lets them send half a surrogate pair."""
     return text.encode(errors="backslashreplace").decode()
+
+
+_PLACE = re.compile(r"(\[\d\d:\d\d:\d\d\] )?\S*\.(cc|cpp|cxx|c|h|hpp|cu|cuh|rs|py):\d+(:\d+)?:? ?")
+
+
+def without_places(text: str) -> str:
+    """What a library says, without where in its source it says so; of many lines the first."""
+    lines = [line.strip() for line in _PLACE.sub("", text).splitlines()]
+    return next((line for line in lines if line), "no reason was given")
+
+
+def engine_error(message: str, *, refused: bool, param: str | None = None) -> ApiError:
+    """Of a request that the engine ended: the request's own fault, or the engine's, which may pass."""
+    told = without_places(message)
+    return ApiError(400, told, param=param) if refused else unavailable(told)
 
 
 def unavailable(message: str, retry_after: int = 5) -> ApiError:

@@ -103,7 +103,7 @@ class CompletionRequest(Sampling):
         str
         | Annotated[list[str], Field(min_length=1, max_length=256)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=256)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     logprobs: LogprobCount | None = None
@@ -125,7 +125,7 @@ class ChatRequest(Sampling):
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     """Whether an answer may call several functions; it may."""
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=16)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it."""
@@ -142,7 +142,7 @@ class EmbeddingRequest(Body):
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=256)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=256)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
     )
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -170,7 +170,7 @@ class DetokenizeRequest(Body):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool = False
 
 

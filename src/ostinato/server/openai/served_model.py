@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ostinato.text.chat_template import ChatTemplate, template_source
 from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.errors import TokenizerError
+from ostinato.text.token_bound import most_bytes_per_token
 from ostinato.text.tokenizer import Tokenizer
 
 from ..config import TOOL_CALL_PARSERS, ServerConfig
+from ..text_work.lanes import LanesFull, TextLanes
+from ..text_work.work import Conversation, TextLimit, TextRefused, TextWork
 from ..wire.messages import Ready
 from .conversation import Message, TextPart, Tool
-from .errors import ApiError
+from .errors import ApiError, unavailable
 from .logprobs import TokenTexts
 from .tool_calls.formats import chat_template_of, kind_of_model
-
-INLINE_CHARACTERS = 2000
-"""Longer texts are tokenised in a thread: the event loop has streams to feed meanwhile."""
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -49,6 +48,19 @@ class ServedModel:
         self._shows_tools = not template or "tools" in template
         longest = ready.max_model_len - 1  # a completion has at least one token
         self.max_prompt_tokens = min(config.max_prompt_tokens or longest, longest)
+        self._lanes: TextLanes | None = None
+        if tokenizer is not None:
+            replaced = None if given is None else template
+            self._lanes = TextLanes(tokenizer, ready.tokenizer_directory, replaced)
+
+    def close(self) -> None:
+        """End what works for it."""
+        if self._lanes is not None:
+            self._lanes.close()
+
+    @cached_property
+    def _limit(self) -> TextLimit:
+        return TextLimit(self.max_prompt_tokens, most_bytes_per_token(self.need_tokenizer("prompt").backend))
 
     def check_name(self, name: str | None) -> None:
         """404 for a model that is not served here."""
@@ -74,13 +86,14 @@ class ServedModel:
             return None
         return self.tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
 
-    async def encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        tokenizer = self.need_tokenizer(param)
+    async def encode(
+        self, text: str, param: str, *, add_special_tokens: bool = True, is_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a text; one that is no prompt may be longer than any prompt."""
+        self.need_tokenizer(param)
         check_unicode(text, param)
-        if len(text) <= INLINE_CHARACTERS:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        limit = self._limit if is_prompt else None
+        return await self._ids(TextWork(text, add_special_tokens, limit, param))
 
     async def encode_chat(
         self,
@@ -92,14 +105,15 @@ class ServedModel:
         variables: dict[str, Any] | None = None,
         reasoning_effort: str | None = None,
         template: str | None = None,
+        is_prompt: bool = True,
     ) -> list[int]:
         """Token ids of a conversation as the model's chat template writes it, or one of the client's.
 
         `continues`: the last message is not at its end, and what follows belongs to it.
         """
-        tokenizer = self.need_tokenizer("messages")
+        self.need_tokenizer("messages")
         if template is not None:
-            tokenizer = tokenizer.with_chat_template(self._trusted(template))
+            template = self._trusted(template)
         given = dict(variables or {})
         if clashing := sorted(_RESERVED_VARIABLES & given.keys()):
             message = f"chat_template_kwargs must not contain {clashing[0]}: it has a field of its own"
@@ -113,24 +127,25 @@ class ServedModel:
         if continues:
             _mark_end(written, add_generation_prompt)
             add_generation_prompt = False
-        render = functools.partial(
-            tokenizer.apply_chat_template,
+        conversation = Conversation(
             written,
-            tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-            add_generation_prompt=add_generation_prompt is not False,
-            **given,
+            [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+            add_generation_prompt is not False,
+            given,
+            _END_OF_TEXT if continues else None,
+            template,
         )
+        limit = self._limit if is_prompt else None
+        return await self._ids(TextWork(conversation, False, limit, "messages"))
+
+    async def _ids(self, work: TextWork) -> list[int]:
+        assert self._lanes is not None
         try:
-            text = render() if template is None else await asyncio.to_thread(render)
-        except (TokenizerError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-            param = "messages" if template is None else "chat_template"
-            raise ApiError(400, str(error), param=param) from error
-        if continues:
-            text, mark, _ = text.rpartition(_END_OF_TEXT)
-            if not mark:
-                message = "continue_final_message: the chat template does not write the last message"
-                raise ApiError(400, message, param="continue_final_message")
-        return await self.encode(text, "messages", add_special_tokens=False)
+            return await self._lanes.ids(work)
+        except TextRefused as error:
+            raise ApiError(400, str(error), param=error.field or work.name, code=error.code) from error
+        except LanesFull as error:
+            raise unavailable(str(error)) from error
 
     def _trusted(self, template: str) -> str:
         """A client's template; 400 unless the server was told to trust clients with it, or if it is none."""

@@ -9,7 +9,7 @@ from ostinato.text.errors import GrammarError
 from ostinato.text.structured import StructuredOutputs, choice_grammar
 
 from .conversation import Tool
-from .errors import ApiError
+from .errors import ApiError, without_places
 from .requests import Sampling
 from .served_model import check_unicode
 from .shapes import (
@@ -145,7 +145,7 @@ def _outputs(asked: ResponseFormat, param: str) -> StructuredOutputs:
             case _:
                 return StructuredOutputs(json_object=True)
     except GrammarError as error:
-        raise ApiError(400, str(error), param=param) from error
+        raise ApiError(400, without_places(str(error)), param=param) from error
 
 
 def _as_part(asked: ResponseFormat, param: str) -> dict[str, Any]:
@@ -211,6 +211,10 @@ def _checked(schema: dict[str, Any], param: str) -> str:
         raise ApiError(400, message, param=param)
     try:
         text = json.dumps(schema)
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        message = f"{param}: the schema is not valid Unicode: {error.reason}"
+        raise ApiError(400, message, param=param) from error
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from error
     if len(text) > MAX_SCHEMA_CHARACTERS:

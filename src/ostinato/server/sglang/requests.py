@@ -43,8 +43,10 @@ class GenerateRequest(Body):
     """Prompts, as text or as token ids, and how to go on with them."""
 
     text: str | Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
-    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=256)] | None = None
-    sampling_params: GenerateSampling | list[GenerateSampling] | None = None
+    input_ids: (
+        TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=256, fail_fast=True)] | None
+    ) = None
+    sampling_params: GenerateSampling | Annotated[list[GenerateSampling], Field(max_length=256)] | None = None
     """For all prompts, or one for each."""
     stream: bool | None = None
     rid: RequestId | None = None

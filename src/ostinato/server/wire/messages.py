@@ -120,6 +120,13 @@ class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     error: str | None = None
 
 
+class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The engine's process runs."""
+
+    step_seconds: float
+    """How long its loop has been at the same step."""
+
+
 class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The engine gives up; the process exits next."""
 
@@ -175,7 +182,7 @@ class Statistics(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Memory of the device, and what of it is free; zeros where it cannot be asked."""
 
 
-Event = StepNews | Loading | Ready | Reply | Failed | Statistics
+Event = StepNews | Loading | Ready | Reply | Beat | Failed | Statistics
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -29,7 +29,7 @@ class Part(Body):
         return given
 
 
-Parts = str | list[Part]
+Parts = str | Annotated[list[Part], Field(fail_fast=True)]
 
 
 class MessageItem(Body):
@@ -138,7 +138,7 @@ class Reasoning(Body):
 class ResponsesRequest(Sampling):
     """The body of `/v1/responses`: OpenAI's fields, and those of a chat that are not OpenAI's."""
 
-    input: Text | Annotated[list[Item], Field(min_length=1)]
+    input: Text | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None
@@ -149,7 +149,7 @@ class ResponsesRequest(Sampling):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    include: list[Label] | None = None
+    include: Annotated[list[Label], Field(max_length=64)] | None = None
     """`message.output_text.logprobs` acts; the rest is about tools that are not here."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["disabled"] | None = None

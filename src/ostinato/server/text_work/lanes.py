@@ -1,0 +1,179 @@
+"""Who works on which text: short ones at once, longer ones in threads, long ones in processes of their own.
+
+A long text waits only for others of its kind, so that no number of them keeps a short one waiting.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from ostinato.text.tokenizer import Tokenizer
+
+from .work import Conversation, TextRefused, TextWork, check_length, do_text_work
+from .worker import LENGTH, Answer, Refused, Start
+
+INLINE = 2_000
+"""Characters that take about a millisecond."""
+IN_THREAD = 65_536
+LONG = 1_048_576
+"""Longer texts have a lane of their own, and their process ends with each: it has used much memory."""
+SECONDS = 60.0
+"""What takes longer is given up."""
+WAITING = 64 * 2**20
+"""Characters that may wait in one lane."""
+IDLE_SECONDS = 60.0
+"""After which a process that nobody has work for ends."""
+
+
+class LanesFull(Exception):
+    """There is no room for another text now."""
+
+
+class TextLanes:
+    """Turns texts into token ids. Used from one event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, directory: str, chat_template: str | None) -> None:
+        # Batches of the tokenizers library share one pool of threads, where long texts would fill all places.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="ostinato-text")
+        self._in_threads = 0
+        start = Start(directory, chat_template)
+        self._long = _Lane(start)
+        self._longest = _Lane(start, ends_after_each=True)
+
+    async def ids(self, work: TextWork) -> list[int]:
+        """The token ids. Raises `TextRefused`, or `LanesFull` while too much is waiting."""
+        size = size_of(work.given)
+        if isinstance(work.given, str):
+            check_length(work.given, work.limit, work.name)
+        if isinstance(work.given, Conversation) and work.given.template is not None:
+            return await self._long.ids(work, size)  # who knows how long a client's template takes
+        if size <= INLINE:
+            return do_text_work(work, self._tokenizer)
+        if size <= IN_THREAD:
+            return await self._by_thread(work, size)
+        return await (self._long if size <= LONG else self._longest).ids(work, size)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._long.close()
+        self._longest.close()
+
+    async def _by_thread(self, work: TextWork, size: int) -> list[int]:
+        if self._in_threads + size > WAITING:
+            raise LanesFull("too many texts wait for the tokenizer")
+        self._in_threads += size
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, do_text_work, work, self._tokenizer)
+        finally:
+            self._in_threads -= size
+
+
+class _Lane:
+    """A process that does one piece of work after the other."""
+
+    def __init__(self, start: Start, *, ends_after_each: bool = False) -> None:
+        self._start = start
+        self._ends_after_each = ends_after_each
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._idle: asyncio.TimerHandle | None = None
+
+    async def ids(self, work: TextWork, size: int) -> list[int]:
+        if self._waiting and self._waiting + size > WAITING:
+            raise LanesFull("too many long texts wait for the tokenizer")
+        self._waiting += size
+        try:
+            async with self._turn:
+                return await self._answer(work)
+        finally:
+            self._waiting -= size
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    async def _answer(self, work: TextWork) -> list[int]:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        is_done = False
+        try:
+            async with asyncio.timeout(SECONDS):
+                answer = await self._asked(work)
+            is_done = True
+        except TimeoutError:
+            message = f"{work.name} takes longer than {SECONDS:g} s to tokenise: it is given up"
+            raise TextRefused(message, "text_too_hard") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise TextRefused(f"{work.name} takes too much memory to tokenise", "text_too_hard") from None
+        finally:
+            if self._ends_after_each or not is_done:
+                self.close()
+            else:
+                self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.close)
+        if isinstance(answer, Refused):
+            raise TextRefused(answer.message, answer.code, answer.field)
+        return array.array("i", answer.ids).tolist()
+
+    async def _asked(self, work: TextWork) -> Answer:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", f"{__package__}.worker"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+            self._send(self._process, self._start)
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._send(process, work)
+        await process.stdin.drain()
+        [length] = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        answer: Answer = msgspec.msgpack.decode(await process.stdout.readexactly(length), type=Answer)
+        return answer
+
+    @staticmethod
+    def _send(process: asyncio.subprocess.Process, message: msgspec.Struct) -> None:
+        assert process.stdin is not None
+        frame = msgspec.msgpack.encode(message)
+        process.stdin.write(LENGTH.pack(len(frame)))
+        process.stdin.write(frame)
+
+
+def size_of(given: str | Conversation) -> int:
+    """Characters of a text, or of all texts in a conversation."""
+    if isinstance(given, str):
+        return len(given)
+    size = 0
+    left: list[Any] = [given.messages, given.tools, given.variables]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, dict):
+            size += sum(map(len, each))
+            left.extend(each.values())
+        elif isinstance(each, list):
+            size += len(each)
+            left.extend(each)
+    return size

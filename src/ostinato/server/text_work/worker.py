@@ -1,0 +1,87 @@
+"""The process for long texts: it may take its time, and may be ended in the middle.
+
+It reads frames from standard input (a length, then msgpack) and answers each on standard output. The first
+one is a `Start`, the others are `TextWork`.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import resource
+import struct
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from ostinato.text.tokenizer import Tokenizer
+
+from ..parent_death import die_with_parent
+from .work import TextRefused, TextWork, do_text_work
+
+MEMORY_BYTES = 6 * 2**30
+LENGTH = struct.Struct("<Q")
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Whose text it is."""
+
+    directory: str
+    chat_template: str | None
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Token ids, four bytes each."""
+
+    ids: bytes
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """What is wrong with the text."""
+
+    message: str
+    code: str | None = None
+    field: str | None = None
+
+
+Answer = Done | Refused
+
+
+def main() -> None:
+    """Work until nobody asks any more."""
+    die_with_parent()
+    os.nice(5)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # Nothing else may write where the answers go.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    start = msgspec.msgpack.decode(_frame(sys.stdin.buffer), type=Start)
+    tokenizer = Tokenizer.from_directory(start.directory)
+    if start.chat_template is not None:
+        tokenizer = tokenizer.with_chat_template(start.chat_template)
+    decode, encode = msgspec.msgpack.Decoder(TextWork).decode, msgspec.msgpack.Encoder().encode
+    while frame := _frame(sys.stdin.buffer):
+        answer = encode(_answered(decode(frame), tokenizer))
+        answers.write(LENGTH.pack(len(answer)) + answer)
+        answers.flush()
+
+
+def _answered(work: TextWork, tokenizer: Tokenizer) -> Answer:
+    try:
+        return Done(array.array("i", do_text_work(work, tokenizer)).tobytes())
+    except TextRefused as error:
+        return Refused(str(error), error.code, error.field)
+    except RecursionError:
+        return Refused("the messages are nested too deeply")
+    except MemoryError:
+        return Refused("the text takes too much memory to tokenise")
+
+
+def _frame(source: BinaryIO) -> bytes:
+    head = source.read(LENGTH.size)
+    return source.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+
+
+if __name__ == "__main__":
+    main()
