@@ -33,4 +33,16 @@ class StructuredOutputs:
             told = " and ".join(given) or "nothing"
             raise GrammarError(f"structured outputs want one of {', '.join(_KINDS)}, not {told}")
         if isinstance(self.json, Mapping):
-            object.__setattr__(self, "json", json_text.dumps(self.json))
+            try:
+                object.__setattr__(self, "json", json_text.dumps(self.json))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise GrammarError(f"json is no JSON schema: {error}") from None
+        text = getattr(self, given[0])
+        if given[0] != "json_object" and not isinstance(text, str):
+            raise GrammarError(f"{given[0]} of structured outputs is a text, not {type(text).__name__}")
+
+    @property
+    def kind_and_text(self) -> tuple[str, str]:
+        """Which one it is, and what it says; nothing for json_object."""
+        [kind] = [name for name in _KINDS if getattr(self, name)]
+        return kind, "" if kind == "json_object" else getattr(self, kind)

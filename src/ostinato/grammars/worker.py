@@ -1,0 +1,142 @@
+"""The process of one grammar, forked from the nursery: compiles it, then follows the texts under it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from ostinato.text.errors import GrammarError
+
+from .layout import CURRENT, PACKET_BYTES, Command, SharedMemory, Verdict
+from .library import Library
+from .specification import check
+
+_COMPILING_NICENESS = 10
+_SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+def die_with_parent(parent: int) -> None:
+    """When the process that forked this one ends, so does this one, whatever it is doing."""
+    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENT, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def serve(channel: socket.socket, memory: SharedMemory, library: Library, memory_bytes: int) -> None:
+    """Until the other end closes."""
+    _limit_memory(memory_bytes)
+    outcome, compiled = _compiled_aside(library, memory.read_specification())
+    channel.send(json.dumps(outcome).encode())
+    if compiled is not None:
+        Texts(library, compiled, memory).follow(channel)
+
+
+def _limit_memory(more: int) -> None:
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + more, taken + more))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _compiled_aside(library: Library, specification: bytes) -> tuple[dict[str, Any], Any]:
+    """In a thread that gives way to others: an attack on this machine's time is one on its engine."""
+    outcome: dict[str, Any] = {"error": "the grammar could not be compiled"}
+    compiled: Any = None
+
+    def compile_it() -> None:
+        nonlocal compiled
+        os.setpriority(os.PRIO_PROCESS, 0, _COMPILING_NICENESS)  # of this thread, on Linux
+        try:
+            asked = json.loads(specification)
+            check(asked["kind"], asked["text"])
+            compiled = library.compiled(asked["kind"], asked["text"])
+            outcome.clear()
+            outcome["bytes"] = _private_bytes()
+        except GrammarError as error:
+            outcome["error"] = str(error)
+        except MemoryError:
+            outcome["error"] = "it takes more memory than a grammar may have"
+
+    thread = threading.Thread(target=compile_it)
+    thread.start()
+    thread.join()
+    return outcome, compiled
+
+
+def _private_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as file:
+        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
+
+
+class Texts:
+    """The texts under one compiled grammar, by slot."""
+
+    def __init__(self, library: Library, compiled: Any, memory: SharedMemory) -> None:
+        self._library = library
+        self._compiled = compiled
+        self._memory = memory
+        self._matchers: dict[int, Any] = {}
+        self._last: dict[int, Verdict] = {}
+
+    def follow(self, channel: socket.socket) -> None:
+        """Carry out packets of commands until the other end closes."""
+        while packet := channel.recv(2 * PACKET_BYTES):
+            verdicts = self.carry_out(np.frombuffer(packet, dtype=np.int32).tolist())
+            if verdicts:
+                channel.send(np.array(verdicts, dtype=np.int32).tobytes())
+
+    def carry_out(self, words: list[int]) -> list[Verdict]:
+        """The verdict of each command that has one."""
+        verdicts: list[Verdict] = []
+        at, header = 0, self._memory.header
+        while at < len(words):
+            command, slot, count = words[at : at + 3]
+            tokens = words[at + 3 : at + 3 + count]
+            at += 3 + count
+            # If this is the end of the process, it is known whose fault it was.
+            header[CURRENT] = slot + 1
+            if command == Command.FREE:
+                self._matchers.pop(slot, None)
+            else:
+                if command == Command.START:
+                    self._matchers[slot] = self._library.matcher(self._compiled)
+                    self._last[slot] = Verdict.FOLLOWS
+                if self._last[slot] is Verdict.FOLLOWS:
+                    self._last[slot] = self._verdict(slot, tokens)
+                verdicts.append(self._last[slot])
+            header[CURRENT] = 0
+        return verdicts
+
+    def _verdict(self, slot: int, tokens: list[int]) -> Verdict:
+        matcher = self._matchers[slot]
+        try:
+            for token in tokens:
+                if not matcher.accept_token(token):
+                    return Verdict.REFUSED
+            if matcher.is_terminated():
+                return Verdict.COMPLETE
+            mask = self._memory.masks[slot : slot + 1]
+            matcher.fill_next_token_bitmask(mask, 0)
+        except Exception:
+            # An error in the midst of a text, lack of memory above all: for the engine the same as a crash.
+            os._exit(1)
+        return Verdict.FOLLOWS if mask.any() else Verdict.DEAD_END
+
+
+def main(channel: socket.socket, memory: SharedMemory, library: Library, memory_bytes: int) -> None:
+    """`serve` as all that a process does; never returns."""
+    try:
+        serve(channel, memory, library, memory_bytes)
+    except BaseException as error:
+        sys.stderr.write(f"ostinato: a grammar process ends: {type(error).__name__}: {error}\n")
+        os._exit(1)
+    os._exit(0)
