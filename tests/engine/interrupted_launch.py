@@ -19,7 +19,7 @@ BELOW = (
     ROOT / "graphs" / "inputs" / "buffers.py",
     ROOT / "models" / "transformer.py",
 )
-BOOK_KEEPING = ("_take_in", "_follow_grammar", "progress", "_extras", "_logprobs")
+BOOK_KEEPING = ("_take_in", "follow", "_judge", "_note_ended", "progress", "_extras", "_logprobs")
 """What is done with the tokens of the step before, if a launch has to take them in. Nothing fails there that
 is not a bug; so it is with everything in `scheduling`."""
 

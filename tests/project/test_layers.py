@@ -1,4 +1,4 @@
-"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; graphs; text."""
+"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; graphs; grammars -> text."""
 
 import ast
 from pathlib import Path
@@ -8,14 +8,15 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "ostinato"
 
 MAY_IMPORT = {
-    "cli": {"cli", "tools", "server", "engine", "models", "cache", "kernels", "graphs", "text"},
-    "tools": {"tools", "engine", "models", "cache", "kernels", "graphs", "text"},
-    "server": {"server", "engine", "models", "cache", "kernels", "graphs", "text"},
-    "engine": {"engine", "models", "cache", "kernels", "graphs", "text"},
+    "cli": {"cli", "tools", "server", "engine", "models", "cache", "kernels", "graphs", "grammars", "text"},
+    "tools": {"tools", "engine", "models", "cache", "kernels", "graphs", "grammars", "text"},
+    "server": {"server", "engine", "models", "cache", "kernels", "graphs", "grammars", "text"},
+    "engine": {"engine", "models", "cache", "kernels", "graphs", "grammars", "text"},
     "models": {"models", "kernels", "text"},
     "cache": {"cache", "kernels"},
     "kernels": {"kernels"},
     "graphs": {"graphs"},
+    "grammars": {"grammars", "text"},
     "text": {"text"},
 }
 OUTSIDE_PACKAGES_OF_GRAPHS = {"torch", "numpy", "rich", "cuda", "triton"}

@@ -16,6 +16,7 @@ Note [Grammars]
 A grammar has to see a token to say which may follow it; the forward pass finds it on the device. So a step
 with such requests is launched in two parts: while its forward pass runs, the tokens of the step before are
 read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step.
+Grammars are followed in processes of their own (`ostinato.grammars`): whoever's is late leaves the batch.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ostinato.graphs import OstinatoError, Report, frozen_gc
 from .loading.device_memory import DeviceMemory
 from .loading.load import LoadedModel, allocate_kv
 from .loading.rehearsal import rehearse
+from .sampling.following import Following
 from .sampling.prompt_logprobs import prompt_logprobs_of
 from .sampling.sampler import Sampler
 from .sampling_params import RequestError, SamplingParams
@@ -89,6 +91,12 @@ class EngineCore:
             ),
             PageAllocator(kv.num_pages),
         )
+        self.following = Following(
+            self.scheduler,
+            loaded.tokenizer,
+            loaded.model.config.vocab_size,
+            config.config.grammar_limits,
+        )
         self._flights: deque[Flight] = deque()
         self._arrived: list[Progress] = []
         self._prompt_sums = PromptSums(config.max_rows)
@@ -123,7 +131,10 @@ class EngineCore:
             )
         if request.params is not None:
             self._check(request.request_id, request.params)
-        self.scheduler.add(request)
+        if request.grammar is not None:
+            self.following.add(request)
+        else:
+            self.scheduler.add(request)
 
     def _check(self, request_id: str, params: SamplingParams) -> None:
         if self.sampler is None:
@@ -137,12 +148,16 @@ class EngineCore:
         """End a request now: no step brings it anything more. False if it is unknown or finished already."""
         kept = [progress.without(request_id) for progress in self._arrived]
         self._arrived = [progress for progress in kept if any(progress)]
-        return self.scheduler.abort(request_id)
+        is_aborted = self.scheduler.abort(request_id)
+        self.following.let_go()
+        return is_aborted
 
     def step(self) -> list[Progress]:
         """Launch the next step, then take in the oldest one that is due."""
         self.clock.start()
         self._finish_what_was_interrupted()
+        if self.scheduler.parked:
+            self._note_ended(self.following.attend())
         if not self._arrived:
             step = self.scheduler.schedule()
             self.clock.lap("schedule")
@@ -150,8 +165,14 @@ class EngineCore:
                 self._take_off(step)
             if self._flights and (step is None or len(self._flights) > self.config.lookahead):
                 self._complete()
+        self.following.let_go()
         arrived, self._arrived = self._arrived, []
         return arrived
+
+    def _note_ended(self, ended: tuple[Request, ...]) -> None:
+        """Requests that ended between two tokens."""
+        if ended:
+            self._arrived.append(Progress((), [], ended, {}))
 
     def report(self) -> Report:
         """The forward graphs and what ran without one; sampling behind them has its own, `sampler.report`.
@@ -186,8 +207,9 @@ class EngineCore:
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+        for request in [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.parked]:
             self.scheduler.abort(request.request_id)
+        self.following.close()
         self._drain()
         self._arrived.clear()
         if self.sampler is not None:
@@ -221,6 +243,7 @@ class EngineCore:
         self.runner.update_prefix(step)
         if self.sampler is not None:
             self.sampler.join(step.joined)
+            self.following.join(step.joined)
         self.runner.rows.send()
         self.runner.run(step)
         flight.is_timed = len(self._flights) > 1 and self.runner.notes_beginning
@@ -230,8 +253,11 @@ class EngineCore:
                 self.clock.lap("launch")
                 while self._flights[0] is not flight:
                     self._complete()
-            flight.constrained = self._constrained(step)
-            self.sampler.mask([step.requests[at] for at in flight.constrained])
+            if constrained := self._constrained(step):
+                self._note_ended(self.following.prepare([step.requests[at] for at in constrained]))
+                constrained = self._constrained(step)  # some may have left
+            flight.constrained = constrained
+            self.sampler.mask([step.requests[at] for at in constrained])
             flight.launched = self.sampler.launch(step)
         flight.error = None
 
@@ -293,29 +319,10 @@ class EngineCore:
         done = self.scheduler.complete(step, tokens)
         self._flights.popleft()
         ended = done.finished
-        for at in flight.constrained:
-            if done.accepted[at]:
-                ended += self._follow_grammar(step.requests[at], int(tokens[at]))
+        if followed := [at for at in flight.constrained if done.accepted[at]]:
+            requests = [step.requests[at] for at in followed]
+            ended += self.following.follow(requests, [int(tokens[at]) for at in followed])
         return flight.progress(done, sampled, ended)
-
-    def _follow_grammar(self, request: Request, token: int) -> tuple[Request, ...]:
-        """The request, if that ends it."""
-        assert request.grammar is not None
-        follows = request.grammar.accept(token)
-        if request.is_finished:
-            return ()
-        if not follows:
-            # min_tokens or a bias left no allowed token.
-            self.scheduler.finish(
-                request,
-                FinishReason.ERROR,
-                error=f"token {token} is not allowed by the structured output: its other sampling "
-                "parameters leave no token that is",
-                is_at_fault=True,
-            )
-        elif request.grammar.is_terminated:
-            self.scheduler.finish(request, FinishReason.STOP)
-        return (request,) if request.is_finished else ()
 
     def _finish_what_was_interrupted(self) -> None:
         while len(self._flights) > self.config.lookahead or self._has_failed:

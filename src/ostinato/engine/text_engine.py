@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.text.errors import GrammarError, TokenizerError
-from ostinato.text.grammar import Grammar, GrammarCompiler
+from ostinato.text.errors import TokenizerError
 
 from .config import EngineConfig
 from .core import EngineCore
@@ -47,7 +46,6 @@ class TextEngine:
         self.ended: list[RequestOutput] = []
         """Outputs that ended with the last step."""
         self._names = itertools.count()
-        self._grammars: GrammarCompiler | None = None
         # Requests without a seed get one from here: a run with the same requests repeats itself.
         self._seeds = np.random.default_rng(config.seed)
 
@@ -102,7 +100,7 @@ class TextEngine:
         if text is not None:
             output.text = text
         whole.outputs.append(output)
-        request = Request(name, ids, own, self._eos, self._grammar(params))
+        request = Request(name, ids, own, self._eos, self.core.following.text(params))
         return ServedCompletion(
             request,
             whole,
@@ -142,18 +140,6 @@ class TextEngine:
         # The first completion is what n=1 would give; wraps around inside 64 bits.
         seed = (params.seed + index + 2**63) % 2**64 - 2**63
         return replace(params, n=1, seed=seed)
-
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        if params.structured_outputs is None:
-            return None
-        if self.tokenizer is None:
-            raise RequestError("structured outputs are about text, and this model has no tokenizer")
-        try:
-            if self._grammars is None:
-                self._grammars = GrammarCompiler(self.tokenizer, self.core.loaded.model.config.vocab_size)
-            return self._grammars.start(params.structured_outputs)
-        except GrammarError as error:
-            raise RequestError(str(error)) from error
 
     def _text_of(self, params: SamplingParams, token_ids: list[int]) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:

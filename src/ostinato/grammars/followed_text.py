@@ -59,6 +59,8 @@ class FollowedText:
         self._slot: int | None = None
         self._asked = self._answered = 0
         self._verdict = Verdict.FOLLOWS
+        self.is_parked = False
+        """Whether its request waits for it: changes are told by `GrammarHost.attend`."""
         self.num_tokens = 0
         """Tokens that its grammar has been shown."""
         self.strikes = 0

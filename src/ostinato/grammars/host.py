@@ -53,6 +53,7 @@ class GrammarHost:
         """Those with a process."""
         self._compiling: set[GrammarEntry] = set()
         self._condemned: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        self._changed: set[FollowedText] = set()
         self._nursery: NurseryLink | None = None
         self._num_failed_nurseries = 0
         self._patience = Patience()
@@ -91,6 +92,7 @@ class GrammarHost:
             return
         text.release_slot()
         entry.texts.remove(text)
+        self._changed.discard(text)
         if entry.texts:
             return
         if entry.process is not None and entry.is_ready and not entry.process.is_asked:
@@ -101,11 +103,21 @@ class GrammarHost:
 
     # -- what the processes do ---------------------------------------------------------------------
 
-    def attend(self, seconds: float = 0.0) -> None:
-        """See what has come of compiling and of texts that are late; wait so long for something, at most."""
+    def attend(self, seconds: float = 0.0) -> list[FollowedText]:
+        """See what has come of compiling and of texts that are late; wait so long for something, at most.
+
+        Which parked texts may stand elsewhere than before.
+        """
         self._begin_compiling()
-        self._wait(self._awaited_entries(), seconds)
-        self._begin_compiling()
+        if not self._changed:
+            self._wait(self._awaited_entries(), seconds)
+            self._begin_compiling()
+        changed, self._changed = list(self._changed), set()
+        return changed
+
+    def note(self, text: FollowedText) -> None:
+        """Tell of it with the next `attend`, in any case."""
+        self._changed.add(text)
 
     def settle(self, texts: Sequence[FollowedText]) -> None:
         """Have these texts' questions answered, as far as patience reaches."""
@@ -150,6 +162,7 @@ class GrammarHost:
     def _look_after(self, entry: GrammarEntry, process: GrammarProcess, *, has_news: bool) -> None:
         if has_news:
             process.receive()
+            self._changed.update(text for text in entry.texts if text.is_parked)
         if entry in self._compiling:
             self._look_after_compiling(entry, process)
         elif process.is_dead:
@@ -229,6 +242,7 @@ class GrammarHost:
             if culprit.strikes > 1:
                 entry.num_culprits += 1
                 culprit.fail(f"this cannot be followed: the grammar {reason}")
+                self._changed.add(culprit)
         most = 2 if is_compiling else _MOST_DEATHS
         if entry.num_deaths >= most or entry.num_culprits >= _MOST_CULPRITS:
             self._condemn(entry, f"this cannot be followed: the grammar {reason}")
@@ -248,6 +262,7 @@ class GrammarHost:
     def _fail(self, entry: GrammarEntry, error: str, *, is_at_fault: bool) -> None:
         for text in entry.texts:
             text.fail(error, is_at_fault=is_at_fault)
+        self._changed.update(entry.texts)
         self._drop(entry)
 
     # -- memory ------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from enum import Enum, StrEnum
 
 import numpy as np
 
-from ostinato.text.grammar import Grammar
+from ostinato.grammars.followed_text import FollowedText
 
 from ..sampling_params import RequestError, SamplingParams
 from ..token_ids import IntArray, token_array
@@ -79,7 +79,7 @@ class Request:
     """How to sample; None for an embedding, which ends when its prompt is computed."""
     eos_token_ids: frozenset[int] = frozenset()
     """The model's end-of-sequence tokens."""
-    grammar: Grammar | None = None
+    grammar: FollowedText | None = None
     """Which tokens may come next, for a text that must look a certain way."""
     arrival_time: float = field(default_factory=time.monotonic)
     """When it arrived, for latencies; the order of service is the order of `Scheduler.add`."""

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ostinato.cache.pages import PageAllocator
+from ostinato.grammars.followed_text import FollowedText
 
 from .decode_batch import DecodeBatch
 from .request import FinishReason, IntArray, Request, RequestError, RequestRows, RequestStatus
@@ -59,6 +60,10 @@ class Scheduler:
         """Requests without a row, oldest first; all younger than the running ones."""
         self.running: list[Request] = []
         """Requests with a row, oldest first."""
+        self.parked: dict[Request, None] = {}
+        """Requests that can neither run nor wait for their turn: what may come next is not known yet."""
+        self.left_grammars: list[FollowedText] = []
+        """Of requests that have ended; whoever looks after grammars takes them from here."""
         self.num_preemptions = 0
         """Preemptions since the start."""
         self._unfinished: dict[str, Request] = {}
@@ -80,6 +85,11 @@ class Scheduler:
         return bool(self._unfinished or self._in_flight)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests without a row, parked ones among them."""
+        return len(self.waiting) + len(self.parked)
+
+    @property
     def num_steps_in_flight(self) -> int:
         """Steps that are scheduled and not complete."""
         return len(self._in_flight)
@@ -97,14 +107,39 @@ class Scheduler:
         """Go on after `pause`, every request where it was."""
         self._is_paused = False
 
-    def add(self, request: Request) -> None:
-        """Queue a request; RequestError if it could never run."""
+    def add(self, request: Request, *, parked: bool = False) -> None:
+        """Queue a request, or park it until `release`; RequestError if it could never run."""
         if request.request_id in self._unfinished:
             raise RequestError(f"request {request.request_id} is being served already: choose another id")
         self._check_fits(request)
+        self._unfinished[request.request_id] = request
+        if parked:
+            self.parked[request] = None
+        else:
+            self._queue(request)
+
+    def park(self, request: Request) -> None:
+        """Take row and pages from a running request until `release`; it is computed again then."""
+        self._leave(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.parked[request] = None
+
+    def release(self, request: Request) -> None:
+        """A parked request can run: whoever has run before goes first, of all that wait."""
+        del self.parked[request]
+        if not request.num_preemptions:
+            self._queue(request)
+            return
+        behind = list(self.waiting)
+        self.waiting.clear()
+        self._head_is_blocked = False
+        for each in (request, *behind):
+            self._queue(each)
+
+    def _queue(self, request: Request) -> None:
         request.order = self._num_added
         self._num_added += 1
-        self._unfinished[request.request_id] = request
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
@@ -128,9 +163,13 @@ class Scheduler:
         assert not request.is_finished, f"request {request.request_id} is finished already"
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
+        elif request in self.parked:
+            del self.parked[request]
         else:
             self.waiting.remove(request)
             self._head_is_blocked = False
+        if request.grammar is not None:
+            self.left_grammars.append(request.grammar)
         del self._unfinished[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
@@ -208,7 +247,7 @@ class Scheduler:
         assert all(self.rows.requests[request.row] is request for request in self.running)
         orders = [request.order for request in (*self.running, *self.waiting)]
         assert orders == sorted(set(orders)), "running requests come before waiting ones, each in order"
-        assert len(self._unfinished) == len(orders)
+        assert len(self._unfinished) == len(orders) + len(self.parked)
         decoding = [request.order for request in self._decoding]
         assert decoding == sorted(decoding), "those that decode are in order"
         assert self._prefilling is None or self._prefilling is self.running[-1], "the youngest prefills"
