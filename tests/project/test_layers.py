@@ -1,4 +1,5 @@
-"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; graphs; grammars -> text."""
+"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; graphs;
+grammars -> text."""
 
 import ast
 from pathlib import Path

@@ -35,6 +35,8 @@ _MOST_DEATHS = 3
 _MOST_CULPRITS = 2
 _MOST_NURSERIES = 3
 _MOST_IDLE = 32
+_SOON = 0.1
+"""Seconds after which a process with nobody left to answer to is not worth keeping."""
 
 
 class GrammarHost:
@@ -95,7 +97,8 @@ class GrammarHost:
         self._changed.discard(text)
         if entry.texts:
             return
-        if entry.process is not None and entry.is_ready and not entry.process.is_asked:
+        process = entry.process
+        if process is not None and entry.is_ready and not process.is_late(_SOON):
             self._entries.move_to_end(entry.specification)
             self._forget_idle()
         else:
@@ -167,7 +170,7 @@ class GrammarHost:
             self._look_after_compiling(entry, process)
         elif process.is_dead:
             self._lost(entry, "ended the process that follows it")
-        elif process.is_asked and time.monotonic() - process.waits_since > self.limits.mask_seconds:
+        elif process.is_late(self.limits.mask_seconds):
             self._lost(entry, f"takes longer than {self.limits.mask_seconds:g} s to say what may come next")
 
     def _look_after_compiling(self, entry: GrammarEntry, process: GrammarProcess) -> None:
@@ -198,7 +201,7 @@ class GrammarHost:
             entry.process = GrammarProcess(entry.specification, self._words)
             self._live.add(entry)
             self._compiling.add(entry)
-            nursery.spawn(entry.process, self.limits.memory_mb)
+            nursery.spawn(entry.process, self.limits)
 
     def _has_room(self) -> bool:
         if len(self._compiling) >= self.limits.compiling:

@@ -19,7 +19,7 @@ from ostinato.text.grammar import mask_words
 
 from .layout import SharedMemory
 from .library import Library
-from .worker import die_with_parent, main
+from .worker import WorkerLimits, die_with_parent, main
 
 READY = b"ready"
 
@@ -47,11 +47,11 @@ def _read_vocabulary(descriptor: int) -> tuple[list[bytes], int, list[int]]:
 
 
 def _serve(control: socket.socket, library: Library, words: int) -> None:
-    """Fork a process whenever a packet comes: its socket and its memory are with it, the limit in it."""
+    """Fork a process whenever a packet comes: its socket and its memory are with it, its limits in it."""
     gc.collect()
     gc.freeze()
     while True:
-        packet, descriptors, _, _ = socket.recv_fds(control, 64, 2)
+        packet, descriptors, _, _ = socket.recv_fds(control, 256, 2)
         if not packet:
             return
         channel = socket.socket(fileno=descriptors[0])
@@ -59,7 +59,8 @@ def _serve(control: socket.socket, library: Library, words: int) -> None:
         if child == 0:
             control.close()
             die_with_parent(_NURSERY)
-            main(channel, SharedMemory(descriptors[1], words), library, int(packet))
+            limits = WorkerLimits(*json.loads(packet))
+            main(channel, SharedMemory(descriptors[1], words), library, limits)
         channel.close()
         os.close(descriptors[1])
         _tell_born(control, child)

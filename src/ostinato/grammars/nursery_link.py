@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
 import os
 import signal
 import socket
@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from .limits import GrammarLimits
 from .nursery import READY
 from .process import GrammarProcess
-
-logger = logging.getLogger("ostinato.grammars")
+from .worker import WorkerLimits
 
 _START_SECONDS = 60.0
 _BIRTH_SECONDS = 5.0
@@ -71,13 +71,15 @@ class NurseryLink:
         """To wait for news on; None while there is none."""
         return None if self._control is None or self.error is not None else self._control.fileno()
 
-    def spawn(self, process: GrammarProcess, memory_mb: int) -> None:
+    def spawn(self, process: GrammarProcess, limits: GrammarLimits) -> None:
         """Have a process forked; if that cannot be, `error` is set."""
         assert self._control is not None
         channel, memory = process.hand_over()
         try:
-            limit = str(memory_mb * 2**20).encode()
-            socket.send_fds(self._control, [limit], [channel.fileno(), memory])
+            handed = WorkerLimits(
+                limits.memory_mb * 2**20, 2 * limits.compile_seconds, 2 * limits.mask_seconds
+            )
+            socket.send_fds(self._control, [json.dumps(handed).encode()], [channel.fileno(), memory])
         except OSError as error:
             self.error = f"the nursery of grammars is gone: {error}"
             return

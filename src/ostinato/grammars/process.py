@@ -15,7 +15,6 @@ import numpy as np
 
 from .layout import CURRENT, NUM_SLOTS, PACKET_BYTES, Command, SharedMemory, Verdict
 
-
 _VERDICTS = frozenset(Verdict)
 _ON_THE_WAY = -1
 """Number of a question whose answer nobody waits for."""
@@ -91,6 +90,10 @@ class GrammarProcess:
     def is_asked(self) -> bool:
         """Whether a verdict is due."""
         return bool(self._awaited)
+
+    def is_late(self, seconds: float) -> bool:
+        """Whether a verdict is due for so long."""
+        return self.is_asked and time.monotonic() - self.waits_since > seconds
 
     def start(self, text: Asking, tokens: list[int], question: int) -> int | None:
         """The slot in which a text with these tokens begins; None if all are taken.

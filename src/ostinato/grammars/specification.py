@@ -80,15 +80,13 @@ def _walk(value: Any, data: frozenset[str]) -> Iterator[dict[str, Any]]:
         for each in level:
             if isinstance(each, dict):
                 yield each
-                # A property may have any of these names: its schema is an object then, and no data.
-                below += [inner for name, inner in each.items() if name not in data or _is_schema(name, inner)]
+                # A property may have any of these names, and then an object with its schema is behind it.
+                below += [
+                    inner for name, inner in each.items() if name not in data or isinstance(inner, dict)
+                ]
             elif isinstance(each, list):
                 below += each
         level = below
-
-
-def _is_schema(name: str, value: Any) -> bool:
-    return name == "enum" and isinstance(value, dict)
 
 
 def _check_reference(schema: Any, reference: str) -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,16 @@ _COMPILING_NICENESS = 10
 _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
 
 
+class WorkerLimits(NamedTuple):
+    """What this process may take, as the engine sends it."""
+
+    memory_bytes: int
+    """Beyond what it has when it is forked."""
+    compile_seconds: float
+    mask_seconds: float
+    """For one packet of commands."""
+
+
 def die_with_parent(parent: int) -> None:
     """When the process that forked this one ends, so does this one, whatever it is doing."""
     ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENT, signal.SIGKILL, 0, 0, 0)
@@ -31,13 +41,23 @@ def die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
-def serve(channel: socket.socket, memory: SharedMemory, library: Library, memory_bytes: int) -> None:
+def serve(channel: socket.socket, memory: SharedMemory, library: Library, limits: WorkerLimits) -> None:
     """Until the other end closes."""
-    _limit_memory(memory_bytes)
+    _limit_memory(limits.memory_bytes)
+    _end_after(limits.compile_seconds)
     outcome, compiled = _compiled_aside(library, memory.read_specification())
+    _end_after(0)
     channel.send(json.dumps(outcome).encode())
     if compiled is not None:
-        Texts(library, compiled, memory).follow(channel)
+        Texts(library, compiled, memory, limits.mask_seconds).follow(channel)
+
+
+def _end_after(seconds: float) -> None:
+    """End by a signal after so much time of this process; 0: not at all.
+
+    The engine kills what takes too long. This is for what nobody waits for any more.
+    """
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
 
 
 def _limit_memory(more: int) -> None:
@@ -80,17 +100,21 @@ def _private_bytes() -> int:
 class Texts:
     """The texts under one compiled grammar, by slot."""
 
-    def __init__(self, library: Library, compiled: Any, memory: SharedMemory) -> None:
+    def __init__(self, library: Library, compiled: Any, memory: SharedMemory, seconds: float) -> None:
+        """`seconds`: that a packet may take."""
         self._library = library
         self._compiled = compiled
         self._memory = memory
+        self._seconds = seconds
         self._matchers: dict[int, Any] = {}
         self._last: dict[int, Verdict] = {}
 
     def follow(self, channel: socket.socket) -> None:
         """Carry out packets of commands until the other end closes."""
         while packet := channel.recv(2 * PACKET_BYTES):
+            _end_after(self._seconds)
             verdicts = self.carry_out(np.frombuffer(packet, dtype=np.int32).tolist())
+            _end_after(0)
             if verdicts:
                 channel.send(np.array(verdicts, dtype=np.int32).tobytes())
 
@@ -132,10 +156,10 @@ class Texts:
         return Verdict.FOLLOWS if mask.any() else Verdict.DEAD_END
 
 
-def main(channel: socket.socket, memory: SharedMemory, library: Library, memory_bytes: int) -> None:
+def main(channel: socket.socket, memory: SharedMemory, library: Library, limits: WorkerLimits) -> None:
     """`serve` as all that a process does; never returns."""
     try:
-        serve(channel, memory, library, memory_bytes)
+        serve(channel, memory, library, limits)
     except BaseException as error:
         sys.stderr.write(f"ostinato: a grammar process ends: {type(error).__name__}: {error}\n")
         os._exit(1)

@@ -46,7 +46,9 @@ class Following:
             b"" if token in special else tokenizer.bytes_per_token[token]
             for token in range(min(tokenizer.vocab_size, vocab_size))
         ]
-        return pack_vocabulary(known, vocab_size, [end for end in tokenizer.eos_token_ids if end < vocab_size])
+        return pack_vocabulary(
+            known, vocab_size, [end for end in tokenizer.eos_token_ids if end < vocab_size]
+        )
 
     def warm_up(self) -> None:
         """Start what the first grammar would have to wait for."""
@@ -118,7 +120,7 @@ class Following:
                 request.grammar.catch_up(request.output_ids)
 
     def follow(self, requests: Sequence[Request], tokens: Sequence[int]) -> tuple[Request, ...]:
-        """Take these tokens along; the requests that this ends. Those that are not answered leave the batch."""
+        """Take these tokens along; the requests that this ends. Whoever is not answered leaves the batch."""
         texts = []
         for request, token in zip(requests, tokens, strict=True):
             assert request.grammar is not None

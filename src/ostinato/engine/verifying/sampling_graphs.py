@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.grammars.followed_text import FollowedText
 from ostinato.graphs import BatchShape, CapturedGraph, CudaGraphRunner
 from ostinato.kernels.token_lines import LINE_HEAD
-from ostinato.grammars.followed_text import FollowedText
 
 from ..core import EngineCore
 from ..sampling.kinds import Kind
