@@ -182,7 +182,7 @@ class GrammarHost:
                 self._refuse(entry, f"this cannot be followed: {outcome['error']}")
         elif process.is_dead:
             self._lost(entry, "ended the process that compiles it")
-        elif time.monotonic() - process.waits_since > self.limits.compile_seconds:
+        elif process.is_born and time.monotonic() - process.waits_since > self.limits.compile_seconds:
             reason = f"takes longer than {self.limits.compile_seconds:g} s to compile"
             self._condemn(entry, f"this cannot be followed: the grammar {reason}")
 

@@ -17,7 +17,7 @@ from typing import Any
 from ostinato.text.errors import GrammarError
 
 _PLACE_IN_SOURCE = re.compile(r"(\[\d\d:\d\d:\d\d\]\s*)?\S+\.(cc|cpp|cu|h|hpp|py):\d+:?\s*")
-_CONDITION = re.compile(r"Check failed:\s*\(.*?\)\s*(is false)?:?\s*")
+_CONDITION = re.compile(r"Check failed:.*?is false:?\s*")
 _USUAL = (
     '{"type": "object"}',
     '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": '

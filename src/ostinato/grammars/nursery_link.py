@@ -21,7 +21,7 @@ from .process import GrammarProcess
 from .worker import WorkerLimits
 
 _START_SECONDS = 60.0
-_BIRTH_SECONDS = 5.0
+_BIRTH_SECONDS = 2.0
 _PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
@@ -106,8 +106,8 @@ class NurseryLink:
             packet, handles, _, _ = socket.recv_fds(control, 4096, 1)
         except BlockingIOError:
             return False
-        except OSError as error:
-            packet, handles = str(error).encode(), []
+        except OSError:
+            packet, handles = b"", []
         self._waits_since = time.monotonic()
         if packet == READY:
             self.is_ready = True

@@ -39,6 +39,8 @@ class GrammarProcess:
         self.memory.write_specification(specification)
         self.outcome: dict[str, Any] | None = None
         """What came of compiling; None before."""
+        self.is_born = False
+        """Whether it has begun to compile."""
         self.is_dead = False
         """Whether it has ended by itself."""
         self._handle: int | None = None
@@ -55,12 +57,12 @@ class GrammarProcess:
 
     def hand_over(self) -> tuple[socket.socket, int]:
         """Its end of the socket and its memory; whoever takes them closes them."""
-        self.waits_since = time.monotonic()
         return self._theirs, self._memory_descriptor
 
     def born(self, handle: int | None) -> None:
         """It runs, and can be killed by this handle; None: it is dead already."""
         self._handle = handle
+        self.is_born, self.waits_since = True, time.monotonic()
         if self._is_unwanted:
             self.kill()
 

@@ -16,7 +16,9 @@ from ostinato.text.errors import GrammarError
 from .limits import MAX_NESTING, MAX_REPETITIONS
 
 _DATA = frozenset(("const", "enum", "default", "examples"))
-"""What stands below these is no schema."""
+"""What stands below these is no schema, unless they are names of properties."""
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""Below these stand names, and schemas below those."""
 _COUNT = re.compile(r"\{\s*(\d+)?\s*(,)?\s*(\d+)?\s*\}")
 
 
@@ -71,22 +73,21 @@ def _check_schema(schema: Any) -> None:
 
 def _walk(value: Any, data: frozenset[str]) -> Iterator[dict[str, Any]]:
     """All objects in a value but what stands below the names in `data`."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_NESTING:
-            raise GrammarError(f"it is nested more than {MAX_NESTING} levels deep")
-        below: list[Any] = []
-        for each in level:
-            if isinstance(each, dict):
+    level: list[tuple[Any, bool]] = [(value, False)]
+    for _ in range(MAX_NESTING):
+        below: list[tuple[Any, bool]] = []
+        for each, is_named in level:
+            if isinstance(each, list):
+                below += [(inner, False) for inner in each]
+            elif isinstance(each, dict) and is_named:
+                below += [(inner, False) for inner in each.values()]
+            elif isinstance(each, dict):
                 yield each
-                # A property may have any of these names, and then an object with its schema is behind it.
-                below += [
-                    inner for name, inner in each.items() if name not in data or isinstance(inner, dict)
-                ]
-            elif isinstance(each, list):
-                below += each
+                below += [(inner, name in _NAMED) for name, inner in each.items() if name not in data]
+        if not below:
+            return
         level = below
+    raise GrammarError(f"it is nested more than {MAX_NESTING} levels deep")
 
 
 def _check_reference(schema: Any, reference: str) -> None:
