@@ -73,7 +73,7 @@ def test_repetitions_are_multiplied(kind: str, text: str, allowed: bool) -> None
     if allowed:
         check(kind, text)
     else:
-        with pytest.raises(GrammarError, match="times|levels"):
+        with pytest.raises(GrammarError, match=r"times|levels"):
             check(kind, text)
 
 

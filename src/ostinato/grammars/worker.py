@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from .library import Library
 from .specification import check
 
 _COMPILING_NICENESS = 10
+_LOOK_SECONDS = 0.05
 _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -45,7 +47,7 @@ def serve(channel: socket.socket, memory: SharedMemory, library: Library, limits
     """Until the other end closes."""
     _limit_memory(limits.memory_bytes)
     _end_after(limits.compile_seconds)
-    outcome, compiled = _compiled_aside(library, memory.read_specification())
+    outcome, compiled = _compiled_aside(library, memory.read_specification(), channel)
     _end_after(0)
     channel.send(json.dumps(outcome).encode())
     if compiled is not None:
@@ -67,8 +69,13 @@ def _limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _compiled_aside(library: Library, specification: bytes) -> tuple[dict[str, Any], Any]:
-    """In a thread that gives way to others: an attack on this machine's time is one on its engine."""
+def _compiled_aside(
+    library: Library, specification: bytes, channel: socket.socket
+) -> tuple[dict[str, Any], Any]:
+    """In a thread that gives way to others: an attack on this machine's time is one on its engine.
+
+    If the other end closes meanwhile, nobody wants it any more.
+    """
     outcome: dict[str, Any] = {"error": "the grammar could not be compiled"}
     compiled: Any = None
 
@@ -86,9 +93,14 @@ def _compiled_aside(library: Library, specification: bytes) -> tuple[dict[str, A
         except MemoryError:
             outcome["error"] = "it takes more memory than a grammar may have"
 
+    poller = select.poll()
+    poller.register(channel, select.POLLHUP)
     thread = threading.Thread(target=compile_it)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        if poller.poll(0):
+            os._exit(0)
     return outcome, compiled
 
 
