@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -176,6 +177,43 @@ def test_what_is_given_up_while_it_compiles_takes_no_time_any_more(host: Grammar
     writer.text.close()
     writer.text.close()
     wait_for(lambda: not _is_busy(grammar_processes()))
+
+
+@pytest.mark.parametrize("where", ["sent", "received"])
+def test_what_an_interrupt_loses_is_noticed(host: GrammarHost, where: str) -> None:
+    """No verdict is taken for that of another text."""
+    wanted = StructuredOutputs(regex="([a-f][0-9]){6}")
+    writers = [Writer(host, wanted, seed=at) for at in range(3)]
+    for at, writer in enumerate(writers):
+        writer.write(at + 1)
+    process = writers[0].text.entry.process
+    assert process is not None
+    function = {"sent": "_seal", "received": "_take_verdicts"}[where]
+    with patch.object(process, function, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        writers[1].put(writers[1].allowed()[0])
+    if where == "sent":
+        process._words.clear()
+    for writer in writers:
+        assert writer.write(50) is Standing.COMPLETE
+        assert re.fullmatch(b"([a-f][0-9]){6}", writer.written())
+        writer.text.close()
+
+
+def test_without_descriptors_there_is_an_error_and_no_crash(host: GrammarHost) -> None:
+    wanted = StructuredOutputs(regex="[a-c]{3}")
+    error = OSError(24, "Too many open files")
+    with patch("ostinato.grammars.process.os.memfd_create", side_effect=error):
+        other = make_host()
+        writer = Writer(other, wanted)
+        end = time.monotonic() + 20
+        while writer.text.standing is Standing.COMPILING:
+            assert time.monotonic() < end
+            other.attend(0.01)
+        assert writer.text.standing is Standing.FAILED
+        other.close()
+    writer = Writer(host, wanted)
+    assert writer.write(9) is Standing.COMPLETE
+    writer.text.close()
 
 
 def test_sizes_are_limited() -> None:

@@ -96,16 +96,18 @@ class FollowedText:
         if is_known or self.error is not None or process is None or not self.entry.is_ready:
             return
         self.release_slot()
-        self.num_tokens = len(tokens)
-        self._asked += 1
-        self._slot = process.start(self, tokens, self._asked)
+        question = self._asked + 1
+        slot = process.start(self, tokens, question)
+        self._asked, self._slot = question, slot
+        self.num_tokens = len(tokens)  # last, here and below: whatever is interrupted is caught up with
 
     def accept(self, token: int) -> None:
         """Go on behind this token: asks, and does not wait."""
-        self.num_tokens += 1
         if self._slot is not None and self.entry.process is not None:
-            self._asked += 1
-            self.entry.process.accept(self, self._slot, token, self._asked)
+            question = self._asked + 1
+            self.entry.process.accept(self, self._slot, token, question)
+            self._asked = question
+        self.num_tokens += 1
 
     def told(self, question: int, verdict: Verdict) -> None:
         """What its process says to a question; to all but the last one it is of no interest any more."""

@@ -122,6 +122,12 @@ class GrammarHost:
         """Tell of it with the next `attend`, in any case."""
         self._changed.add(text)
 
+    def send(self, texts: Iterable[FollowedText]) -> None:
+        """Let what was asked about these texts be worked on while others wait for other things."""
+        for entry in {text.entry for text in texts}:
+            if entry.process is not None:
+                entry.process.flush()
+
     def settle(self, texts: Sequence[FollowedText]) -> None:
         """Have these texts' questions answered, as far as patience reaches."""
         began = time.monotonic()
@@ -196,9 +202,16 @@ class GrammarHost:
             self._attend_nursery(nursery)
             if self._nursery is not nursery or not nursery.is_ready:
                 return
-            entry = self._queue.popleft()
+            entry = self._queue[0]
+            try:
+                entry.process = GrammarProcess(entry.specification, self._words)
+            except OSError as error:  # descriptors or memory are used up
+                logger.warning("no process for a grammar: %s", error)
+                if not self._live:
+                    self._fail(entry, f"there can be no process for a grammar: {error}", is_at_fault=False)
+                return
+            self._queue.popleft()
             self._queued.remove(entry)
-            entry.process = GrammarProcess(entry.specification, self._words)
             self._live.add(entry)
             self._compiling.add(entry)
             nursery.spawn(entry.process, self.limits)

@@ -3,7 +3,7 @@
 A packet to the process is a list of int32: commands one after another, each [command, slot, count] with
 `count` token ids behind it. START makes a new text in a slot, with these tokens in it; ACCEPT goes on with
 one. Each of the two is answered, in order, with one int32: a verdict; with FOLLOWS the mask of the slot is in
-the shared memory. FREE is not answered.
+the shared memory. FREE is not answered. A packet of verdicts begins with the number of those before it.
 
 The first packet from the process is the outcome of compiling: a JSON object with `error` or `bytes`.
 """

@@ -34,8 +34,12 @@ class GrammarProcess:
         self._channel, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         self._memory_descriptor = os.memfd_create("ostinato-masks", os.MFD_CLOEXEC)
-        os.ftruncate(self._memory_descriptor, SharedMemory.size(words))
-        self.memory = SharedMemory(self._memory_descriptor, words)
+        try:
+            os.ftruncate(self._memory_descriptor, SharedMemory.size(words))
+            self.memory = SharedMemory(self._memory_descriptor, words)
+        except OSError:
+            os.close(self._memory_descriptor)
+            raise
         self.memory.write_specification(specification)
         self.outcome: dict[str, Any] | None = None
         """What came of compiling; None before."""
@@ -48,6 +52,7 @@ class GrammarProcess:
         self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
         self._in_slots: dict[int, Asking] = {}
         self._awaited: deque[tuple[Asking, int]] = deque()
+        self._num_answered = 0
         self._words: list[int] = []
         self._outbox: deque[bytes] = deque()
         self.waits_since = time.monotonic()
@@ -138,20 +143,22 @@ class GrammarProcess:
 
     def _seal(self) -> None:
         if self._words:
-            self._outbox.append(np.array(self._words, dtype=np.int32).tobytes())
-            self._words = []
+            # Taken first, here and below: what an interrupt loses is noticed, what is sent twice is not.
+            words, self._words = self._words, []
+            self._outbox.append(np.array(words, dtype=np.int32).tobytes())
 
     def flush(self) -> None:
         """Send what has been asked, as far as it takes it."""
         self._seal()
-        try:
-            while self._outbox:
-                self._channel.send(self._outbox[0])
-                self._outbox.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.is_dead = True
+        while self._outbox and not self.is_dead:
+            packet = self._outbox.popleft()
+            try:
+                self._channel.send(packet)
+            except BlockingIOError:
+                self._outbox.appendleft(packet)
+                return
+            except OSError:
+                self.is_dead = True
 
     # -- verdicts in -------------------------------------------------------------------------------
 
@@ -178,10 +185,16 @@ class GrammarProcess:
             self.is_dead = True
 
     def _take_verdicts(self, packet: bytes) -> None:
-        for word in np.frombuffer(packet, dtype=np.int32).tolist():
+        first, *verdicts = np.frombuffer(packet, dtype=np.int32).tolist()
+        if first != self._num_answered:
+            self.is_dead = True  # an answer was lost: the others would be taken for those of somebody else
+            return
+        for word in verdicts:
             if not self._awaited or word not in _VERDICTS:
                 self.is_dead = True  # it talks nonsense: its memory is no longer what it was
                 return
-            text, question = self._awaited.popleft()
+            text, question = self._awaited[0]
             text.told(question, Verdict(word))
+            self._awaited.popleft()
+            self._num_answered += 1
         self.waits_since = time.monotonic()

@@ -127,12 +127,14 @@ class Texts:
 
     def follow(self, channel: socket.socket) -> None:
         """Carry out packets of commands until the other end closes."""
+        answered = 0
         while packet := channel.recv(2 * PACKET_BYTES):
             _end_after(self._seconds)
             verdicts = self.carry_out(np.frombuffer(packet, dtype=np.int32).tolist())
             _end_after(0)
             if verdicts:
-                channel.send(np.array(verdicts, dtype=np.int32).tobytes())
+                channel.send(np.array([answered, *verdicts], dtype=np.int32).tobytes())
+                answered += len(verdicts)
 
     def carry_out(self, words: list[int]) -> list[Verdict]:
         """The verdict of each command that has one."""

@@ -115,9 +115,11 @@ class Following:
 
     def join(self, requests: Iterable[Request]) -> None:
         """Begin the texts of those that got a row, or go on with them."""
-        for request in requests:
-            if request.grammar is not None:
-                request.grammar.catch_up(request.output_ids)
+        followed = [request for request in requests if request.grammar is not None]
+        for request in followed:
+            assert request.grammar is not None
+            request.grammar.catch_up(request.output_ids)
+        self._host.send(request.grammar for request in followed if request.grammar is not None)
 
     def follow(self, requests: Sequence[Request], tokens: Sequence[int]) -> tuple[Request, ...]:
         """Take these tokens along; the requests that this ends. Whoever is not answered leaves the batch."""
