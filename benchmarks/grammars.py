@@ -5,7 +5,8 @@ python benchmarks/grammars.py /tmp/grammars.json --model llama-3.2-1b --batch 64
 
 All requests decode side by side, random weights, one step ahead. The grammar is one that allows every third
 token, another third in each step: every mask changes and is sent. Beside it the same batch with as many
-requests that ask for logprobs, which are sampled by the same graph and follow nothing.
+requests that ask for logprobs, which are sampled by the same graph and follow nothing. What it costs to ask
+the process of a grammar is measured by `grammar_processes.py`.
 """
 
 import argparse
@@ -20,7 +21,8 @@ import numpy as np
 from ostinato import LLM, SamplingParams
 from ostinato.engine.core import EngineCore
 from ostinato.engine.scheduling.request import Request
-from ostinato.text.grammar import Grammar, Mask
+from ostinato.grammars.followed_text import FollowedText, Standing
+from ostinato.text.grammar import Mask
 from ostinato.text.structured import StructuredOutputs
 from ostinato.tools.machine import machine
 
@@ -29,24 +31,35 @@ PROMPT_LEN, OUTPUT_LEN, REPEATS = 64, 256, 3
 
 
 class EveryThird:
-    """Allows every third token, beginning one further behind each."""
+    """A `FollowedText` without a process: allows every third token, beginning one further behind each."""
 
-    is_terminated = False
+    is_parked = False
 
     def __init__(self, words: int) -> None:
         bits = (np.arange(32 * words) % 3 == np.arange(3)[:, None]).reshape(3, words, 32)
         self._masks = np.packbits(bits, axis=2, bitorder="little").view(np.int32).reshape(3, words)
-        self._count = 0
+        self.num_tokens = 0
+        self.standing = Standing.READY
+
+    def begin(self) -> None:
+        """There is nothing to compile."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def catch_up(self, tokens: list[int]) -> None:
+        """As `FollowedText.catch_up`."""
+        self.num_tokens, self.standing = len(tokens), Standing.FOLLOWS
 
     def fill(self, mask: Mask) -> None:
-        """As `Grammar.fill`."""
-        mask[:] = self._masks[self._count % 3]
+        """As `FollowedText.fill`."""
+        mask[:] = self._masks[self.num_tokens % 3]
 
-    def accept(self, token: int) -> bool:
-        """As `Grammar.accept`."""
-        is_right = token % 3 == self._count % 3
-        self._count += 1
-        return is_right
+    def accept(self, token: int) -> None:
+        """As `FollowedText.accept`."""
+        if token % 3 != self.num_tokens % 3:
+            self.standing = Standing.REFUSED
+        self.num_tokens += 1
 
 
 def requests_of(core: EngineCore, batch: int, num_asking: int, kind: str) -> list[Request]:
@@ -65,7 +78,7 @@ def requests_of(core: EngineCore, batch: int, num_asking: int, kind: str) -> lis
             logprobs=0 if asks == "logprobs" else None,
         )
         prompt = tuple(draw.integers(0, vocab, PROMPT_LEN).tolist())
-        grammar = cast(Grammar, EveryThird(words)) if asks == "grammar" else None
+        grammar = cast(FollowedText, EveryThird(words)) if asks == "grammar" else None
         found.append(Request(f"{time.perf_counter_ns()} {at}", prompt, params, grammar=grammar))
     return found
 

@@ -1,5 +1,5 @@
 """Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; memory ->
-graphs; text."""
+graphs; grammars -> text."""
 
 import ast
 from pathlib import Path
@@ -11,15 +11,19 @@ from ostinato.engine.vllm_api.module_paths import PATHS
 PACKAGE = Path(__file__).parents[2] / "src" / "ostinato"
 
 MAY_IMPORT = {
-    "cli": {"cli", "tools", "server", "engine", "models", "cache", "kernels", "graphs", "memory", "text"},
-    "tools": {"tools", "engine", "models", "cache", "kernels", "graphs", "memory", "text"},
-    "server": {"server", "engine", "models", "cache", "kernels", "graphs", "memory", "text"},
-    "engine": {"engine", "models", "cache", "kernels", "graphs", "memory", "text"},
+    "cli": {
+        *("cli", "tools", "server", "engine", "models", "cache", "kernels"),
+        *("graphs", "memory", "grammars", "text"),
+    },
+    "tools": {"tools", "engine", "models", "cache", "kernels", "graphs", "memory", "grammars", "text"},
+    "server": {"server", "engine", "models", "cache", "kernels", "graphs", "memory", "grammars", "text"},
+    "engine": {"engine", "models", "cache", "kernels", "graphs", "memory", "grammars", "text"},
     "models": {"models", "kernels", "text"},
     "cache": {"cache", "kernels"},
     "kernels": {"kernels"},
     "graphs": {"graphs"},
     "memory": {"memory", "graphs"},
+    "grammars": {"grammars", "text"},
     "text": {"text"},
 }
 OUTSIDE_PACKAGES_OF_GRAPHS = {"torch", "numpy", "rich", "cuda", "triton"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ostinato.grammars.limits import GrammarLimits
 from ostinato.graphs import ConfigError, GraphMode, Ladder
 from ostinato.kernels.constants import PAGE_SIZE
 
@@ -28,6 +29,8 @@ _AT_LEAST_ONE = (
     "num_pages",
     "cuda_graph_max_bs",
     "cuda_graph_memory_mb",
+    "grammar_memory_mb",
+    "grammar_processes",
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,6 +91,15 @@ class EngineConfig:
     max_logprobs: int = 20
     """The most alternatives per token whose log probabilities a request may ask for; -1: the whole
     vocabulary."""
+    grammar_compile_seconds: float = 10.0
+    """Most time to compile the grammar of a structured output, a schema or an expression."""
+    grammar_mask_seconds: float = 2.0
+    """Most time for a grammar to say which tokens may come next; the second time it takes longer its request
+    ends. Other requests do not wait for it."""
+    grammar_memory_mb: int = 512
+    """Most memory of the process in which one grammar is compiled and followed."""
+    grammar_processes: int = 64
+    """Most different grammars in use at the same time, each in a process; requests with further ones wait."""
     cuda_graph_mode: str = "auto"
     """none, piecewise, full, full-decode-only, full-and-piecewise; auto: full with triton attention, else
     full-and-piecewise."""
@@ -145,6 +157,9 @@ class EngineConfig:
             raise ConfigError(f"seed must be at least 0, not {self.seed}")
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
+        for name in ("grammar_compile_seconds", "grammar_mask_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         check_capture_sizes(self)
         if self.hostile_wake and not self.enable_sleep_mode:
             raise ConfigError("hostile_wake is about memory that sleeps: it needs enable_sleep_mode")
@@ -169,6 +184,16 @@ class EngineConfig:
                 "batch_invariant and enable_cascade_attention exclude each other: what a request shares "
                 "depends on what runs beside it"
             )
+
+    @property
+    def grammar_limits(self) -> GrammarLimits:
+        """What a grammar may take."""
+        return GrammarLimits(
+            compile_seconds=self.grammar_compile_seconds,
+            mask_seconds=self.grammar_mask_seconds,
+            memory_mb=self.grammar_memory_mb,
+            processes=self.grammar_processes,
+        )
 
     @property
     def is_eager(self) -> bool:

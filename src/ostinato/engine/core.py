@@ -25,7 +25,8 @@ A grammar has to see a token to say which may follow it; the forward pass finds 
 with such requests is launched in two parts: while its forward pass runs, the tokens of the step before are
 read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step. Bad
 words of several tokens and functions of callers (`logits_processors`) come in at the same point. Who is left
-without any token ends there, with an error, as if aborted.
+without any token ends there, with an error, as if aborted. Grammars are followed in processes of their own
+(`ostinato.grammars`): whoever's is late leaves the batch.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from ostinato.graphs import OstinatoError, Report, frozen_gc
 from .loading.device_memory import DeviceMemory
 from .loading.load import LoadedModel, allocate_kv
 from .loading.rehearsal import rehearse
+from .sampling.following import Following
 from .sampling.prompt_logprobs import prompt_logprobs_of
 from .sampling.sampler import Sampler
 from .sampling_params import RequestError, SamplingParams
@@ -109,6 +111,12 @@ class EngineCore:
             ),
             PageAllocator(kv.num_pages),
         )
+        self.following = Following(
+            self.scheduler,
+            loaded.tokenizer,
+            loaded.model.config.vocab_size,
+            config.config.grammar_limits,
+        )
         self._flights: deque[Flight] = deque()
         self._arrived: list[Progress] = []
         self._prompt_sums = PromptSums(config.max_rows)
@@ -145,7 +153,10 @@ class EngineCore:
             )
         if request.params is not None:
             self._check(request, request.params)
-        self.scheduler.add(request)
+        if request.grammar is not None:
+            self.following.add(request)
+        else:
+            self.scheduler.add(request)
 
     def _check(self, request: Request, params: SamplingParams) -> None:
         if self.sampler is None:
@@ -162,7 +173,9 @@ class EngineCore:
         for flight in self._flights:
             if flight.landed is not None:
                 flight.landed = flight.landed.without(request_id)
-        return self.scheduler.abort(request_id)
+        is_aborted = self.scheduler.abort(request_id)
+        self.following.let_go()
+        return is_aborted
 
     def step(self) -> list[Progress]:
         """Launch the next step, then take in the oldest one that is due."""
@@ -170,6 +183,8 @@ class EngineCore:
             self.refuse_if_asleep()
         self.clock.start()
         self._finish_what_was_interrupted()
+        if self.scheduler.parked:
+            self._note_ended(self.following.attend())
         if not self._arrived:
             step = self._schedule()
             self.clock.lap("schedule")
@@ -177,6 +192,7 @@ class EngineCore:
                 self._take_off(step)
             if self._flights and (step is None or len(self._flights) > self.config.lookahead):
                 self._complete()
+        self.following.let_go()
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -232,8 +248,9 @@ class EngineCore:
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+        for request in [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.parked]:
             self.scheduler.abort(request.request_id)
+        self.following.close()
         self._drain()
         self._arrived.clear()
         if self.sampler is not None:
@@ -280,6 +297,7 @@ class EngineCore:
         self.runner.update_prefix(step)
         if self.sampler is not None:
             self.sampler.join(step.joined)
+            self.following.join(step.joined)
         self.runner.rows.send()
         self.runner.run(step)
         flight.is_timed = len(self._flights) > 1 and self.runner.notes_beginning
@@ -291,6 +309,9 @@ class EngineCore:
                     self._complete()
             flight.whole_logprobs = self.sampler.whole_logprobs(step)
             waiting = self._constrained(step)
+            if followed := [step.requests[at] for at in waiting if step.requests[at].grammar is not None]:
+                self._note_ended(self.following.prepare(followed))
+                waiting = self._constrained(step)  # some may have left
             flight.constrained = [at for at in waiting if step.requests[at].grammar is not None]
             self._refuse(self.sampler.mask([step.requests[at] for at in waiting]))
             self._refuse(self.sampler.process(step, waiting))
@@ -386,37 +407,10 @@ class EngineCore:
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
         done = self.scheduler.complete(step, tokens)
         ended = done.finished
-        for at in flight.constrained:
-            if done.accepted[at]:
-                ended += self._follow_grammar(step.requests[at], int(tokens[at]))
+        if followed := [at for at in flight.constrained if done.accepted[at]]:
+            requests = [step.requests[at] for at in followed]
+            ended += self.following.follow(requests, [int(tokens[at]) for at in followed])
         return flight.progress(done, sampled, ended)
-
-    def _follow_grammar(self, request: Request, token: int) -> tuple[Request, ...]:
-        """The request, if that ends it."""
-        if request.grammar is None:
-            return ()
-        try:
-            follows = request.grammar.accept(token)
-        except Exception as error:
-            if not request.is_finished:
-                text = _told("the structured output could not be followed", error)
-                self.scheduler.finish(request, FinishReason.ERROR, error=text)
-                return (request,)
-            return ()
-        if request.is_finished:
-            return ()
-        if not follows:
-            # min_tokens or a bias left no allowed token.
-            self.scheduler.finish(
-                request,
-                FinishReason.ERROR,
-                error=f"token {token} is not allowed by the structured output: its other sampling "
-                "parameters leave no token that is",
-                is_at_fault=True,
-            )
-        elif request.grammar.is_terminated:
-            self.scheduler.finish(request, FinishReason.STOP)
-        return (request,) if request.is_finished else ()
 
     def _finish_what_was_interrupted(self) -> None:
         if self.scheduler.num_steps_in_flight != len(self._flights):

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.text.errors import GrammarError, TokenizerError
-from ostinato.text.grammar import Grammar, GrammarCompiler
+from ostinato.text.errors import TokenizerError
 
 from .bad_words import token_sequences
 from .config import EngineConfig
@@ -87,7 +86,6 @@ class TextEngine:
         """What all requests took together."""
         self.profiler = StepProfiler()
         self._names = itertools.count()
-        self._grammars: GrammarCompiler | None = None
         # Requests without a seed get one from here: a run with the same requests repeats itself.
         self._seeds = np.random.default_rng(config.seed)
 
@@ -167,7 +165,7 @@ class TextEngine:
         if text is not None:
             output.text = text
         whole.outputs.append(output)
-        request = Request(name, ids, own, self._eos, self._grammar(params), salt)
+        request = Request(name, ids, own, self._eos, self.core.following.text(params), salt)
         return ServedCompletion(
             request,
             whole,
@@ -216,18 +214,6 @@ class TextEngine:
         drawn = params.seeded(index)
         drawn.seed = int(self._seeds.integers(2**62))
         return drawn
-
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        if params.structured_outputs is None:
-            return None
-        if self.tokenizer is None:
-            raise RequestError("structured outputs are about text, and this model has no tokenizer")
-        try:
-            if self._grammars is None:
-                self._grammars = GrammarCompiler(self.tokenizer, self.core.loaded.model.config.vocab_size)
-            return self._grammars.start(params.structured_outputs)
-        except GrammarError as error:
-            raise RequestError(str(error)) from error
 
     def _text_of(self, params: SamplingParams, token_ids: list[int]) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:

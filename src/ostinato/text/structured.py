@@ -52,6 +52,12 @@ class StructuredOutputs:
             if value is not None and (not isinstance(value, str) or not value.strip()):
                 raise GrammarError(f"structured outputs: {name} must be a text that is not empty")
 
+    @property
+    def kind_and_text(self) -> tuple[str, str]:
+        """Which one it is, and what it says; nothing for json_object. Choices are a grammar."""
+        kinds = [name for name in _KINDS if name != "choice" and getattr(self, name)]
+        return kinds[0], "" if kinds[0] == "json_object" else getattr(self, kinds[0])
+
     def _write_choice(self) -> None:
         """As a grammar; a copy of this has both."""
         written = choice_grammar(self.choice)
@@ -79,5 +85,5 @@ def _schema_text(schema: Any) -> str | None:
         raise GrammarError(f"structured outputs: json must be a schema, not {schema!r}")
     try:
         return json_text.dumps(schema)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise GrammarError(f"structured outputs: json is no schema: {error}") from error

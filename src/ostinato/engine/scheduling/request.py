@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ostinato.text.grammar import Grammar
+from ostinato.grammars.followed_text import FollowedText
 
 from ..sampling_params import RequestError, SamplingParams
 from ..token_ids import IntArray, token_array
@@ -83,7 +83,7 @@ class Request:
     """How to sample; None for an embedding, which ends when its prompt is computed."""
     eos_token_ids: frozenset[int] = frozenset()
     """The model's end-of-sequence tokens."""
-    grammar: Grammar | None = None
+    grammar: FollowedText | None = None
     """Which tokens may come next, for a text that must look a certain way."""
     cache_salt: str | None = None
     """Only requests with the same one find each other's prefixes in the cache."""

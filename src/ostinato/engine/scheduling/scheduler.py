@@ -36,6 +36,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ostinato.cache.pages import PageAllocator
+from ostinato.grammars.followed_text import FollowedText
 
 from .decode_batch import DecodeBatch
 from .request import (
@@ -67,6 +68,10 @@ class Scheduler:
         """Requests without a row, oldest first; all younger than the running ones."""
         self.running: list[Request] = []
         """Requests with a row, oldest first."""
+        self.parked: dict[Request, None] = {}
+        """Requests that can neither run nor wait for their turn: what may come next is not known yet."""
+        self.left_grammars: list[FollowedText] = []
+        """Of requests that have ended; whoever looks after grammars takes them from here."""
         self.num_preemptions = 0
         """Preemptions since the start."""
         self._unfinished: dict[str, Request] = {}
@@ -88,6 +93,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step incomplete."""
         return bool(self._unfinished or self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row, parked ones among them."""
+        return len(self.waiting) + len(self.parked)
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -112,14 +122,39 @@ class Scheduler:
         """Go on after `pause`, every request where it was."""
         self._is_paused = False
 
-    def add(self, request: Request) -> None:
-        """Queue a request; RequestError if it could never run."""
+    def add(self, request: Request, *, parked: bool = False) -> None:
+        """Queue a request, or park it until `release`; RequestError if it could never run."""
         if request.request_id in self._unfinished:
             raise RequestError(f"request {request.request_id} is being served already: choose another id")
         self._check_fits(request)
+        self._unfinished[request.request_id] = request
+        if parked:
+            self.parked[request] = None
+        else:
+            self._queue(request)
+
+    def park(self, request: Request) -> None:
+        """Take row and pages from a running request until `release`; it is computed again then."""
+        self._leave(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.parked[request] = None
+
+    def release(self, request: Request) -> None:
+        """A parked request can run: whoever has run before goes first, of all that wait."""
+        del self.parked[request]
+        if not request.num_preemptions:
+            self._queue(request)
+            return
+        behind = list(self.waiting)
+        self.waiting.clear()
+        self._head_is_blocked = False
+        for each in (request, *behind):
+            self._queue(each)
+
+    def _queue(self, request: Request) -> None:
         request.order = self._num_added
         self._num_added += 1
-        self._unfinished[request.request_id] = request
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
@@ -143,9 +178,13 @@ class Scheduler:
         assert not request.is_finished, f"request {request.request_id} is finished already"
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
+        elif request in self.parked:
+            del self.parked[request]
         else:
             self.waiting.remove(request)
             self._head_is_blocked = False
+        if request.grammar is not None:
+            self.left_grammars.append(request.grammar)
         del self._unfinished[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
@@ -227,7 +266,12 @@ class Scheduler:
         Without a step, for `schedule`: end all, and drop what is in flight. Cached prefixes are forgotten.
         """
         ended = tuple(self._unfinished.values()) if step is None else self._concerned_by(step)
+        # Nor does anybody know where those are to go on who were between two places.
+        placed = {*self.running, *self.waiting, *self.parked, *ended}
+        ended += tuple(request for request in self._unfinished.values() if request not in placed)
         for request in ended:
+            if request.grammar is not None and request.grammar not in self.left_grammars:
+                self.left_grammars.append(request.grammar)
             if request._rows is not None:
                 request._settled_output = request.output_ids
             request.row, request._rows = RESERVED_ROW, None
@@ -236,7 +280,9 @@ class Scheduler:
         self._in_flight = deque(other for other in self._in_flight if step is not None and other is not step)
         self.running = [request for request in self.running if not request.is_finished]
         self.waiting = deque(request for request in self.waiting if not request.is_finished)
-        self._unfinished = {request.request_id: request for request in (*self.running, *self.waiting)}
+        self.parked = {request: None for request in self.parked if not request.is_finished}
+        placed_now = (*self.running, *self.waiting, *self.parked)
+        self._unfinished = {request.request_id: request for request in placed_now}
         self._decoding = [request for request in self._decoding if not request.is_finished]
         if self._prefilling is not None and self._prefilling.is_finished:
             self._prefilling = None
@@ -265,7 +311,7 @@ class Scheduler:
         assert all(self.rows.requests[request.row] is request for request in self.running)
         orders = [request.order for request in (*self.running, *self.waiting)]
         assert orders == sorted(set(orders)), "running requests come before waiting ones, each in order"
-        assert len(self._unfinished) == len(orders)
+        assert len(self._unfinished) == len(orders) + len(self.parked)
         decoding = [request.order for request in self._decoding]
         assert decoding == sorted(decoding), "those that decode are in order"
         assert self._prefilling is None or self._prefilling is self.running[-1], "the youngest prefills"

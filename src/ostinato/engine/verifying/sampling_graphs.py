@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.grammars.followed_text import FollowedText
 from ostinato.graphs import BatchShape, CapturedGraph, CudaGraphRunner
 from ostinato.kernels.sampling.token_lines import LINE_HEAD
-from ostinato.text.grammar import Grammar
 
 from ..core import EngineCore
 from ..sampling.kinds import Kind
@@ -174,7 +174,7 @@ class SamplingGraphs:
             allowed: Tensor | None = None
             if asked.is_masked:
                 mask = _EveryThird(int(self.generator.integers(3)))
-                request.grammar = cast(Grammar, mask)
+                request.grammar = cast(FollowedText, mask)
                 allowed = mask.allowed(vocab).to(runner.logits.device)
                 masked.append(request)
             position = len(prompt) + len(output)
@@ -242,7 +242,7 @@ class _EveryThird:
         return torch.arange(vocab) % 3 == self._first
 
     def fill(self, mask: IntArray) -> None:
-        """As `Grammar.fill`: a bit for each token, the lowest first."""
+        """As `FollowedText.fill`: a bit for each token, the lowest first."""
         bits = self.allowed(32 * mask.size).numpy().reshape(-1, 32)
         mask[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32).reshape(mask.shape)
 

@@ -34,10 +34,10 @@ def verify(core: EngineCore, *, seed: int = 0, progress: bool | None = None) -> 
     """Launch every graph on made requests and compare what it does with the reference; raises nothing for
     graphs that are wrong, see `EngineVerification.raise_if_failed`."""
     core.refuse_if_asleep()
-    while core.has_work and not core.scheduler.running and not core.scheduler.waiting:
+    while core.has_work and not core.scheduler.running and not core.scheduler.num_waiting:
         core.step()  # a step that was launched ahead, for requests that have ended
     if core.has_work:
-        running, waiting = len(core.scheduler.running), len(core.scheduler.waiting)
+        running, waiting = len(core.scheduler.running), core.scheduler.num_waiting
         raise EngineBusyError(
             f"verify() works in the rows and pages of requests, and {running} are running, {waiting} "
             "waiting: let them end, or abort them, and call it again"

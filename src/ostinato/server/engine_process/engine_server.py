@@ -58,8 +58,6 @@ class EngineServer:
         """Until `Stop`."""
         while not self._stopping:
             self._obey()
-            if self._engine.is_compiling:
-                self._tell(self._engine.take_grammars())
             if self._engine.is_busy:
                 with self._statistics.step():
                     brought = self._engine.step()
@@ -77,7 +75,7 @@ class EngineServer:
         """Carry out all that has arrived; with nothing to step, wait for something to arrive."""
         if not self._engine.is_busy:
             self._heartbeat.at_rest()
-            self._commands.poll(2 if self._engine.is_compiling else int(STATISTICS_EVERY * 1000))
+            self._commands.poll(int(STATISTICS_EVERY * 1000))
         self._heartbeat.at_work()
         while not self._stopping:
             try:

@@ -14,10 +14,8 @@ from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.request import Request, RequestStatus
 from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.engine.token_ids import token_array
-from ostinato.text.grammar import Grammar
 
 from ..wire.messages import Embed, Generate, News, StepNews, TokenLogprobs
-from .grammar_thread import GrammarThread
 
 
 class ServedEngine:
@@ -30,13 +28,13 @@ class ServedEngine:
         self.core = core
         self._poolings: dict[int, str] = {}
         """Of the embeddings being computed."""
-        vocab_size = core.loaded.model.config.vocab_size
-        self._grammars = GrammarThread(core.loaded.tokenizer, vocab_size)
-        self._compiling: dict[int, Generate] = {}
+        core.following.warm_up()
         self._arrived: dict[int, float] = {}
         """When requests came that have had no news yet."""
         self._waiting: deque[Request] = deque()
         """Those not seen running yet, in their order, which is also the order of their first steps."""
+        self._parked: set[Request] = set()
+        """Those that wait for their grammars before they wait for their turn."""
         self._queued: dict[int, float] = {}
         """How long those waited that have had no news yet."""
         self._begun: set[int] = set()
@@ -55,30 +53,10 @@ class ServedEngine:
     def generate(self, command: Generate) -> News | None:
         """Queue a completion; news only if it is refused."""
         self._arrived[command.id] = time.perf_counter()
-        if command.params.structured_outputs is None:
-            return self._generate(command, None)
-        self._compiling[command.id] = command
-        self._grammars.ask(command.id, command.params.structured_outputs)
-        return None
-
-    def take_grammars(self) -> list[News]:
-        """Queue the completions whose grammars are compiled; news of those refused."""
-        refused = []
-        for id, grammar in self._grammars.done():
-            command = self._compiling.pop(id, None)
-            if command is None:
-                continue  # aborted meanwhile
-            if isinstance(grammar, str):
-                self._arrived.pop(id, None)
-                refused.append(News(id, finish_reason="error", error=grammar, refused=True))
-            elif (news := self._generate(command, grammar)) is not None:
-                refused.append(news)
-        return refused
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a grammar is on its way."""
-        return bool(self._compiling)
+        params = command.params
+        if params.seed is None and not params.is_greedy:
+            params.seed = int(self._seeds.integers(2**62))
+        return self._add(command.id, command.prompt_ids, params, command.cache_salt)
 
     def embed(self, command: Embed) -> News | None:
         """Queue an embedding; news only if it is refused."""
@@ -89,7 +67,7 @@ class ServedEngine:
 
     def abort(self, ids: list[int]) -> list[News]:
         """End these requests; news of those that were unfinished."""
-        ended = [id for id in ids if self._compiling.pop(id, None) or self.core.abort(str(id))]
+        ended = [id for id in ids if self.core.abort(str(id))]
         for id in ended:
             self._poolings.pop(id, None)
             self._begun.discard(id)
@@ -114,6 +92,10 @@ class ServedEngine:
 
     def _note_admitted(self, began: float) -> None:
         """See who left the queue in the step that began then."""
+        if self._parked:
+            released = {request for request in self._parked if request not in self.core.scheduler.parked}
+            self._parked -= released
+            self._waiting.extend(sorted(released, key=lambda request: request.order))
         while self._waiting and self._waiting[0].status is not RequestStatus.WAITING:
             id = int(self._waiting.popleft().request_id)
             if (arrived := self._arrived.pop(id, None)) is not None:
@@ -137,26 +119,19 @@ class ServedEngine:
         # Those who have ended are in no batch to come.
         self._batch, self._batch_ids = requests, ids
 
-    def _generate(self, command: Generate, grammar: Grammar | None) -> News | None:
-        params = command.params
-        if params.seed is None and not params.is_greedy:
-            params.seed = int(self._seeds.integers(2**62))
-        return self._add(command.id, command.prompt_ids, params, grammar, command.cache_salt)
-
     def _add(
-        self,
-        id: int,
-        prompt_ids: list[int],
-        params: SamplingParams | None,
-        grammar: Grammar | None = None,
-        cache_salt: str | None = None,
+        self, id: int, prompt_ids: list[int], params: SamplingParams | None, cache_salt: str | None = None
     ) -> News | None:
         try:
             eos = self.core.loaded.eos_token_ids
+            grammar = None if params is None else self.core.following.text(params)
             request = Request(str(id), token_array(prompt_ids), params, eos, grammar, cache_salt)
             self.core.add(request)
             self._arrived.setdefault(id, time.perf_counter())
-            self._waiting.append(request)
+            if grammar is None:
+                self._waiting.append(request)
+            else:
+                self._parked.add(request)
         except (RequestError, OverflowError) as error:
             self._arrived.pop(id, None)
             return News(id, finish_reason="error", error=str(error), refused=True)

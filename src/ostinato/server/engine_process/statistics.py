@@ -40,7 +40,7 @@ class StatisticsTaker:
         times = llm.step_times()
         return Statistics(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             is_paused=scheduler.is_paused,
             pages_usable=pages.num_usable,
             pages_free=pages.num_free,

@@ -1,0 +1,162 @@
+"""What the library is never shown: schemas that lead outside or in a circle, and repetitions without end.
+
+Runs in the grammar's own process. The library takes a reference to a file for "anything", which would be a
+silent wrong answer, and follows a circle for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ostinato.text.errors import GrammarError
+
+from .limits import MAX_NESTING, MAX_REPETITIONS
+
+_DATA = frozenset(("const", "enum", "default", "examples"))
+"""What stands below these is no schema, unless they are names of properties."""
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""Below these stand names, and schemas below those."""
+_COUNT = re.compile(r"\{\s*(\d+)?\s*(,)?\s*(\d+)?\s*\}")
+
+
+def check(kind: str, text: str) -> None:
+    """GrammarError, by name, for what must not reach the library."""
+    if kind == "json":
+        _check_schema(_parsed(text))
+    elif kind == "structural_tag":
+        _check_structural_tag(_parsed(text))
+    elif kind in ("regex", "grammar"):
+        _check_repetitions(text, in_quotes=kind == "grammar")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError:
+        raise GrammarError("it has half of a surrogate pair in it, which is no character") from None
+    except RecursionError:
+        raise GrammarError(f"it is nested more than {MAX_NESTING} levels deep") from None
+    except ValueError as error:
+        raise GrammarError(f"it is not JSON: {error}") from None
+
+
+def _check_structural_tag(tag: Any) -> None:
+    """The schemas, expressions and grammars inside are what their own fields would be."""
+    for inner in _walk(tag, data=frozenset(("json_schema", "schema"))):
+        for name in ("json_schema", "schema"):
+            if isinstance(inner.get(name), dict | bool):
+                _check_schema(inner[name])
+        if isinstance(inner.get("pattern"), str):
+            _check_repetitions(inner["pattern"], in_quotes=False)
+        if isinstance(inner.get("grammar"), str):
+            _check_repetitions(inner["grammar"], in_quotes=True)
+
+
+# -- schemas ---------------------------------------------------------------------------------------
+
+
+def _check_schema(schema: Any) -> None:
+    seen: set[str] = set()
+    for inner in _walk(schema, data=_DATA):
+        reference = inner.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            _check_reference(schema, reference)
+        if isinstance(inner.get("pattern"), str):
+            _check_repetitions(inner["pattern"], in_quotes=False)
+
+
+def _walk(value: Any, data: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """All objects in a value but what stands below the names in `data`."""
+    level: list[tuple[Any, bool]] = [(value, False)]
+    for _ in range(MAX_NESTING):
+        below: list[tuple[Any, bool]] = []
+        for each, is_named in level:
+            if isinstance(each, list):
+                below += [(inner, False) for inner in each]
+            elif isinstance(each, dict) and is_named:
+                below += [(inner, False) for inner in each.values()]
+            elif isinstance(each, dict):
+                yield each
+                below += [(inner, name in _NAMED) for name, inner in each.items() if name not in data]
+        if not below:
+            return
+        level = below
+    raise GrammarError(f"it is nested more than {MAX_NESTING} levels deep")
+
+
+def _check_reference(schema: Any, reference: str) -> None:
+    if reference != "#" and not reference.startswith("#/"):
+        raise GrammarError(
+            f"$ref {reference[:200]!r} leads outside the schema: files and URLs are not read, "
+            "only references that begin with '#' are followed"
+        )
+    passed = {reference}
+    target = _target(schema, reference)
+    while isinstance(target, dict) and isinstance(further := target.get("$ref"), str):
+        if further in passed:
+            raise GrammarError(f"$ref {further[:200]!r} refers to itself and to nothing else")
+        passed.add(further)
+        if not further.startswith("#"):
+            return  # met on its own
+        target = _target(schema, further)
+
+
+def _target(schema: Any, reference: str) -> Any:
+    found = schema
+    for part in reference.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            raise GrammarError(f"$ref {reference[:200]!r}: the schema has no such place")
+    return found
+
+
+# -- repetitions -----------------------------------------------------------------------------------
+
+
+def _check_repetitions(text: str, *, in_quotes: bool) -> None:
+    """Of an expression, or of a grammar, whose literals are in quotes."""
+    inside = [1]  # for each bracket that is open: the most repetitions of anything in it so far
+    last, at = 1, 0  # repetitions of what has just ended, which a count behind it multiplies
+    while at < len(text):
+        character = text[at]
+        if character == "\\":
+            at, last = at + 2, 1
+            continue
+        if character == "[" or (character == '"' and in_quotes):
+            at, last = _end_of(text, at, "]" if character == "[" else '"'), 1
+            continue
+        if character == "(":
+            if len(inside) > MAX_NESTING:
+                raise GrammarError(f"its brackets are nested more than {MAX_NESTING} levels deep")
+            inside.append(1)
+        elif character == ")" and len(inside) > 1:
+            last = inside.pop()
+            inside[-1] = max(inside[-1], last)
+        elif found := _COUNT.match(text, at):
+            last *= max(1, *(int(digits[:9]) for digits in (found[1], found[3]) if digits), 1)
+            if last > MAX_REPETITIONS:
+                raise GrammarError(f"it repeats a part up to {last:,} times; {MAX_REPETITIONS:,} are allowed")
+            inside[-1] = max(inside[-1], last)
+            at = found.end()
+            continue
+        elif not (character in "*+?" or character.isspace()):
+            last = 1
+        at += 1
+
+
+def _end_of(text: str, begin: int, closing: str) -> int:
+    """Behind a class of characters or a literal."""
+    at = begin + 1
+    while at < len(text) and text[at] != closing:
+        at += 2 if text[at] == "\\" else 1
+    return at + 1

@@ -1,0 +1,184 @@
+"""The process of one grammar, forked from the nursery: compiles it, then follows the texts under it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ostinato.text.errors import GrammarError
+
+from .layout import CURRENT, PACKET_BYTES, Command, SharedMemory, Verdict
+from .library import Library
+from .specification import check
+
+_COMPILING_NICENESS = 10
+_LOOK_SECONDS = 0.05
+_SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+class WorkerLimits(NamedTuple):
+    """What this process may take, as the engine sends it."""
+
+    memory_bytes: int
+    """Beyond what it has when it is forked."""
+    compile_seconds: float
+    mask_seconds: float
+    """For one packet of commands."""
+
+
+def die_with_parent(parent: int) -> None:
+    """When the process that forked this one ends, so does this one, whatever it is doing."""
+    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENT, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def serve(channel: socket.socket, memory: SharedMemory, library: Library, limits: WorkerLimits) -> None:
+    """Until the other end closes."""
+    _limit_memory(limits.memory_bytes)
+    _end_after(limits.compile_seconds)
+    outcome, compiled = _compiled_aside(library, memory.read_specification(), channel)
+    _end_after(0)
+    channel.send(json.dumps(outcome).encode())
+    if compiled is not None:
+        Texts(library, compiled, memory, limits.mask_seconds).follow(channel)
+
+
+def _end_after(seconds: float) -> None:
+    """End by a signal after so much time of this process; 0: not at all.
+
+    The engine kills what takes too long. This is for what nobody waits for any more.
+    """
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+
+
+def _limit_memory(more: int) -> None:
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + more, taken + more))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _compiled_aside(
+    library: Library, specification: bytes, channel: socket.socket
+) -> tuple[dict[str, Any], Any]:
+    """In a thread that gives way to others: an attack on this machine's time is one on its engine.
+
+    If the other end closes meanwhile, nobody wants it any more.
+    """
+    outcome: dict[str, Any] = {"error": "the grammar could not be compiled"}
+    compiled: Any = None
+
+    def compile_it() -> None:
+        nonlocal compiled
+        os.setpriority(os.PRIO_PROCESS, 0, _COMPILING_NICENESS)  # of this thread, on Linux
+        try:
+            asked = json.loads(specification)
+            check(asked["kind"], asked["text"])
+            compiled = library.compiled(asked["kind"], asked["text"])
+            outcome.clear()
+            outcome["bytes"] = _private_bytes()
+        except GrammarError as error:
+            outcome["error"] = str(error)
+        except MemoryError:
+            outcome["error"] = "it takes more memory than a grammar may have"
+
+    poller = select.poll()
+    poller.register(channel, select.POLLHUP)
+    thread = threading.Thread(target=compile_it)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        if poller.poll(0):
+            os._exit(0)
+    return outcome, compiled
+
+
+def _private_bytes() -> int:
+    """0 where the system does not say."""
+    try:
+        with open("/proc/self/smaps_rollup") as file:
+            return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
+    except OSError:
+        return 0
+
+
+class Texts:
+    """The texts under one compiled grammar, by slot."""
+
+    def __init__(self, library: Library, compiled: Any, memory: SharedMemory, seconds: float) -> None:
+        """`seconds`: that a packet may take."""
+        self._library = library
+        self._compiled = compiled
+        self._memory = memory
+        self._seconds = seconds
+        self._matchers: dict[int, Any] = {}
+        self._last: dict[int, Verdict] = {}
+
+    def follow(self, channel: socket.socket) -> None:
+        """Carry out packets of commands until the other end closes."""
+        answered = 0
+        while packet := channel.recv(2 * PACKET_BYTES):
+            _end_after(self._seconds)
+            verdicts = self.carry_out(np.frombuffer(packet, dtype=np.int32).tolist())
+            _end_after(0)
+            if verdicts:
+                channel.send(np.array([answered, *verdicts], dtype=np.int32).tobytes())
+                answered += len(verdicts)
+
+    def carry_out(self, words: list[int]) -> list[Verdict]:
+        """The verdict of each command that has one."""
+        verdicts: list[Verdict] = []
+        at, header = 0, self._memory.header
+        while at < len(words):
+            command, slot, count = words[at : at + 3]
+            tokens = words[at + 3 : at + 3 + count]
+            at += 3 + count
+            # If this is the end of the process, it is known whose fault it was.
+            header[CURRENT] = slot + 1
+            if command == Command.FREE:
+                self._matchers.pop(slot, None)
+            else:
+                if command == Command.START:
+                    self._matchers[slot] = self._library.matcher(self._compiled)
+                    self._last[slot] = Verdict.FOLLOWS
+                if self._last[slot] is Verdict.FOLLOWS:
+                    self._last[slot] = self._verdict(slot, tokens)
+                verdicts.append(self._last[slot])
+            header[CURRENT] = 0
+        return verdicts
+
+    def _verdict(self, slot: int, tokens: list[int]) -> Verdict:
+        matcher = self._matchers[slot]
+        try:
+            for token in tokens:
+                if not matcher.accept_token(token):
+                    return Verdict.REFUSED
+            if matcher.is_terminated():
+                return Verdict.COMPLETE
+            mask = self._memory.masks[slot : slot + 1]
+            matcher.fill_next_token_bitmask(mask, 0)
+        except Exception:
+            # An error in the midst of a text, lack of memory above all: for the engine the same as a crash.
+            os._exit(1)
+        return Verdict.FOLLOWS if mask.any() else Verdict.DEAD_END
+
+
+def main(channel: socket.socket, memory: SharedMemory, library: Library, limits: WorkerLimits) -> None:
+    """`serve` as all that a process does; never returns."""
+    try:
+        serve(channel, memory, library, limits)
+    except BaseException as error:
+        sys.stderr.write(f"ostinato: a grammar process ends: {type(error).__name__}: {error}\n")
+        os._exit(1)
+    os._exit(0)

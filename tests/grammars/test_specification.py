@@ -1,0 +1,85 @@
+"""What the library is never shown is refused by name; what only looks like it is not."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ostinato.grammars.library import plain_words
+from ostinato.grammars.specification import check
+from ostinato.text.errors import GrammarError
+
+DEEP: Any = {"type": "object"}
+for _ in range(300):
+    DEEP = {"type": "object", "properties": {"x": DEEP}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "file:///etc/passwd"}, "files and URLs are not read"),
+        ({"properties": {"a": {"items": {"$ref": "https://example.org/s"}}}}, r"https://example\.org/s"),
+        ({"$ref": "other.json#/a"}, "leads outside"),
+        ({"$ref": "#"}, "refers to itself"),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "itself"),
+        ({"$ref": "#/$defs/nowhere"}, "no such place"),
+        ({"properties": {"enum": {"$ref": "file:///x"}}}, "leads outside"),
+        ({"properties": {"$ref": {"$ref": "file:///x"}}}, "leads outside"),
+        ({"pattern": "(a{900}){2000}"}, "1,800,000 times"),
+        ({"enum": ["\ud800"]}, "surrogate"),
+        (DEEP, "levels deep"),
+    ],
+)
+def test_schemas_that_are_refused(schema: Any, reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        check("json", json.dumps(schema))
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    with pytest.raises(GrammarError, match=reason):
+        check("structural_tag", json.dumps(tag))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+        {"type": "object", "properties": {"self": {"$ref": "#"}}},
+        {"const": {"$ref": "file:///etc/passwd"}},
+        {"enum": [{"$ref": "file:///etc/passwd"}]},
+        {"properties": {"$ref": {"type": "string"}}},
+        {"$defs": {"a/b": {"~": {"type": "null"}}}, "$ref": "#/$defs/a~1b/~0"},
+        {"type": "string", "maxLength": 100},
+    ],
+)
+def test_schemas_that_only_look_like_it(schema: Any) -> None:
+    check("json", json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "allowed"),
+    [
+        ("regex", "((a{100}){100}){100}", True),
+        ("regex", "((a{100}){100}){101}", False),
+        ("regex", "((a{1000})*b{2}){1000,1001}", False),
+        ("regex", r"\(a{9000}\){9000}", True),
+        ("regex", "[(){}]{9000}[{9999999}]", True),
+        ("regex", "a{9999999999999999999999}", False),
+        ("regex", "(" * 300 + ")" * 300, False),
+        ("regex", "{,}{}{x}){5}", True),
+        ("grammar", 'root ::= ("a"{2000}){2000}', False),
+        ("grammar", 'root ::= "{2000}" "({2000})"{2000}', True),
+    ],
+)
+def test_repetitions_are_multiplied(kind: str, text: str, allowed: bool) -> None:
+    if allowed:
+        check(kind, text)
+    else:
+        with pytest.raises(GrammarError, match=r"times|levels"):
+            check(kind, text)
+
+
+def test_messages_of_the_library_lose_places_in_its_source() -> None:
+    raw = '[23:09:23] /project/cpp/json_schema_converter.cc:4944: Unsupported type "strin"\n'
+    assert plain_words(raw) == 'Unsupported type "strin"'
+    raw = "[01:02:03] /a/b.cc:49: Check failed: (error.empty()) is false: Failed to parse JSON\n at x.h:3:"
+    assert plain_words(raw) == "Failed to parse JSON at"
+    assert "memory" in plain_words("std::bad_alloc")
