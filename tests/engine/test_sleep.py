@@ -18,6 +18,7 @@ from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.engine.sleeping.sleeper import EngineAsleepError
 from ostinato.graphs import ConfigError
 from ostinato.memory import Content, SaverMemoryError
+from ostinato.models.weights import checkpoint_tensors
 
 from .conftest import TinyModel, prompts_of
 from .test_engine_greedy import MODES, SMALL
@@ -43,7 +44,7 @@ def sleepy(tiny: TinyModel) -> Iterator[LLM]:
 def llm(sleepy: LLM) -> Iterator[LLM]:
     yield sleepy
     sleepy.wake_up()
-    sleepy.engine.core.sleeper.weights_are_written()
+    assert sleepy.engine.core.sleeper.why_no_weights is None
     assert not sleepy.engine.has_work, "a request was left behind"
     sleepy.engine.core.scheduler.check_integrity()
 
@@ -170,19 +171,20 @@ def test_no_prefix_is_found_that_was_computed_before(llm, tiny):
 
 
 def test_dropped_weights_are_refused_until_there_are_new_ones(llm, tiny):
-    model = llm.engine.core.loaded.model
-    kept = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    views = checkpoint_tensors(llm.engine.core.loaded.model)
+    kept = {name: view.clone() for name, view in views.items()}
     report = llm.sleep(level=2)
     assert report.backed_up < report.released - sum(tensor.nbytes for tensor in kept.values())
     llm.wake_up()
     assert not llm.is_sleeping()
     with pytest.raises(EngineAsleepError, match=r"dropped by sleep\(level=2\)"):
         llm.generate(PROMPTS, GREEDY)
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            assert tensor.isnan().all()
-            tensor.copy_(kept[name])
-    llm.engine.core.sleeper.weights_are_written()
+    assert all(view.isnan().all() for view in views.values())
+    first, *others = kept
+    assert llm.update_weights({first: kept[first]}).missing == len(others)
+    with pytest.raises(EngineAsleepError, match="update_weights"):
+        llm.generate(PROMPTS, GREEDY)
+    assert llm.update_weights((name, kept[name]) for name in others).missing == 0
     assert_right(llm, tiny)
 
 

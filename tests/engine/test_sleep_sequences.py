@@ -20,6 +20,7 @@ from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.sampling_params import SamplingParams
 from ostinato.engine.sleeping.sleeper import EngineAsleepError
 from ostinato.memory import TAGS, SaverMemoryError
+from ostinato.models.weights import checkpoint_tensors
 
 from .conftest import TinyModel, prompts_of
 from .test_sleep import OPTIONS
@@ -123,7 +124,7 @@ class AnySequence(RuleBasedStateMachine):
     @rule(tags=some_tags, after=st.integers(0, 20))
     def failing_wake(self, tags: list[str] | None, after: int) -> None:
         asked = set(TAGS if tags is None else tags) & self.away
-        if "weights" not in asked or after >= len(self.weights):
+        if "weights" not in asked or after >= len(list(self.llm.engine.core.loaded.model.parameters())):
             return
         with failing("protect", after), pytest.raises(SaverMemoryError):
             self.llm.wake_up(tags)
@@ -131,10 +132,7 @@ class AnySequence(RuleBasedStateMachine):
     @precondition(lambda self: self.is_lost and "weights" not in self.away)
     @rule()
     def load(self) -> None:
-        with torch.no_grad():
-            for name, tensor in self.llm.engine.core.loaded.model.named_parameters():
-                tensor.copy_(self.weights[name])
-        self.llm.engine.core.sleeper.weights_are_written()
+        self.llm.update_weights(self.weights)
         self.is_lost = False
 
     @invariant()
@@ -159,7 +157,8 @@ class AnySequence(RuleBasedStateMachine):
 @pytest.fixture(scope="module")
 def machine(tiny: TinyModel) -> Iterator[type[AnySequence]]:
     with LLM(tiny.directory, **OPTIONS) as llm:
-        weights = {name: p.clone() for name, p in llm.engine.core.loaded.model.named_parameters()}
+        views = checkpoint_tensors(llm.engine.core.loaded.model)
+        weights = {name: view.clone() for name, view in views.items()}
         yield type("Machine", (AnySequence,), {"llm": llm, "tiny": tiny, "weights": weights})
 
 

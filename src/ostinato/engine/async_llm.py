@@ -9,9 +9,11 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ostinato.graphs import Report
+from ostinato.models.weight_update import NamedTensors
 from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
 from .delivery.output_stream import OutputStream
@@ -20,6 +22,7 @@ from .llm import LLM
 from .outputs import RequestOutput
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .sampling_params import RequestError, SamplingParams
+from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport
 from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.conversations import Messages
@@ -180,6 +183,14 @@ class AsyncLLM:
     async def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
         """As `LLM.wake_up`."""
         return await self._call(lambda engine: engine.wake_up(tags))
+
+    async def update_weights(
+        self, weights: NamedTensors | str | Path, *, version: str | None = None
+    ) -> WeightsReport:
+        """As `LLM.update_weights`; requests under way go on."""
+        return await self._call(
+            lambda engine: engine.update_weights(weights, version, lambda new: self._tell(engine, new))
+        )
 
     async def is_sleeping(self) -> bool:
         """As `LLM.is_sleeping`."""

@@ -33,14 +33,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from ostinato.cache.pages import PageAllocator
 from ostinato.graphs import OstinatoError, Report, frozen_gc
+from ostinato.models.weight_update import NamedTensors
 
 from .loading.device_memory import DeviceMemory
 from .loading.load import LoadedModel, allocate_kv
@@ -53,6 +56,7 @@ from .scheduling.request import FinishReason, Request
 from .scheduling.scheduled_step import ScheduledStep
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig, window_of
+from .sleeping.served_weights import DROPPED, ServedWeights, WeightsReport
 from .sleeping.sleeper import EngineAsleepError, Sleeper, SleepReport
 from .stepping.flight import Flight, Progress
 from .stepping.model_runner import ModelRunner
@@ -98,6 +102,7 @@ class EngineCore:
             memory.clear_at_wake(kv)
         self.sleeper = Sleeper(None if memory is None else memory.saver, config.device)
         """What is away while the engine sleeps, and whether it may take a step."""
+        self.weights = ServedWeights(loaded.model, self.sleeper)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_running=config.max_running_requests,
@@ -214,6 +219,19 @@ class EngineCore:
         if level:
             self.scheduler.flush_prefix_cache(computes_again=True)
         return self.sleeper.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
+        """Take memory back."""
+        return self.sleeper.wake_up(tags, lambda: self.weights.are_gone(DROPPED))
+
+    def update_weights(self, new: NamedTensors | str | Path, version: str | None) -> WeightsReport:
+        """Write new weights in place and forget prefixes that were computed with the old ones; requests go on
+        with what they have. Call `settle` before."""
+        assert not self._flights, "a step is under way"
+        try:
+            return self.weights.update(new, version)
+        finally:
+            self.scheduler.flush_prefix_cache()
 
     def report(self) -> Report:
         """The forward graphs and what ran without one; sampling behind them has its own, `sampler.report`.

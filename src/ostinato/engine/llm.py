@@ -6,12 +6,14 @@ import functools
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ostinato.graphs import Report
+from ostinato.models.weight_update import NamedTensors
 
 from .delivery.request_progress import RequestProgress, Shown
 from .interrupts import HeldSignals
@@ -24,6 +26,7 @@ from .pooling_outputs import (
     ScoringRequestOutput,
 )
 from .sampling_params import BeamSearchParams, RequestError, SamplingParams
+from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport
 from .stepping.times import StepTimes
 from .text_engine import Prompt, TextEngine, check_params
@@ -343,6 +346,22 @@ class LLM(EngineServices):
         generated until weights are loaded.
         """
         return self.engine.wake_up(tags)
+
+    def update_weights(
+        self, weights: NamedTensors | str | Path, *, version: str | None = None
+    ) -> WeightsReport:
+        """New weights in place of the old: graphs and addresses stay, cached prefixes are forgotten.
+
+        `weights`: a checkpoint's directory, or tensors by the names it would have, in a mapping, a list of
+        pairs or an iterator; not necessarily all. All that are given are written or, if one does not fit or
+        reading fails, none: WeightsError. Requests under way go on with the KV that they have.
+        """
+        return self.engine.update_weights(weights, version, lambda outputs: None)
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights: "0" as loaded, then what `update_weights` was given or counted."""
+        return self.engine.core.weights.version
 
     def is_sleeping(self) -> bool:
         """True from `sleep` until everything is back."""

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ostinato.models.weight_update import NamedTensors
 from ostinato.text.errors import TokenizerError
 
 from .bad_words import token_sequences
@@ -28,6 +30,7 @@ from .loading.load import load
 from .outputs import CompletionOutput, RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
+from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport
 from .step_profiler import StepProfiler
 from .stepping.flight import Progress
@@ -307,7 +310,20 @@ class TextEngine:
     def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
         """Take memory back, all or of these tags; requests that wait go on when everything is there."""
         with self.turn:
-            return self.core.sleeper.wake_up(tags)
+            return self.core.wake_up(tags)
+
+    def update_weights(
+        self,
+        new: NamedTensors | str | Path,
+        version: str | None,
+        tell: Callable[[list[RequestOutput]], None],
+    ) -> WeightsReport:
+        """New weights between two steps; `tell` gets the outputs of the step that ends for it."""
+        with self.turn:
+            changed, self.ended = self._delivered(self.core.settle())
+            self._forget_ended()
+            tell(changed)
+            return self.core.update_weights(new, version)
 
     def _delivered(self, steps: list[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
         try:

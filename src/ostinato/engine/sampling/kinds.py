@@ -10,7 +10,7 @@ import numpy as np
 from ..sampling_params import SamplingParams
 from ..scheduling.request import IntArray
 from ..scheduling.scheduled_step import ScheduledStep
-from .whole_logprobs import wants_whole
+from ..stepping.whole_logprobs import wants_whole
 
 
 class Kind(IntEnum):

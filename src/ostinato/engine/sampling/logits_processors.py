@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..scheduling.request import Request
-from .token_rules import NOTHING_LEFT
+from ..scheduling.token_rules import NOTHING_LEFT
 
 
 def takes_prompt(function: Callable[..., Any]) -> bool:

@@ -38,14 +38,14 @@ from ostinato.kernels.sampling.token_lines import LogprobLines
 from ..sampling_params import RequestError, SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import ScheduledStep
+from ..scheduling.token_rules import NOTHING_LEFT, rules_of
 from ..stepping.model_runner import ModelRunner
 from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
 from ..stepping.token_return import Amendment, Launched
+from ..stepping.whole_logprobs import MOST_IN_GRAPHS, on_the_way, wants_whole
 from .kinds import Asking, Kind, RowKinds
 from .logits_processors import process
 from .token_masks import TokenMasks
-from .token_rules import NOTHING_LEFT, rules_of
-from .whole_logprobs import MOST_IN_GRAPHS, on_the_way, wants_whole
 
 PLAIN_FIELDS = (Field("req_rows", torch.int32, per="request"),)
 """Requests that sample nothing in a step have row 0, like padding: its state never changes."""
@@ -168,7 +168,8 @@ class Sampler:
         """Give a new request its rules; RequestError for parameters that this vocabulary, these buffers or
         this configuration do not allow."""
         self._check(params)
-        request.rules = rules_of(request, params, self._vocab)
+        has_grammar = request.grammar is not None
+        request.rules = rules_of(params, request.eos_token_ids, self._vocab, has_grammar=has_grammar)
 
     def _check(self, params: SamplingParams) -> None:
         most = self._runner.config.config.max_logprobs
@@ -257,7 +258,7 @@ class Sampler:
         """
         stuck = {}
         for request in requests:
-            within = None if request.rules is None else request.rules.next_of(request)
+            within = request.allowed_by_rules
             if request.grammar is not None:
                 is_left = self._masks.follow(request.row, request.grammar, within)
             else:

@@ -27,17 +27,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ostinato.grammars.followed_text import FollowedText
+from ostinato.text.grammar import Mask
 
 from ..sampling_params import RequestError, SamplingParams
 from ..token_ids import IntArray, token_array
-
-if TYPE_CHECKING:
-    from ..sampling.token_rules import TokenRules
+from .token_rules import TokenRules
 
 __all__ = ["FinishReason", "IntArray", "Request", "RequestError", "RequestRows", "RequestStatus"]
 
@@ -145,6 +143,13 @@ class Request:
             return list(self._settled_output)
         tokens: list[int] = self._rows.token_ids[self.row, self.num_prompt_tokens : self.num_tokens].tolist()
         return tokens
+
+    @property
+    def allowed_by_rules(self) -> Mask | None:
+        """What its rules let come behind the tokens that the host knows; None without rules."""
+        if self.rules is None:
+            return None
+        return self.rules.next(self.last_output(self.rules.num_looked_at), self.num_output_tokens)
 
     def last_output(self, count: int) -> list[int]:
         """At most so many of the tokens generated last, as far as the host knows them."""

@@ -7,7 +7,7 @@ go on, unless the weights were dropped and nobody has written new ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,8 @@ class Sleeper:
         self._saver = saver
         self._device = device
         self._is_held = False
-        self._has_lost_weights = False
+        self.why_no_weights: str | None = None
+        """What became of them, if they have to be written before a step is taken."""
         self.driver_bytes = 0
         """What the driver holds for graphs, outside of any pool."""
 
@@ -75,9 +76,14 @@ class Sleeper:
             return f"the engine sleeps, {', '.join(self._away)} are away: wake_up() first"
         if self._is_held:
             return "the engine sleeps: wake_up() first"
-        if self._has_lost_weights:
-            return "the weights were dropped by sleep(level=2): load new ones before anything is generated"
+        if self.why_no_weights is not None:
+            return f"{self.why_no_weights}: write new ones with update_weights before anything is generated"
         return None
+
+    def refuse_without_weights(self) -> None:
+        """EngineAsleepError while there is no memory to write them to."""
+        if "weights" in self._away:
+            raise EngineAsleepError("the engine sleeps, weights are away: wake_up(['weights']) first")
 
     def check(self, level: int, mode: str) -> None:
         """RequestError for a sleep that is not possible."""
@@ -101,22 +107,22 @@ class Sleeper:
             paused.tags, paused.released, paused.backed_up, 0, self._what_stays(), paused.seconds
         )
 
-    def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
-        """These tags, or all. If it fails, for want of memory above all, they stay away; try again."""
+    def wake_up(self, tags: Sequence[str] | None, weights_are_gone: Callable[[], None]) -> SleepReport:
+        """These tags, or all. If it fails, for want of memory above all, they stay away; try again.
+
+        `weights_are_gone` is called where their contents did not come back.
+        """
         asked = self._checked(tags)
         taken: dict[str, Any] = {}
         if self._saver is not None:
             resumed = self._saver.resume(asked)
-            self._has_lost_weights |= "weights" in resumed.lost
+            if "weights" in resumed.lost:
+                weights_are_gone()
             taken = {"tags": resumed.tags, "taken": resumed.taken, "seconds": resumed.seconds}
         is_asked = tags is None or bool(asked) or SCHEDULING in tags
         if is_asked and not self._away:
             self._is_held = False
         return SleepReport(**taken)
-
-    def weights_are_written(self) -> None:
-        """Somebody has loaded what a sleep of level 2 has dropped."""
-        self._has_lost_weights = False
 
     def _checked(self, tags: Sequence[str] | None) -> list[Tag]:
         if isinstance(tags, str):

@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from ..outputs import Logprob
-from ..sampling.whole_logprobs import told
 from ..scheduling.request import Request
 from ..scheduling.scheduled_step import CompletedStep, ScheduledStep
 from .prompt_states import PromptStates
 from .token_return import Launched, Sampled
+from .whole_logprobs import told
 
 
 class Extras(NamedTuple):

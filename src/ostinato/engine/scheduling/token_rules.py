@@ -16,7 +16,6 @@ import numpy as np
 from ostinato.text.grammar import Mask, mask_words
 
 from ..sampling_params import RequestError, SamplingParams
-from ..scheduling.request import Request
 
 NOTHING_LEFT = (
     "the sampling parameters leave no token that may come: structured_outputs, allowed_token_ids, bad_words, "
@@ -24,11 +23,13 @@ NOTHING_LEFT = (
 )
 
 
-def rules_of(request: Request, params: SamplingParams, vocab_size: int) -> TokenRules | None:
+def rules_of(
+    params: SamplingParams, eos_token_ids: Iterable[int], vocab_size: int, *, has_grammar: bool
+) -> TokenRules | None:
     """What the lists of a request say; None if it has none. RequestError if they allow nothing."""
     words = params.bad_words or ()
     has_lists = params.allowed_token_ids is not None or bool(words)
-    is_held_off = request.grammar is not None and params.min_tokens > 0
+    is_held_off = has_grammar and params.min_tokens > 0
     if not has_lists and not is_held_off and not params.logits_processors:
         return None
     for word in words:
@@ -36,13 +37,13 @@ def rules_of(request: Request, params: SamplingParams, vocab_size: int) -> Token
             raise RequestError("bad_words are texts, and this model has no tokenizer: give their token ids")
     _check_known("bad_words", [token for word in words for token in word], vocab_size)  # type: ignore[misc]
     _check_known("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    return TokenRules(request, params, vocab_size)
+    return TokenRules(params, eos_token_ids, vocab_size)
 
 
 class TokenRules:
     """Of one request."""
 
-    def __init__(self, request: Request, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, eos_token_ids: Iterable[int], vocab_size: int) -> None:
         """RequestError if they leave nothing at the beginning."""
         words: list[list[int]] = [list(word) for word in params.bad_words or ()]  # type: ignore[arg-type]
         singles = [word[0] for word in words if len(word) == 1]
@@ -54,20 +55,17 @@ class TokenRules:
         for word in words:
             if len(word) > 1:
                 self._behind[word[-2]].append(word)
-        self._longest = max((len(word) - 1 for word in words), default=0)
+        self.num_looked_at = max((len(word) - 1 for word in words), default=0) or 1
+        """Of the tokens that came last."""
         self.follows_tokens = bool(self._behind) or bool(params.logits_processors)
         """Whether what may come depends on the tokens before."""
-        eos: Sequence[int] = () if params.ignore_eos else tuple(request.eos_token_ids)
+        eos: Sequence[int] = () if params.ignore_eos else tuple(eos_token_ids)
         ends = {*eos, *(params.stop_token_ids or ())} if params.min_tokens else set()
         self._ends = [token for token in ends if token < vocab_size]
         self._min_tokens = params.min_tokens
         if not self.next(()).any():
             at_fault = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
             raise RequestError(f"{at_fault}: {NOTHING_LEFT}")
-
-    def next_of(self, request: Request) -> Mask:
-        """What may come behind the tokens that a running request has generated."""
-        return self.next(request.last_output(max(self._longest, 1)), request.num_output_tokens)
 
     def next(self, last: Sequence[int], length: int = 0) -> Mask:
         """What may come behind these last ones of `length` tokens."""

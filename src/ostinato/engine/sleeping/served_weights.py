@@ -1,0 +1,66 @@
+"""The weights that an engine computes with: replaced in place, numbered, refused while some are missing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ostinato.models.transformer import Transformer
+from ostinato.models.weight_update import NamedTensors, TornWeightsError, update_weights
+from ostinato.models.weights import checkpoint_tensors
+
+from ..sampling_params import RequestError
+from .sleeper import Sleeper
+
+DROPPED = "the weights were dropped by sleep(level=2)"
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What `update_weights` did."""
+
+    names: tuple[str, ...]
+    """Of the weights that are new, as the checkpoint calls them."""
+    num_bytes: int
+    version: str
+    """Of the weights from now on."""
+    missing: int
+    """Weights that have to be written before anything is generated: after sleep(level=2), or after an update
+    that broke off."""
+    seconds: float
+
+
+class ServedWeights:
+    """Of one engine."""
+
+    def __init__(self, model: Transformer, sleeper: Sleeper) -> None:
+        self._model, self._sleeper = model, sleeper
+        self._missing: set[str] = set()
+        self._num_updates = 0
+        self.version = "0"
+        """Counts updates, or what the last one was given."""
+
+    def are_gone(self, why: str) -> None:
+        """All of them have to be written before a step is taken."""
+        self._missing = set(checkpoint_tensors(self._model))
+        self._sleeper.why_no_weights = why
+
+    def update(self, new: NamedTensors | str | Path, version: str | None) -> WeightsReport:
+        """Write new ones in place, all that are given or none; no step may be under way."""
+        if version is not None and not isinstance(version, str):
+            raise RequestError(f"a version of weights is a text, not {version!r}")
+        self._sleeper.refuse_without_weights()
+        began = time.perf_counter()
+        try:
+            written = update_weights(self._model, new)
+        except TornWeightsError as error:
+            self.are_gone(str(error))
+            raise
+        self._missing -= set(written.names)
+        if not self._missing:
+            self._sleeper.why_no_weights = None
+        self._num_updates += 1
+        self.version = str(self._num_updates) if version is None else version
+        seconds = time.perf_counter() - began
+        return WeightsReport(written.names, written.num_bytes, self.version, len(self._missing), seconds)
