@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from memory.test_cpu import failing, resident_bytes
 from ostinato.engine.async_llm import AsyncLLM
