@@ -168,7 +168,7 @@ def checked(machine: type[AnySequence], examples: int) -> None:
 
 
 def test_any_sequence(machine: type[AnySequence]) -> None:
-    checked(machine, 20)
+    checked(machine, 12)
 
 
 @pytest.mark.slow
