@@ -246,6 +246,7 @@ def test_many_schemas_take_no_more_memory_than_few(host: GrammarHost) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_thousand_schemas(host: GrammarHost) -> None:
     distinct_schemas(host, 1000)
 
@@ -264,6 +265,7 @@ def test_what_crashes_the_library_is_refused_and_remembered(host: GrammarHost, g
 
 
 @pytest.mark.parametrize("seeds", [range(230, 242), pytest.param(range(1000), marks=pytest.mark.slow)])
+@pytest.mark.timeout(3600)
 def test_random_grammars_do_no_harm(host: GrammarHost, seeds: list[int]) -> None:
     """Some crash the library and some never end: a text under a good grammar goes on beside them."""
     victim = Writer(host, StructuredOutputs(regex="[0-9]*"), seed=1)
