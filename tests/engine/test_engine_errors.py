@@ -118,7 +118,7 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "n": ({"n": 0}, "n must be an integer of at least 1"),
     "repetition": ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
     "presence": ({"presence_penalty": 2.5}, "presence_penalty must be from -2 to 2"),
-    "logprobs": ({"logprobs": 21}, "logprobs must be 0 to 20"),
+    "logprobs": ({"logprobs": -2}, "logprobs must be at least 0, -1 for all, or None"),
     "stop": ({"stop": [""]}, "a stop string must be a text that is not empty"),
     "logit_bias": ({"logit_bias": {3: 101.0}}, "logit_bias of token 3 must be from -100 to 100"),
 }

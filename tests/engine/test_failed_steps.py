@@ -46,6 +46,7 @@ LETTERS = {"structured_outputs": StructuredOutputs(regex="[a-f]{30}"), "logit_bi
 PENALTY = {"seed": 8, "temperature": 1.0, "frequency_penalty": 0.9, "repetition_penalty": 1.3}
 BIAS = {"logit_bias": {5: 6.0, 9: 6.5}, "logprobs": 1}
 BANNED = {"min_tokens": 4, "stop_token_ids": [7, 9, 11]}
+WORDS = {"bad_words": [[5, 9], [7], [9, 5, 3]], "allowed_token_ids": [3, 5, 7, 9]}
 DRAWN = {"seed": 3, "temperature": 0.8}
 FILTERED = {"seed": 5, "temperature": 1.2, "top_k": 9}
 SCENES: dict[str, tuple[dict[str, Any], list[Arrival]]] = {
@@ -56,7 +57,7 @@ SCENES: dict[str, tuple[dict[str, Any], list[Arrival]]] = {
             {
                 0: [(13, DIGITS), (13, PENALTY), (13, {}), (13, DRAWN)],
                 6: [(16, BIAS), (16, DRAWN), (16, FILTERED)],
-                14: [(17, {}), (9, LETTERS), (16, DIGITS), (5, BANNED), (3, PENALTY)],
+                14: [(17, {}), (9, LETTERS), (16, DIGITS), (5, BANNED), (3, WORDS)],
             }
         ),
     ),
