@@ -56,7 +56,12 @@ class Asked:
         """How it samples."""
         if self.seed is None:
             return SamplingParams(temperature=0, max_tokens=self.tokens)
-        return SamplingParams(temperature=1.1, top_k=30, seed=self.seed, max_tokens=self.tokens)
+        return seeded(self.seed, self.tokens)
+
+
+def seeded(seed: int, tokens: int) -> SamplingParams:
+    """Params of those who draw."""
+    return SamplingParams(temperature=1.1, top_k=30, seed=seed, max_tokens=tokens)
 
 
 ASKED = st.builds(
@@ -149,12 +154,12 @@ def alone(roomy: LLM, model: TinyModel, asked: Asked) -> list[int]:
     """What transformers says, or for a seed what an engine gives that serves nothing else meanwhile."""
     if asked.seed is None:
         return model.greedy(asked.prompt, asked.tokens)
-    return list(_sampled(roomy, asked.prompt, asked.params))
+    return list(_sampled(roomy, asked.prompt, asked.seed, asked.tokens))
 
 
 @cache
-def _sampled(roomy: LLM, prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
-    [output] = roomy.generate([{"prompt_token_ids": prompt}], params)
+def _sampled(roomy: LLM, prompt: tuple[int, ...], seed: int, tokens: int) -> tuple[int, ...]:
+    [output] = roomy.generate([{"prompt_token_ids": prompt}], seeded(seed, tokens))
     assert output.num_cached_tokens == 0
     return tuple(output.outputs[0].token_ids)
 

@@ -72,7 +72,7 @@ class PrefixIndex:
         blocks: list[IntArray] = []
         numbers, before = self._numbers, 0
         for content in self.contents(token_ids, _BLOCK):
-            block = self._pages_of.get((before, content if blocks else salt + content))
+            block = self._pages_of.get((before, salt + content if salt and not blocks else content))
             if block is None:
                 break
             blocks.append(block)
@@ -80,7 +80,7 @@ class PrefixIndex:
         pages: list[int] = []
         find = self._page_of.get
         for content in self.contents(token_ids[len(blocks) * _BLOCK * self._page_size :]):
-            page = find((before, content if blocks or pages else salt + content))
+            page = find((before, salt + content if salt and not blocks and not pages else content))
             if page is None:
                 break
             pages.append(page)
