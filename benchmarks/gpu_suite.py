@@ -1,6 +1,6 @@
 """Run the GPU suite on this machine and write what passed, with machine and versions.
 
-python benchmarks/gpu_suite.py benchmarks/results/gpu-suite-h200.json [--jobs 8] [--no-whole-models] [pytest's]
+python benchmarks/gpu_suite.py benchmarks/results/gpu-suite-h200.json [--jobs 8] [--no-whole-models] [options]
 
 With several jobs the files run side by side, each in a process of its own: a third of the time. Whole models
 (`WHOLE_MODELS`) take half of that and may be left out; the result says so.
