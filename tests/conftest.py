@@ -11,21 +11,30 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # A worker takes whole files. Those that take longest come first, and leave short ones to fill the gaps with.
 LONGEST_FIRST = (
+    "engine/test_failed_steps.py",
+    "server/test_attacks.py",
+    "tools/test_bench_commands.py",
+    "server/test_faults.py",
+    "engine/test_engine_structured.py",
+    "server/test_hung_engine.py",
     "kernels/test_triton_kernels.py",
     "kernels/test_cuda_emulated.py",
     "kernels/test_cuda_sources.py",
     "kernels/test_filters.py",
     "kernels/test_cuda_emulated_wide.py",
-    "tools/test_bench_commands.py",
     "engine/test_plain_sampling.py",
     "server/test_limits_and_keys.py",
     "engine/test_engine_greedy.py",
-    "server/test_faults.py",
     "kernels/test_cuda_emulator.py",
     "project/test_checks.py",
     "server/test_fuzzing.py",
     "server/test_page.py",
 )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests of servers and processes mostly wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -136,7 +136,7 @@ def test_prompt_logprobs_survive_preemption(tiny: TinyModel) -> None:
                     assert mixed[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_short_soak(tiny: TinyModel, ahead: int) -> None:
     soak(tiny, 40, ahead)
 

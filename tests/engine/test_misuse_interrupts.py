@@ -76,6 +76,7 @@ def run(llm: LLM, model: TinyModel, kind: str, count: int, seed: int) -> None:
             num_interrupted += 1
         assert signal.getsignal(signal.SIGINT) is handler
         engine = llm.engine
+        engine.core.settle()  # a step ahead may be under way, for nobody
         assert not engine.has_work, f"{name} left requests behind"
         scheduler = engine.core.scheduler
         assert scheduler.pages.num_free == scheduler.pages.num_usable, f"{name} left pages behind"

@@ -49,6 +49,7 @@ def test_decode(tmp_path: Path, tiny_config: Path) -> None:
     assert "TPOT ms" in text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_decode_beside_transformers(tmp_path: Path, tiny_config: Path) -> None:
     pytest.importorskip("transformers")
