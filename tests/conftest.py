@@ -32,11 +32,6 @@ LONGEST_FIRST = (
 )
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests of servers and processes mostly wait."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # Else xdist would begin with the files that have most tests.
     config.option.loadscopereorder = False

@@ -81,12 +81,12 @@ def test_a_steady_step_is_the_one_that_would_be_scheduled(ahead: int) -> None:
         steady += 1
         return advance(batch)
 
-    for seed in range(25):
+    for seed in range(12):
         with patch.object(DecodeBatch, "advance", counted), patch.object(Scheduler, "_land", checked_land):
             found = steps_of(seed, ahead=ahead)
         with patch.object(DecodeBatch, "look_ahead", lambda batch: None):
             assert found == steps_of(seed, ahead=ahead)
-    assert steady > 100, "hardly a step was steady"
+    assert steady > 50, "hardly a step was steady"
 
 
 def test_a_stretch_ends_with_a_page_and_with_the_last_token() -> None:

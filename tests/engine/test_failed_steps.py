@@ -150,11 +150,11 @@ def check_mirror(rows: DeviceRows) -> None:
 
 
 def cases() -> Iterator[Any]:
-    """Every mode, lookahead and scene. A line is tried in two of them; in the fast command one in a hundred
-    is, but half of those that say what a launch is."""
+    """Every mode, lookahead and scene. A line is tried in two of them; in the fast command one in 200 is,
+    but one in 8 of those that say what a launch is."""
     fast = [("full", 1, "prompts"), ("none", 0, "preemption")]
     for turn, setup in enumerate(fast):
-        yield pytest.param(*setup, turn, 4, 100, id="-".join(map(str, setup)))
+        yield pytest.param(*setup, turn, 8, 200, id="-".join(map(str, setup)))
     setups = itertools.product(("full", "none", "full-and-piecewise"), (1, 0), SCENES)
     for turn, setup in enumerate(setups):
         name = "-".join(map(str, (*setup, "thorough")))

@@ -63,8 +63,7 @@ def run_alone(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "from ostinato import graphed; graphed",
-        "import ostinato; assert ostinato.graphs.graphed is ostinato.graphed",
+        "import ostinato; assert ostinato.graphs.graphed is ostinato.graphed; from ostinato import graphed",
         "from ostinato import *; LLM, SamplingParams, graphed, CudaGraphRunner, graphs",
         "import ostinato; assert not hasattr(ostinato, 'x')",
         "import ostinato; assert {'LLM', 'graphed', 'graphs', '__version__'} <= {*dir(ostinato)}",
