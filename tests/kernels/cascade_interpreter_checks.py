@@ -73,5 +73,5 @@ if __name__ == "__main__":
             check_more_blocks_of_queries()
         if not unchanged.is_brief():
             check_windows()
-        check_the_op_is_declared_truthfully()
+            check_the_op_is_declared_truthfully()
     print("all checks passed")

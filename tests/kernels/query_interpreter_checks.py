@@ -161,7 +161,7 @@ if __name__ == "__main__":
     is_all = sys.argv[1] == "all"
     check_a_step_of_padding_alone()
     if unchanged.is_brief():
-        check_random_batches(range(2))
+        check_random_batches(range(1))
         print("all checks passed")
         sys.exit()
     check_growing_chunks([(515, 9), (385, 2), (384, 3), (260, 9), (257, 1), (31, 31)])

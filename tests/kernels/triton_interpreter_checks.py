@@ -193,7 +193,7 @@ CHECKS = (
 
 def main() -> None:
     assert gpu_ops.INTERPRETED
-    for each in CHECKS[: 2 if unchanged.is_brief() else None]:
+    for each in CHECKS[: 1 if unchanged.is_brief() else None]:
         each()
         print(each.__name__)
     print("all checks passed")

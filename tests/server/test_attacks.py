@@ -71,6 +71,7 @@ def test_slow_headers_and_bodies(attacked: ServerProcess) -> None:
     witness.check()
 
 
+@pytest.mark.slow
 def test_clients_that_never_read(attacked: ServerProcess) -> None:
     """They hold a bounded buffer for a bounded time."""
     attacked.wait_until_idle()

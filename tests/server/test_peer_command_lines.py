@@ -44,7 +44,10 @@ def line_of(template: str, model: Path, folder: Path) -> list[str]:
     return shlex.split(template.format(model=model, template=jinja, folder=folder))
 
 
-@pytest.mark.parametrize(("peer", "module"), [("vllm", "ostinato"), ("sglang", "ostinato.launch_server")])
+@pytest.mark.parametrize(
+    ("peer", "module"),
+    [("vllm", "ostinato"), pytest.param("sglang", "ostinato.launch_server", marks=pytest.mark.slow)],
+)
 def test_a_command_line_of_a_peer_starts_a_server(
     peer: str, module: str, model: Path, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_prefill(tmp_path: Path, tiny_config: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_startup(tmp_path: Path, tiny_config: Path) -> None:
     small = ("--max-model-len", "64", "--max-running-requests", "2")
     result, _ = bench(tmp_path, "startup", tiny_config, *small, "--rungs", "1,2")
