@@ -43,7 +43,8 @@ import numpy as np
 
 from ostinato.cache.pages import PageAllocator
 from ostinato.graphs import OstinatoError, Report, frozen_gc
-from ostinato.models.weight_update import NamedTensors
+from ostinato.models.errors import WeightsError
+from ostinato.models.weight_update import NamedTensors, TornWeightsError
 
 from .loading.device_memory import DeviceMemory
 from .loading.load import LoadedModel, allocate_kv
@@ -228,10 +229,15 @@ class EngineCore:
         """Write new weights in place and forget prefixes that were computed with the old ones; requests go on
         with what they have. Call `settle` before."""
         assert not self._flights, "a step is under way"
+        is_changed = True
         try:
             return self.weights.update(new, version)
+        except (WeightsError, RequestError, EngineAsleepError) as error:
+            is_changed = isinstance(error, TornWeightsError)
+            raise
         finally:
-            self.scheduler.flush_prefix_cache()
+            if is_changed:
+                self.scheduler.flush_prefix_cache()
 
     def report(self) -> Report:
         """The forward graphs and what ran without one; sampling behind them has its own, `sampler.report`.

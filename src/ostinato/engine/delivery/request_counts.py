@@ -34,16 +34,32 @@ class RequestCounts:
         self.prompt_lengths = Buckets(_TOKENS)
         self.output_lengths = Buckets(_TOKENS)
         self._waiting: deque[tuple[Request, RequestTimes]] = deque()
+        self._parked: list[tuple[Request, RequestTimes]] = []
+        """The same of those under grammars, who have no place in the order while theirs is compiled."""
 
     def queued(self, request: Request, times: RequestTimes) -> None:
         """A request waits for its first step; several of one prompt share their times."""
-        self._waiting.append((request, times))
+        if request.grammar is None:
+            self._waiting.append((request, times))
+        else:
+            self._parked.append((request, times))
 
     def began(self, at: float) -> None:
         """See who left the queue in the step that began then; they leave in their order."""
         while self._waiting and self._waiting[0][0].status is not RequestStatus.WAITING:
-            _, times = self._waiting.popleft()
-            times.scheduled_ts = times.scheduled_ts or max(at, times.queued_ts)
+            self._note(self._waiting.popleft()[1], at)
+        if self._parked:
+            still = []
+            for request, times in self._parked:
+                if request.status is RequestStatus.WAITING:
+                    still.append((request, times))
+                else:
+                    self._note(times, at)
+            self._parked = still
+
+    @staticmethod
+    def _note(times: RequestTimes, at: float) -> None:
+        times.scheduled_ts = times.scheduled_ts or max(at, times.queued_ts)
 
     def ended(self, output: RequestOutput, prompt_length: int) -> None:
         """Count a request whose completions have all ended."""
