@@ -148,7 +148,7 @@ def _tensor_map(given: TileMap) -> ctypes.Array[ctypes.c_int64]:
     """As `warpgroup.cuh` here has it: what a driver would refuse is refused here, too."""
     matrix, (rows, columns) = given.matrix, given.box
     size, stride = matrix.element_size(), matrix.stride(0) * matrix.element_size()
-    assert matrix.dtype == torch.bfloat16
+    assert matrix.dtype in (torch.bfloat16, torch.float16)
     assert matrix.stride(1) == 1, "columns must be neighbours"
     assert matrix.data_ptr() % 16 == stride % 16 == 0, "not aligned"
     assert columns in range(1, 257), given

@@ -22,7 +22,7 @@ constexpr int kPoison = 0xff;  // as bytes of any number: NaN, or -1
 
 // Opens for all when the last of its members has arrived, and counts how often.
 struct Barrier {
-  int members, arrived = 0, openings = 0;
+  int members = 0, arrived = 0, openings = 0;
 };
 
 // What the lanes of a warp show each other; in turns, for some may be a step ahead.
@@ -42,6 +42,7 @@ struct Program {
   Barrier barrier;
   std::vector<Warp> warps;
   unsigned running;  // of its threads
+  std::map<int, Barrier> meetings{};
 };
 
 // Of 16 bytes, or zeros instead of them.

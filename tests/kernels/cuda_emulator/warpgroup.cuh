@@ -54,6 +54,8 @@ static void make_count_of(ByteCount* count, int arrivals) {
 }
 static void arrive_at(const ByteCount* count, uint32 rank) { emulator::arrive_at(count_of(rank, count), 0); }
 
+static void arrive_here(ByteCount* count) { emulator::arrive_at(count_at(shared_address(count)), 0); }
+
 // ---- tensor cores: tiles are read when a group is waited for, and no sooner ----
 
 static void begin_products() {}
@@ -98,3 +100,58 @@ static void multiply_tiles(float (&d)[kHalf], uint32 a, uint32 b) {
     }
   });
 }
+
+template <int kHalf>
+static void multiply_tiles_anew(float (&d)[kHalf], uint32 a, uint32 b) {
+  emulator::current->products.push_back([&d] {
+    for (float& x : d) x = 0;
+  });
+  multiply_tiles(d, a, b);
+}
+
+// The four registers of the lanes that share a thread's rows.
+struct RowFactors {
+  uint32 a[4];
+};
+
+template <int kHalf>
+static void multiply_columns(float (&d)[kHalf], const uint32* a, uint32 tile, uint32 beside) {
+  if (tile % 2048 != 0) emulator::fail("16 rows of a tile do not begin there");
+  const int lane = threadIdx.x % 32;
+  const RowFactors* const lanes = emulator::from_all_lanes(RowFactors{{a[0], a[1], a[2], a[3]}});
+  RowFactors quad[4];
+  memcpy(quad, lanes + lane / 4 * 4, sizeof(quad));
+  emulator::current->products.push_back([&d, quad0 = quad[0], quad1 = quad[1], quad2 = quad[2], quad3 = quad[3],
+                                         tile, beside, lane] {
+    const RowFactors quad[4] = {quad0, quad1, quad2, quad3};
+    for (int i = 0; i < kHalf; ++i) {
+      const int half = i / 2 % 2, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      for (int k = 0; k < 16; ++k) {
+        const uint32 pair = quad[k % 8 / 2].a[half + k / 8 * 2];
+        const uint32 row = tile + column / 64 * beside + k * 128;
+        const char* const place = emulator::shared_at(row + (column % 64 / 8 ^ k % 8) * 16, 16);
+        d[i] += (k % 2 ? high(pair) : low(pair)) * as_float(((const Element*)place)[column % 8]);
+      }
+    }
+  });
+}
+
+// ---- threads of a program that work apart ----
+
+template <int kRegisters>
+static void give_up_registers() {}
+template <int kRegisters>
+static void take_registers() {}
+
+static emulator::Barrier& meeting(int number, int threads) {
+  emulator::Barrier& found = emulator::current->program->meetings[number];
+  if (number < 1 || number > 15) emulator::fail("there is no such meeting");
+  if (found.members != threads && found.arrived > 0) emulator::fail("a meeting of several sizes");
+  found.members = threads;
+  return found;
+}
+static void wait_at_meeting(int number, int threads) {
+  emulator::Barrier& found = meeting(number, threads);
+  emulator::wait(found, emulator::arrive(found));
+}
+static void come_to_meeting(int number, int threads) { emulator::arrive(meeting(number, threads)); }

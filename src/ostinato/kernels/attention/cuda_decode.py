@@ -90,7 +90,7 @@ def attend_tokens(
             out,
             partial,
             partial_sums,
-            _counters(k_cache),
+            counters_of(k_cache),
             page_table,
             token_rows,
             positions,
@@ -147,7 +147,7 @@ def decode_kernel(
 _counters_of_caches: dict[tuple[torch.device, int, int], tuple[StorageWeakRef, Tensor]] = {}
 
 
-def _counters(k_cache: Tensor) -> Tensor:
+def counters_of(k_cache: Tensor) -> Tensor:
     """Zeros before and after every launch on these keys, none of which begins before the last one ended.
 
     Kept as long as the keys, because graphs point to them.

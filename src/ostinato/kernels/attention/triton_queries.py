@@ -33,6 +33,7 @@ from ..dependent_launch import wait_for_previous
 from ..gpu import gpu_of
 from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
+from . import cuda_queries
 from .query_tiles import Queries, request_block_of
 from .triton_tiles import INDEX_BUFFERS, LOG2_E, PARTS_AT_A_TIME, attend_to_keys, fold_parts
 
@@ -333,6 +334,8 @@ def attend_queries(
         "enable_fp_fusion": False,
     }
     counts: tuple[int, ...]
+    if chunks is None and cuda_queries.serves(q, k_cache, num_requests):
+        return cuda_queries.attend_queries(q, k_cache, v_cache, *requests, scale, sliding_window)
     if chunks is None:
         grid = (num_kv_heads, cdiv(num_tokens, tile.query_block) + num_requests)
         counts = (num_tokens, num_requests)

@@ -218,11 +218,11 @@ def _as_word(argument: Argument) -> int:
 
 
 def _encoded_map(given: TileMap) -> Any:
-    """A driver's tensor map of bfloat16; a launch copies it."""
+    """A driver's tensor map of elements of 16 bits; a launch copies it."""
     matrix = given.matrix
     rows, columns = matrix.shape
     row_bytes = (columns if rows == 1 else matrix.stride(0)) * matrix.element_size()
-    assert matrix.dtype == torch.bfloat16, matrix.dtype
+    assert matrix.dtype in (torch.bfloat16, torch.float16), matrix.dtype
     assert matrix.stride(1) == 1, "columns must be neighbours"
     assert matrix.data_ptr() % 16 == row_bytes % 16 == 0, "rows must begin at multiples of 16 bytes"
     return _encoded(matrix.data_ptr(), rows, columns, row_bytes, *given.box)

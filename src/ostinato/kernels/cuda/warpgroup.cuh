@@ -59,6 +59,11 @@ __device__ __forceinline__ void arrive_at(const ByteCount* count, uint32 rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(count, rank)) : "memory");
 }
 
+// At one of this program. What was stored before is visible to those who have waited.
+__device__ __forceinline__ void arrive_here(ByteCount* count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(count)) : "memory");
+}
+
 // ---- tensor cores: products of tiles are asked for in groups and waited for ----
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -83,9 +88,10 @@ __device__ __forceinline__ void wait_for_products(float (&d)[kNumber]) {
   keep_in_order(d);
 }
 
-__device__ __forceinline__ unsigned long long described(uint32 tile) {
+// `beside`: from 64 columns to the next 64, in bytes; read only where columns are taken for rows.
+__device__ __forceinline__ unsigned long long described(uint32 tile, uint32 beside = 16) {
   constexpr unsigned long long kRowsBy8 = 1024 >> 4, kOrder128 = 1;  // distance of 8 rows, and how 16 bytes lie
-  return (tile & 0x3ffff) >> 4 | 1ull << 16 | kRowsBy8 << 32 | kOrder128 << 62;
+  return (tile & 0x3ffff) >> 4 | (unsigned long long)(beside >> 4) << 16 | kRowsBy8 << 32 | kOrder128 << 62;
 }
 
 #define EIGHT(i) \
@@ -94,17 +100,63 @@ __device__ __forceinline__ unsigned long long described(uint32 tile) {
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_32 \
   NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define MULTIPLY_TILES(columns, names, a_and_b, ...)                                                          \
-  __device__ __forceinline__ void multiply_tiles(float (&d)[columns / 2], uint32 a, uint32 b) {               \
-    asm volatile("{ .reg .pred yes; setp.eq.u32 yes, 0, 0; wgmma.mma_async.sync.aligned.m64n" #columns        \
-                 "k16.f32." ELEMENT "." ELEMENT " {" names "}, " a_and_b ", yes, 1, 1, 0, 0; }"               \
+#define NAMES_64                                                                                              \
+  NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
+           "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MULTIPLY_TILES(name, adds, columns, names, a_and_b, ...)                                              \
+  __device__ __forceinline__ void name(float (&d)[columns / 2], uint32 a, uint32 b) {                         \
+    asm volatile("{ .reg .pred adds; setp.eq.u32 adds, " adds ", 1; wgmma.mma_async.sync.aligned.m64n" #columns \
+                 "k16.f32." ELEMENT "." ELEMENT " {" names "}, " a_and_b ", adds, 1, 1, 0, 0; }"              \
                  : __VA_ARGS__                                                                                \
                  : "l"(described(a)), "l"(described(b)));                                                     \
+  }
+#define MULTIPLY_COLUMNS(columns, names, a0, a1, a2, a3, b, ...)                                              \
+  __device__ __forceinline__ void multiply_columns(float (&d)[columns / 2], const uint32* a, uint32 tile,     \
+                                                   uint32 beside) {                                           \
+    asm volatile("{ .reg .pred adds; setp.eq.u32 adds, 1, 1; wgmma.mma_async.sync.aligned.m64n" #columns      \
+                 "k16.f32." ELEMENT "." ELEMENT " {" names "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b          \
+                 ", adds, 1, 1, 1; }"                                                                         \
+                 : __VA_ARGS__                                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(described(tile, beside)));                 \
   }
 
 // d [64, columns] += a [64, 16] * b [columns, 16]^T, 16 elements of the rows of two tiles from where a and b point
 // to: the tile's beginning and 32 bytes for each 16 elements on. Of d, a warp has 16 rows; a thread has, of each 8
 // columns, those at 2 * (lane % 4) and + 1 of rows lane / 4 and + 8.
-MULTIPLY_TILES(16, NAMES_8, "%8, %9", EIGHT(0))
-MULTIPLY_TILES(32, NAMES_16, "%16, %17", EIGHT(0), EIGHT(8))
-MULTIPLY_TILES(64, NAMES_32, "%32, %33", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
+MULTIPLY_TILES(multiply_tiles, "1", 16, NAMES_8, "%8, %9", EIGHT(0))
+MULTIPLY_TILES(multiply_tiles, "1", 32, NAMES_16, "%16, %17", EIGHT(0), EIGHT(8))
+MULTIPLY_TILES(multiply_tiles, "1", 64, NAMES_32, "%32, %33", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
+MULTIPLY_TILES(multiply_tiles, "1", 128, NAMES_64, "%64, %65", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32),
+               EIGHT(40), EIGHT(48), EIGHT(56))
+
+// The same, of which d is the first: whatever was in it.
+MULTIPLY_TILES(multiply_tiles_anew, "0", 64, NAMES_32, "%32, %33", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
+MULTIPLY_TILES(multiply_tiles_anew, "0", 128, NAMES_64, "%64, %65", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24),
+               EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56))
+
+// d [64, columns] += a [64, 16] * b [16, columns]: 16 rows of a tile from where it points to, which is a multiple of
+// 2,048; its next 64 columns are `beside` bytes on. Of a, a warp has 16 rows; a thread has columns 2 * (lane % 4) and
+// + 1 of rows lane / 4 and + 8, then columns 8 further on. They must stay until the products were waited for.
+MULTIPLY_COLUMNS(64, NAMES_32, "%32", "%33", "%34", "%35", "%36", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
+MULTIPLY_COLUMNS(128, NAMES_64, "%64", "%65", "%66", "%67", "%68", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24),
+                 EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56))
+
+// ---- threads of a program that work apart ----
+
+// All of four warps give registers up, or take them, so that they have so many each.
+template <int kRegisters>
+__device__ __forceinline__ void give_up_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// A meeting, by its number from 1 on, of so many threads: it is over for those who wait when all have come.
+__device__ __forceinline__ void wait_at_meeting(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void come_to_meeting(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}

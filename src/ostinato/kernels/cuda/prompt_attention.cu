@@ -1,0 +1,349 @@
+// Attention of prompts and mixed batches over paged keys and values, which are stored already.
+//
+// A tile has 128 rows: queries of one request times the heads that share a KV head. Programs, one for each
+// multiprocessor, draw tiles from a list that each works out from the lengths of the requests, so a grid that only
+// fills the GPU serves any mixture of them.
+//
+//     one warp         asks for blocks of keys and of values, page by page, as far ahead as there are places
+//     two teams of     multiply 64 rows each:   scores = queries x keys of block b + 1
+//     four warps                                sums  += weights x values of block b
+//                      and make weights of the scores while the tensor cores do the sums, and the other team's products
+//
+// The teams take turns in asking for products: while one makes weights, the other one's products run.
+//
+// Where blocks begin follows from the position of a key alone, and a block that a query sees nothing of changes
+// nothing: a query's bits depend neither on its company nor on how its prompt was cut into steps.
+#include "prompt_units.cuh"
+
+constexpr int kTeamsMeet = 1, kTurns = 1 + kTeams;  // numbers of meetings: of a team, and its turn to multiply
+
+// As a score: is not seen.
+__device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }
+
+// ---- the warp that asks for tiles ----
+
+struct Fetcher {
+  Shared& shared;
+  const TensorMap &keys, &values;
+  Place<STAGES> place;
+
+  // Pages that lie behind the last key are not asked for.
+  __device__ __forceinline__ void block(const Unit& unit, int block, int page, bool is_first_round) {
+    const int lane = threadIdx.x % 32;
+    const int pages = min(kPages, (unit.end - block * KEYS + 15) / 16);
+    const int box = lane / kPages, in_block = lane % kPages;
+    const int column = unit.kv_head * HEAD_DIM + box * 64, to = box * kKeyBox + in_block * (16 * 128);
+    const bool is_mine = box < kBoxes && in_block < pages;
+    if (!is_first_round) wait_for_bytes(&shared.keys_are_read[place.at], !place.odd);
+    if (lane == 0) expect_bytes(&shared.keys_are_there[place.at], pages * kPageBytes);
+    __syncwarp();
+    if (is_mine) copy_box(shared.keys[place.at] + to, keys, column, page * 16, &shared.keys_are_there[place.at]);
+    if (!is_first_round) wait_for_bytes(&shared.values_are_read[place.at], !place.odd);
+    if (lane == 0) expect_bytes(&shared.values_are_there[place.at], pages * kPageBytes);
+    __syncwarp();
+    if (is_mine) copy_box(shared.values[place.at] + to, values, column, page * 16, &shared.values_are_there[place.at]);
+    place.advance();
+  }
+};
+
+__device__ __forceinline__ void fetch_all(Shared& shared, const Units& units, Fetcher fetch, const int* page_table,
+                                          int page_table_stride, int* counter) {
+  const int lane = threadIdx.x % 32;
+  const bool draws = units.count > (int)gridDim.x;
+  Place<2> in_ring;
+  int blocks = 0, number = blockIdx.x;
+  for (int n = 0;; ++n) {
+    const Unit unit = units.at(number);
+    if (n >= 2) wait_for_bytes(&shared.unit_is_read[in_ring.at], !in_ring.odd);
+    if (lane == 0) {
+      shared.units[in_ring.at] = unit;
+      arrive_here(&shared.unit_is_there[in_ring.at]);
+    }
+    in_ring.advance();
+    if (unit.end == 0) return;
+    int ticket = 0;
+    if (draws && lane == 0) ticket = atomicAdd(counter, 1);
+    const int* const pages = page_table + (long long)unit.table_row * page_table_stride;
+    const int last = (unit.end - 1) / 16;
+    int at = unit.first_block * kPages + lane % kPages;  // the page that is this lane's in a block
+    int page = at <= last ? __ldg(pages + at) : 0;
+    for (int block = unit.first_block; block < unit.end_block; ++block, ++blocks) {
+      const int this_page = page;
+      at += kPages;
+      if (at <= last) page = __ldg(pages + at);  // of the next block, before it is needed
+      fetch.block(unit, block, this_page, blocks < STAGES);
+    }
+    if (!draws) {
+      number = units.count;
+    } else {
+      // Every tile is drawn for once, so the last draw of all is known.
+      if (lane == 0 && ticket == units.count - 1) *counter = 0;
+      number = (int)gridDim.x + __shfl_sync(kAll, ticket, 0);
+    }
+  }
+}
+
+// ---- a team ----
+
+struct Team {
+  Shared& shared;
+  int team;  // its number
+  Place<STAGES> key_place, value_place;
+  float sums[HEAD_DIM / 2], scores[KEYS / 2];
+  uint32 weights[KEYS / 4];
+  float most[2], total[2];  // of the thread's two rows; of the total, the thread's own columns
+
+  __device__ __forceinline__ int thread() const { return threadIdx.x % 128; }
+  __device__ __forceinline__ int first_row() const { return team * 64; }
+  __device__ __forceinline__ void meet() const { wait_at_meeting(kTeamsMeet + team, 128); }
+
+  // A thread's rows are this one and that 8 further on.
+  __device__ __forceinline__ int own_row() const { return first_row() + thread() / 32 * 16 + thread() % 32 / 4; }
+
+  // 16 bytes of a row, as tiles lie.
+  __device__ __forceinline__ char* piece(int row, int number) const {
+    return shared.queries + number / 8 * kQueryBox + row * 128 + (number % 8 ^ row % 8) * 16;
+  }
+
+  // Where the heads of a row are in a tensor of all tokens; rows that are no query's have none.
+  __device__ __forceinline__ bool is_query(const Unit& unit, int row) const { return row / GROUP < unit.num_queries; }
+
+  __device__ __forceinline__ void load_queries(const Unit& unit, const Element* q, long long token_stride) const {
+    constexpr int kPieces = HEAD_DIM / 8;
+#pragma unroll
+    for (int i = 0; i < 64 * kPieces / 128; ++i) {
+      const int at = i * 128 + thread(), row = first_row() + at / kPieces, number = at % kPieces;
+      Word4 v{0, 0, 0, 0};
+      if (is_query(unit, row)) {
+        const Element* const head =
+            q + (unit.first_token + row / GROUP) * token_stride + (unit.kv_head * GROUP + row % GROUP) * HEAD_DIM;
+        v = load_four_words(head + number * 8);
+      }
+      *(Word4*)piece(row, number) = v;
+    }
+    show_to_copies();
+    meet();
+  }
+
+  __device__ __forceinline__ void ask_scores() {
+    wait_for_bytes(&shared.keys_are_there[key_place.at], key_place.odd);
+    const uint32 queries = shared_address(shared.queries) + first_row() * 128;
+    const uint32 keys = shared_address(shared.keys[key_place.at]);
+    begin_products();
+    multiply_tiles_anew(scores, queries, keys);
+#pragma unroll
+    for (int k = 1; k < HEAD_DIM / 16; ++k)
+      multiply_tiles(scores, queries + k / 4 * kQueryBox + k % 4 * 32, keys + k / 4 * kKeyBox + k % 4 * 32);
+    end_products();
+  }
+
+  __device__ __forceinline__ void say_keys_are_read() {
+    if (thread() == 0) arrive_here(&shared.keys_are_read[key_place.at]);
+    key_place.advance();
+  }
+
+  __device__ __forceinline__ void ask_sums() {
+    wait_for_bytes(&shared.values_are_there[value_place.at], value_place.odd);
+    const uint32 values = shared_address(shared.values[value_place.at]);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k) multiply_rows_of_values(k, values + k * (16 * 128));
+    end_products();
+  }
+
+  __device__ __forceinline__ void multiply_rows_of_values(int k, uint32 rows) {
+    constexpr int kAtOnce = HEAD_DIM < 128 ? 64 : 128;
+#pragma unroll
+    for (int column = 0; column < HEAD_DIM; column += kAtOnce)
+      multiply_columns(*(float(*)[kAtOnce / 2])(sums + column / 2), weights + k * 4, rows + column / 64 * kKeyBox,
+                       kKeyBox);
+  }
+
+  __device__ __forceinline__ void say_values_are_read() {
+    if (thread() == 0) arrive_here(&shared.values_are_read[value_place.at]);
+    value_place.advance();
+  }
+
+  // Values behind the last key are whatever was there; not even a weight of zero would remove a NaN.
+  __device__ __forceinline__ void clear_values_behind(int end_in_block) {
+    wait_for_bytes(&shared.values_are_there[value_place.at], value_place.odd);
+    char* const values = shared.values[value_place.at];
+    for (int at = end_in_block * 8 + thread(); at < KEYS * 8; at += 128) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) *(Word4*)(values + box * kKeyBox + at * 16) = Word4{0, 0, 0, 0};
+    }
+    show_to_copies();
+    meet();
+  }
+
+  __device__ __forceinline__ void hide(const Unit& unit, int block, int window) {
+    const int row = own_row(), first_key = block * KEYS + thread() % 4 * 2;
+    const int last[2] = {unit.position + row / GROUP, unit.position + (row + 8) / GROUP};
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      const int key = first_key + i / 4 * 8 + i % 2, half = i / 2 % 2;
+      const bool is_seen = key <= last[half] && (window <= 0 || key > last[half] - window);
+      if (!is_seen) scores[i] = nothing();
+    }
+  }
+
+  // Whether a query of this team may not see all of a block.
+  __device__ __forceinline__ bool hides(const Unit& unit, int block, int window) const {
+    const int first = unit.position + first_row() / GROUP, last = unit.position + (first_row() + 63) / GROUP;
+    return (block + 1) * KEYS - 1 > first || (window > 0 && block * KEYS <= last - window);
+  }
+
+  // Scores to weights, which stay in their place; by what the sums so far shrink.
+  __device__ __forceinline__ void weigh(float scale, float (&factor)[2]) {
+    float base[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float now = most[half];
+#pragma unroll
+      for (int i = 0; i < KEYS / 8; ++i) now = fmaxf(now, fmaxf(scores[i * 4 + half * 2], scores[i * 4 + half * 2 + 1]));
+      now = fmaxf(now, __shfl_xor_sync(kAll, now, 1));
+      now = fmaxf(now, __shfl_xor_sync(kAll, now, 2));
+      base[half] = now == nothing() ? 0.f : now * scale;
+      factor[half] = exp2_of(most[half] * scale - base[half]);
+      most[half] = now;
+      total[half] *= factor[half];
+    }
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      const int half = i / 2 % 2;
+      scores[i] = exp2_of(scores[i] * scale - base[half]);
+      total[half] += scores[i];
+    }
+  }
+
+  __device__ __forceinline__ void round_weights() {
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; ++i) weights[i] = rounded(scores[i * 2], scores[i * 2 + 1]);
+  }
+
+  __device__ __forceinline__ void shrink_sums(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] *= factor[i / 2 % 2];
+  }
+
+  __device__ __forceinline__ void attend(const Unit& unit, float scale, int window) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.f;
+    most[0] = most[1] = nothing();
+    total[0] = total[1] = 0.f;
+    float factor[2];
+    ask_scores();
+    wait_for_products(scores);
+    say_keys_are_read();
+    if (hides(unit, unit.first_block, window)) hide(unit, unit.first_block, window);
+    weigh(scale, factor);
+    round_weights();
+    for (int block = unit.first_block + 1; block < unit.end_block; ++block) {
+      wait_at_meeting(kTurns + team, kMultiplying);
+      ask_scores();
+      ask_sums();
+      come_to_meeting(kTurns + (team + 1) % kTeams, kMultiplying);
+      wait_for_all_but_last();
+      keep_in_order(scores);
+      say_keys_are_read();
+      if (hides(unit, block, window)) hide(unit, block, window);
+      weigh(scale, factor);
+      wait_for_products(sums);
+      say_values_are_read();
+      shrink_sums(factor);
+      round_weights();
+    }
+    if (unit.end % KEYS != 0) clear_values_behind(unit.end % KEYS);
+    ask_sums();
+    wait_for_products(sums);
+    say_values_are_read();
+  }
+
+  // By way of the place of the queries, so that whole rows are written.
+  __device__ __forceinline__ void store(const Unit& unit, Element* out) {
+    constexpr int kPieces = HEAD_DIM / 8;
+    const int row = own_row(), lane = thread() % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float all = total[half];
+      all += __shfl_xor_sync(kAll, all, 1);
+      all += __shfl_xor_sync(kAll, all, 2);
+      const float share = all > 0.f ? 1.f / all : 0.f;  // rows that are no query's may have seen nothing
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 8; ++i)
+        *(uint32*)(piece(row + half * 8, i) + lane % 4 * 4) =
+            rounded(sums[i * 4 + half * 2] * share, sums[i * 4 + half * 2 + 1] * share);
+    }
+    meet();
+#pragma unroll
+    for (int i = 0; i < 64 * kPieces / 128; ++i) {
+      const int at = i * 128 + thread(), from = first_row() + at / kPieces, number = at % kPieces;
+      if (is_query(unit, from))
+        *(Word4*)(out + ((unit.first_token + from / GROUP) * (long long)kHeads + unit.kv_head * GROUP + from % GROUP) *
+                            HEAD_DIM +
+                  number * 8) = *(const Word4*)piece(from, number);
+    }
+    meet();
+  }
+};
+
+__device__ __forceinline__ void attend_all(Shared& shared, const Element* q, Element* out, float scale,
+                                           long long token_stride, int num_tokens, int window) {
+  Team team{shared, (int)threadIdx.x / 128};
+  if (team.team == kTeams - 1) come_to_meeting(kTurns, kMultiplying);
+  Place<2> in_ring;
+  for (;;) {
+    wait_for_bytes(&shared.unit_is_there[in_ring.at], in_ring.odd);
+    const Unit unit = shared.units[in_ring.at];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive_here(&shared.unit_is_read[in_ring.at]);
+    in_ring.advance();
+    if (unit.end == 0) break;
+    team.load_queries(unit, q, token_stride);
+    team.attend(unit, scale, window);
+    team.store(unit, out);
+  }
+  // Padded tokens get zeros.
+  constexpr int kPieces = kHeads * HEAD_DIM / 8;
+  for (int token = shared.num_tokens + blockIdx.x; token < num_tokens; token += gridDim.x)
+    for (int i = threadIdx.x; i < kPieces; i += kMultiplying)
+      *(Word4*)(out + ((long long)token * kPieces + i) * 8) = Word4{0, 0, 0, 0};
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    attend(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const Element* q,
+           Element* out, int* counter, const int* __restrict__ page_table, const int* __restrict__ req_rows,
+           const int* __restrict__ seq_lens, const int* __restrict__ query_starts,
+           const int* __restrict__ query_lens, float scale, int token_stride, int page_table_stride, int num_tokens,
+           int num_requests, int window) {
+  Shared& shared = *(Shared*)memory_of_tiles();
+  const bool is_multiplying = threadIdx.x < kMultiplying, is_fetching = threadIdx.x / 32 == kMultiplying / 32;
+  allow_next_kernel();
+  Units units{shared, req_rows, seq_lens, query_starts, query_lens, window};
+  if (is_fetching) {
+    if (threadIdx.x % 32 == 0) {
+      fetch_map(keys);
+      fetch_map(values);
+      for (int i = 0; i < STAGES; ++i) {
+        make_count_of(&shared.keys_are_there[i], 1);
+        make_count_of(&shared.keys_are_read[i], kTeams);
+        make_count_of(&shared.values_are_there[i], 1);
+        make_count_of(&shared.values_are_read[i], kTeams);
+      }
+      for (int i = 0; i < 2; ++i) {
+        make_count_of(&shared.unit_is_there[i], 1);
+        make_count_of(&shared.unit_is_read[i], kMultiplying / 32);
+      }
+    }
+    units.make(num_requests);
+  }
+  __syncthreads();
+  wait_for_previous();
+  if (is_multiplying) {
+    take_registers<240>();
+    attend_all(shared, q, out, scale, token_stride, num_tokens, window);
+  } else {
+    give_up_registers<24>();
+    if (is_fetching) fetch_all(shared, units, Fetcher{shared, keys, values}, page_table, page_table_stride, counter);
+  }
+}

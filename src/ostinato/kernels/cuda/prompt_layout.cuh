@@ -1,0 +1,60 @@
+// What a program of prompt_attention.cu works on, and its shared memory.
+//
+//     caches          [pages][16 keys][KV_HEADS][HEAD_DIM], copied in boxes of 16 keys and 64 elements
+//     shared memory   queries [boxes][kRows], keys and values [STAGES][boxes][KEYS], rows of 64 elements
+#pragma once
+#include "warpgroup.cuh"
+
+constexpr int kTeams = 2;                           // of four warps, which multiply
+constexpr int kRows = kTeams * 64;                  // of a tile
+constexpr int kQueries = kRows / GROUP;             // of a tile, each with the heads that share a KV head
+constexpr int kMultiplying = kTeams * 128;          // threads
+constexpr int kThreads = kMultiplying + 128;        // one warp of the others asks for tiles
+constexpr int kBoxes = HEAD_DIM / 64;               // beside each other
+constexpr int kPages = KEYS / 16;                   // of a block of keys
+constexpr int kKeyBox = KEYS * 128, kQueryBox = kRows * 128;
+constexpr int kBlockBytes = kBoxes * kKeyBox;
+constexpr int kPageBytes = 16 * HEAD_DIM * 2;       // of one KV head
+constexpr int kHeads = GROUP * KV_HEADS;
+constexpr int kSegments = MAX_REQUESTS / 32;
+constexpr uint32 kAll = 0xffffffffu;                // lanes
+
+static_assert(HEAD_DIM % 64 == 0 && KEYS % 64 == 0 && MAX_REQUESTS % 32 == 0, "whole boxes and segments");
+static_assert(GROUP <= kRows, "a tile has a query at least");
+static_assert(kPages * kBoxes <= 32, "a lane asks for a box");
+
+// A tile of queries of one request, and the blocks of keys that one of them at least can see.
+struct Unit {
+  int table_row, kv_head;
+  int first_token, position, num_queries;  // position: of the first query
+  int first_block, end_block;
+  int end;  // behind the last key that any of them sees; 0: there are no more units
+};
+
+struct Shared {
+  char queries[kBoxes * kQueryBox];  // results take their place
+  char keys[STAGES][kBlockBytes];
+  char values[STAGES][kBlockBytes];
+  ByteCount keys_are_there[STAGES], keys_are_read[STAGES];
+  ByteCount values_are_there[STAGES], values_are_read[STAGES];
+  ByteCount unit_is_there[2], unit_is_read[2];
+  Unit units[2];
+  int ends[MAX_REQUESTS];  // tiles of requests up to each, with it
+  int num_tokens;          // of all requests
+};
+
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
+
+// Which of a ring's places is next, and whether it has been used an odd number of times.
+template <int kPlaces>
+struct Place {
+  int at = 0;
+  bool odd = false;
+
+  __device__ __forceinline__ void advance() {
+    if (++at == kPlaces) {
+      at = 0;
+      odd = !odd;
+    }
+  }
+};
