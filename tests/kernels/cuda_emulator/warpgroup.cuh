@@ -82,6 +82,12 @@ static void wait_for_products(float (&)[kNumber]) {
   wait_for_groups_but(0);
 }
 
+template <int kNumber>
+static void wait_for_products_when(float ready, float (&d)[kNumber]) {
+  if (ready < 0) emulator::fail("what products wait for is negative");
+  wait_for_products(d);
+}
+
 // The element of a tile, `first` being where its 16 columns begin.
 static float of_tile(uint32 first, int row, int column) {
   const uint32 tile = first / 1024 * 1024, sixteenth = first % 1024 / 16 + column / 8;

@@ -21,6 +21,9 @@ _BOX = 64
 _MOST_GROUP = 64
 _MOST_REQUESTS = 1024
 _STAGES = 2
+TURNS = 1
+KEPT_MB = 24
+KEYS = None
 
 
 def serves(q: Tensor, k_cache: Tensor, num_requests: int) -> bool:
@@ -93,11 +96,12 @@ def prompt_kernel(
     num_heads: int, num_kv_heads: int, head_dim: int, num_requests: int, dtype: torch.dtype
 ) -> tuple[CudaKernel, int]:
     """The kernel for a batch, and the shared memory of a program."""
-    keys = 64 if head_dim > 128 else 128
+    keys = KEYS or (64 if head_dim > 128 else 128)
     requests = max(32, request_block_of(num_requests))
     # As the source lays it out: queries and rings, counts, units, ends of requests.
-    tiles = (_ROWS + 2 * _STAGES * keys) * head_dim * 2
-    shared_bytes = tiles + (4 * _STAGES + 4) * 8 + 2 * 32 + requests * 4 + 16
+    query_places = 1 if head_dim > 128 else 2
+    tiles = (query_places * _ROWS + 2 * _STAGES * keys) * head_dim * 2
+    shared_bytes = tiles + (4 * _STAGES + 2 * query_places + 4) * 8 + 2 * 32 + requests * 4 + 16
     kernel = cuda_kernel(
         "prompt_attention.cu",
         "attend",
@@ -106,8 +110,11 @@ def prompt_kernel(
         KV_HEADS=num_kv_heads,
         KEYS=keys,
         STAGES=_STAGES,
+        QUERY_PLACES=query_places,
         MAX_REQUESTS=requests,
         SHARED_BYTES=shared_bytes,
+        TURNS=TURNS,
+        KEPT_MB=KEPT_MB,
         HALF=dtype == torch.float16,
     )
     return kernel, shared_bytes

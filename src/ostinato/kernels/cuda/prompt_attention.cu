@@ -5,6 +5,7 @@
 // fills the GPU serves any mixture of them.
 //
 //     one warp         asks for blocks of keys and of values, page by page, as far ahead as there are places
+//     three warps      bring the queries of the next tile
 //     two teams of     multiply 64 rows each:   scores = queries x keys of block b + 1
 //     four warps                                sums  += weights x values of block b
 //                      and make weights of the scores while the tensor cores do the sums, and the other team's products
@@ -20,7 +21,17 @@ constexpr int kTeamsMeet = 1, kTurns = 1 + kTeams;  // numbers of meetings: of a
 // As a score: is not seen.
 __device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }
 
-// ---- the warp that asks for tiles ----
+// By all threads of a warp.
+__device__ __forceinline__ Unit next_unit(Shared& shared, Place<2>& in_ring) {
+  wait_for_bytes(&shared.unit_is_there[in_ring.at], in_ring.odd);
+  const Unit unit = shared.units[in_ring.at];
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive_here(&shared.unit_is_read[in_ring.at]);
+  in_ring.advance();
+  return unit;
+}
+
+// ---- the warp that asks for keys and values ----
 
 struct Fetcher {
   Shared& shared;
@@ -60,13 +71,17 @@ __device__ __forceinline__ void fetch_all(Shared& shared, const Units& units, Fe
       arrive_here(&shared.unit_is_there[in_ring.at]);
     }
     in_ring.advance();
-    if (unit.end == 0) return;
-    int ticket = 0;
-    if (draws && lane == 0) ticket = atomicAdd(counter, 1);
+    if (unit.end == 0) {
+      if (n == 0) wait_for_previous();  // the next kernel waits for this one only
+      return;
+    }
     const int* const pages = page_table + (long long)unit.table_row * page_table_stride;
     const int last = (unit.end - 1) / 16;
     int at = unit.first_block * kPages + lane % kPages;  // the page that is this lane's in a block
     int page = at <= last ? __ldg(pages + at) : 0;
+    if (n == 0) wait_for_previous();
+    int ticket = 0;
+    if (draws && lane == 0) ticket = atomicAdd(counter, 1);
     for (int block = unit.first_block; block < unit.end_block; ++block, ++blocks) {
       const int this_page = page;
       at += kPages;
@@ -83,11 +98,46 @@ __device__ __forceinline__ void fetch_all(Shared& shared, const Units& units, Fe
   }
 }
 
+// ---- the warps that bring queries ----
+
+__device__ __forceinline__ void bring_all(Shared& shared, const Element* q, long long token_stride) {
+  constexpr int kPieces = HEAD_DIM / 8, kAtOnce = 4;
+  const int thread = (int)threadIdx.x - (kThreads - kBringing);
+  Place<2> in_ring;
+  Place<QUERY_PLACES> place;
+  for (int n = 0;; ++n) {
+    const Unit unit = next_unit(shared, in_ring);
+    if (unit.end == 0) return;
+    if (n >= QUERY_PLACES) wait_for_bytes(&shared.queries_are_done[place.at], !place.odd);
+    for (int first = thread; first < kRows * kPieces; first += kBringing * kAtOnce) {
+      Word4 v[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = first + i * kBringing, row = at / kPieces;
+        v[i] = Word4{0, 0, 0, 0};
+        if (at < kRows * kPieces && is_query(unit, row))
+          v[i] = load_four_words(q + token_of(unit, row) * token_stride + head_of(unit, row) * HEAD_DIM +
+                                 at % kPieces * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = first + i * kBringing;
+        if (at < kRows * kPieces) *(Word4*)shared.piece(place.at, at / kPieces, at % kPieces) = v[i];
+      }
+    }
+    show_to_copies();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive_here(&shared.queries_are_there[place.at]);
+    place.advance();
+  }
+}
+
 // ---- a team ----
 
 struct Team {
   Shared& shared;
   int team;  // its number
+  Place<QUERY_PLACES> query_place;
   Place<STAGES> key_place, value_place;
   float sums[HEAD_DIM / 2], scores[KEYS / 2];
   uint32 weights[KEYS / 4];
@@ -100,34 +150,9 @@ struct Team {
   // A thread's rows are this one and that 8 further on.
   __device__ __forceinline__ int own_row() const { return first_row() + thread() / 32 * 16 + thread() % 32 / 4; }
 
-  // 16 bytes of a row, as tiles lie.
-  __device__ __forceinline__ char* piece(int row, int number) const {
-    return shared.queries + number / 8 * kQueryBox + row * 128 + (number % 8 ^ row % 8) * 16;
-  }
-
-  // Where the heads of a row are in a tensor of all tokens; rows that are no query's have none.
-  __device__ __forceinline__ bool is_query(const Unit& unit, int row) const { return row / GROUP < unit.num_queries; }
-
-  __device__ __forceinline__ void load_queries(const Unit& unit, const Element* q, long long token_stride) const {
-    constexpr int kPieces = HEAD_DIM / 8;
-#pragma unroll
-    for (int i = 0; i < 64 * kPieces / 128; ++i) {
-      const int at = i * 128 + thread(), row = first_row() + at / kPieces, number = at % kPieces;
-      Word4 v{0, 0, 0, 0};
-      if (is_query(unit, row)) {
-        const Element* const head =
-            q + (unit.first_token + row / GROUP) * token_stride + (unit.kv_head * GROUP + row % GROUP) * HEAD_DIM;
-        v = load_four_words(head + number * 8);
-      }
-      *(Word4*)piece(row, number) = v;
-    }
-    show_to_copies();
-    meet();
-  }
-
   __device__ __forceinline__ void ask_scores() {
     wait_for_bytes(&shared.keys_are_there[key_place.at], key_place.odd);
-    const uint32 queries = shared_address(shared.queries) + first_row() * 128;
+    const uint32 queries = shared_address(shared.queries[query_place.at]) + first_row() * 128;
     const uint32 keys = shared_address(shared.keys[key_place.at]);
     begin_products();
     multiply_tiles_anew(scores, queries, keys);
@@ -179,11 +204,12 @@ struct Team {
   __device__ __forceinline__ void hide(const Unit& unit, int block, int window) {
     const int row = own_row(), first_key = block * KEYS + thread() % 4 * 2;
     const int last[2] = {unit.position + row / GROUP, unit.position + (row + 8) / GROUP};
+    const int before = window > 0 ? window : 1 << 30;
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       const int key = first_key + i / 4 * 8 + i % 2, half = i / 2 % 2;
-      const bool is_seen = key <= last[half] && (window <= 0 || key > last[half] - window);
-      if (!is_seen) scores[i] = nothing();
+      const bool is_seen = key <= last[half] && key > last[half] - before;
+      scores[i] = is_seen ? scores[i] : nothing();
     }
   }
 
@@ -226,12 +252,33 @@ struct Team {
     for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] *= factor[i / 2 % 2];
   }
 
+  // Scores of a block, and sums of the one before it. No branch while products are on their way: the compiler would
+  // wait for all of them there.
+  template <bool kHides>
+  __device__ __forceinline__ void step(const Unit& unit, int block, float scale, int window) {
+    float factor[2];
+    if (TURNS) wait_at_meeting(kTurns + team, kMultiplying);
+    ask_scores();
+    ask_sums();
+    if (TURNS) come_to_meeting(kTurns + (team + 1) % kTeams, kMultiplying);
+    wait_for_all_but_last();
+    keep_in_order(scores);
+    say_keys_are_read();
+    if (kHides) hide(unit, block, window);
+    weigh(scale, factor);
+    wait_for_products_when(total[0] + total[1], sums);
+    say_values_are_read();
+    shrink_sums(factor);
+    round_weights();
+  }
+
   __device__ __forceinline__ void attend(const Unit& unit, float scale, int window) {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.f;
     most[0] = most[1] = nothing();
     total[0] = total[1] = 0.f;
     float factor[2];
+    wait_for_bytes(&shared.queries_are_there[query_place.at], query_place.odd);
     ask_scores();
     wait_for_products(scores);
     say_keys_are_read();
@@ -239,19 +286,8 @@ struct Team {
     weigh(scale, factor);
     round_weights();
     for (int block = unit.first_block + 1; block < unit.end_block; ++block) {
-      wait_at_meeting(kTurns + team, kMultiplying);
-      ask_scores();
-      ask_sums();
-      come_to_meeting(kTurns + (team + 1) % kTeams, kMultiplying);
-      wait_for_all_but_last();
-      keep_in_order(scores);
-      say_keys_are_read();
-      if (hides(unit, block, window)) hide(unit, block, window);
-      weigh(scale, factor);
-      wait_for_products(sums);
-      say_values_are_read();
-      shrink_sums(factor);
-      round_weights();
+      if (hides(unit, block, window)) step<true>(unit, block, scale, window);
+      else step<false>(unit, block, scale, window);
     }
     if (unit.end % KEYS != 0) clear_values_behind(unit.end % KEYS);
     ask_sums();
@@ -271,35 +307,30 @@ struct Team {
       const float share = all > 0.f ? 1.f / all : 0.f;  // rows that are no query's may have seen nothing
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 8; ++i)
-        *(uint32*)(piece(row + half * 8, i) + lane % 4 * 4) =
+        *(uint32*)(shared.piece(query_place.at, row + half * 8, i) + lane % 4 * 4) =
             rounded(sums[i * 4 + half * 2] * share, sums[i * 4 + half * 2 + 1] * share);
     }
     meet();
 #pragma unroll
     for (int i = 0; i < 64 * kPieces / 128; ++i) {
       const int at = i * 128 + thread(), from = first_row() + at / kPieces, number = at % kPieces;
+      Element* const to = out + (token_of(unit, from) * (long long)kHeads + head_of(unit, from)) * HEAD_DIM;
       if (is_query(unit, from))
-        *(Word4*)(out + ((unit.first_token + from / GROUP) * (long long)kHeads + unit.kv_head * GROUP + from % GROUP) *
-                            HEAD_DIM +
-                  number * 8) = *(const Word4*)piece(from, number);
+        *(Word4*)(to + number * 8) = *(const Word4*)shared.piece(query_place.at, from, number);
     }
     meet();
+    if (thread() == 0) arrive_here(&shared.queries_are_done[query_place.at]);
+    query_place.advance();
   }
 };
 
-__device__ __forceinline__ void attend_all(Shared& shared, const Element* q, Element* out, float scale,
-                                           long long token_stride, int num_tokens, int window) {
+__device__ __forceinline__ void attend_all(Shared& shared, Element* out, float scale, int num_tokens, int window) {
   Team team{shared, (int)threadIdx.x / 128};
-  if (team.team == kTeams - 1) come_to_meeting(kTurns, kMultiplying);
+  if (TURNS && team.team == kTeams - 1) come_to_meeting(kTurns, kMultiplying);
   Place<2> in_ring;
   for (;;) {
-    wait_for_bytes(&shared.unit_is_there[in_ring.at], in_ring.odd);
-    const Unit unit = shared.units[in_ring.at];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive_here(&shared.unit_is_read[in_ring.at]);
-    in_ring.advance();
+    const Unit unit = next_unit(shared, in_ring);
     if (unit.end == 0) break;
-    team.load_queries(unit, q, token_stride);
     team.attend(unit, scale, window);
     team.store(unit, out);
   }
@@ -330,20 +361,29 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         make_count_of(&shared.values_are_there[i], 1);
         make_count_of(&shared.values_are_read[i], kTeams);
       }
+      for (int i = 0; i < QUERY_PLACES; ++i) {
+        make_count_of(&shared.queries_are_there[i], kBringing / 32);
+        make_count_of(&shared.queries_are_done[i], kTeams);
+      }
       for (int i = 0; i < 2; ++i) {
         make_count_of(&shared.unit_is_there[i], 1);
-        make_count_of(&shared.unit_is_read[i], kMultiplying / 32);
+        make_count_of(&shared.unit_is_read[i], (kMultiplying + kBringing) / 32);
       }
     }
     units.make(num_requests);
   }
   __syncthreads();
-  wait_for_previous();
   if (is_multiplying) {
-    take_registers<240>();
-    attend_all(shared, q, out, scale, token_stride, num_tokens, window);
+    take_registers<232>();
+    wait_for_previous();
+    attend_all(shared, out, scale, num_tokens, window);
   } else {
-    give_up_registers<24>();
-    if (is_fetching) fetch_all(shared, units, Fetcher{shared, keys, values}, page_table, page_table_stride, counter);
+    give_up_registers<40>();
+    if (is_fetching) {
+      fetch_all(shared, units, Fetcher{shared, keys, values}, page_table, page_table_stride, counter);
+    } else {
+      wait_for_previous();
+      bring_all(shared, q, token_stride);
+    }
   }
 }

@@ -9,7 +9,8 @@ constexpr int kTeams = 2;                           // of four warps, which mult
 constexpr int kRows = kTeams * 64;                  // of a tile
 constexpr int kQueries = kRows / GROUP;             // of a tile, each with the heads that share a KV head
 constexpr int kMultiplying = kTeams * 128;          // threads
-constexpr int kThreads = kMultiplying + 128;        // one warp of the others asks for tiles
+constexpr int kThreads = kMultiplying + 128;        // of the others one warp asks for keys, three bring queries
+constexpr int kBringing = 96;
 constexpr int kBoxes = HEAD_DIM / 64;               // beside each other
 constexpr int kPages = KEYS / 16;                   // of a block of keys
 constexpr int kKeyBox = KEYS * 128, kQueryBox = kRows * 128;
@@ -32,18 +33,29 @@ struct Unit {
 };
 
 struct Shared {
-  char queries[kBoxes * kQueryBox];  // results take their place
+  char queries[QUERY_PLACES][kBoxes * kQueryBox];  // results take their place
   char keys[STAGES][kBlockBytes];
   char values[STAGES][kBlockBytes];
   ByteCount keys_are_there[STAGES], keys_are_read[STAGES];
   ByteCount values_are_there[STAGES], values_are_read[STAGES];
+  ByteCount queries_are_there[QUERY_PLACES], queries_are_done[QUERY_PLACES];
   ByteCount unit_is_there[2], unit_is_read[2];
   Unit units[2];
   int ends[MAX_REQUESTS];  // tiles of requests up to each, with it
   int num_tokens;          // of all requests
+
+  // 16 bytes of a row of queries, as tiles lie.
+  __device__ __forceinline__ char* piece(int place, int row, int number) {
+    return queries[place] + number / 8 * kQueryBox + row * 128 + (number % 8 ^ row % 8) * 16;
+  }
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
+
+// The heads of a row of a tile, in a tensor of all tokens; rows that are no query's have none.
+__device__ __forceinline__ bool is_query(const Unit& unit, int row) { return row / GROUP < unit.num_queries; }
+__device__ __forceinline__ int token_of(const Unit& unit, int row) { return unit.first_token + row / GROUP; }
+__device__ __forceinline__ int head_of(const Unit& unit, int row) { return unit.kv_head * GROUP + row % GROUP; }
 
 // Which of a ring's places is next, and whether it has been used an odd number of times.
 template <int kPlaces>

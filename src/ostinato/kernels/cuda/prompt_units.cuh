@@ -1,9 +1,11 @@
 // The list of tiles of queries: see prompt_attention.cu. One warp works it out from the lengths of the requests.
 //
-// All tiles of a KV head come before those of the next, so that its keys are still in L2; of one head the last ones
-// first, because late queries of a prompt see most keys.
+// The last tiles come first, because late queries of a prompt see most keys, and so the longest work begins first. Of
+// long contexts, only some KV heads at a time, whose keys and values stay in L2.
 #pragma once
 #include "prompt_layout.cuh"
+
+constexpr int kKeptInL2 = KEPT_MB << 20;  // bytes
 
 __device__ __forceinline__ int sum_up_to_lane(int v, int lane) {
 #pragma unroll
@@ -18,15 +20,20 @@ struct Units {
   Shared& shared;
   const int *req_rows, *seq_lens, *query_starts, *query_lens;
   int window, num_tiles, count;
+  int heads;  // KV heads at a time
 
   __device__ __forceinline__ void make(int num_requests) {
     const int lane = threadIdx.x % 32;
-    int lengths[kSegments];
+    int lengths[kSegments], longest = 1;
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) {
       const int request = s * 32 + lane;
       lengths[s] = request < num_requests ? __ldg(query_lens + request) : 0;
+      longest = max(longest, request < num_requests ? __ldg(seq_lens + request) : 0);
     }
+    for (int by = 1; by < 32; by *= 2) longest = max(longest, __shfl_xor_sync(kAll, longest, by));
+    heads = KV_HEADS;
+    while (heads % 2 == 0 && (long long)longest * heads * (HEAD_DIM * 4) > kKeptInL2) heads /= 2;
     int tiles = 0, tokens = 0;
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) {
@@ -47,8 +54,9 @@ struct Units {
     u.end = 0;
     if (number >= count) return u;
     const int lane = threadIdx.x % 32;
-    u.kv_head = number / num_tiles;
-    const int tile = num_tiles - 1 - number % num_tiles;
+    const int in_section = number % (num_tiles * heads);
+    u.kv_head = number / (num_tiles * heads) * heads + in_section % heads;
+    const int tile = num_tiles - 1 - in_section / heads;
     int request = 0, before = 0;
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) {

@@ -89,6 +89,14 @@ __device__ __forceinline__ void wait_for_products(float (&d)[kNumber]) {
 }
 
 // `beside`: from 64 columns to the next 64, in bytes; read only where columns are taken for rows.
+// The same, when `ready`, which is never negative, has been worked out, and no sooner. The assembler moves a wait up to
+// where nothing stands in its way, and work that should be done in the meantime behind it.
+template <int kNumber>
+__device__ __forceinline__ void wait_for_products_when(float ready, float (&d)[kNumber]) {
+  asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p trap; }" ::"f"(ready) : "memory");
+  wait_for_products(d);
+}
+
 __device__ __forceinline__ unsigned long long described(uint32 tile, uint32 beside = 16) {
   constexpr unsigned long long kRowsBy8 = 1024 >> 4, kOrder128 = 1;  // distance of 8 rows, and how 16 bytes lie
   return (tile & 0x3ffff) >> 4 | (unsigned long long)(beside >> 4) << 16 | kRowsBy8 << 32 | kOrder128 << 62;
