@@ -42,11 +42,12 @@ BATCHES: dict[str, Requests] = {
 """(context, queries) of the requests."""
 
 
-def batch_of(requests: Requests, padded_requests: int = 0) -> AttentionBatch:
-    """On the device; pages in no order."""
+def batch_of(requests: Requests, padded_requests: int = 0, *, in_order: bool = False) -> AttentionBatch:
+    """On the device; pages in no order, or one behind the other."""
     longest = max(context for context, _ in requests)
     pages_each = -(-longest // PAGE_SIZE)
     order = torch.randperm(len(requests) * pages_each, generator=torch.Generator().manual_seed(1)) + 1
+    order = order.sort().values if in_order else order
     table = torch.zeros(len(requests) + 1, pages_each, dtype=torch.int64)
     table[1:] = order.view(len(requests), pages_each)
     contexts, lengths = (torch.tensor(column) for column in zip(*requests, strict=True))
@@ -75,9 +76,11 @@ def flops_of(requests: Requests, num_heads: int) -> float:
     return 4.0 * seen * num_heads * HEAD_DIM
 
 
-def paged(requests: Requests, heads: tuple[int, int]) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def paged(
+    requests: Requests, heads: tuple[int, int], *, in_order: bool = False
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Attention by CUDA C++, and by Triton."""
-    batch = batch_of(requests, padded_requests=256 - len(requests))
+    batch = batch_of(requests, padded_requests=256 - len(requests), in_order=in_order)
     pages = int(batch.page_table.max()) + 1
     k_cache, v_cache = torch.randn(
         2, pages, PAGE_SIZE, heads[1], HEAD_DIM, device="cuda", dtype=torch.bfloat16
@@ -114,8 +117,10 @@ def contiguous(requests: Requests, heads: tuple[int, int], backend: SDPBackend) 
 def row_of(name: str, requests: Requests, heads: tuple[int, int]) -> dict[str, Any]:
     """TFLOP/s of each, in turns."""
     by_cuda, by_triton = paged(requests, heads)
+    in_order, _ = paged(requests, heads, in_order=True)
     ways: dict[str, Callable[[], Tensor] | None] = {
         "cuda": by_cuda,
+        "cuda, pages in order": in_order,
         "triton": by_triton,
         "sdpa flash": contiguous(requests, heads, SDPBackend.FLASH_ATTENTION),
         "sdpa cudnn": contiguous(requests, heads, SDPBackend.CUDNN_ATTENTION),

@@ -146,14 +146,17 @@ def _standard_headers() -> str:
 
 def _tensor_map(given: TileMap) -> ctypes.Array[ctypes.c_int64]:
     """As `warpgroup.cuh` here has it: what a driver would refuse is refused here, too."""
-    matrix, (rows, columns) = given.matrix, given.box
-    size, stride = matrix.element_size(), matrix.stride(0) * matrix.element_size()
-    assert matrix.dtype in (torch.bfloat16, torch.float16)
-    assert matrix.stride(1) == 1, "columns must be neighbours"
-    assert matrix.data_ptr() % 16 == stride % 16 == 0, "not aligned"
-    assert columns in range(1, 257), given
-    assert rows in range(1, 257), given
-    return (ctypes.c_int64 * 7)(matrix.data_ptr(), *matrix.shape[::-1], size, stride, columns, rows)
+    tensor = given.matrix
+    assert tensor.dtype in (torch.bfloat16, torch.float16)
+    assert tensor.stride(-1) == 1, "columns must be neighbours"
+    assert tensor.dim() == len(given.box) <= 4
+    strides = [stride * tensor.element_size() for stride in tensor.stride()[::-1]]
+    assert tensor.data_ptr() % 16 == 0 == sum(stride % 16 for stride in strides[1:]), "not aligned"
+    assert all(size in range(1, 257) for size in given.box), given
+    missing = 4 - tensor.dim()
+    sizes, box = tensor.shape[::-1], given.box[::-1]
+    values = [(*sizes, *[1] * missing), (*strides, *[0] * missing), (*box, *[1] * missing)]
+    return (ctypes.c_int64 * 14)(tensor.data_ptr(), tensor.dim(), *(v for of in values for v in of))
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -5,7 +5,7 @@
 // What `emulated.py` makes of a TileMap.
 struct TensorMap {
   const char* data;
-  long long sizes[2], strides[2], box[2];  // columns and rows; strides in bytes
+  long long dimensions, sizes[4], strides[4], box[4];  // columns first, then rows; strides in bytes
 };
 
 static char* memory_of_tiles() { return dynamic_shared(); }
@@ -14,14 +14,20 @@ static char* memory_of_tiles() { return dynamic_shared(); }
 
 static void fetch_map(const TensorMap&) {}
 
-static void copy_box(void* to, const TensorMap& map, int column, int row, ByteCount* count) {
+// Beginning at these coordinates, the innermost first.
+static void copy_any(void* to, const TensorMap& map, std::vector<long long> from, ByteCount* count) {
   if (map.box[0] != 64) emulator::fail("a row of a tile has 64 elements");
+  if (map.dimensions != (long long)from.size()) emulator::fail("a box of as many dimensions as its tensor");
   if (shared_address(to) % 1024 != 0) emulator::fail("a tile begins at a multiple of 1,024 bytes");
-  std::vector<char> tile(map.box[1] * 128);
-  for (long long r = 0; r < map.box[1] && row + r < map.sizes[1]; ++r) {
-    for (int i = 0; i < 8 && column + i * 8 < map.sizes[0]; ++i) {
-      const char* const from = map.data + (row + r) * map.strides[1] + column * map.strides[0];
-      const Word4 v = emulator::load_global<Word4>(from + i * 16);
+  from.resize(4);
+  std::vector<char> tile(map.box[1] * map.box[2] * map.box[3] * 128);
+  for (size_t r = 0; r < tile.size() / 128; ++r) {
+    const long long at[3] = {from[1] + (long long)r % map.box[1], from[2] + (long long)r / map.box[1] % map.box[2],
+                             from[3] + (long long)r / map.box[1] / map.box[2]};
+    if (at[0] >= map.sizes[1] || at[1] >= map.sizes[2] || at[2] >= map.sizes[3]) continue;
+    const char* const row = map.data + at[0] * map.strides[1] + at[1] * map.strides[2] + at[2] * map.strides[3];
+    for (int i = 0; i < 8 && from[0] + i * 8 < map.sizes[0]; ++i) {
+      const Word4 v = emulator::load_global<Word4>(row + from[0] * map.strides[0] + i * 16);
       memcpy(tile.data() + r * 128 + (i ^ r % 8) * 16, &v, 16);
     }
   }
@@ -32,6 +38,12 @@ static void copy_box(void* to, const TensorMap& map, int column, int row, ByteCo
   there.sent.push_back({place, tile});
   there.missing -= (int)tile.size();
   emulator::deliver_if_complete(there);
+}
+static void copy_box(void* to, const TensorMap& map, int column, int row, ByteCount* count) {
+  copy_any(to, map, {column, row}, count);
+}
+static void copy_boxes(void* to, const TensorMap& map, int inner, int outer, ByteCount* count) {
+  copy_any(to, map, {0, 0, inner, outer}, count);
 }
 
 static void show_to_copies() {}
@@ -89,30 +101,31 @@ static void wait_for_products_when(float ready, float (&d)[kNumber]) {
 }
 
 // The element of a tile, `first` being where its 16 columns begin.
-static float of_tile(uint32 first, int row, int column) {
+static float of_tile(uint32 first, int row, int column, uint32 groups) {
   const uint32 tile = first / 1024 * 1024, sixteenth = first % 1024 / 16 + column / 8;
   if (first % 1024 % 32 != 0 || sixteenth > 7) emulator::fail("16 columns of a tile do not begin there");
-  const char* const place = emulator::shared_at(tile + row * 128 + (sixteenth ^ row % 8) * 16, 16);
+  const uint32 at = tile + row / 8 * groups + row % 8 * 128;
+  const char* const place = emulator::shared_at(at + (sixteenth ^ row % 8) * 16, 16);
   return as_float(((const Element*)place)[column % 8]);
 }
 
 template <int kHalf>
-static void multiply_tiles(float (&d)[kHalf], uint32 a, uint32 b) {
+static void multiply_tiles(float (&d)[kHalf], uint32 a, uint32 b, uint32 b_groups = 1024) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  emulator::current->products.push_back([&d, a, b, lane, warp] {
+  emulator::current->products.push_back([&d, a, b, b_groups, lane, warp] {
     for (int i = 0; i < kHalf; ++i) {
       const int row = warp * 16 + i / 2 % 2 * 8 + lane / 4, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      for (int k = 0; k < 16; ++k) d[i] += of_tile(a, row, k) * of_tile(b, column, k);
+      for (int k = 0; k < 16; ++k) d[i] += of_tile(a, row, k, 1024) * of_tile(b, column, k, b_groups);
     }
   });
 }
 
 template <int kHalf>
-static void multiply_tiles_anew(float (&d)[kHalf], uint32 a, uint32 b) {
+static void multiply_tiles_anew(float (&d)[kHalf], uint32 a, uint32 b, uint32 b_groups = 1024) {
   emulator::current->products.push_back([&d] {
     for (float& x : d) x = 0;
   });
-  multiply_tiles(d, a, b);
+  multiply_tiles(d, a, b, b_groups);
 }
 
 // The four registers of the lanes that share a thread's rows.
@@ -121,20 +134,20 @@ struct RowFactors {
 };
 
 template <int kHalf>
-static void multiply_columns(float (&d)[kHalf], const uint32* a, uint32 tile, uint32 beside) {
-  if (tile % 2048 != 0) emulator::fail("16 rows of a tile do not begin there");
+static void multiply_columns(float (&d)[kHalf], const uint32* a, uint32 tile, uint32 groups, uint32 beside) {
+  if (tile % 1024 != 0) emulator::fail("16 rows of a tile do not begin there");
   const int lane = threadIdx.x % 32;
   const RowFactors* const lanes = emulator::from_all_lanes(RowFactors{{a[0], a[1], a[2], a[3]}});
   RowFactors quad[4];
   memcpy(quad, lanes + lane / 4 * 4, sizeof(quad));
   emulator::current->products.push_back([&d, quad0 = quad[0], quad1 = quad[1], quad2 = quad[2], quad3 = quad[3],
-                                         tile, beside, lane] {
+                                         tile, groups, beside, lane] {
     const RowFactors quad[4] = {quad0, quad1, quad2, quad3};
     for (int i = 0; i < kHalf; ++i) {
       const int half = i / 2 % 2, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
       for (int k = 0; k < 16; ++k) {
         const uint32 pair = quad[k % 8 / 2].a[half + k / 8 * 2];
-        const uint32 row = tile + column / 64 * beside + k * 128;
+        const uint32 row = tile + column / 64 * beside + k / 8 * groups + k % 8 * 128;
         const char* const place = emulator::shared_at(row + (column % 64 / 8 ^ k % 8) * 16, 16);
         d[i] += (k % 2 ? high(pair) : low(pair)) * as_float(((const Element*)place)[column % 8]);
       }

@@ -18,12 +18,11 @@ THREADS = 384
 _ROWS = 128
 _BOX = 64
 """Elements of a head that are copied at a time."""
+_GROUP = 8
+"""Keys that lie together, for each of these boxes."""
 _MOST_GROUP = 64
 _MOST_REQUESTS = 1024
 _STAGES = 2
-TURNS = 1
-KEPT_MB = 24
-KEYS = None
 
 
 def serves(q: Tensor, k_cache: Tensor, num_requests: int) -> bool:
@@ -63,15 +62,14 @@ def attend_queries(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_requests = k_cache.size(2), req_rows.size(0)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kernel, shared_bytes = prompt_kernel(num_heads, num_kv_heads, head_dim, num_requests, q.dtype)
+    kernel, keys, shared_bytes = prompt_kernel(num_heads, num_kv_heads, head_dim, num_requests, q.dtype)
     queries = _ROWS * num_kv_heads // num_heads
     tiles = (cdiv(num_tokens, queries) + num_requests) * num_kv_heads
     kernel.launch(
         grid=(min(tiles, gpu_of(q.device).multiprocessors), 1, 1),
         block=THREADS,
         args=(
-            _boxes(k_cache),
-            _boxes(v_cache),
+            *(_boxes(cache, rows) for rows in (PAGE_SIZE, keys) for cache in (k_cache, v_cache)),
             q,
             out,
             counters_of(k_cache),
@@ -94,9 +92,9 @@ def attend_queries(
 
 def prompt_kernel(
     num_heads: int, num_kv_heads: int, head_dim: int, num_requests: int, dtype: torch.dtype
-) -> tuple[CudaKernel, int]:
-    """The kernel for a batch, and the shared memory of a program."""
-    keys = KEYS or (64 if head_dim > 128 else 128)
+) -> tuple[CudaKernel, int, int]:
+    """The kernel for a batch, the keys that it takes at a time, and the shared memory of a program."""
+    keys = 64 if head_dim > 128 else 128
     requests = max(32, request_block_of(num_requests))
     # As the source lays it out: queries and rings, counts, units, ends of requests.
     query_places = 1 if head_dim > 128 else 2
@@ -113,13 +111,14 @@ def prompt_kernel(
         QUERY_PLACES=query_places,
         MAX_REQUESTS=requests,
         SHARED_BYTES=shared_bytes,
-        TURNS=TURNS,
-        KEPT_MB=KEPT_MB,
         HALF=dtype == torch.float16,
     )
-    return kernel, shared_bytes
+    return kernel, keys, shared_bytes
 
 
-def _boxes(cache: Tensor) -> TileMap:
-    """Keys or values as a matrix of a row for each position."""
-    return TileMap(cache.view(-1, cache.size(2) * cache.size(3)), (PAGE_SIZE, _BOX))
+def _boxes(cache: Tensor, keys: int) -> TileMap:
+    """So many keys, or values, of a head at a time: 8 of them, 64 elements each, lie together in the copy."""
+    num_kv_heads, head_dim = cache.shape[2:]
+    boxes = head_dim // _BOX
+    groups = cache.view(-1, _GROUP, num_kv_heads * boxes, _BOX).transpose(1, 2)
+    return TileMap(groups, (keys // _GROUP, boxes, _GROUP, _BOX))

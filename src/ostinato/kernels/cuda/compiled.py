@@ -36,11 +36,14 @@ _MAX_STATIC_SHARED = 48 << 10
 
 @dataclass(frozen=True)
 class TileMap:
-    """A matrix as a kernel copies it, in boxes (`TensorMap` in `warpgroup.cuh`); its rows may lie apart."""
+    """A matrix as a kernel copies it, in boxes (`TensorMap` in `warpgroup.cuh`); its rows may lie apart.
+
+    Or a tensor of up to five dimensions.
+    """
 
     matrix: Tensor
-    box: tuple[int, int]
-    """Rows and columns."""
+    box: tuple[int, ...]
+    """Rows and columns, or a size for each dimension."""
 
 
 Argument = Tensor | TileMap | int | float
@@ -220,26 +223,28 @@ def _as_word(argument: Argument) -> int:
 def _encoded_map(given: TileMap) -> Any:
     """A driver's tensor map of elements of 16 bits; a launch copies it."""
     matrix = given.matrix
-    rows, columns = matrix.shape
-    row_bytes = (columns if rows == 1 else matrix.stride(0)) * matrix.element_size()
+    strides = [stride * matrix.element_size() for stride in matrix.stride()[:-1]]
+    if matrix.size(0) == 1:  # there is no next one
+        strides[0] = matrix.size(-1) * matrix.element_size()
     assert matrix.dtype in (torch.bfloat16, torch.float16), matrix.dtype
-    assert matrix.stride(1) == 1, "columns must be neighbours"
-    assert matrix.data_ptr() % 16 == row_bytes % 16 == 0, "rows must begin at multiples of 16 bytes"
-    return _encoded(matrix.data_ptr(), rows, columns, row_bytes, *given.box)
+    assert matrix.stride(-1) == 1, "columns must be neighbours"
+    assert matrix.dim() == len(given.box), (matrix.shape, given.box)
+    assert all(at % 16 == 0 for at in (matrix.data_ptr(), *strides)), "rows must begin at multiples of 16 bytes"
+    return _encoded(matrix.data_ptr(), tuple(matrix.shape), tuple(strides), given.box)
 
 
 @lru_cache(1 << 12)
-def _encoded(address: int, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int) -> Any:
+def _encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
     driver = _driver()
     return _check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            2,
+            len(shape),
             address,
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(row_bytes)],
-            [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
-            [driver.cuuint32_t(1)] * 2,
+            [driver.cuuint64_t(size) for size in reversed(shape)],
+            [driver.cuuint64_t(stride) for stride in reversed(strides)],
+            [driver.cuuint32_t(size) for size in reversed(box)],
+            [driver.cuuint32_t(1)] * len(shape),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -35,25 +35,35 @@ __device__ __forceinline__ Unit next_unit(Shared& shared, Place<2>& in_ring) {
 
 struct Fetcher {
   Shared& shared;
-  const TensorMap &keys, &values;
+  const TensorMap &keys, &values;              // in boxes of a page
+  const TensorMap &many_keys, &many_values;    // of as many pages as a block has
   Place<STAGES> place;
 
-  // Pages that lie behind the last key are not asked for.
+  // Pages that lie behind the last key are not asked for. Where those of a block lie one behind the other, as they
+  // mostly do in a cache that is not full, they come together.
   __device__ __forceinline__ void block(const Unit& unit, int block, int page, bool is_first_round) {
     const int lane = threadIdx.x % 32;
     const int pages = min(kPages, (unit.end - block * KEYS + 15) / 16);
-    const int box = lane / kPages, in_block = lane % kPages;
-    const int column = unit.kv_head * HEAD_DIM + box * 64, to = box * kKeyBox + in_block * (16 * 128);
-    const bool is_mine = box < kBoxes && in_block < pages;
+    const bool is_apart = page != __shfl_sync(kAll, page, 0) + lane % kPages;
+    const bool is_row = pages == kPages && __ballot_sync(kAll, is_apart) == 0;
+    const Asked asked{unit.kv_head * kBoxes, page * 2, pages * kPageBytes, lane < (is_row ? 1 : pages)};
     if (!is_first_round) wait_for_bytes(&shared.keys_are_read[place.at], !place.odd);
-    if (lane == 0) expect_bytes(&shared.keys_are_there[place.at], pages * kPageBytes);
-    __syncwarp();
-    if (is_mine) copy_box(shared.keys[place.at] + to, keys, column, page * 16, &shared.keys_are_there[place.at]);
+    copy(asked, shared.keys[place.at], is_row ? many_keys : keys, &shared.keys_are_there[place.at]);
     if (!is_first_round) wait_for_bytes(&shared.values_are_read[place.at], !place.odd);
-    if (lane == 0) expect_bytes(&shared.values_are_there[place.at], pages * kPageBytes);
-    __syncwarp();
-    if (is_mine) copy_box(shared.values[place.at] + to, values, column, page * 16, &shared.values_are_there[place.at]);
+    copy(asked, shared.values[place.at], is_row ? many_values : values, &shared.values_are_there[place.at]);
     place.advance();
+  }
+
+  struct Asked {
+    int box, group, bytes;  // bytes: by all lanes
+    bool is_by_me;
+  };
+
+  __device__ __forceinline__ void copy(const Asked& asked, char* to, const TensorMap& map, ByteCount* count) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) expect_bytes(count, asked.bytes);
+    __syncwarp();
+    if (asked.is_by_me) copy_boxes(to + lane * kPageBytes, map, asked.box, asked.group, count);
   }
 };
 
@@ -101,7 +111,7 @@ __device__ __forceinline__ void fetch_all(Shared& shared, const Units& units, Fe
 // ---- the warps that bring queries ----
 
 __device__ __forceinline__ void bring_all(Shared& shared, const Element* q, long long token_stride) {
-  constexpr int kPieces = HEAD_DIM / 8, kAtOnce = 4;
+  constexpr int kPieces = HEAD_DIM / 8;
   const int thread = (int)threadIdx.x - (kThreads - kBringing);
   Place<2> in_ring;
   Place<QUERY_PLACES> place;
@@ -109,22 +119,13 @@ __device__ __forceinline__ void bring_all(Shared& shared, const Element* q, long
     const Unit unit = next_unit(shared, in_ring);
     if (unit.end == 0) return;
     if (n >= QUERY_PLACES) wait_for_bytes(&shared.queries_are_done[place.at], !place.odd);
-    for (int first = thread; first < kRows * kPieces; first += kBringing * kAtOnce) {
-      Word4 v[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int at = first + i * kBringing, row = at / kPieces;
-        v[i] = Word4{0, 0, 0, 0};
-        if (at < kRows * kPieces && is_query(unit, row))
-          v[i] = load_four_words(q + token_of(unit, row) * token_stride + head_of(unit, row) * HEAD_DIM +
-                                 at % kPieces * 8);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int at = first + i * kBringing;
-        if (at < kRows * kPieces) *(Word4*)shared.piece(place.at, at / kPieces, at % kPieces) = v[i];
-      }
+    for (int at = thread; at < kRows * kPieces; at += kBringing) {
+      const int row = at / kPieces, number = at % kPieces;
+      const bool is_there = is_query(unit, row);
+      const Element* const head = is_there ? q + token_of(unit, row) * token_stride + head_of(unit, row) * HEAD_DIM : q;
+      copy_piece_if(shared_address(shared.piece(place.at, row, number)), head + number * 8, is_there);
     }
+    wait_for_copies();
     show_to_copies();
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive_here(&shared.queries_are_there[place.at]);
@@ -155,10 +156,10 @@ struct Team {
     const uint32 queries = shared_address(shared.queries[query_place.at]) + first_row() * 128;
     const uint32 keys = shared_address(shared.keys[key_place.at]);
     begin_products();
-    multiply_tiles_anew(scores, queries, keys);
+    multiply_tiles_anew(scores, queries, keys, kKeyGroup);
 #pragma unroll
     for (int k = 1; k < HEAD_DIM / 16; ++k)
-      multiply_tiles(scores, queries + k / 4 * kQueryBox + k % 4 * 32, keys + k / 4 * kKeyBox + k % 4 * 32);
+      multiply_tiles(scores, queries + k / 4 * kQueryBox + k % 4 * 32, keys + k / 4 * kKeyBox + k % 4 * 32, kKeyGroup);
     end_products();
   }
 
@@ -172,7 +173,7 @@ struct Team {
     const uint32 values = shared_address(shared.values[value_place.at]);
     begin_products();
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) multiply_rows_of_values(k, values + k * (16 * 128));
+    for (int k = 0; k < KEYS / 16; ++k) multiply_rows_of_values(k, values + k * kPageBytes);
     end_products();
   }
 
@@ -181,7 +182,7 @@ struct Team {
 #pragma unroll
     for (int column = 0; column < HEAD_DIM; column += kAtOnce)
       multiply_columns(*(float(*)[kAtOnce / 2])(sums + column / 2), weights + k * 4, rows + column / 64 * kKeyBox,
-                       kKeyBox);
+                       kKeyGroup, kKeyBox);
   }
 
   __device__ __forceinline__ void say_values_are_read() {
@@ -192,10 +193,10 @@ struct Team {
   // Values behind the last key are whatever was there; not even a weight of zero would remove a NaN.
   __device__ __forceinline__ void clear_values_behind(int end_in_block) {
     wait_for_bytes(&shared.values_are_there[value_place.at], value_place.odd);
-    char* const values = shared.values[value_place.at];
     for (int at = end_in_block * 8 + thread(); at < KEYS * 8; at += 128) {
+      char* const row = shared.values[value_place.at] + at / 64 * kKeyGroup + at % 64 * 16;
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) *(Word4*)(values + box * kKeyBox + at * 16) = Word4{0, 0, 0, 0};
+      for (int box = 0; box < kBoxes; ++box) *(Word4*)(row + box * kKeyBox) = Word4{0, 0, 0, 0};
     }
     show_to_copies();
     meet();
@@ -257,13 +258,7 @@ struct Team {
   template <bool kHides>
   __device__ __forceinline__ void step(const Unit& unit, int block, float scale, int window) {
     float factor[2];
-    if (TURNS) wait_at_meeting(kTurns + team, kMultiplying);
-    ask_scores();
-    ask_sums();
-    if (TURNS) come_to_meeting(kTurns + (team + 1) % kTeams, kMultiplying);
-    wait_for_all_but_last();
-    keep_in_order(scores);
-    say_keys_are_read();
+    ask_both();
     if (kHides) hide(unit, block, window);
     weigh(scale, factor);
     wait_for_products_when(total[0] + total[1], sums);
@@ -272,42 +267,92 @@ struct Team {
     round_weights();
   }
 
-  __device__ __forceinline__ void attend(const Unit& unit, float scale, int window) {
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.f;
+  // In turns with the other team. The scores are there afterwards.
+  __device__ __forceinline__ void ask_both() {
+    wait_at_meeting(kTurns + team, kMultiplying);
+    ask_scores();
+    ask_sums();
+    come_to_meeting(kTurns + (team + 1) % kTeams, kMultiplying);
+    wait_for_all_but_last();
+    keep_in_order(scores);
+    say_keys_are_read();
+  }
+
+  // The first scores of a tile, which are weighed as if something had been seen before.
+  __device__ __forceinline__ void weigh_first(const Unit& unit, float scale, int window) {
+    float factor[2];
     most[0] = most[1] = nothing();
     total[0] = total[1] = 0.f;
-    float factor[2];
+    hide(unit, unit.first_block, window);
+    weigh(scale, factor);
+  }
+
+  // The first scores of a first tile.
+  __device__ __forceinline__ void begin(const Unit& unit, float scale, int window) {
     wait_for_bytes(&shared.queries_are_there[query_place.at], query_place.odd);
     ask_scores();
     wait_for_products(scores);
     say_keys_are_read();
-    if (hides(unit, unit.first_block, window)) hide(unit, unit.first_block, window);
-    weigh(scale, factor);
+    weigh_first(unit, scale, window);
     round_weights();
+    clear_sums();
+  }
+
+  // All other scores of a tile, and all sums but the last.
+  __device__ __forceinline__ void go_on(const Unit& unit, float scale, int window) {
     for (int block = unit.first_block + 1; block < unit.end_block; ++block) {
       if (hides(unit, block, window)) step<true>(unit, block, scale, window);
       else step<false>(unit, block, scale, window);
     }
     if (unit.end % KEYS != 0) clear_values_behind(unit.end % KEYS);
+  }
+
+  // The last sums of a tile, and the first scores of the next one.
+  __device__ __forceinline__ void change(const Unit& unit, const Unit& next, Element* out, float scale, int window) {
+    if (QUERY_PLACES == 1) {
+      end(unit, out);
+      query_place.advance();
+      begin(next, scale, window);
+      return;
+    }
+    const int place = query_place.at;
+    query_place.advance();
+    wait_for_bytes(&shared.queries_are_there[query_place.at], query_place.odd);
+    ask_both();
+    const float totals[2] = {total[0], total[1]};
+    weigh_first(next, scale, window);
+    wait_for_products_when(total[0] + total[1], sums);
+    say_values_are_read();
+    store(unit, place, totals, out);
+    round_weights();
+    clear_sums();
+  }
+
+  __device__ __forceinline__ void end(const Unit& unit, Element* out) {
     ask_sums();
     wait_for_products(sums);
     say_values_are_read();
+    store(unit, query_place.at, total, out);
+  }
+
+  __device__ __forceinline__ void clear_sums() {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.f;
   }
 
   // By way of the place of the queries, so that whole rows are written.
-  __device__ __forceinline__ void store(const Unit& unit, Element* out) {
+  __device__ __forceinline__ void store(const Unit& unit, int place, const float (&totals)[2], Element* out) const {
     constexpr int kPieces = HEAD_DIM / 8;
     const int row = own_row(), lane = thread() % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float all = total[half];
+      float all = totals[half];
       all += __shfl_xor_sync(kAll, all, 1);
       all += __shfl_xor_sync(kAll, all, 2);
       const float share = all > 0.f ? 1.f / all : 0.f;  // rows that are no query's may have seen nothing
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 8; ++i)
-        *(uint32*)(shared.piece(query_place.at, row + half * 8, i) + lane % 4 * 4) =
+        *(uint32*)(shared.piece(place, row + half * 8, i) + lane % 4 * 4) =
             rounded(sums[i * 4 + half * 2] * share, sums[i * 4 + half * 2 + 1] * share);
     }
     meet();
@@ -316,23 +361,28 @@ struct Team {
       const int at = i * 128 + thread(), from = first_row() + at / kPieces, number = at % kPieces;
       Element* const to = out + (token_of(unit, from) * (long long)kHeads + head_of(unit, from)) * HEAD_DIM;
       if (is_query(unit, from))
-        *(Word4*)(to + number * 8) = *(const Word4*)shared.piece(query_place.at, from, number);
+        *(Word4*)(to + number * 8) = *(const Word4*)shared.piece(place, from, number);
     }
     meet();
-    if (thread() == 0) arrive_here(&shared.queries_are_done[query_place.at]);
-    query_place.advance();
+    if (thread() == 0) arrive_here(&shared.queries_are_done[place]);
   }
 };
 
 __device__ __forceinline__ void attend_all(Shared& shared, Element* out, float scale, int num_tokens, int window) {
   Team team{shared, (int)threadIdx.x / 128};
-  if (TURNS && team.team == kTeams - 1) come_to_meeting(kTurns, kMultiplying);
+  if (team.team == kTeams - 1) come_to_meeting(kTurns, kMultiplying);
   Place<2> in_ring;
-  for (;;) {
-    const Unit unit = next_unit(shared, in_ring);
-    if (unit.end == 0) break;
-    team.attend(unit, scale, window);
-    team.store(unit, out);
+  Unit unit = next_unit(shared, in_ring);
+  if (unit.end > 0) {
+    team.begin(unit, scale, window);
+    for (;;) {
+      team.go_on(unit, scale, window);
+      const Unit next = next_unit(shared, in_ring);
+      if (next.end == 0) break;
+      team.change(unit, next, out, scale, window);
+      unit = next;
+    }
+    team.end(unit, out);
   }
   // Padded tokens get zeros.
   constexpr int kPieces = kHeads * HEAD_DIM / 8;
@@ -342,7 +392,8 @@ __device__ __forceinline__ void attend_all(Shared& shared, Element* out, float s
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attend(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const Element* q,
+    attend(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
+           const __grid_constant__ TensorMap many_keys, const __grid_constant__ TensorMap many_values, const Element* q,
            Element* out, int* counter, const int* __restrict__ page_table, const int* __restrict__ req_rows,
            const int* __restrict__ seq_lens, const int* __restrict__ query_starts,
            const int* __restrict__ query_lens, float scale, int token_stride, int page_table_stride, int num_tokens,
@@ -355,6 +406,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x % 32 == 0) {
       fetch_map(keys);
       fetch_map(values);
+      fetch_map(many_keys);
+      fetch_map(many_values);
       for (int i = 0; i < STAGES; ++i) {
         make_count_of(&shared.keys_are_there[i], 1);
         make_count_of(&shared.keys_are_read[i], kTeams);
@@ -380,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   } else {
     give_up_registers<40>();
     if (is_fetching) {
-      fetch_all(shared, units, Fetcher{shared, keys, values}, page_table, page_table_stride, counter);
+      fetch_all(shared, units, Fetcher{shared, keys, values, many_keys, many_values}, page_table, page_table_stride, counter);
     } else {
       wait_for_previous();
       bring_all(shared, q, token_stride);

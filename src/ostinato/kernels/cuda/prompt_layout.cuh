@@ -1,7 +1,8 @@
 // What a program of prompt_attention.cu works on, and its shared memory.
 //
-//     caches          [pages][16 keys][KV_HEADS][HEAD_DIM], copied in boxes of 16 keys and 64 elements
-//     shared memory   queries [boxes][kRows], keys and values [STAGES][boxes][KEYS], rows of 64 elements
+//     caches          [pages][16 keys][KV_HEADS][HEAD_DIM]
+//     shared memory   queries [boxes][kRows][64 elements], keys and values [STAGES][KEYS / 8][boxes][8][64 elements]:
+//                     so a page is one copy, and 8 rows and the next 8 are always as far from each other
 #pragma once
 #include "warpgroup.cuh"
 
@@ -13,16 +14,17 @@ constexpr int kThreads = kMultiplying + 128;        // of the others one warp as
 constexpr int kBringing = 96;
 constexpr int kBoxes = HEAD_DIM / 64;               // beside each other
 constexpr int kPages = KEYS / 16;                   // of a block of keys
-constexpr int kKeyBox = KEYS * 128, kQueryBox = kRows * 128;
-constexpr int kBlockBytes = kBoxes * kKeyBox;
-constexpr int kPageBytes = 16 * HEAD_DIM * 2;       // of one KV head
+constexpr int kQueryBox = kRows * 128;
+constexpr int kKeyBox = 1024, kKeyGroup = kBoxes * kKeyBox;  // 8 rows of a box, of all boxes
+constexpr int kPageBytes = 2 * kKeyGroup;           // of one KV head
+constexpr int kBlockBytes = kPages * kPageBytes;
 constexpr int kHeads = GROUP * KV_HEADS;
 constexpr int kSegments = MAX_REQUESTS / 32;
 constexpr uint32 kAll = 0xffffffffu;                // lanes
 
 static_assert(HEAD_DIM % 64 == 0 && KEYS % 64 == 0 && MAX_REQUESTS % 32 == 0, "whole boxes and segments");
 static_assert(GROUP <= kRows, "a tile has a query at least");
-static_assert(kPages * kBoxes <= 32, "a lane asks for a box");
+static_assert(kPages <= 32, "a lane asks for a page");
 
 // A tile of queries of one request, and the blocks of keys that one of them at least can see.
 struct Unit {

@@ -5,7 +5,7 @@
 #pragma once
 #include "prompt_layout.cuh"
 
-constexpr int kKeptInL2 = KEPT_MB << 20;  // bytes
+constexpr int kKeptInL2 = 24 << 20;  // bytes
 
 __device__ __forceinline__ int sum_up_to_lane(int v, int lane) {
 #pragma unroll

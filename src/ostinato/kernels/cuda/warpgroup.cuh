@@ -33,6 +33,15 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int col
       : "memory");
 }
 
+// The same of a tensor of four dimensions; these are the two outer ones, of the inner two a box has all.
+__device__ __forceinline__ void copy_boxes(void* to, const TensorMap& map, int inner, int outer, ByteCount* count) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3, %4}], "
+      "[%5];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(0), "r"(inner), "r"(outer), "r"(shared_address(count))
+      : "memory");
+}
+
 // What this thread stored in shared memory before, copies read afterwards.
 __device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -88,18 +97,22 @@ __device__ __forceinline__ void wait_for_products(float (&d)[kNumber]) {
   keep_in_order(d);
 }
 
-// `beside`: from 64 columns to the next 64, in bytes; read only where columns are taken for rows.
 // The same, when `ready`, which is never negative, has been worked out, and no sooner. The assembler moves a wait up to
 // where nothing stands in its way, and work that should be done in the meantime behind it.
 template <int kNumber>
 __device__ __forceinline__ void wait_for_products_when(float ready, float (&d)[kNumber]) {
-  asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p trap; }" ::"f"(ready) : "memory");
+  asm volatile(
+      "{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; @p trap; }" ::"f"(ready)
+      : "memory");
   wait_for_products(d);
 }
 
-__device__ __forceinline__ unsigned long long described(uint32 tile, uint32 beside = 16) {
-  constexpr unsigned long long kRowsBy8 = 1024 >> 4, kOrder128 = 1;  // distance of 8 rows, and how 16 bytes lie
-  return (tile & 0x3ffff) >> 4 | (unsigned long long)(beside >> 4) << 16 | kRowsBy8 << 32 | kOrder128 << 62;
+// `groups`: bytes from 8 rows to the next 8; `beside`: from 64 columns to the next 64, where columns are taken for
+// rows. Both are multiples of 1,024.
+__device__ __forceinline__ unsigned long long described(uint32 tile, uint32 groups, uint32 beside = 16) {
+  constexpr unsigned long long kOrder128 = 1;  // how 16 bytes lie
+  return (tile & 0x3ffff) >> 4 | (unsigned long long)(beside >> 4) << 16 | (unsigned long long)(groups >> 4) << 32 |
+         kOrder128 << 62;
 }
 
 #define EIGHT(i) \
@@ -112,25 +125,25 @@ __device__ __forceinline__ unsigned long long described(uint32 tile, uint32 besi
   NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
            "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define MULTIPLY_TILES(name, adds, columns, names, a_and_b, ...)                                              \
-  __device__ __forceinline__ void name(float (&d)[columns / 2], uint32 a, uint32 b) {                         \
+  __device__ __forceinline__ void name(float (&d)[columns / 2], uint32 a, uint32 b, uint32 b_groups = 1024) { \
     asm volatile("{ .reg .pred adds; setp.eq.u32 adds, " adds ", 1; wgmma.mma_async.sync.aligned.m64n" #columns \
                  "k16.f32." ELEMENT "." ELEMENT " {" names "}, " a_and_b ", adds, 1, 1, 0, 0; }"              \
                  : __VA_ARGS__                                                                                \
-                 : "l"(described(a)), "l"(described(b)));                                                     \
+                 : "l"(described(a, 1024)), "l"(described(b, b_groups)));                                     \
   }
 #define MULTIPLY_COLUMNS(columns, names, a0, a1, a2, a3, b, ...)                                              \
   __device__ __forceinline__ void multiply_columns(float (&d)[columns / 2], const uint32* a, uint32 tile,     \
-                                                   uint32 beside) {                                           \
+                                                   uint32 groups, uint32 beside) {                            \
     asm volatile("{ .reg .pred adds; setp.eq.u32 adds, 1, 1; wgmma.mma_async.sync.aligned.m64n" #columns      \
                  "k16.f32." ELEMENT "." ELEMENT " {" names "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b          \
                  ", adds, 1, 1, 1; }"                                                                         \
                  : __VA_ARGS__                                                                                \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(described(tile, beside)));                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(described(tile, groups, beside)));         \
   }
 
 // d [64, columns] += a [64, 16] * b [columns, 16]^T, 16 elements of the rows of two tiles from where a and b point
 // to: the tile's beginning and 32 bytes for each 16 elements on. Of d, a warp has 16 rows; a thread has, of each 8
-// columns, those at 2 * (lane % 4) and + 1 of rows lane / 4 and + 8.
+// columns, those at 2 * (lane % 4) and + 1 of rows lane / 4 and + 8. `b_groups`: from 8 rows of b to the next 8.
 MULTIPLY_TILES(multiply_tiles, "1", 16, NAMES_8, "%8, %9", EIGHT(0))
 MULTIPLY_TILES(multiply_tiles, "1", 32, NAMES_16, "%16, %17", EIGHT(0), EIGHT(8))
 MULTIPLY_TILES(multiply_tiles, "1", 64, NAMES_32, "%32, %33", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
@@ -142,8 +155,8 @@ MULTIPLY_TILES(multiply_tiles_anew, "0", 64, NAMES_32, "%32, %33", EIGHT(0), EIG
 MULTIPLY_TILES(multiply_tiles_anew, "0", 128, NAMES_64, "%64, %65", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24),
                EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56))
 
-// d [64, columns] += a [64, 16] * b [16, columns]: 16 rows of a tile from where it points to, which is a multiple of
-// 2,048; its next 64 columns are `beside` bytes on. Of a, a warp has 16 rows; a thread has columns 2 * (lane % 4) and
+// d [64, columns] += a [64, 16] * b [16, columns]: 16 rows of a tile from where it points to, a multiple of 1,024; 8
+// rows on it is `groups` bytes further, 64 columns on `beside`. Of a, a warp has 16 rows; a thread has columns 2 * (lane % 4) and
 // + 1 of rows lane / 4 and + 8, then columns 8 further on. They must stay until the products were waited for.
 MULTIPLY_COLUMNS(64, NAMES_32, "%32", "%33", "%34", "%35", "%36", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
 MULTIPLY_COLUMNS(128, NAMES_64, "%64", "%65", "%66", "%67", "%68", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24),
