@@ -3,8 +3,8 @@
 python benchmarks/prompt_attention.py benchmarks/results/prompt-attention-h200.json
 
 One layer's attention in a captured graph, bf16, heads of 128: by CUDA C++, by Triton, and, for batches of
-whole prompts of one length, by SDPA's flash and cuDNN backends over contiguous keys and values. Floating-point
-operations are those of keys that a query sees. All pages are shuffled.
+whole prompts of one length, by SDPA's flash and cuDNN backends over contiguous keys and values. Operations
+counted are those of keys that a query sees. Pages are shuffled, or, where it is said, in order.
 """
 
 import argparse
@@ -92,13 +92,15 @@ def paged(
         return attend(q, k_cache, v_cache, batch, scale=HEAD_DIM**-0.5)
 
     def by_triton() -> Tensor:
-        with mock.patch.object(cuda_queries, "serves", lambda *_: False):
+        with mock.patch.object(cuda_queries, "serves", return_value=False):
             return by_cuda()
 
     return by_cuda, by_triton
 
 
-def contiguous(requests: Requests, heads: tuple[int, int], backend: SDPBackend) -> Callable[[], Tensor] | None:
+def contiguous(
+    requests: Requests, heads: tuple[int, int], backend: SDPBackend
+) -> Callable[[], Tensor] | None:
     """Attention by torch; None for what it cannot do in one call."""
     if len(set(requests)) > 1 or requests[0][0] != requests[0][1]:
         return None
@@ -157,6 +159,8 @@ def main(file: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, nargs="?")
     main(parser.parse_args().file)

@@ -8,7 +8,7 @@ import torch
 
 from kernels import fused_checks
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
-from ostinato.kernels.attention import get_backend, triton_queries
+from ostinato.kernels.attention import cuda_queries, get_backend, triton_queries
 from ostinato.kernels.attention.query_tiles import Queries
 from ostinato.kernels.gpu import gpu_of
 from ostinato.tools.layer_step import graph_us
@@ -182,7 +182,8 @@ def test_few_tokens_behind_a_long_context_take_little_longer_than_one(device):
 
 @pytest.mark.alone
 def test_short_contexts_take_no_longer_than_uncut(device, monkeypatch):
-    """Where no context is longer than a chunk: the join has nothing to do."""
+    """Where no context is longer than a chunk: the join has nothing to do. Both by Triton."""
+    monkeypatch.setattr(cuda_queries, "serves", lambda *_: False)
     cut = prefix_hit_us(device, 16, 200)
     monkeypatch.setattr(Queries, "divided", _uncut(Queries.divided))
     assert cut < prefix_hit_us(device, 16, 200) * 1.1 + 2
@@ -195,6 +196,7 @@ def _uncut(divided):
 def test_the_form_that_serves_is_the_one_that_is_said(device, monkeypatch):
     case = case_of(device, "prefix hit", QWEN3)
     launched = []
+    monkeypatch.setattr(cuda_queries, "serves", lambda *_: False)
     for name in ("_attend_whole", "_attend_chunks"):
         kernel = getattr(triton_queries, name)
         monkeypatch.setattr(triton_queries, name, _Noted(kernel, name, launched))

@@ -114,10 +114,10 @@ def test_counters_end_with_their_cache(monkeypatch):
     """They were kept for every address at which a cache had ever been."""
     monkeypatch.setattr(cuda_decode, "_counters_of_caches", {})
     caches = [torch.zeros(4, 16, 2, 64) for _ in range(5)]
-    first = [cuda_decode._counters(cache) for cache in caches]
-    assert all(cuda_decode._counters(cache) is known for cache, known in zip(caches, first, strict=True))
+    first = [cuda_decode.counters_of(cache) for cache in caches]
+    assert all(cuda_decode.counters_of(cache) is known for cache, known in zip(caches, first, strict=True))
     assert len({id(known) for known in first}) == 5
     caches.clear()
     other = torch.zeros(9, 16, 2, 64)
-    assert not cuda_decode._counters(other).any()
+    assert not cuda_decode.counters_of(other).any()
     assert len(cuda_decode._counters_of_caches) == 1

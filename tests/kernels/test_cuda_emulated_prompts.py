@@ -1,4 +1,4 @@
-"""The CUDA kernel of prompts and mixed batches, from its Python launch on, in the emulator against float64."""
+"""The CUDA kernel of prompts and mixed batches, from its Python launch on, in the emulator."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +81,17 @@ def test_attention_is_right(emulator, name):
     )
     with emulated(emulator, multiprocessors):
         check(case, window)
+
+
+def test_pages_that_lie_one_behind_the_other_come_together(emulator):
+    """Some blocks of keys are such a row, others are not."""
+    case = make_case([(500, 40)], num_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    row = int(case.batch.req_rows[0])
+    pages = torch.arange(1, 33, dtype=torch.int32)
+    pages[[18, 20]] = pages[[20, 18]]
+    case.batch.page_table[row] = pages
+    with emulated(emulator, 1):
+        check(case)
 
 
 def test_what_lies_behind_the_last_key_is_not_seen(emulator):

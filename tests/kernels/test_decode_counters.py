@@ -43,4 +43,4 @@ def test_keys_have_the_same_counters_as_long_as_they_are_there() -> None:
 
 def test_layers_in_one_memory_have_counters_of_their_own() -> None:
     arena = torch.zeros(2, 8, 16, 2, 4)
-    assert cuda_decode.counters_of(arena[0]) is not cuda_decode._counters(arena[1])
+    assert cuda_decode.counters_of(arena[0]) is not cuda_decode.counters_of(arena[1])

@@ -36,6 +36,7 @@ def fits(q: Tensor, k_cache: Tensor, num_requests: int) -> bool:
     return (
         q.dtype == k_cache.dtype
         and q.dtype in (torch.bfloat16, torch.float16)
+        and q.size(0) > 0
         and PAGE_SIZE == 16  # a box of the kernel is one of a page
         and head_dim in (64, 128, 256)
         and q.size(1) <= _MOST_GROUP * num_kv_heads

@@ -4,10 +4,10 @@
 |---|---|
 | single tokens (`max_query_len` 1) | `cuda_decode` where it serves, else `triton_decode` |
 | single tokens behind a shared prefix | `triton_decode` and `triton_prefix` |
-| anything | `triton_heads`, then `triton_queries` |
+| anything | `triton_heads`, then `cuda_queries` where it serves and no context is cut, else `triton_queries` |
 
 All begin with the QKV projection. From heads that are ready, as a model has them whose preparation no kernel
-knows, torch stores the step's KV and `triton_queries` attends, to single tokens as well.
+knows, torch stores the step's KV and one of the last two attends, to single tokens as well.
 
 Grids follow from the rung (tokens, requests, heads); what varies is read from the batch's buffers. The Triton
 interpreter (TRITON_INTERPRET=1 before Python starts) runs all of it without a GPU.
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..custom_op import custom_op
 from ..dependent_launch import INTERPRETED
 from ..linear.products import joined
-from . import cuda_decode, triton_decode, triton_heads, triton_queries
+from . import cuda_decode, cuda_queries, triton_decode, triton_heads, triton_queries
 from .batch import AttentionBatch, HostLengths
 from .heads import HeadPreparation
 
@@ -89,6 +89,10 @@ def attend_queries(
     tokens = (page_table, token_rows, positions)
     requests = (req_rows, seq_lens, query_starts, query_lens)
     limits = (sliding_window, max_query_len, max_context)
+    if cuda_queries.serves(q, k_cache, req_rows.size(0)) and not triton_queries.cuts(
+        q, k_cache, req_rows.size(0), *limits
+    ):
+        return cuda_queries.attend_queries(q, k_cache, v_cache, page_table, *requests, scale, sliding_window)
     return triton_queries.attend_queries(q, k_cache, v_cache, *tokens, *requests, scale, *limits)
 
 

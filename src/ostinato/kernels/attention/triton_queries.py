@@ -33,8 +33,7 @@ from ..dependent_launch import wait_for_previous
 from ..gpu import gpu_of
 from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
-from . import cuda_queries
-from .query_tiles import Queries, request_block_of
+from .query_tiles import Chunks, Queries, QueryTile, request_block_of
 from .triton_tiles import INDEX_BUFFERS, LOG2_E, PARTS_AT_A_TIME, attend_to_keys, fold_parts
 
 REQUEST_BUFFERS = ("req_rows", "seq_lens", "query_starts", "query_lens")
@@ -295,6 +294,22 @@ def _join_chunks(
             tl.store(target, (acc / total).to(out.dtype.element_ty), dims < head_dim)
 
 
+def cuts(
+    q: Tensor, k_cache: Tensor, num_requests: int, sliding_window: int, max_query_len: int, max_context: int
+) -> bool:
+    """Whether contexts are cut into chunks."""
+    return _divided(q, k_cache, num_requests, sliding_window, max_query_len, max_context)[1] is not None
+
+
+def _divided(
+    q: Tensor, k_cache: Tensor, num_requests: int, sliding_window: int, max_query_len: int, max_context: int
+) -> tuple[QueryTile, Chunks | None]:
+    num_tokens, num_heads, head_dim = q.shape
+    rung = (num_tokens, num_requests, max_query_len, max_context)
+    queries = Queries(q.dtype, *rung, num_heads, k_cache.size(2), head_dim, sliding_window)
+    return queries.divided(gpu_of(q.device))
+
+
 def attend_queries(
     q: Tensor,
     k_cache: Tensor,
@@ -317,9 +332,7 @@ def attend_queries(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out
-    rung = (num_tokens, num_requests, max_query_len, max_context)
-    queries = Queries(q.dtype, *rung, num_heads, num_kv_heads, head_dim, sliding_window)
-    tile, chunks = queries.divided(gpu_of(q.device))
+    tile, chunks = _divided(q, k_cache, num_requests, sliding_window, max_query_len, max_context)
     requests = (page_table, req_rows, seq_lens, query_starts, query_lens)
     strides = (q.stride(0), page_table.stride(0))
     constants = {
@@ -334,8 +347,6 @@ def attend_queries(
         "enable_fp_fusion": False,
     }
     counts: tuple[int, ...]
-    if chunks is None and cuda_queries.serves(q, k_cache, num_requests):
-        return cuda_queries.attend_queries(q, k_cache, v_cache, *requests, scale, sliding_window)
     if chunks is None:
         grid = (num_kv_heads, cdiv(num_tokens, tile.query_block) + num_requests)
         counts = (num_tokens, num_requests)

@@ -229,7 +229,7 @@ def _encoded_map(given: TileMap) -> Any:
     assert matrix.dtype in (torch.bfloat16, torch.float16), matrix.dtype
     assert matrix.stride(-1) == 1, "columns must be neighbours"
     assert matrix.dim() == len(given.box), (matrix.shape, given.box)
-    assert all(at % 16 == 0 for at in (matrix.data_ptr(), *strides)), "rows must begin at multiples of 16 bytes"
+    assert all(at % 16 == 0 for at in (matrix.data_ptr(), *strides)), "rows begin at multiples of 16 bytes"
     return _encoded(matrix.data_ptr(), tuple(matrix.shape), tuple(strides), given.box)
 
 

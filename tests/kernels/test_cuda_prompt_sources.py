@@ -1,0 +1,69 @@
+"""The kernel of prompts, compiled for Hopper without a GPU: what the compiler made of it."""
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ostinato.kernels.attention.cuda_queries import prompt_kernel
+from ostinato.kernels.cuda import compiled
+
+pytestmark = pytest.mark.skipif(not compiled.has_nvrtc(), reason="needs NVRTC and cuda-bindings")
+MOST_SHARED_BYTES = 227 << 10
+
+
+@cache
+def built(head_dim: int, group: int, dtype: torch.dtype = torch.bfloat16) -> tuple[bytes, str]:
+    """Machine code, and what the compiler said."""
+    kernel, _, shared_bytes = prompt_kernel(8 * group, 8, head_dim, 256, dtype)
+    assert shared_bytes <= MOST_SHARED_BYTES
+    options = [*compiled._options((9, 0), kernel._constants), "--ptxas-options=-v"]
+    return compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+
+
+SHAPES = [
+    (128, 4, torch.bfloat16),
+    (256, 2, torch.bfloat16),
+    *(
+        pytest.param(*shape, marks=pytest.mark.slow)
+        for shape in ((64, 4, torch.bfloat16), (128, 2, torch.bfloat16), (128, 7, torch.float16))
+    ),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "group", "dtype"), SHAPES, ids=str)
+def test_it_compiles_without_spilling_and_products_overlap(head_dim, group, dtype):
+    _, said = built(head_dim, group, dtype)
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) == 0
+    assert "serialized" not in said
+
+
+def test_weights_are_made_while_sums_are_on_their_way(tmp_path):
+    """The assembler moves a wait to where nothing stands in its way: before the weights, if it may."""
+    import triton
+
+    code, _ = built(128, 4)
+    Path(tmp_path, "kernel.cubin").write_bytes(code)
+    disassembler = triton.knobs.nvidia.nvdisasm.path
+    text = subprocess.run(
+        [disassembler, "-c", str(tmp_path / "kernel.cubin")], check=True, capture_output=True, text=True
+    ).stdout
+    found = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[01])|(MUFU\.EX2)|(HGMMA)", text)
+    words = "".join("E" if exponent else "M" if product else wait[-1] for wait, exponent, product in found)
+    # All scores and all sums are asked for; when the scores are there the exponentials; then the sums.
+    overlapping = re.findall(r"M{16}1(E+)0", words)
+    assert len(overlapping) == 3, "with hidden keys, without, and from a tile to the next"
+    assert all(len(exponentials) >= 64 for exponentials in overlapping)
+
+
+def test_the_launch_knows_how_much_shared_memory_the_source_takes():
+    kernel, _, shared_bytes = prompt_kernel(16, 8, 128, 256, torch.bfloat16)
+    constants = {**kernel._constants, "SHARED_BYTES": shared_bytes - 32}
+    source = (compiled._FOLDER / kernel._file).read_text()
+    with pytest.raises(compiled.CudaError, match="the launch knows of less"):
+        compiled._compile(source, kernel._file, compiled._options((9, 0), constants))
