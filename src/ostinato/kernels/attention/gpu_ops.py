@@ -4,7 +4,7 @@
 |---|---|
 | single tokens (`max_query_len` 1) | `cuda_decode` where it serves, else `triton_decode` |
 | single tokens behind a shared prefix | `triton_decode` and `triton_prefix` |
-| anything | `triton_heads`, then `cuda_queries` where it serves and no context is cut, else `triton_queries` |
+| anything | `triton_heads`, then `cuda_queries` where it serves uncut contexts, else `triton_queries` |
 
 All begin with the QKV projection. From heads that are ready, as a model has them whose preparation no kernel
 knows, torch stores the step's KV and one of the last two attends, to single tokens as well.
