@@ -305,7 +305,7 @@ class RequestRows:
             if row not in by_row:
                 self.waits[row] = False
                 self.tenancy[row] += 1
-        self.num_waiting = sum(request.grammar is not None for request in tenants)
+        self.num_waiting = sum(request.waits_for_tokens for request in tenants)
         self._free = [row for row in range(len(self.requests) - 1, 0, -1) if row not in by_row]
 
     def never_commit(self, row: int) -> None:
