@@ -24,9 +24,10 @@ A decode step is scheduled while its input token is pending: the device has the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +91,10 @@ class Request:
 
     rules: TokenRules | None = field(default=None, init=False)
     """Which tokens may come by the lists of its parameters; given by the engine."""
+    processors: Sequence[Callable[..., Any]] = field(default=(), init=False)
+    """Functions of callers that change its logits; given by the engine."""
+    is_processed: bool = field(default=False, init=False)
+    """Whether there are such, or others that change those of all requests."""
     order: int = field(default=-1, init=False)
     """Its number in the order of arrival, given by the scheduler."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
