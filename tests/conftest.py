@@ -1,7 +1,10 @@
 """What makes the whole suite quick, and changes nothing that a test can see."""
 
 import gc
+import importlib
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +38,23 @@ LONGEST_FIRST = (
 def pytest_configure(config: pytest.Config) -> None:
     # Else xdist would begin with the files that have most tests.
     config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Pytest compiles every test file in its own way, and every worker imports all of them. In a fresh clone
+    each begins at another place, and finds what the others have compiled when it comes there."""
+    worker, here = getattr(session.config, "workerinput", None), Path(__file__).parent
+    if worker is None or here not in [Path(argument).resolve() for argument in session.config.args]:
+        return
+    folders = [path.parent for path in here.glob("*/__init__.py") if path.parent.name != "gpu"]
+    files = [path for folder in sorted(folders) for path in sorted(folder.glob("test_*.py"))]
+    first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    # A conftest may say what else is to be compiled in pytest's way.
+    settings = [path for folder in folders for path in folder.glob("conftest.py")]
+    for path in (*settings, *files[first:], *files[:first]):
+        with suppress(BaseException):  # collecting it tells what is wrong
+            importlib.import_module(f"{path.parent.name}.{path.stem}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,11 +7,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.sampling_params import RequestError, SamplingParams, StructuredOutputsParams
+from ostinato.engine.scheduling.request import Request, RequestRows
+from ostinato.engine.scheduling.token_rules import rules_of
 
 from .conftest import TINY, TinyModel, prompts_of
 
@@ -285,3 +288,16 @@ def test_functions_that_fail_end_their_own_request(llm: LLM, function: Any, says
     assert outputs[0].error is not None
     assert says in outputs[0].error
     assert outputs[1].outputs[0].token_ids == tokens_of(llm, ["hello"], [FREE])[0]
+
+
+def test_books_made_anew_still_know_who_waits() -> None:
+    """After a failure the steps of a request with bad words still wait for its tokens."""
+    rows = RequestRows(max_running=2, max_len=16, page_size=16)
+    params = SamplingParams(bad_words=[[1, 2]], max_tokens=4)
+    request = Request("a", np.array([3]), params)
+    request.rules = rules_of(params, (), VOCAB, has_grammar=False)
+    rows.move_in(request, 16)
+    rows.restore([request])
+    assert rows.num_waiting == 1
+    rows.move_out(request)
+    assert rows.num_waiting == 0

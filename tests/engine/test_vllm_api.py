@@ -107,7 +107,6 @@ def test_every_keyword_goes_through_the_table(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds is not supported: prompts are texts"),
-        ({"logits_processors": ["a.B"]}, "logits_processors is not supported"),
         ({"profiler_config": {"profiler": "cuda"}}, "profiler_config: profiler='cuda' is not supported"),
         ({"pooler_config": {"pooling_type": "CLS"}}, "pooler_config: pooling_type='CLS' is not supported"),
         ({"structured_outputs_config": {"backend": "guidance"}}, "structured_outputs_config: backend='guid"),

@@ -2,6 +2,8 @@
 graphs; grammars -> text."""
 
 import ast
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,14 +36,29 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def imports_in(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """The import statements of a file, at any depth of its code."""
+
+    def below(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                yield child
+            elif not isinstance(child, ast.expr):  # no statement is inside an expression
+                yield from below(child)
+
+    return tuple(below(ast.parse(path.read_text())))
+
+
+@cache
 def imported_names(path: Path) -> set[str]:
     """Absolute dotted names of everything a module imports, at any depth of its code."""
     here = ["ostinato", *path.relative_to(PACKAGE).parts[:-1]]
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports_in(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = here[: len(here) - node.level + 1] if node.level else []
             module = [*base, *(node.module.split(".") if node.module else [])]
             names |= {".".join([*module, alias.name]) for alias in node.names}
@@ -89,6 +106,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def module_graph() -> dict[str, set[str]]:
     """Every module with those it imports, at any depth of its code; entry points at the top apart."""
     files = {module_name(path): path for path in modules() if path.parent != PACKAGE}
@@ -141,7 +159,7 @@ def test_what_is_imported_from_the_package_exists(folder: str) -> None:
     )
     root = PACKAGE.parents[1] / folder
     for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in imports_in(path):
             if isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
                 is_ours = node.module.split(".")[0] == "ostinato"
                 assert not is_ours or node.module in existing, f"{path}: there is no {node.module}"

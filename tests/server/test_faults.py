@@ -1,5 +1,7 @@
 """The engine dies, clients misbehave, signals come: everybody gets an answer and nothing stays behind."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json
@@ -9,10 +11,10 @@ import socket
 import time
 from pathlib import Path
 
-import aiohttp
 import httpx
 import pytest
 
+from .imported_late import aiohttp
 from .scripted_model import counted
 from .server_process import ServerProcess
 

@@ -10,14 +10,13 @@ from hypothesis import HealthCheck, given, settings
 
 from .server_process import ServerProcess
 
-schemathesis = pytest.importorskip("schemathesis", reason="pip install schemathesis")
-
 AFTERWARDS = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
 """What would change the server for the requests behind, and how it is undone."""
 
 
 def fuzz(server: ServerProcess, examples: int) -> tuple[Counter[int], Counter[str]]:
     """Statuses, and 2xx by path, of so many requests per endpoint that takes a body."""
+    schemathesis = pytest.importorskip("schemathesis", reason="pip install schemathesis")
     statuses: Counter[int] = Counter()
     successes: Counter[str] = Counter()
     session = requests.Session()

@@ -1,5 +1,7 @@
 """An engine that stands still is noticed, its clients are told, and the server still does as it is told."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import os
@@ -9,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 import zmq
 
@@ -17,6 +18,7 @@ from ostinato.server.engine_client.client import EngineClient, EngineGone, Engin
 from ostinato.server.engine_process.heartbeat import Heartbeat
 from ostinato.server.wire.messages import Beat, News, decode_event
 
+from .imported_late import aiohttp
 from .server_process import ServerProcess
 from .test_faults import LONG, read_stream
 

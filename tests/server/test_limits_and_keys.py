@@ -1,5 +1,7 @@
 """Keys, queue, time and prompt limits, admin endpoints: on one server that has all of them."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal
@@ -9,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 
+from .imported_late import openai
 from .server_process import ServerProcess
 
 KEYS = {"Authorization": "Bearer first"}

@@ -1,12 +1,14 @@
 """Many streams at once, some of whose readers leave: nothing lost, nothing doubled, every page free after."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from pathlib import Path
 
-import aiohttp
 import pytest
 
+from .imported_late import aiohttp
 from .scripted_model import counted
 from .server_process import ServerProcess
 

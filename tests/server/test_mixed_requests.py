@@ -1,15 +1,17 @@
 """Requests of every kind at once, some of which are given up, answer as they do one by one."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import random
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from .attacks import Footprint, settled
+from .imported_late import aiohttp
 from .server_process import ServerProcess
 
 SCHEMA = {

@@ -1,12 +1,14 @@
 """The official client against a real server process."""
 
+from __future__ import annotations
+
 import json
 from typing import Literal
 
-import openai
 import pydantic
 import pytest
 
+from .imported_late import openai
 from .scripted_model import counted
 from .server_process import ServerProcess
 

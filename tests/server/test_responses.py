@@ -1,12 +1,14 @@
 """`/v1/responses` through the official client."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 
+from .imported_late import openai
 from .server_process import ServerProcess
 
 WEATHER = {

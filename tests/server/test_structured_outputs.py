@@ -1,13 +1,15 @@
 """Answers held to a schema, an expression or a tool, through the official client."""
 
+from __future__ import annotations
+
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
-import openai
 import pytest
 
+from .imported_late import openai
 from .server_process import ServerProcess
 
 SCHEMA = {

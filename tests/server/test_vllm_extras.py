@@ -65,3 +65,31 @@ def test_salts_divide_the_prefix_cache(server: ServerProcess) -> None:
         usage = server.post("/v1/completions", body).json()["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 0, 48, 0]
+
+
+def test_logprobs_of_named_tokens(server: ServerProcess) -> None:
+    named = [ord("b"), ord("x"), ord("y")]
+    extras = {"logprobs": 1, "logprob_token_ids": named, "max_tokens": 1}
+    told = server.post("/v1/completions", {**TEXT, **extras}).json()["choices"][0]["logprobs"]
+    assert set(told["top_logprobs"][0]) == {"b", "x", "y"}
+    assert told["top_logprobs"][0]["b"] == told["token_logprobs"][0] > told["top_logprobs"][0]["x"]
+    chat = {**CHAT, "logprobs": True, "logprob_token_ids": named, "max_tokens": 1}
+    [entry] = server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    assert {each["token"] for each in entry["top_logprobs"]} == {"b", "x", "y", entry["token"]}
+
+
+@pytest.mark.parametrize(
+    ("extras", "said"),
+    [
+        ({"logprob_token_ids": [98]}, "needs logprobs"),
+        ({"logprob_token_ids": [9999], "logprobs": 1}, "9999 is not a token id"),
+        ({"logprob_token_ids": [98], "logprobs": 1, "echo": True}, "echoed prompt"),
+        ({"vllm_xargs": {"target": 98}}, "without --logits-processors"),
+    ],
+)
+def test_extras_that_cannot_act_are_refused(
+    server: ServerProcess, extras: dict[str, object], said: str
+) -> None:
+    answer = server.post("/v1/completions", {**TEXT, **extras})
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]

@@ -22,6 +22,14 @@ from ostinato.engine.peer_options.translation import ROWS
 
 _PACKAGE = Path(__file__).parents[1]
 
+_SHAPES = (
+    ("Mapping[str", "json"),
+    ("Mapping", "biases"),
+    ("Sequence[str", "texts"),
+    ("tuple[Any", "texts"),
+)
+"""How a value is typed, by what stands in the type of a field."""
+
 NUMBERS = "N,N,..."
 """How a list of numbers is shown in the help; blanks do as well."""
 
@@ -80,7 +88,7 @@ class Flag:
 
     @property
     def _shape(self) -> str:
-        for word, shape in (("Mapping[str", "json"), ("Mapping", "biases"), ("Sequence[str", "texts")):
+        for word, shape in _SHAPES:
             if word in self.kind:
                 return shape
         return "numbers" if "Sequence[int]" in self.kind or "tuple[int" in self.kind else "plain"
@@ -102,6 +110,8 @@ class Flag:
                 return tuple(int(part) for part in given.replace(",", " ").split())
             if self._shape == "json":
                 return dict(json.loads(given))
+            if self._shape == "texts":
+                return tuple(given)
             if self._shape == "biases":
                 return {int(token): float(bias) for token, bias in (entry.split("=") for entry in given)}
         except (ValueError, TypeError):

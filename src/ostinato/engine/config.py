@@ -20,6 +20,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "float": (float, int),
     "tuple[int, ...]": (tuple,),
+    "tuple[Any, ...]": (tuple,),
     "Mapping[str, Any]": (Mapping,),
 }
 _AT_LEAST_ONE = (
@@ -91,6 +92,9 @@ class EngineConfig:
     max_logprobs: int = 20
     """The most alternatives per token whose log probabilities a request may ask for; -1: the whole
     vocabulary."""
+    logits_processors: tuple[Any, ...] | None = None
+    """Classes that change the logits of a batch before tokens are drawn, as vLLM's are (docs/engine.md), or
+    their names: module:Class."""
     grammar_compile_seconds: float = 10.0
     """Most time to compile the grammar of a structured output, a schema or an expression."""
     grammar_mask_seconds: float = 2.0

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.graphs import ConfigError
 from ostinato.models.weight_update import NamedTensors
 from ostinato.text.errors import TokenizerError
 
@@ -28,6 +29,8 @@ from .delivery.request_times import RequestTimes
 from .delivery.served_completion import ServedCompletion
 from .loading.load import load
 from .outputs import CompletionOutput, RequestOutput
+from .sampling.processor_batch import ProcessorBatch, processor_classes
+from .sampling.processor_protocol import LogitsProcessor
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
 from .sleeping.served_weights import WeightsReport
@@ -38,6 +41,7 @@ from .stepping.prompt_states import PromptStates
 from .stepping.times import StartupTimes
 from .token_ids import IntArray, token_array
 from .turns import Turn
+from .vllm_api.engine_view import VllmConfigView
 from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, check_keys, kind_of
 
 logger = logging.getLogger("ostinato.engine")
@@ -69,8 +73,11 @@ class TextEngine:
     def __init__(self, config: EngineConfig, *, progress: bool | None = None) -> None:
         """Load, allocate and capture."""
         startup = StartupTimes()
+        processors = processor_classes(config.logits_processors or ())
         with startup.phase("load"):
             loaded = load(config)
+        if processors and not loaded.model.config.has_lm_head:
+            raise ConfigError("logits_processors are for models that generate; this one has no output layer")
         self.core = EngineCore(loaded, progress=progress, startup=startup)
         self.turn = Turn()
         """Held by whoever does something with the engine."""
@@ -91,6 +98,19 @@ class TextEngine:
         self._names = itertools.count()
         # Requests without a seed get one from here: a run with the same requests repeats itself.
         self._seeds = np.random.default_rng(config.seed)
+        if processors:
+            self._use(processors)
+
+    def _use(self, processors: Sequence[type[LogitsProcessor]]) -> None:
+        """Have objects of these classes change logits."""
+        assert self.core.sampler is not None
+        config, device = VllmConfigView(self), self.core.config.device
+        try:
+            made = [each(config, device, device.type == "cuda") for each in processors]
+        except BaseException:
+            self.core.close()
+            raise
+        self.core.sampler.processors = ProcessorBatch(made)
 
     @property
     def has_work(self) -> bool:

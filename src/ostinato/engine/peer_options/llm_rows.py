@@ -42,13 +42,4 @@ LLM_ROWS: tuple[PeerOption, ...] = (
         convert=conversions.pooler_config,
     ),
     refused("reasoning_parser", "vllm", "text", "qwen3", "thoughts stay in the text, between their marks"),
-    refused(
-        *(
-            "logits_processors",
-            "vllm",
-            "texts",
-            "x.Y",
-            "give them to SamplingParams, for each request",
-        )
-    ),
 )

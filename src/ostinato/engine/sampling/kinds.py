@@ -24,15 +24,15 @@ class Kind(IntEnum):
     """Also top-k, top-p and min-p; for those that ask."""
 
     @classmethod
-    def of(cls, params: SamplingParams) -> Kind:
-        """The cheapest kind that serves these parameters."""
+    def of(cls, params: SamplingParams, is_processed: bool = False) -> Kind:
+        """The cheapest kind that serves these parameters; `is_processed`: functions change the logits."""
         if not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
             return cls.FILTERED
         if params.has_penalties or params.logit_bias or params.min_tokens or params.wants_logprobs:
             return cls.ADJUSTED
         if params.structured_outputs is not None or params.allowed_token_ids is not None:
             return cls.ADJUSTED
-        if params.bad_words or params.logits_processors:
+        if params.bad_words or is_processed:
             return cls.ADJUSTED
         return cls.PLAIN
 
@@ -62,10 +62,10 @@ class RowKinds:
         """See `whole_logprobs`."""
         self._may_want_whole = False
 
-    def set(self, row: int, params: SamplingParams) -> Kind:
+    def set(self, row: int, params: SamplingParams, is_processed: bool) -> Kind:
         """The row has a new tenant."""
-        kind = Kind.of(params)
-        self.kinds[row], self.wants_whole[row] = kind, wants_whole(params)
+        kind = Kind.of(params, is_processed)
+        self.kinds[row], self.wants_whole[row] = kind, wants_whole(params, is_processed)
         self.wants_logprobs[row] = params.wants_logprobs and not self.wants_whole[row]
         self._may_want_whole = bool(self.wants_whole.any())
         return kind

@@ -28,13 +28,12 @@ def takes_prompt(function: Callable[..., Any]) -> bool:
 
 
 @torch.no_grad()
-def process(request: Request, logits: Tensor, allowed: Tensor | None) -> str | None:
+def process(request: Request, logits: Tensor) -> str | None:
     """Write into float32 logits [vocab] what the functions of a request make of them; what went wrong, if
-    something did. `allowed`: bool [vocab] of what its masks allow."""
-    assert request.params is not None
+    something did."""
     output, prompt = request.output_ids, request.prompt_ids.tolist()
     changed = logits
-    for function in request.params.logits_processors:
+    for function in request.processors:
         name = getattr(function, "__name__", type(function).__name__)
         given = (prompt, output, changed) if takes_prompt(function) else (output, changed)
         try:
@@ -46,8 +45,12 @@ def process(request: Request, logits: Tensor, allowed: Tensor | None) -> str | N
             return f"logits_processors: {name} must return logits of shape {tuple(logits.shape)}, not {found}"
     if changed is not logits:
         logits.copy_(changed)
-    left = logits if allowed is None else logits.masked_fill(~allowed, -math.inf)
-    best = float(left.max())
+    return None
+
+
+def what_is_wrong(logits: Tensor, allowed: Tensor) -> str | None:
+    """Why no token can be drawn from changed logits [vocab]; `allowed`: bool [vocab] of what masks allow."""
+    best = float(logits.masked_fill(~allowed, -math.inf).max())
     if math.isnan(best) or best == math.inf:
         return f"logits_processors: {best} is among the logits that they returned"
     return f"logits_processors: {NOTHING_LEFT}" if best == -math.inf else None

@@ -44,7 +44,8 @@ from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
 from ..stepping.token_return import Amendment, Launched
 from ..stepping.whole_logprobs import MOST_IN_GRAPHS, on_the_way, wants_whole
 from .kinds import Asking, Kind, RowKinds
-from .logits_processors import process
+from .logits_processors import process, what_is_wrong
+from .processor_batch import ProcessorBatch
 from .token_masks import TokenMasks
 
 PLAIN_FIELDS = (Field("req_rows", torch.int32, per="request"),)
@@ -73,6 +74,8 @@ class Sampler:
         """How often each row generated each token, of rows that ask for penalties."""
         self._in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
         self._masks = TokenMasks(num_rows, vocab, device)
+        self.processors = ProcessorBatch(())
+        """Classes of callers that change logits."""
         self._biased_rows: set[int] = set()
         self._asked = Asked(
             generated=self.generated,
@@ -168,8 +171,16 @@ class Sampler:
         """Give a new request its rules; RequestError for parameters that this vocabulary, these buffers or
         this configuration do not allow."""
         self._check(params)
-        has_grammar = request.grammar is not None
-        request.rules = rules_of(params, request.eos_token_ids, self._vocab, has_grammar=has_grammar)
+        self.processors.check(params)
+        request.processors = [*(params.logits_processors or ()), *self.processors.functions(params)]
+        request.is_processed = bool(request.processors) or self.processors.sees_everybody
+        request.rules = rules_of(
+            params,
+            request.eos_token_ids,
+            self._vocab,
+            has_grammar=request.grammar is not None,
+            is_processed=request.is_processed,
+        )
 
     def _check(self, params: SamplingParams) -> None:
         most = self._runner.config.config.max_logprobs
@@ -199,7 +210,7 @@ class Sampler:
 
     def _write(self, request: Request, params: SamplingParams) -> None:
         row, write = request.row, self._rows.write
-        write("is_plain", row, self._kinds.set(row, params) is Kind.PLAIN)
+        write("is_plain", row, self._kinds.set(row, params, request.is_processed) is Kind.PLAIN)
         write("temperature", row, 0.0 if params.is_greedy else params.temperature)
         write("top_k", row, min(max(params.top_k, 0), self._vocab))
         write("top_p", row, params.top_p)
@@ -213,7 +224,7 @@ class Sampler:
         banned = self._banned(request, params)
         write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
         write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
-        from_graph = None if wants_whole(params) else params.logprobs
+        from_graph = None if wants_whole(params, request.is_processed) else params.logprobs
         write("num_logprobs", row, -1 if from_graph is None else min(from_graph, self._vocab))
         if params.has_penalties:
             self._count_tokens_of(request)
@@ -270,17 +281,21 @@ class Sampler:
         return stuck
 
     def process(self, step: ScheduledStep, places: Sequence[int]) -> dict[Request, str]:
-        """Have the callers' own functions change the logits of those at these places that have any; whom
-        they leave without a token, and why."""
+        """Have functions and classes of callers change the logits of those at these places that they are for;
+        whom they leave without a token, and why."""
+        at_work = {step.requests[at]: self._runner.logits[at] for at in places}
+        lines = {request: line for request, line in at_work.items() if request.is_processed and request.row}
         failed = {}
-        for at in places:
-            request = step.requests[at]
-            if request.params is not None and request.params.logits_processors and request.row:
-                logits = self._runner.logits[at]
-                allowed = torch.from_numpy(self._masks.allowed(request.row)).to(logits.device)
-                error = process(request, logits, allowed)
-                if error is not None:
-                    failed[request] = error
+        for request, logits in lines.items():
+            if request.processors and (error := process(request, logits)) is not None:
+                failed[request] = error
+        lines = {request: line for request, line in lines.items() if request not in failed}
+        if lines and self.processors.sees_everybody and (error := self.processors.apply(lines)) is not None:
+            return {**failed, **dict.fromkeys(lines, error)}
+        for request, logits in lines.items():
+            allowed = torch.from_numpy(self._masks.allowed(request.row)).to(logits.device)
+            if (error := what_is_wrong(logits, allowed)) is not None:
+                failed[request] = error
         return failed
 
     def whole_logprobs(self, step: ScheduledStep) -> dict[int, Tensor]:

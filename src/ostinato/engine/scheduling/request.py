@@ -24,9 +24,10 @@ A decode step is scheduled while its input token is pending: the device has the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +91,10 @@ class Request:
 
     rules: TokenRules | None = field(default=None, init=False)
     """Which tokens may come by the lists of its parameters; given by the engine."""
+    processors: Sequence[Callable[..., Any]] = field(default=(), init=False)
+    """Functions of callers that change its logits; given by the engine."""
+    is_processed: bool = field(default=False, init=False)
+    """Whether there are such, or others that change those of all requests."""
     order: int = field(default=-1, init=False)
     """Its number in the order of arrival, given by the scheduler."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
@@ -305,7 +310,7 @@ class RequestRows:
             if row not in by_row:
                 self.waits[row] = False
                 self.tenancy[row] += 1
-        self.num_waiting = sum(request.grammar is not None for request in tenants)
+        self.num_waiting = sum(request.waits_for_tokens for request in tenants)
         self._free = [row for row in range(len(self.requests) - 1, 0, -1) if row not in by_row]
 
     def never_commit(self, row: int) -> None:

@@ -24,26 +24,36 @@ NOTHING_LEFT = (
 
 
 def rules_of(
-    params: SamplingParams, eos_token_ids: Iterable[int], vocab_size: int, *, has_grammar: bool
+    params: SamplingParams,
+    eos_token_ids: Iterable[int],
+    vocab_size: int,
+    *,
+    has_grammar: bool,
+    is_processed: bool = False,
 ) -> TokenRules | None:
-    """What the lists of a request say; None if it has none. RequestError if they allow nothing."""
+    """What the lists of a request say; None if it has none. RequestError if they allow nothing.
+
+    `is_processed`: whether functions of callers change its logits.
+    """
     words = params.bad_words or ()
     has_lists = params.allowed_token_ids is not None or bool(words)
     is_held_off = has_grammar and params.min_tokens > 0
-    if not has_lists and not is_held_off and not params.logits_processors:
+    if not has_lists and not is_held_off and not is_processed:
         return None
     for word in words:
         if isinstance(word, str):
             raise RequestError("bad_words are texts, and this model has no tokenizer: give their token ids")
     _check_known("bad_words", [token for word in words for token in word], vocab_size)  # type: ignore[misc]
     _check_known("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    return TokenRules(params, eos_token_ids, vocab_size)
+    return TokenRules(params, eos_token_ids, vocab_size, is_processed)
 
 
 class TokenRules:
     """Of one request."""
 
-    def __init__(self, params: SamplingParams, eos_token_ids: Iterable[int], vocab_size: int) -> None:
+    def __init__(
+        self, params: SamplingParams, eos_token_ids: Iterable[int], vocab_size: int, is_processed: bool
+    ) -> None:
         """RequestError if they leave nothing at the beginning."""
         words: list[list[int]] = [list(word) for word in params.bad_words or ()]  # type: ignore[arg-type]
         singles = [word[0] for word in words if len(word) == 1]
@@ -57,7 +67,7 @@ class TokenRules:
                 self._behind[word[-2]].append(word)
         self.num_looked_at = max((len(word) - 1 for word in words), default=0) or 1
         """Of the tokens that came last."""
-        self.follows_tokens = bool(self._behind) or bool(params.logits_processors)
+        self.follows_tokens = bool(self._behind) or is_processed
         """Whether what may come depends on the tokens before."""
         eos: Sequence[int] = () if params.ignore_eos else tuple(eos_token_ids)
         ends = {*eos, *(params.stop_token_ids or ())} if params.min_tokens else set()

@@ -13,13 +13,13 @@ MOST_IN_GRAPHS = 20
 """The most alternatives per token that sampling graphs return."""
 
 
-def wants_whole(params: SamplingParams) -> bool:
-    """Whether a request's log-probabilities are made here."""
+def wants_whole(params: SamplingParams, is_processed: bool) -> bool:
+    """Whether a request's log-probabilities are made here; `is_processed`: functions change its logits."""
     if not params.wants_logprobs:
         return False
     asked = params.logprobs
     is_many = asked is not None and not 0 <= asked <= MOST_IN_GRAPHS
-    return is_many or params.logprob_token_ids is not None or bool(params.logits_processors)
+    return is_many or params.logprob_token_ids is not None or is_processed
 
 
 def on_the_way(logits: Tensor) -> Tensor:

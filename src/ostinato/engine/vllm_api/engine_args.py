@@ -23,6 +23,7 @@ _KINDS = {
     "bool": "flag",
     "float": "float",
     "tuple[int, ...]": "ints",
+    "tuple[Any, ...]": "texts",
     "Mapping[str, Any]": "json",
 }
 _OURS = {entry.name: entry for entry in dataclasses.fields(EngineConfig)}

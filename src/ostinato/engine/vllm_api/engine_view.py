@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ostinato.kernels.constants import PAGE_SIZE
 
-from ..text_engine import TextEngine
+from ..core import EngineCore
+
+
+class _Engine(Protocol):
+    """`TextEngine`, which makes views of itself."""
+
+    core: EngineCore
 
 
 class ModelView:
     """`model_config`."""
 
-    def __init__(self, engine: TextEngine) -> None:
+    def __init__(self, engine: _Engine) -> None:
         self._loaded = engine.core.loaded
         self.model = str(self._loaded.directory)
         self.tokenizer = str(self._loaded.tokenizer_directory)
@@ -47,7 +53,7 @@ class ModelView:
 class VllmConfigView:
     """`vllm_config`."""
 
-    def __init__(self, engine: TextEngine) -> None:
+    def __init__(self, engine: _Engine) -> None:
         core = engine.core
         config, asked = core.config, core.config.config
         self.model_config = ModelView(engine)

@@ -33,11 +33,15 @@ _CONFIGS = (
     "engine.vllm_api.config_objects CompilationConfig CompilationLevel CompilationMode CUDAGraphMode "
     "PoolerConfig ProfilerConfig StructuredOutputsConfig AttentionConfig"
 )
+_PROCESSORS = (
+    "engine.sampling.processor_protocol LogitsProcessor AdapterLogitsProcessor BatchUpdate "
+    "MoveDirectionality RequestLogitsProcessor process_dict_updates"
+)
 _SHOWN = "engine.vllm_api.printing print_embeddings random_uuid"
 
 PATHS: dict[str, tuple[str, ...]] = {
     "beam_search": (_BEAMS, _BEAMS_FOUND),
-    "config": (_CONFIGS,),
+    "config": (_CONFIGS, "engine.vllm_api.engine_view VllmConfigView=VllmConfig"),
     "distributed": ("engine.vllm_api.cleaning cleanup_dist_env_and_memory",),
     "engine.arg_utils": (_ARGUMENTS,),
     "engine.async_llm_engine": (_ASYNC, "engine.async_llm AsyncLLMEngine"),
@@ -63,6 +67,10 @@ PATHS: dict[str, tuple[str, ...]] = {
     "v1.engine.llm_engine": (_ENGINE,),
     "v1.metrics": (),
     "v1.metrics.reader": ("engine.vllm_api.metrics Metric Counter Gauge Histogram Vector",),
+    "v1.sample": (),
+    "v1.sample.logits_processor": (_PROCESSORS,),
+    "v1.sample.logits_processor.builtin": (_PROCESSORS,),
+    "v1.sample.logits_processor.interface": (_PROCESSORS,),
 }
 """Behind `ostinato.`: each line names a module of ours and what it shows of it; `ours=theirs` renames."""
 

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ..on_chip_memory import ALL_SHARED, prefer
+from . import kept_code
 
 _FOLDER = Path(__file__).parent
 _MAX_STATIC_SHARED = 48 << 10
@@ -165,17 +166,12 @@ class CudaKernel:
         """Machine code for GPUs of this compute capability; from disk if it was compiled before."""
         source = (_FOLDER / self._file).read_text()
         options = _options(capability, self._constants)
-        what = "\n".join([_nvrtc_version(), *options, *_headers().values(), source])
-        kept = _cache_folder() / f"{Path(self._file).stem}-{hashlib.sha256(what.encode()).hexdigest()}.cubin"
-        with suppress(OSError):
-            return kept.read_bytes()
-        code, _ = _compile(source, self._file, options)
-        with suppress(OSError):  # a folder that cannot be written to only costs time at the next start
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            # Several processes may compile at once: a file appears with all its bytes or not at all.
-            new = kept.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            new.write_bytes(code)
-            os.replace(new, kept)
+        key = "\n".join([kept_code.FORMAT, _nvrtc_version(), *options, *_headers().values(), source])
+        kept = _cache_folder() / f"{Path(self._file).stem}-{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+        code = kept_code.read(kept, key)
+        if code is None:
+            code, _ = _compile(source, self._file, options)
+            kept_code.keep(kept, key, code)
         return code
 
 

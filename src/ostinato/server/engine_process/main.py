@@ -101,6 +101,7 @@ def _ready(llm: Any) -> Ready:
         can_generate=core.sampler is not None,
         eos_token_ids=sorted(core.loaded.eos_token_ids),
         default_sampling=dict(core.loaded.default_sampling),
+        has_logits_processors=bool(core.config.config.logits_processors),
         summary=f"{len(report.graphs)} graphs, mode {report.mode}, {report.backend} on {report.device}, "
         f"captured in {report.capture_ms / 1000:.1f} s",
         max_logprobs=core.config.config.max_logprobs,

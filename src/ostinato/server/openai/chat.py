@@ -232,7 +232,8 @@ class ChatWriter(ChunkEvents):
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._body.logprobs or not piece.logprobs:
             return None
-        return chat_logprobs(self._model.need_token_texts(), piece.logprobs, self._body.top_logprobs or 0)
+        top = -1 if self._body.logprob_token_ids else self._body.top_logprobs or 0
+        return chat_logprobs(self._model.need_token_texts(), piece.logprobs, top)
 
     def _encoded(self, choices: list[ChatChunkChoice], usage: Any) -> bytes:
         generation = self._generation

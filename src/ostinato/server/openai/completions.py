@@ -111,7 +111,8 @@ class CompletionWriter(ChunkEvents):
         self._logprobs: list[CompletionLogprobsBuilder] = []
         if body.logprobs is not None:
             texts = model.need_token_texts()
-            self._logprobs = [CompletionLogprobsBuilder(texts, body.logprobs) for _ in generation.completions]
+            top = -1 if body.logprob_token_ids else body.logprobs
+            self._logprobs = [CompletionLogprobsBuilder(texts, top) for _ in generation.completions]
 
     def whole(self) -> bytes:
         """The answer, when the generation is finished."""
@@ -147,7 +148,7 @@ class CompletionWriter(ChunkEvents):
         text = piece.text
         if self._logprobs:
             logprobs = CompletionLogprobs()
-            if self._body.logprobs == 0:
+            if self._body.logprobs == 0 and not self._body.logprob_token_ids:
                 logprobs.top_logprobs = None
         is_first = completion.index not in self._prompts_told
         self._prompts_told.add(completion.index)

@@ -84,6 +84,10 @@ class Sampling(Body):
     ebnf: Grammar | None = None
     prompt_logprobs: LogprobCount | None = None
     """Log probabilities of the prompt's tokens, with this many of the likeliest; -1: with all."""
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
+    """With logprobs: those of these tokens, instead of the likeliest."""
+    vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
+    """What the server's own logits processors are to know (`--logits-processors`)."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """Cut the prompt to its last tokens; -1: to what leaves room for the answer."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None

@@ -52,13 +52,19 @@ def sampling_params(
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     for name, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         _check_logprobs(body, name, asked, model.ready.max_logprobs)
+    _check_named_logprobs(body, logprobs, model)
+    if body.vllm_xargs and not model.ready.has_logits_processors:
+        message = "vllm_xargs: nothing reads them here: the server was started without --logits-processors"
+        raise ApiError(400, message, param="vllm_xargs")
     _check_known("allowed_token_ids", body.allowed_token_ids or (), model.ready.vocab_size)
     try:
         return SamplingParams(
             **{**model.ready.default_sampling, **given, "max_tokens": max_tokens},
             logit_bias=_biases(body.logit_bias, model.ready.vocab_size),
             bad_words=_bad_words(body.bad_words, model),
-            logprobs=logprobs,
+            logprobs=None if body.logprob_token_ids else logprobs,
+            logprob_token_ids=body.logprob_token_ids or None,
+            extra_args=body.vllm_xargs or None,
             prompt_logprobs=prompt_logprobs,
             structured_outputs=shape,
         )
@@ -75,6 +81,18 @@ def _check_logprobs(body: Sampling, name: str, asked: int | None, most: int) -> 
     field = "top_logprobs" if name == "logprobs" and hasattr(body, "top_logprobs") else name
     message = f"{field}: at most {most} can be asked for, not {asked}; --max-logprobs allows more"
     raise ApiError(400, message, param=field)
+
+
+def _check_named_logprobs(body: Sampling, logprobs: int | None, model: ServedModel) -> None:
+    named = body.logprob_token_ids
+    if not named:
+        return
+    message = "logprob_token_ids needs logprobs" if logprobs is None else None
+    if getattr(body, "echo", None):
+        message = "logprob_token_ids are not told of an echoed prompt: use prompt_logprobs"
+    if message is not None:
+        raise ApiError(400, message, param="logprob_token_ids")
+    _check_known("logprob_token_ids", named, model.ready.vocab_size)
 
 
 def _check_known(name: str, tokens: Sequence[int], vocab_size: int) -> None:

@@ -110,6 +110,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     summary: str
     max_logprobs: int = 20
     """Per token; -1: of the whole vocabulary."""
+    has_logits_processors: bool = False
+    """Whether classes of the server's owner change logits."""
 
 
 class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
