@@ -299,9 +299,7 @@ class TextEngine:
             self.core.sleeper.check(level, mode)
             while mode == "wait" and self.core.can_step:
                 tell(self.step())
-            changed, self.ended = self._delivered(self.core.settle())
-            self._forget_ended()
-            tell(changed)
+            self.settle(tell)
             if mode == "abort":
                 ended = [self.abort(name) for name in list(self._served)]
                 tell([output for output in ended if output is not None])
@@ -320,10 +318,15 @@ class TextEngine:
     ) -> WeightsReport:
         """New weights between two steps; `tell` gets the outputs of the step that ends for it."""
         with self.turn:
+            self.settle(tell)
+            return self.core.update_weights(new, version)
+
+    def settle(self, tell: Callable[[list[RequestOutput]], None]) -> None:
+        """Wait for the steps under way; `tell` gets the outputs they changed."""
+        with self.turn:
             changed, self.ended = self._delivered(self.core.settle())
             self._forget_ended()
             tell(changed)
-            return self.core.update_weights(new, version)
 
     def _delivered(self, steps: list[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
         try:
