@@ -79,7 +79,8 @@ def flattened(tensors: dict[str, Any], metadata: type) -> dict[str, Any]:
 
 def sglang_class(module: str, name: str, fields: Sequence[str]) -> type:
     """A dataclass that pickles under another package's name."""
-    made = dataclasses.make_dataclass(name, fields, module=module)
+    made = dataclasses.make_dataclass(name, fields)
+    made.__module__ = module
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(".".join(parts[:count])))

@@ -109,9 +109,9 @@ class TorchGroup:
 
     def abort(self) -> None:
         """Leave; what is under way does not come any more."""
-        group, self._group = self._group, None
-        if hasattr(group, "abort"):
-            within(self._seconds, "leaving a group", group.abort)
+        # Of gloo's nothing can be broken off: whoever still waits drops the group at the end of its patience.
+        if self.device.type == "cuda":
+            within(self._seconds, "leaving a group", self._group.abort)
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
