@@ -1,5 +1,5 @@
-"""A trainer in a process of its own, which knows torch and nothing of the engine: run as a script, it does what
-it is told by lines of JSON. `Trainer` is the other end.
+"""A trainer in a process of its own, which knows torch and nothing of the engine: run as a script, it does
+what it is told by lines of JSON. `Trainer` is the other end.
 
 It makes groups and payloads as trainers for SGLang and vLLM do, whose packages are not needed for that: two
 classes are given the names under which these would pickle them.
@@ -158,7 +158,9 @@ class _Script:
 
         dist.destroy_process_group(self._group)
 
-    def broadcast(self, names: list[str] | None = None, packed: int | None = None, bucket: bool = False) -> None:
+    def broadcast(
+        self, names: list[str] | None = None, packed: int | None = None, bucket: bool = False
+    ) -> None:
         import torch
         import torch.distributed as dist
 

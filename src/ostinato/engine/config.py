@@ -135,7 +135,7 @@ class EngineConfig:
     """For debugging: fill all memory with NaNs and large integers at every wake_up, before what is restored
     is restored. Needs enable_sleep_mode."""
     worker_extension_cls: str | None = None
-    """A class, as package.module.Class, whose methods `collective_rpc` can call (vLLM's); see docs/memory.md."""
+    """A class, as package.module.Class, whose methods `collective_rpc` can call; see docs/memory.md."""
     weight_transfer_timeout: float = 300.0
     """Seconds that a trainer's process has to come to a group, or to a broadcast of weights."""
     batch_invariant: bool = False

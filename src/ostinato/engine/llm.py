@@ -216,6 +216,7 @@ class LLM(EngineServices, TrainerServices):
                 if is_over:
                     break
                 with HeldSignals():
+                    engine.refuse_if_paused()
                     engine.step()
         finally:
             with HeldSignals():
@@ -348,7 +349,7 @@ class LLM(EngineServices, TrainerServices):
         """Take memory back: all, or of the tags weights, kv_cache (with graphs), graphs, scheduling.
 
         SaverMemoryError: there is too little, and they stay away; call it again. After level 2 nothing is
-        generated until weights are loaded.
+        generated until weights are loaded. When all is back, a pause is over too.
         """
         return self.engine.wake_up(tags)
 
@@ -460,6 +461,7 @@ class LLM(EngineServices, TrainerServices):
         with RequestProgress(total, shown) as bar:
             bar.update(total - len(unfinished), 0)
             while unfinished:
+                self.engine.refuse_if_paused()
                 before, changed = len(unfinished), self.engine.step()
                 bar.update(before - len(unfinished), len(changed))
                 signals.let_through()

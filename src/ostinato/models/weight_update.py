@@ -103,7 +103,7 @@ class _Places:
         return given.clone() if is_own and given.data_ptr() != view.data_ptr() else given
 
     def wait(self) -> None:
-        """Until all is written: what was given may be in memory that its owner uses for something else next."""
+        """Until all is written: who has lent the memory of what was given may use it again."""
         device = self._model.embed_tokens.weight.device
         if device.type == "cuda":
             try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..sleeping.served_weights import WeightsReport
 from ..text_engine import TextEngine
-from ..weight_sync.trainer_link import Operation
+from ..weight_sync.trainer_link import Operation, advanced
 from .trainer_services import called, inside
 from .worker import WorkerModel
 
@@ -29,24 +30,15 @@ class AsyncTrainerServices:
 
     async def _operated(self, operation: Operation[_Found]) -> _Found:
         """Run an operation: what waits for a trainer in a thread beside, the rest in the engine's."""
-        begun = False
         found: Any = None
         error: Exception | None = None
         while True:
-
-            def proceed(_: TextEngine) -> tuple[bool, Any]:
-                try:
-                    if error is not None:
-                        return False, operation.throw(error)
-                    return False, operation.send(found) if begun else next(operation)
-                except StopIteration as end:
-                    return True, end.value
-
-            is_over, wanted = await self._call(proceed)
+            step = functools.partial(advanced, operation, found, error)
+            is_over, wanted = await self._call(lambda _, step=step: step())  # type: ignore[misc]
             if is_over:
                 result: _Found = wanted
                 return result
-            begun, found, error = True, None, None
+            found, error = None, None
             try:
                 found = await asyncio.to_thread(wanted)
             except Exception as problem:

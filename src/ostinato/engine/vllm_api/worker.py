@@ -165,11 +165,9 @@ def _own_names() -> set[str]:
     return {*dir(Worker), "model_runner", "model_config", "vllm_config", "device"}
 
 
-def make_worker(
-    extension: type | None, engine: TextEngine, link: TrainerLink, apply: Apply
-) -> Worker:
-    """A worker, with the methods of an extension. These find a process group of torch.distributed, as in vLLM;
-    where nobody has made one, it is of this process alone."""
+def make_worker(extension: type | None, engine: TextEngine, link: TrainerLink, apply: Apply) -> Worker:
+    """A worker, with the methods of an extension. These find a process group of torch.distributed, as with
+    vLLM; where nobody has made one, it is of this process alone."""
     if extension is None:
         return Worker(engine, link, apply)
     _ensure_default_group()

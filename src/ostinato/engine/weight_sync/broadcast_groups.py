@@ -93,7 +93,9 @@ class TorchGroup:
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Wait for a broadcast and put it there."""
-        told("a broadcast", lambda: within(self._seconds, "a broadcast", lambda: self._receive(tensor, source)))
+        told(
+            "a broadcast", lambda: within(self._seconds, "a broadcast", lambda: self._receive(tensor, source))
+        )
 
     def _receive(self, tensor: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()

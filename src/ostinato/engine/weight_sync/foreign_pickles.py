@@ -93,12 +93,14 @@ ALLOWED: dict[tuple[str, str], Any] = {
 }
 """All that tensors and buckets of tensors need."""
 
-_OPCODES = frozenset(
-    "PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE "
-    "BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES "
-    "BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS "
-    "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD".split()
+_STRUCTURE = "PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET"
+_VALUES = (
+    "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
+    "BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8"
 )
+_CONTAINERS = "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
+_CALLS = "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD"
+_OPCODES = frozenset(f"{_STRUCTURE} {_VALUES} {_CONTAINERS} {_CALLS}".split())
 """What protocols 2 to 5 write for such contents."""
 
 
@@ -138,5 +140,7 @@ class _Reader(pickle.Unpickler):
         """What stands for a name."""
         found = self._allowed.get((module, name))
         if found is None:
-            raise TransferError(f"a pickle names {module}.{name}, which no tensor needs: nothing of it was run")
+            raise TransferError(
+                f"a pickle names {module}.{name}, which no tensor needs: nothing of it was run"
+            )
         return found

@@ -40,7 +40,7 @@ def tensor_of(given: object, what: str = "a tensor") -> Tensor:
             return _view(*_typed(storage), offset, size, stride)
         case "_rebuild_parameter", (inner, bool(), *_):
             return tensor_of(inner, what)
-        case ("rebuild_cuda_tensor" | "_rebuild_cuda_tensor_modified"), arguments:
+        case (("rebuild_cuda_tensor" | "_rebuild_cuda_tensor_modified"), arguments):
             return cuda_tensor(arguments)
     raise TransferError(f"{what}: {given.function.name} is not called like this for a tensor")
 
@@ -178,9 +178,9 @@ def _of_descriptor(shared: SharedDescriptor, num_bytes: int) -> torch.UntypedSto
             descriptor = multiprocessing.reduction.recv_handle(sender)
     except (OSError, EOFError, RuntimeError, multiprocessing.AuthenticationError) as error:
         raise TransferError(
-            f"a file descriptor cannot be had from its process: {type(error).__name__}: {error}. Only a process "
-            "with the same authkey gets one: call torch.multiprocessing.set_sharing_strategy('file_system') "
-            "in the trainer"
+            f"a file descriptor cannot be had from its process: {type(error).__name__}: {error}. Only one with "
+            "the same authkey gets it: call torch.multiprocessing.set_sharing_strategy('file_system') in the "
+            "trainer"
         ) from None
     try:
         _check_size(os.fstat(descriptor).st_size, num_bytes)
@@ -216,7 +216,9 @@ def _check_allocation(tensor: Tensor) -> None:
     # Of memory that torch has mapped piece by piece (expandable segments) the driver knows no range.
     is_known = error == driver.CUresult.CUDA_SUCCESS
     if is_known and storage.data_ptr() + storage.nbytes() > int(base) + size:
-        raise TransferError(f"memory of another process ends before the {storage.nbytes():,} bytes it should have")
+        raise TransferError(
+            f"memory of another process ends before the {storage.nbytes():,} bytes it should have"
+        )
 
 
 def _device_index(given: object) -> int:

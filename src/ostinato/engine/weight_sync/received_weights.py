@@ -37,7 +37,7 @@ class Landing:
 def received(
     group: BroadcastGroup, entries: Sequence[Announced], source: int, packed_bytes: int | None
 ) -> Pairs:
-    """What rank `source` broadcasts: each tensor by itself, or several at a time as bytes, until they are more
+    """What rank `source` broadcasts: each tensor by itself, or as bytes, so many at a time that they are more
     than `packed_bytes`."""
     landing = Landing(group.device, sum(one.num_bytes for one in entries))
     found: Pairs = []
@@ -74,4 +74,6 @@ def check_amount(entries: Sequence[Announced], most: int) -> None:
     """TransferError for more than any update of this model has."""
     wanted = sum(one.num_bytes for one in entries)
     if wanted > most:
-        raise TransferError(f"{wanted:,} bytes were announced, and this model's weights take {most:,} at most")
+        raise TransferError(
+            f"{wanted:,} bytes were announced, and this model's weights take {most:,} at most"
+        )

@@ -49,18 +49,26 @@ _BY_EITHER = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
 
 def done_here(operation: Operation[_Result]) -> _Result:
     """Run an operation; its result."""
+    found: Any = None
+    error: Exception | None = None
+    while True:
+        is_over, wanted = advanced(operation, found, error)
+        if is_over:
+            result: _Result = wanted
+            return result
+        found, error = None, None
+        try:
+            found = wanted()
+        except Exception as problem:
+            error = problem
+
+
+def advanced(operation: Operation[Any], found: Any, error: Exception | None) -> tuple[bool, Any]:
+    """Go on with what came of the last wish: whether that was the end, and the result or the next wish."""
     try:
-        wanted = next(operation)
-        while True:
-            try:
-                found = wanted()
-            except Exception as error:
-                wanted = operation.throw(error)
-            else:
-                wanted = operation.send(found)
+        return False, operation.send(found) if error is None else operation.throw(error)
     except StopIteration as end:
-        result: _Result = end.value
-        return result
+        return True, end.value
 
 
 class TrainerLink:
@@ -96,45 +104,51 @@ class TrainerLink:
             return self._apply(pairs, version)
 
     def join(
-        self, name: str, address: str, port: int, rank_offset: int, world_size: int, backend: str
+        self, group_name: str, address: str, port: int, rank_offset: int, world_size: int, backend: str
     ) -> Operation[None]:
         """Meet the trainer in a group of torch.distributed; one of the same name is left."""
-        if not isinstance(name, str) or not name:
-            raise TransferError(f"a group's name is a text, not {name!r}")
+        if not isinstance(group_name, str) or not group_name:
+            raise TransferError(f"a group's name is a text, not {group_name!r}")
         place = Place(address, port, rank_offset, world_size)
         with self._alone():
-            if (old := self._groups.pop(name, None)) is not None:
+            if (old := self._groups.pop(group_name, None)) is not None:
                 yield lambda: _left(old)
-            self._groups[name] = yield lambda: TorchGroup(
-                place, (name, name), backend, self._device, self._seconds
+            self._groups[group_name] = yield lambda: TorchGroup(
+                place, (group_name, group_name), backend, self._device, self._seconds
             )
 
-    def leave(self, name: str) -> Operation[None]:
+    def leave(self, group_name: str) -> Operation[None]:
         """Leave a group."""
         with self._alone():
-            group = self._groups.pop(name, None)
+            group = self._groups.pop(group_name, None)
             if group is None:
-                raise TransferError(f"there is no group {name!r}: {self._known_groups}")
+                raise TransferError(f"there is no group {group_name!r}: {self._known_groups}")
             yield lambda: _left(group)
 
     def update_from_group(
-        self, name: str, names: object, dtypes: object, shapes: object, load_format: object, version: str | None
+        self,
+        group_name: str,
+        names: object,
+        dtypes: object,
+        shapes: object,
+        load_format: object,
+        version: str | None,
     ) -> Operation[WeightsReport]:
         """Weights that rank 0 of a group broadcasts."""
         if load_format not in (None, "auto", "flattened_bucket"):
             raise TransferError(f"there is no load_format {load_format!r}: use none or flattened_bucket")
-        if name not in self._groups:
-            raise TransferError(f"there is no group {name!r}: {self._known_groups}")
+        if group_name not in self._groups:
+            raise TransferError(f"there is no group {group_name!r}: {self._known_groups}")
         entries = announced(names, dtypes, shapes)
         check_amount(entries, self._most_bytes)
         with self._alone():
-            group = self._groups[name]
+            group = self._groups[group_name]
             packed = _WHOLE if load_format == "flattened_bucket" else None
             try:
                 pairs: Pairs = yield lambda: received(group, entries, 0, packed)
-            except BaseException:
+            except Exception:
                 # Nobody knows how far the others are: the next broadcast could be taken for this one.
-                self._groups.pop(name, None)
+                self._groups.pop(group_name, None)
                 yield lambda: _left(group)
                 raise
             return self._apply(pairs, version)
@@ -164,7 +178,9 @@ class TrainerLink:
                 return
             if missing := _BY_GROUP - given.keys():
                 raise TransferError(f"init_info lacks {', '.join(sorted(missing))}")
-            place = Place(*(given[each] for each in ("master_address", "master_port", "rank_offset", "world_size")))
+            place = Place(
+                *(given[each] for each in ("master_address", "master_port", "rank_offset", "world_size"))
+            )
             self._transfer = _Transfer((yield lambda: self._met(place)), is_packed, packed_bytes)
 
     def _met(self, place: Place) -> BroadcastGroup:
@@ -175,7 +191,9 @@ class TrainerLink:
     def start(self) -> None:
         """Begin an update; of one that was not finished nothing is left."""
         if self._arrived:
-            logger.warning("an update of weights was not finished: %d weights are dropped", len(self._arrived))
+            logger.warning(
+                "an update of weights was not finished: %d weights are dropped", len(self._arrived)
+            )
         self._arrived = {}
 
     def receive(self, update_info: object) -> Operation[int]:
@@ -258,7 +276,7 @@ class _Transfer:
         packed = self._packed_bytes if self._is_packed else None
         try:
             return (yield lambda: received(group, entries, 0, packed))
-        except BaseException:
+        except Exception:
             link.drop_group(self)
             yield lambda: _left(group)
             raise

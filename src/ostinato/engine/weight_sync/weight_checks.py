@@ -29,18 +29,20 @@ class WeightChecks:
         self._model, self._apply = model, apply
         self._snapshot: dict[str, Tensor] | None = None
 
-    def values(self, name: str, count: int) -> list[Any]:
+    def values(self, weight: str, count: int) -> list[Any]:
         """The first rows of a weight, or numbers of a vector."""
-        view = self._views.get(name)
+        view = self._views.get(weight)
         if view is None:
-            view = self._views.get(f"model.{name}")
+            view = self._views.get(f"model.{weight}")
         if view is None:
-            raise TransferError(f"there is no weight {name!r}")
+            raise TransferError(f"there is no weight {weight!r}")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise TransferError(f"truncate_size is a number of at least 1, not {count!r}")
         width = math.prod(view.shape[1:])
         if min(count, view.shape[0]) * width > _MOST_VALUES:
-            raise TransferError(f"that are too many values: truncate_size can be {_MOST_VALUES // width} here")
+            raise TransferError(
+                f"that are too many values: truncate_size can be {_MOST_VALUES // width} here"
+            )
         found: list[Any] = view[:count].float().cpu().tolist()
         return found
 
@@ -84,13 +86,18 @@ class WeightChecks:
         whole = hashlib.sha256()
         for name in sorted(sums):
             whole.update(f"{name}{sums[name]}".encode())
-        info = {f"{kind}_{what}": at for kind in ("tp", "dp", "pp") for what, at in (("rank", 0), ("size", 1))}
+        info = {
+            f"{kind}_{what}": at for kind in ("tp", "dp", "pp") for what, at in (("rank", 0), ("size", 1))
+        }
         rank = {
             "checksums": sums,
             "per_gpu_checksum": whole.hexdigest(),
             "parallelism_info": {**info, "rank": 0, "size": 1},
         }
-        return {"ranks": [rank], "per_engine_checksum": hashlib.sha256(whole.hexdigest().encode()).hexdigest()}
+        return {
+            "ranks": [rank],
+            "per_engine_checksum": hashlib.sha256(whole.hexdigest().encode()).hexdigest(),
+        }
 
 
 def checksum(tensor: Tensor) -> str:

@@ -34,17 +34,19 @@ class Announced(NamedTuple):
 
 def announced(names: object, dtypes: object, shapes: object) -> list[Announced]:
     """Three lists as one."""
-    for given in (names, dtypes, shapes):
-        if not isinstance(given, list | tuple):
-            raise TransferError(f"names, dtypes and shapes are lists, not {type(given).__name__}")
-    assert isinstance(names, list | tuple) and isinstance(dtypes, list | tuple)
-    assert isinstance(shapes, list | tuple)
-    if not len(names) == len(dtypes) == len(shapes):
-        raise TransferError(f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
+    named, typed, shaped = _listed(names), _listed(dtypes), _listed(shapes)
+    if not len(named) == len(typed) == len(shaped):
+        raise TransferError(f"there are {len(named)} names, {len(typed)} dtypes and {len(shaped)} shapes")
     return [
         Announced(_text(name), dtype_named(dtype), sizes_of(shape))
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        for name, dtype, shape in zip(named, typed, shaped, strict=True)
     ]
+
+
+def _listed(given: object) -> list[Any]:
+    if not isinstance(given, list | tuple):
+        raise TransferError(f"names, dtypes and shapes are lists, not {type(given).__name__}")
+    return list(given)
 
 
 def sglang_tensors(payloads: object, load_format: object) -> Pairs:
@@ -113,10 +115,8 @@ def packed_tensors(flat: Tensor, entries: Sequence[Announced]) -> Pairs:
 
 
 def vllm_tensors(update_info: dict[str, Any], device: torch.device, *, is_packed: bool) -> Pairs:
-    """Of vLLM's IPC transfer: each tensor, or one buffer with all of them, by the UUID of the GPU it is on."""
-    entries = announced(
-        update_info.get("names"), update_info.get("dtype_names"), update_info.get("shapes")
-    )
+    """Of vLLM's IPC transfer: each tensor, or one buffer with all, by the UUID of the GPU it is on."""
+    entries = announced(update_info.get("names"), update_info.get("dtype_names"), update_info.get("shapes"))
     pickled = update_info.get("ipc_handles_pickled")
     handles = update_info.get("ipc_handles") if pickled is None else described(
         decoded(pickled, "ipc_handles_pickled")

@@ -26,6 +26,7 @@ from .engine_controls import EngineControls
 from .heartbeat import Heartbeat
 from .served_engine import ServedEngine
 from .statistics import StatisticsTaker
+from .weight_controls import WeightControls
 
 STATISTICS_EVERY = 0.5
 """Seconds between two messages of statistics."""
@@ -47,9 +48,8 @@ class EngineServer:
         self._events = events
         self._heartbeat = heartbeat
         controls = EngineControls(llm, self._engine)
-        self._calls = ControlCalls(
-            controls.by_name(), settle=self._settle, reply=self._send, heartbeat=heartbeat
-        )
+        named = {**controls.by_name(), **WeightControls(llm).by_name()}
+        self._calls = ControlCalls(named, settle=self._settle, reply=self._send, heartbeat=heartbeat)
         self._arrivals = zmq.Poller()
         self._arrivals.register(commands, zmq.POLLIN)
         self._arrivals.register(self._calls.bell, zmq.POLLIN)

@@ -31,6 +31,7 @@ from .native import native_routes
 from .observing import observing_routes
 from .refusal_log import RefusalLog
 from .trailing_slash import TrailingSlash
+from .weight_routes import weight_routes
 
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -42,7 +43,7 @@ def make_app(service: Service) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="Ostinato", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
-    makers = (generating_routes, native_routes, admin_routes, observing_routes)
+    makers = (generating_routes, native_routes, admin_routes, weight_routes, observing_routes)
     routers = [make(service) for make in makers]
     for routes in routers:
         app.include_router(routes)
