@@ -28,6 +28,7 @@ from .engine_controls import EngineControls
 from .heartbeat import Heartbeat
 from .served_engine import ServedEngine
 from .statistics import StatisticsTaker
+from .weight_controls import WeightControls
 
 STATISTICS_EVERY = 0.5
 """Seconds between two messages of statistics."""
@@ -49,9 +50,8 @@ class EngineServer:
         self._events = events
         self._heartbeat = heartbeat
         controls = EngineControls(llm, self._engine, self._tell_step)
-        self._calls = ControlCalls(
-            controls.by_name(), settle=self._settle, reply=self._answer, heartbeat=heartbeat
-        )
+        named = {**controls.by_name(), **WeightControls(llm).by_name()}
+        self._calls = ControlCalls(named, settle=self._settle, reply=self._answer, heartbeat=heartbeat)
         self._standing = Standing()
         self._arrivals = zmq.Poller()
         self._arrivals.register(commands, zmq.POLLIN)

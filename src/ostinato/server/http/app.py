@@ -33,6 +33,7 @@ from .observing import observing_routes
 from .refusal_log import RefusalLog
 from .sleep_routes import sleep_routes
 from .trailing_slash import TrailingSlash
+from .weight_routes import weight_routes
 
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -50,6 +51,7 @@ def make_app(service: Service) -> FastAPI:
         admin_routes,
         sleep_routes,
         memory_routes,
+        weight_routes,
         observing_routes,
     )
     routers = [make(service) for make in makers]

@@ -17,7 +17,26 @@ from .json_answers import error_response
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/stats", "/version"})
 """Answered without a key: for probes, scrapers and the page. None of them shows what anybody asked."""
 
-ADMIN_PATHS = frozenset(
+WEIGHT_PATHS = frozenset(
+    {
+        "/collective_rpc",
+        "/destroy_weights_update_group",
+        "/finish_weight_update",
+        "/get_weights_by_name",
+        "/init_weight_transfer_engine",
+        "/init_weights_update_group",
+        "/start_draft_weight_update",
+        "/start_weight_update",
+        "/update_weight_version",
+        "/update_weights",
+        "/update_weights_from_disk",
+        "/update_weights_from_distributed",
+        "/update_weights_from_tensor",
+        "/weights_checker",
+    }
+)
+"""For trainers: what `weight_routes` has beside names of versions."""
+ADMIN_PATHS = WEIGHT_PATHS | frozenset(
     {
         "/abort",
         "/graphs",
