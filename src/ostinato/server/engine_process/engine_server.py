@@ -16,6 +16,8 @@ from ..wire.messages import (
     Event,
     Generate,
     News,
+    Reply,
+    Standing,
     StepNews,
     Stop,
     decode_command,
@@ -47,9 +49,10 @@ class EngineServer:
         self._commands = commands
         self._events = events
         self._heartbeat = heartbeat
-        controls = EngineControls(llm, self._engine)
+        controls = EngineControls(llm, self._engine, self._tell_step)
         named = {**controls.by_name(), **WeightControls(llm).by_name()}
-        self._calls = ControlCalls(named, settle=self._settle, reply=self._send, heartbeat=heartbeat)
+        self._calls = ControlCalls(named, settle=self._settle, reply=self._answer, heartbeat=heartbeat)
+        self._standing = Standing()
         self._arrivals = zmq.Poller()
         self._arrivals.register(commands, zmq.POLLIN)
         self._arrivals.register(self._calls.bell, zmq.POLLIN)
@@ -73,6 +76,13 @@ class EngineServer:
         """Send the counters as they are now."""
         self._send(self._statistics.take())
         self._next_statistics = time.monotonic() + STATISTICS_EVERY
+
+    def publish_standing(self) -> None:
+        """Say how the engine stands, if that has changed."""
+        standing = self._engine.standing
+        if standing != self._standing:
+            self._standing = standing
+            self._send(standing)
 
     def _obey(self) -> None:
         """Carry out all that has arrived; with nothing to step, wait for something to arrive."""
@@ -101,6 +111,10 @@ class EngineServer:
                 self._calls.begin(command)
             case Stop():
                 self._stopping = True
+
+    def _answer(self, reply: Reply) -> None:
+        self.publish_standing()
+        self._send(reply)
 
     def _settle(self) -> None:
         """Wait for the steps under way; nobody hears of what they brought later than of what follows."""
