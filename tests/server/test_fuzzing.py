@@ -10,7 +10,12 @@ from hypothesis import HealthCheck, given, settings
 
 from .server_process import ServerProcess
 
-AFTERWARDS = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
+AFTERWARDS = {
+    "/pause": "/resume",
+    "/pause_generation": "/continue_generation",
+    "/sleep": "/wake_up",
+    "/start_profile": "/stop_profile",
+}
 """What would change the server for the requests behind, and how it is undone."""
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ostinato.graphs import Report
 from ostinato.models.weight_update import NamedTensors
@@ -23,13 +23,15 @@ from .outputs import RequestOutput
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .sleeping.served_weights import WeightsReport
-from .sleeping.sleeper import SleepReport
+from .sleeping.sleeper import SleepReport, check_mode
 from .text_engine import Prompt, TextEngine, check_params
+from .vllm_api.async_trainer_services import AsyncTrainerServices
 from .vllm_api.conversations import Messages
 from .vllm_api.engine_view import ModelView
 from .vllm_api.llm_engine import refuse_given
 from .vllm_api.metrics import Metric
 from .vllm_api.pooling_params import PoolingParams
+from .vllm_api.trainer_services import PartOfUpdate, inside, is_part_of_update
 
 if TYPE_CHECKING:
     from .vllm_api.engine_args import AsyncEngineArgs
@@ -53,13 +55,14 @@ def listed_names(given: object) -> list[str]:
     return names
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncTrainerServices):
     """A model that serves many coroutines at once. Use it from one or more event loops."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """As `LLM`."""
         self._llm = LLM(model, **options)
         self._turn = self._llm.engine.turn
+        self._llm.tell_outputs = lambda new: self._tell(self._llm.engine, new)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, tuple[asyncio.AbstractEventLoop, _Inbox]] = {}
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
@@ -158,8 +161,9 @@ class AsyncLLM:
                 self._do(lambda engine: self._give_up(engine, arrived))
         yield reader.pooled(served, wanted)
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests now; their coroutines get the output as far as it got."""
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests now; their coroutines get the output as far as it got. There is one kind of ids: with
+        `internal`, which vLLM has for its own, they are the same."""
         names = [request_id] if isinstance(request_id, str) else listed_names(request_id)
 
         def abort(engine: TextEngine) -> None:
@@ -174,56 +178,71 @@ class AsyncLLM:
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._do(lambda engine: engine.core.scheduler.resume())
+        self._do(lambda engine: engine.core.resume())
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
         """As `LLM.sleep`; requests that are kept, and those that come meanwhile, wait for `wake_up`."""
+        await self._call(lambda engine: engine.core.sleeper.check(level, mode))
+        mode = await self._drained(mode)
         return await self._call(lambda engine: engine.sleep(level, mode, lambda new: self._tell(engine, new)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
         """As `LLM.wake_up`."""
         return await self._call(lambda engine: engine.wake_up(tags))
 
+    @overload
     async def update_weights(
         self, weights: NamedTensors | str | Path, *, version: str | None = None
-    ) -> WeightsReport:
+    ) -> WeightsReport: ...
+
+    @overload
+    async def update_weights(self, weights: PartOfUpdate, *, version: None = None) -> None: ...
+
+    async def update_weights(self, weights: Any, *, version: str | None = None) -> WeightsReport | None:
         """As `LLM.update_weights`; requests under way go on."""
-        return await self._call(
-            lambda engine: engine.update_weights(weights, version, lambda new: self._tell(engine, new))
-        )
+        if is_part_of_update(weights):
+            await self._operated(self._llm.trainer_link.receive(inside(weights, "update_info")))
+            return None
+        return await self._call(lambda _: self._llm.update_weights(weights, version=version))
 
     async def is_sleeping(self) -> bool:
         """As `LLM.is_sleeping`."""
         return await self._call(lambda engine: engine.core.sleeper.is_sleeping)
 
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Run no further step until `resume_generation`.
-
-        What happens to requests under way says `mode`: keep (they wait), wait (they finish first), abort
-        (they end). `clear_cache` forgets cached prefixes, as vLLM does; requests that wait keep theirs.
-        """
-        if mode not in ("keep", "wait", "abort"):
-            raise RequestError(f"mode can be abort, wait or keep, not {mode!r}")
-        while mode == "wait" and await self._call(lambda engine: engine.has_work):
-            await asyncio.sleep(0.001)
+    async def pause_generation(
+        self,
+        *,
+        mode: str = "abort",
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+    ) -> None:
+        """As `LLM.pause_generation`; requests that come meanwhile wait for `resume_generation`."""
+        chosen = "wait" if wait_for_inflight_requests else mode
+        check_mode(chosen)
+        chosen = await self._drained(chosen)
 
         def pause(engine: TextEngine) -> None:
-            if mode == "abort":
-                outputs = [engine.abort(name) for name in list(self._listeners)]
-                self._tell(engine, [output for output in outputs if output is not None])
-            engine.core.scheduler.pause()
-            if clear_cache:
-                engine.core.scheduler.flush_prefix_cache()
+            engine.pause(chosen, clear_cache, lambda new: self._tell(engine, new))
 
         await self._call(pause)
 
     async def resume_generation(self) -> None:
-        """Go on after `pause_generation`."""
-        self.resume()
+        """As `LLM.resume_generation`."""
+        await self._call(lambda engine: engine.core.resume())
 
     async def is_paused(self) -> bool:
-        """Whether a pause is in force."""
-        return await self._call(lambda engine: engine.core.scheduler.is_paused)
+        """As `LLM.is_paused`."""
+        return await self._call(lambda engine: engine.core.is_paused)
+
+    async def _drained(self, mode: str) -> str:
+        """Wait for requests under way, if that is the mode, while others are held and any may be aborted;
+        what is left to be done with requests."""
+        if mode != "wait":
+            return mode
+        await self._call(lambda engine: engine.core.scheduler.drain())
+        while await self._call(lambda engine: engine.core.still_drains):
+            await asyncio.sleep(0.001)
+        return "keep"
 
     def get_tokenizer(self) -> HFLikeTokenizer:
         """As `LLM.get_tokenizer`."""
@@ -238,9 +257,19 @@ class AsyncLLM:
         """The same."""
         return self._llm.model_config
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """As `LLM.reset_prefix_cache`."""
-        return await self._call(lambda _: self._llm.reset_prefix_cache(reset_running_requests))
+        return await self._call(
+            lambda _: self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
+        )
+
+    async def reset_mm_cache(self) -> None:
+        """As `LLM.reset_mm_cache`."""
+
+    async def reset_encoder_cache(self) -> None:
+        """The same."""
 
     async def get_metrics(self) -> list[Metric]:
         """As `LLM.get_metrics`."""

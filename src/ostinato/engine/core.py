@@ -147,7 +147,7 @@ class EngineCore:
         scheduler = self.scheduler
         is_under_way = bool(self._arrived) or scheduler.num_steps_in_flight > 0
         may_launch = not scheduler.is_paused and self.sleeper.why_no_step is None
-        return is_under_way or (scheduler.has_work and may_launch)
+        return is_under_way or (scheduler.has_more_than_held and may_launch)
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
@@ -213,17 +213,48 @@ class EngineCore:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def sleep(self, level: int) -> SleepReport:
-        """Give memory back. Requests that are left wait; those that ran are computed again when it is back,
-        for their pages are gone. Call `settle` before."""
-        assert not self._flights, "a step is under way"
-        if level:
-            self.scheduler.flush_prefix_cache(computes_again=True)
-        return self.sleeper.sleep(level)
+    @property
+    def still_drains(self) -> bool:
+        """Whether requests that were there before `Scheduler.drain` are still being served; RequestError if
+        somebody has ended that and resumed."""
+        scheduler, is_asleep = self.scheduler, self.sleeper.why_no_step is not None
+        if not scheduler.is_draining and not scheduler.is_paused and not is_asleep:
+            raise RequestError("generation was resumed while the end of its requests was waited for")
+        return scheduler.is_draining and not scheduler.is_drained and not is_asleep
 
-    def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
-        """Take memory back."""
-        return self.sleeper.wake_up(tags, lambda: self.weights.are_gone(DROPPED))
+    def pause(self, *, clear_cache: bool) -> None:
+        """Take no step until `resume`. `clear_cache`: forget cached prefixes; requests under way are computed
+        again, then. Call `settle` before."""
+        assert not self._flights, "a step is under way"
+        self.scheduler.pause()
+        if clear_cache:
+            self.scheduler.flush_prefix_cache(computes_again=True)
+
+    def resume(self) -> None:
+        """Take steps again as soon as memory and weights are there."""
+        self.scheduler.resume()
+        self.sleeper.let_go()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step is taken because somebody wants that: a pause, or sleep."""
+        return self.scheduler.is_paused or self.sleeper.is_sleeping
+
+    def sleep(self, level: int, tags: Sequence[str] | None = None) -> SleepReport:
+        """Give memory back, all or of these tags. Requests that are left wait; if their pages are gone, those
+        that ran are computed again. Call `settle` before."""
+        assert not self._flights, "a step is under way"
+        checked = self.sleeper.checked(tags)
+        if level and "kv_cache" in checked:
+            self.scheduler.flush_prefix_cache(computes_again=True)
+        return self.sleeper.sleep(level, checked)
+
+    def wake_up(self, tags: Sequence[str] | None, *, resumes: bool = True) -> SleepReport:
+        """Take memory back; when all of it is there, a pause is over too, if `resumes`."""
+        report = self.sleeper.wake_up(tags, lambda: self.weights.are_gone(DROPPED))
+        if resumes and not self.sleeper.is_sleeping:
+            self.scheduler.resume()
+        return report
 
     def update_weights(self, new: NamedTensors | str | Path, version: str | None) -> WeightsReport:
         """Write new weights in place and forget prefixes that were computed with the old ones; requests go on
@@ -258,7 +289,7 @@ class EngineCore:
         runner = self.runner
         tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
         outputs = (runner.logits, runner.hidden)
-        return {
+        found = {
             "weights": sum(tensor.nbytes for tensor in tensors),
             "kv": runner.kv.num_bytes,
             "inputs": runner.graphs.buffers.bytes + runner.rows.num_bytes,
@@ -269,11 +300,13 @@ class EngineCore:
             "workspace": max(0, self._captured.allocated - runner.graphs.pool.bytes),
             "graphs": max(0, self._captured.taken - self._captured.reserved),
         }
+        return self.sleeper.less_what_is_away(found)
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
-        for request in [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.parked]:
-            self.scheduler.abort(request.request_id)
+        scheduler = self.scheduler
+        for request in [*scheduler.running, *scheduler.waiting, *scheduler.parked, *scheduler.held]:
+            scheduler.abort(request.request_id)
         self.following.close()
         self._drain()
         self._arrived.clear()

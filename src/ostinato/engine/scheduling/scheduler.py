@@ -70,6 +70,8 @@ class Scheduler:
         """Requests with a row, oldest first."""
         self.parked: dict[Request, None] = {}
         """Requests that can neither run nor wait for their turn: what may come next is not known yet."""
+        self.held: dict[Request, None] = {}
+        """Requests that came during `drain`, oldest first: they do not even wait for their turn."""
         self.left_grammars: list[FollowedText] = []
         """Of requests that have ended; whoever looks after grammars takes them from here."""
         self.num_preemptions = 0
@@ -86,6 +88,7 @@ class Scheduler:
         self._taken = RequestPages(pages, self.rows, config)
         self._num_added = 0
         self._is_paused = False
+        self._is_draining = False
         # Pages come free only when somebody leaves: until then the first in the queue is not tried again.
         self._head_is_blocked = False
 
@@ -95,9 +98,19 @@ class Scheduler:
         return bool(self._unfinished or self._in_flight)
 
     @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """All requests, wherever they are, in the order in which they came."""
+        return tuple(self._unfinished.values())
+
+    @property
+    def has_more_than_held(self) -> bool:
+        """Whether a step could do something, were it not for a pause."""
+        return len(self._unfinished) > len(self.held) or bool(self._in_flight)
+
+    @property
     def num_waiting(self) -> int:
-        """Requests without a row, parked ones among them."""
-        return len(self.waiting) + len(self.parked)
+        """Requests without a row, parked and held ones among them."""
+        return len(self.waiting) + len(self.parked) + len(self.held)
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -116,11 +129,36 @@ class Scheduler:
 
     def pause(self) -> None:
         """Schedule nothing more until `resume`; steps in flight still complete, requests keep their pages."""
+        self._end_drain()
         self._is_paused = True
 
     def resume(self) -> None:
         """Go on after `pause`, every request where it was."""
+        self._end_drain()
         self._is_paused = False
+
+    def drain(self) -> None:
+        """Serve those that are there to their end, also if they were paused; whoever comes from now on is
+        held until `pause` or `resume`."""
+        self._is_draining, self._is_paused = True, False
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `drain` is in force."""
+        return self._is_draining
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all have ended that were there before `drain`."""
+        return all(request.is_late for request in self._unfinished.values())
+
+    def _end_drain(self) -> None:
+        self._is_draining = False
+        for request in self._unfinished.values():
+            request.is_late = False
+        held, self.held = self.held, {}
+        for request in held:
+            self._queue(request)
 
     def add(self, request: Request, *, parked: bool = False) -> None:
         """Queue a request, or park it until `release`; RequestError if it could never run."""
@@ -128,6 +166,7 @@ class Scheduler:
             raise RequestError(f"request {request.request_id} is being served already: choose another id")
         self._check_fits(request)
         self._unfinished[request.request_id] = request
+        request.is_late = self._is_draining
         if parked:
             self.parked[request] = None
         else:
@@ -153,6 +192,9 @@ class Scheduler:
             self._queue(each)
 
     def _queue(self, request: Request) -> None:
+        if request.is_late:
+            self.held[request] = None
+            return
         request.order = self._num_added
         self._num_added += 1
         self.waiting.append(request)
@@ -180,6 +222,8 @@ class Scheduler:
             self._leave(request)
         elif request in self.parked:
             del self.parked[request]
+        elif request in self.held:
+            del self.held[request]
         else:
             self.waiting.remove(request)
             self._head_is_blocked = False
@@ -267,7 +311,7 @@ class Scheduler:
         """
         ended = tuple(self._unfinished.values()) if step is None else self._concerned_by(step)
         # Nor does anybody know where those are to go on who were between two places.
-        placed = {*self.running, *self.waiting, *self.parked, *ended}
+        placed = {*self.running, *self.waiting, *self.parked, *self.held, *ended}
         ended += tuple(request for request in self._unfinished.values() if request not in placed)
         for request in ended:
             if request.grammar is not None and request.grammar not in self.left_grammars:
@@ -281,7 +325,8 @@ class Scheduler:
         self.running = [request for request in self.running if not request.is_finished]
         self.waiting = deque(request for request in self.waiting if not request.is_finished)
         self.parked = {request: None for request in self.parked if not request.is_finished}
-        placed_now = (*self.running, *self.waiting, *self.parked)
+        self.held = {request: None for request in self.held if not request.is_finished}
+        placed_now = (*self.running, *self.waiting, *self.parked, *self.held)
         self._unfinished = {request.request_id: request for request in placed_now}
         self._decoding = [request for request in self._decoding if not request.is_finished]
         if self._prefilling is not None and self._prefilling.is_finished:
@@ -311,7 +356,7 @@ class Scheduler:
         assert all(self.rows.requests[request.row] is request for request in self.running)
         orders = [request.order for request in (*self.running, *self.waiting)]
         assert orders == sorted(set(orders)), "running requests come before waiting ones, each in order"
-        assert len(self._unfinished) == len(orders) + len(self.parked)
+        assert len(self._unfinished) == len(orders) + len(self.parked) + len(self.held)
         decoding = [request.order for request in self._decoding]
         assert decoding == sorted(decoding), "those that decode are in order"
         assert self._prefilling is None or self._prefilling is self.running[-1], "the youngest prefills"

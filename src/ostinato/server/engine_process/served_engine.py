@@ -15,7 +15,7 @@ from ostinato.engine.scheduling.request import Request, RequestStatus
 from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.engine.token_ids import token_array
 
-from ..wire.messages import Embed, Generate, News, StepNews, TokenLogprobs
+from ..wire.messages import Embed, Generate, News, Standing, StepNews, TokenLogprobs
 
 
 class ServedEngine:
@@ -75,12 +75,32 @@ class ServedEngine:
             self._queued.pop(id, None)
         return [News(id, finish_reason="abort") for id in ended]
 
+    def abort_all(self) -> list[News]:
+        """End all requests; news of them."""
+        return self.abort([int(request.request_id) for request in self.core.scheduler.unfinished])
+
+    @property
+    def standing(self) -> Standing:
+        """How the engine stands."""
+        core = self.core
+        why = core.sleeper.why_no_step
+        if why is None and core.scheduler.is_paused:
+            why = "generation is paused"
+        return Standing(core.weights.version, core.is_paused, core.sleeper.is_sleeping, why)
+
     def step(self) -> StepNews:
         """Run one step; what it brought."""
-        told = StepNews([], [], [])
         began = time.perf_counter()
         brought = self.core.step()
         self._note_admitted(began)
+        return self._told(brought)
+
+    def settle(self) -> StepNews:
+        """Wait for the steps under way; what they brought."""
+        return self._told(self.core.settle())
+
+    def _told(self, brought: list[Progress]) -> StepNews:
+        told = StepNews([], [], [])
         for progress in brought:
             requests, tokens, ended, extras = progress
             if requests is not self._batch or ended or extras:
@@ -122,6 +142,11 @@ class ServedEngine:
     def _add(
         self, id: int, prompt_ids: list[int], params: SamplingParams | None, cache_salt: str | None = None
     ) -> News | None:
+        why = self.core.sleeper.why_no_step
+        if why is not None and not self.core.is_paused:
+            # Nobody has said that there will be weights; of a sleep or a pause the end may be waited for.
+            self._arrived.pop(id, None)
+            return News(id, finish_reason="error", error=why)
         try:
             eos = self.core.loaded.eos_token_ids
             grammar = None if params is None else self.core.following.text(params)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import Any
+
 import msgspec
 
 from ostinato.engine.sampling_params import SamplingParams
+
+packed = msgspec.msgpack.Encoder().encode
+unpacked = msgspec.msgpack.Decoder(dict[str, Any]).decode
+NOTHING = packed({})
 
 # -- to the engine ---------------------------------------------------------------------------------
 
@@ -36,11 +43,12 @@ class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Do something between two steps and reply: see `EngineServer` for what there is."""
+    """Do something between two steps and reply: see `engine_process.controls` for what there is."""
 
     call: int
-    action: str
-    argument: str = ""
+    name: str
+    payload: bytes = NOTHING
+    """Its arguments by name, as `packed` makes them."""
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -108,10 +116,27 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     default_sampling: dict[str, float | int]
     """Of requests that do not say: fields of `SamplingParams`."""
     summary: str
+    can_sleep: bool = False
+    """Whether memory can be given back."""
     max_logprobs: int = 20
     """Per token; -1: of the whole vocabulary."""
     has_logits_processors: bool = False
     """Whether classes of the server's owner change logits."""
+
+
+class Fault(StrEnum):
+    """Why a call was not carried out."""
+
+    CALLER = "caller"
+    """What was asked is wrong, or cannot be."""
+    STATE = "state"
+    """Not now: the engine sleeps."""
+    MEMORY = "memory"
+    """For want of memory; nothing has changed, and another attempt may succeed."""
+    TIME = "time"
+    """Somebody else did not come in time."""
+    ENGINE = "engine"
+    """It failed."""
 
 
 class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -120,6 +145,18 @@ class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     call: int
     result: bytes = b"null"
     error: str | None = None
+    fault: Fault = Fault.ENGINE
+    """Whose the error is."""
+
+
+class Standing(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """How the engine stands between two controls; told whenever it has changed, before the reply."""
+
+    weight_version: str = ""
+    is_paused: bool = False
+    is_sleeping: bool = False
+    why_no_step: str | None = None
+    """Why no step is taken; None: steps are."""
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -184,7 +221,7 @@ class Statistics(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Memory of the device, and what of it is free; zeros where it cannot be asked."""
 
 
-Event = StepNews | Loading | Ready | Reply | Beat | Failed | Statistics
+Event = StepNews | Loading | Ready | Reply | Standing | Beat | Failed | Statistics
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
