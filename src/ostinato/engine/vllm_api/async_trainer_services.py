@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..sleeping.served_weights import WeightsReport
 from ..text_engine import TextEngine
 from ..weight_sync.trainer_link import Operation, advanced
-from .trainer_services import called, inside
+from .trainer_services import inside, worker_call
 from .worker import WorkerModel
 
 if TYPE_CHECKING:
@@ -73,9 +73,8 @@ class AsyncTrainerServices:
     ) -> list[_Found]:
         """As `LLM.collective_rpc`."""
         llm = self._llm
-        function = called(llm.worker, method)
-        call = self._call(lambda _: llm.between_steps(lambda: function(*args, **(kwargs or {}))))
-        return [await asyncio.wait_for(call, timeout)]
+        call = worker_call(llm.worker, method, args, kwargs or {})
+        return [await asyncio.wait_for(self._call(lambda _: llm.between_steps(call)), timeout)]
 
     async def apply_model(self, func: Callable[[WorkerModel], _Found]) -> list[_Found]:
         """As `LLM.apply_model`."""

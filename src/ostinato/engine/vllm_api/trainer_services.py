@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -88,11 +89,11 @@ class TrainerServices:
     ) -> list[_Found]:
         """Call a method of the worker, or a function with the worker, between two steps; a list of what comes
         of it. TimeoutError after `timeout` seconds: the call goes on, and the engine waits for it."""
-        function = called(self.worker, method)
+        call = worker_call(self.worker, method, args, kwargs or {})
         if timeout is None:
-            return [self.between_steps(lambda: function(*args, **(kwargs or {})))]
+            return [self.between_steps(call)]
         what = f"collective_rpc({getattr(method, '__name__', method)!r})"
-        return [within(timeout, what, lambda: self.between_steps(lambda: function(*args, **(kwargs or {}))))]
+        return [within(timeout, what, lambda: self.between_steps(call))]
 
     def apply_model(self, func: Callable[[WorkerModel], _Found]) -> list[_Found]:
         """Call a function with the model, between two steps."""
@@ -110,10 +111,21 @@ class TrainerServices:
                     engine.core.scheduler.flush_prefix_cache()
 
 
-def called(worker: Worker, method: object) -> Callable[..., Any]:
-    """What a `collective_rpc` means."""
-    if callable(method):
-        return functools.partial(method, worker)
+def worker_call(
+    worker: Worker, method: object, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """What a `collective_rpc` means; RequestError if the worker cannot be called like this."""
+    function = functools.partial(method, worker) if callable(method) else _method(worker, method)
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise RequestError(f"collective_rpc({method!r}): {error}") from None
+    except ValueError:
+        pass  # it has no signature that can be known
+    return functools.partial(function, *args, **kwargs)
+
+
+def _method(worker: Worker, method: object) -> Callable[..., Any]:
     found = getattr(worker, method, None) if isinstance(method, str) and method[:1] != "_" else None
     if not callable(found):
         known = [name for name in dir(worker) if name[:1] != "_" and callable(getattr(worker, name))]

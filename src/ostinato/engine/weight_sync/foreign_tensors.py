@@ -178,7 +178,7 @@ def _of_descriptor(shared: SharedDescriptor, num_bytes: int) -> torch.UntypedSto
             descriptor = multiprocessing.reduction.recv_handle(sender)
     except (OSError, EOFError, RuntimeError, multiprocessing.AuthenticationError) as error:
         raise TransferError(
-            f"a file descriptor cannot be had from its process: {type(error).__name__}: {error}. Only one with "
+            f"a file descriptor cannot be had: {type(error).__name__}: {error}. Only a process with "
             "the same authkey gets it: call torch.multiprocessing.set_sharing_strategy('file_system') in the "
             "trainer"
         ) from None

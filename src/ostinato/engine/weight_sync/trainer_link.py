@@ -203,15 +203,15 @@ class TrainerLink:
             raise TransferError("call init_weight_transfer_engine before update_weights")
         if arrived is None:
             raise TransferError("call start_weight_update before update_weights")
-        try:
-            with self._alone():
+        with self._alone():
+            try:
                 pairs: Pairs = yield from transfer.pairs(self, update_info)
                 check_weights(self._model, pairs)
-                arrived.update(pairs)
-                return len(pairs)
-        except BaseException:
-            self._arrived = None
-            raise
+            except BaseException:
+                self._arrived = None
+                raise
+            arrived.update(pairs)
+            return len(pairs)
 
     def finish(self, version: str | None) -> WeightsReport | None:
         """Write what has come; None if that is nothing."""

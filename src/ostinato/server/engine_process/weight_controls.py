@@ -11,7 +11,7 @@ import msgspec
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.sleeping.served_weights import WeightsReport
-from ostinato.engine.vllm_api.trainer_services import called
+from ostinato.engine.vllm_api.trainer_services import worker_call
 from ostinato.models.weight_update import NamedTensors
 
 from .control_calls import Control
@@ -72,9 +72,8 @@ class WeightControls:
         return self._version()
 
     def _collective_rpc(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> object:
-        llm = self._llm
-        function = called(llm.worker, method)
-        return [_sent(llm.between_steps(lambda: function(*args, **kwargs)))]
+        call = worker_call(self._llm.worker, method, args, kwargs)
+        return [_sent(self._llm.between_steps(call))]
 
 
 def _told(report: WeightsReport) -> dict[str, Any]:
