@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -37,6 +36,35 @@ MODES = st.sampled_from(("abort", "wait", "keep"))
 
 some_tags = st.none() | st.lists(st.sampled_from(TAGS), min_size=1, unique=True)
 prompts = st.sampled_from(PROMPTS)
+
+
+def given_as_an_iterator(new: "Weights") -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(new.items())
+
+
+def disturbance(name: str, **arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[str, Any]]:
+    return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
+
+
+disturbances = st.one_of(
+    disturbance("abort", at=st.integers(0, 9)),
+    disturbance("flush", running=st.booleans()),
+    disturbance("sleep", level=st.sampled_from((0, 1, 2)), mode=MODES),
+    disturbance("sleep", level=st.just(1), mode=st.just("keep")),
+    disturbance("pause", mode=MODES, clear_cache=st.booleans()),
+    disturbance("resume"),
+    disturbance("failing_sleep"),
+    disturbance("wake_up", tags=some_tags),
+    disturbance("failing_wake", tags=some_tags, after=st.integers(0, 20)),
+    disturbance("update", weights=st.integers(0, 1), given=st.sampled_from((dict, given_as_an_iterator))),
+    disturbance(
+        "failing_update",
+        weights=st.integers(0, 1),
+        at=st.integers(0, 8),
+        how=st.sampled_from(("name", "shape", "iterator")),
+    ),
+)
+"""In one rule: of many rules every example leaves out some, and requests have to be there in all of them."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -116,11 +144,27 @@ class AnySequence(RuleBasedStateMachine):
             if one.is_mixed:
                 one.computed_with(one.weights, is_mixed=False)
 
-    @rule(prompt=prompts)
-    def add(self, prompt: dict[str, list[int]]) -> None:
-        self.served.append(Served(self.llm.engine.add(prompt, GREEDY), self.weights))
+    @rule(given=st.lists(prompts, max_size=2), count=st.integers(0, 5), what=disturbances)
+    def serve_and_be_disturbed(
+        self, given: list[dict[str, list[int]]], count: int, what: tuple[str, dict[str, Any]]
+    ) -> None:
+        for prompt in given:
+            self.served.append(Served(self.llm.engine.add(prompt, GREEDY), self.weights))
+        self.steps(count)
+        name, arguments = what
+        getattr(self, name)(**arguments)
 
-    @rule(count=st.integers(1, 6))
+    @rule(given=st.lists(prompts, min_size=1, max_size=3))
+    def serve_all(self, given: list[dict[str, list[int]]]) -> None:
+        self.wake_up(None)
+        self.resume()
+        if self.is_lost:
+            self.update(self.weights, dict)
+        for prompt in given:
+            self.generate(prompt)
+        while self.llm.engine.has_work:
+            self.llm.engine.step()
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             if self.is_asleep:
@@ -129,7 +173,6 @@ class AnySequence(RuleBasedStateMachine):
             else:
                 self.llm.engine.step()
 
-    @rule(prompt=prompts)
     def generate(self, prompt: dict[str, list[int]]) -> None:
         if self.is_asleep or self.is_paused:
             with pytest.raises(EngineAsleepError):
@@ -138,18 +181,16 @@ class AnySequence(RuleBasedStateMachine):
             [output] = self.llm.generate(prompt, GREEDY)
             assert output.outputs[0].token_ids == self.wanted(Served(output, self.weights))
 
-    @precondition(lambda self: self.served)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        one = self.served.pop(data.draw(st.integers(0, len(self.served) - 1)))
+    def abort(self, at: int) -> None:
+        if at >= len(self.served):
+            return
+        one = self.served.pop(at)
         self.llm.engine.abort(one.output.request_id)
         assert one.output.finished
 
-    @rule(running=st.booleans())
     def flush(self, running: bool) -> None:
         assert self.llm.reset_prefix_cache(reset_running_requests=running)
 
-    @rule(level=st.sampled_from((0, 1, 2)), mode=MODES)
     def sleep(self, level: int, mode: str) -> None:
         was_asleep = self.is_asleep
         report = self.llm.sleep(level, mode)
@@ -162,7 +203,6 @@ class AnySequence(RuleBasedStateMachine):
         if level:
             self.all_are_computed_again()
 
-    @rule(mode=MODES, clear_cache=st.booleans())
     def pause(self, mode: str, clear_cache: bool) -> None:
         self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
         self.is_paused = True
@@ -177,12 +217,10 @@ class AnySequence(RuleBasedStateMachine):
         if mode == "wait" and not was_asleep:
             assert all(one.output.finished for one in self.served)
 
-    @rule()
     def resume(self) -> None:
         self.llm.resume_generation()
         self.is_paused = self.is_held = False
 
-    @rule()
     def failing_sleep(self) -> None:
         if "weights" in self.away:
             return
@@ -190,7 +228,6 @@ class AnySequence(RuleBasedStateMachine):
             self.llm.sleep(1, "keep")
         self.all_are_computed_again()
 
-    @rule(tags=some_tags)
     def wake_up(self, tags: list[str] | None) -> None:
         asked = set(TAGS if tags is None else tags)
         asked |= {"graphs"} if "kv_cache" in asked else set()
@@ -202,7 +239,6 @@ class AnySequence(RuleBasedStateMachine):
         self.is_held = self.is_held and bool(self.away)
         self.is_paused = self.is_paused and self.llm.is_sleeping()
 
-    @rule(tags=some_tags, after=st.integers(0, 20))
     def failing_wake(self, tags: list[str] | None, after: int) -> None:
         asked = set(TAGS if tags is None else tags) & self.away
         if "weights" not in asked or after >= len(list(self.llm.engine.core.loaded.model.parameters())):
@@ -210,7 +246,6 @@ class AnySequence(RuleBasedStateMachine):
         with failing("protect", after), pytest.raises(SaverMemoryError):
             self.llm.wake_up(tags)
 
-    @rule(weights=st.integers(0, 1), given=st.sampled_from((dict, lambda new: iter(new.items()))))
     def update(self, weights: int, given: Callable[[Weights], Any]) -> None:
         new = given(self.undisturbed[weights].weights)
         if "weights" in self.away:
@@ -227,7 +262,6 @@ class AnySequence(RuleBasedStateMachine):
             if is_other:
                 one.computed_with(weights, is_mixed=one.is_mixed or one.output.request_id in with_kv)
 
-    @rule(weights=st.integers(0, 1), at=st.integers(0, 8), how=st.sampled_from(("name", "shape", "iterator")))
     def failing_update(self, weights: int, at: int, how: str) -> None:
         pairs = list(self.undisturbed[weights].weights.items())
         name, tensor = pairs[at]
@@ -262,12 +296,7 @@ class AnySequence(RuleBasedStateMachine):
                 assert got == wanted if one.output.finished else got == wanted[: len(got)]
 
     def teardown(self) -> None:
-        self.wake_up(None)
-        self.resume()
-        if self.is_lost:
-            self.update(0, dict)
-        while self.llm.engine.has_work:
-            self.llm.engine.step()
+        self.serve_all([])
         for one in self.served:
             assert one.output.finished, "a lost request"
         self.all_is_as_it_should_be()
@@ -291,10 +320,10 @@ def checked(machine: type[AnySequence], examples: int) -> None:
 
 
 def test_any_sequence(machine: type[AnySequence]) -> None:
-    checked(machine, 12)
+    checked(machine, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_sequences(machine: type[AnySequence]) -> None:
-    checked(machine, 300)
+    checked(machine, 400)
