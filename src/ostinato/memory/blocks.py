@@ -78,6 +78,10 @@ class Mappings(Protocol):
         """A new pool of torch's allocator for captures."""
         ...
 
+    def drop_graph_pool(self, pool: Any) -> bool:
+        """Let it go, by its handle, if no graph lives in it; whether it has gone."""
+        ...
+
     def hold(self, kinds: Collection[Kind]) -> AbstractContextManager[None]:
         """No block of these kinds comes or goes inside."""
         ...

@@ -93,6 +93,15 @@ class CudaMappings:
             self._graph_pools.append(pool)
             return pool.id
 
+    def drop_graph_pool(self, pool: Any) -> bool:
+        with self._lock:
+            found = [each for each in self._graph_pools if tuple(each.id) == tuple(pool)]
+            unused = [each for each in found if each.use_count() == 1]
+            for each in unused:
+                self._graph_pools.remove(each)
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))
+        return len(unused) == len(found)
+
     def _new_pool(self, kind: Kind) -> Any:
         if kind not in self._allocators:
             number = self._native.open_class(self._description.driver)

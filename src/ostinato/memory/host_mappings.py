@@ -119,6 +119,9 @@ class HostMappings:
     def graph_pool(self, kind: Kind) -> Any:
         raise SaverError("a CPU has no pools for captures: use `GraphMemory`")
 
+    def drop_graph_pool(self, pool: Any) -> bool:
+        return True
+
     @contextmanager
     def hold(self, kinds: Collection[Kind]) -> Iterator[None]:
         self._held = [entry.pages() for entry in self._living().values() if entry.kind in kinds]

@@ -78,6 +78,11 @@ class MemorySaver:
                 raise SaverError(f"{tag} is paused: resume it before anything is captured there")
             return self._mappings.graph_pool(kind)
 
+    def drop_graph_pool(self, pool: Any) -> bool:
+        """Let a pool go that no graph lives in; False: one does."""
+        with self._lock:
+            return self.is_closed or self._mappings.drop_graph_pool(pool)
+
     @contextmanager
     def _staying_awake(self, tag: Tag) -> Iterator[None]:
         with self._lock:
