@@ -37,8 +37,8 @@ class GraphRow:
     predicted_bytes: int | None = None
     """How much the pool was expected to grow for it; None where nobody had to know."""
     padding_saved: float = 0.0
-    """Tokens of padding that it saves in a step on average, if all sizes are equally frequent; where no larger
-    graph of its kind would serve the step, that counts as padded to twice the largest size."""
+    """Tokens of padding that it saves in a step on average, if all sizes are equally frequent. Where no
+    larger graph of its kind would serve a step, that counts as padded to twice the largest size."""
 
 
 def describe(graph: "CapturedGraph") -> GraphRow:

@@ -229,11 +229,9 @@ class CudaGraphRunner:
         kept = affordable(weights, budget, held, self.keys)
         self.predicted |= predicted_growth(kept, weights, held)
         for key in [key for key in weights if key not in kept]:
-            self._give_up(
-                key,
-                Reason.OUT_OF_MEMORY,
-                f"it takes {weights[key].total:,} bytes, and the budget of {budget:,} bytes does not pay for it",
-            )
+            takes = f"it takes {weights[key].total:,} bytes"
+            told = f"{takes}, and the budget of {budget:,} bytes does not pay for it"
+            self._give_up(key, Reason.OUT_OF_MEMORY, told)
             bar.done(self.pool.bytes)
         return [*(key for key in missing if key not in weights), *kept]
 
@@ -371,7 +369,7 @@ class CudaGraphRunner:
                 raise
             self.give_up(f"{type(error).__name__}: {error}")
 
-    def _agreed_on(self, new: Sequence[GraphKey]) -> Sequence[GraphKey]:
+    def _agreed_on(self, new: list[GraphKey]) -> list[GraphKey]:
         if self._agree is None:
             return new
         agreed = set(self._agree(tuple(new)))
@@ -576,9 +574,7 @@ class CudaGraphRunner:
     def _rows_of_report(self) -> Iterator[GraphRow]:
         saved = padding_saved(self.graphs, self.keys)
         for key, graph in self.graphs.items():
-            yield replace(
-                describe(graph), predicted_bytes=self.predicted.get(key), padding_saved=saved[key]
-            )
+            yield replace(describe(graph), predicted_bytes=self.predicted.get(key), padding_saved=saved[key])
 
     def verify(
         self, *, make_batch: MakeBatch | None = None, tolerance: float | None = None, seed: int = 0

@@ -46,7 +46,9 @@ def affordable(
     return kept
 
 
-def predicted_growth(keys: Iterable[GraphKey], weights: Mapping[GraphKey, Weight], held: int = 0) -> dict[GraphKey, int]:
+def predicted_growth(
+    keys: Iterable[GraphKey], weights: Mapping[GraphKey, Weight], held: int = 0
+) -> dict[GraphKey, int]:
     """By how much each graph will make the pool grow, captured in this order."""
     grown: dict[GraphKey, int] = {}
     for key in keys:

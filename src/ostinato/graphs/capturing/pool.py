@@ -89,7 +89,7 @@ class GraphPool:
         """The thread whose results a replay overwrites, where wrappers care."""
         self._source = memory
         self._memory: PoolMemory | None = None
-        self._beside: dict[int, StorageWeakRef] = {}
+        self._beside: dict[StorageWeakRef, int] = {}
         self._occupants: list[weakref.ref[Occupant]] = []
         self.lent = Lent()
 
@@ -103,8 +103,7 @@ class GraphPool:
     def allocate_for_graphs(self, nbytes: int) -> torch.Tensor:
         """So many bytes as uint8 that graphs use beside their intermediates; counted while they live."""
         memory = self.allocate(nbytes)
-        storage = memory.untyped_storage()
-        self._beside[storage._cdata] = StorageWeakRef(storage)
+        self._beside[StorageWeakRef(memory.untyped_storage())] = nbytes
         return memory
 
     @property
@@ -122,12 +121,13 @@ class GraphPool:
     @property
     def bytes(self) -> int:
         """Bytes that graphs have taken from the device."""
-        return (self._memory.bytes if self._memory is not None else 0) + self._bytes_beside
+        return (self._memory.bytes if self._memory is not None else 0) + self.bytes_beside
 
     @property
-    def _bytes_beside(self) -> int:
-        self._beside = {key: ref for key, ref in self._beside.items() if not ref.expired()}
-        return sum(torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes() for ref in self._beside.values())
+    def bytes_beside(self) -> int:
+        """Of these, bridges and results with memory of their own."""
+        self._beside = {ref: size for ref, size in self._beside.items() if not ref.expired()}
+        return sum(self._beside.values())
 
     @property
     def over_budget(self) -> bool:
