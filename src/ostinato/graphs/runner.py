@@ -225,8 +225,9 @@ class CudaGraphRunner:
             bar.start(key)
             with suppress(Exception):
                 weights[key] = self._recorder.weigh(key, among=self.keys)
-        held = self.pool.bytes
-        kept = affordable(weights, budget, held, self.keys)
+        beside = self.pool.bytes_beside
+        held = self.pool.bytes - beside
+        kept = affordable(weights, budget - beside, held, self.keys)
         self.predicted |= predicted_growth(kept, weights, held)
         for key in [key for key in weights if key not in kept]:
             takes = f"it takes {weights[key].total:,} bytes"

@@ -20,14 +20,16 @@ class Weight:
     """What one graph takes, found by recording it in memory of its own. Bytes."""
 
     shared: int
-    """In memory that other graphs may use as well: intermediates, bridges."""
+    """Intermediates: other graphs may work in the same memory."""
+    bridges: int = 0
+    """Bridges between segments: other graphs of the same runner use them as well."""
     own: int = 0
-    """In memory that no other graph may use: results that outlive other replays."""
+    """What no other graph may use: results that outlive other replays."""
 
     @property
     def total(self) -> int:
         """If it were the only graph."""
-        return self.shared + self.own
+        return self.shared + self.bridges + self.own
 
 
 def affordable(
@@ -35,7 +37,7 @@ def affordable(
 ) -> list[GraphKey]:
     """The graphs to capture, those first that need the most shared memory, so that the others find room.
 
-    `held`: bytes that the pool has already. `asked`: all graphs that the ladder has, if these are not all.
+    `held`: shared memory that there is already. `asked`: all graphs of the ladder, if these are not all.
     """
     kept = sorted(weights, key=lambda key: -weights[key].shared)
     kept = [key for key in kept if weights[key].total <= budget]
@@ -51,10 +53,11 @@ def predicted_growth(
 ) -> dict[GraphKey, int]:
     """By how much each graph will make the pool grow, captured in this order."""
     grown: dict[GraphKey, int] = {}
+    captured: list[GraphKey] = []
     for key in keys:
-        weight = weights[key]
-        grown[key] = max(0, weight.shared - held) + weight.own
-        held = max(held, weight.shared)
+        before = _taken(captured, weights, held)
+        captured.append(key)
+        grown[key] = _taken(captured, weights, held) - before
     return grown
 
 
@@ -79,7 +82,8 @@ def padding_saved(keys: Collection[GraphKey], asked: Collection[GraphKey] = ()) 
 
 def _taken(keys: Iterable[GraphKey], weights: Mapping[GraphKey, Weight], held: int) -> int:
     kept = [weights[key] for key in keys]
-    return max([held, *(weight.shared for weight in kept)]) + sum(weight.own for weight in kept)
+    shared, bridges = max([held, *(each.shared for each in kept)]), max([0, *(each.bridges for each in kept)])
+    return shared + bridges + sum(each.own for each in kept)
 
 
 def _freed(key: GraphKey, among: Sequence[GraphKey], weights: Mapping[GraphKey, Weight], held: int) -> int:

@@ -98,8 +98,8 @@ class StepRecorder:
         self.bridges = Bridges(scales.allocate_for_graphs)
         try:
             graph = self.capture(key, among)
-            shared = scales.memory.bytes + self.bridges.bytes
-            weight = Weight(shared, scales.bytes - shared)
+            bridges = self.bridges.bytes
+            weight = Weight(scales.memory.bytes, bridges, scales.bytes_beside - bridges)
             del graph
             return weight
         finally:
