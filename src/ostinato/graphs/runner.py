@@ -574,8 +574,9 @@ class CudaGraphRunner:
 
     def _rows_of_report(self) -> Iterator[GraphRow]:
         saved = padding_saved(self.graphs, self.keys)
-        for key, graph in self.graphs.items():
-            yield replace(describe(graph), predicted_bytes=self.predicted.get(key), padding_saved=saved[key])
+        for key in sorted(self.graphs, key=capture_order):
+            row = describe(self.graphs[key])
+            yield replace(row, predicted_bytes=self.predicted.get(key), padding_saved=saved[key])
 
     def verify(
         self, *, make_batch: MakeBatch | None = None, tolerance: float | None = None, seed: int = 0
