@@ -94,6 +94,10 @@ class Mappings(Protocol):
         """Give back the memory behind all blocks of kinds that are held."""
         ...
 
+    def has_room_for(self, blocks: Sequence[Block]) -> bool:
+        """Whether memory behind all of them can be taken, as far as one can tell."""
+        ...
+
     def map(self, kinds: Collection[Kind]) -> None:
         """Take memory for all blocks of kinds that are held; SaverMemoryError: for none."""
         ...
@@ -106,8 +110,10 @@ class Mappings(Protocol):
         """Contents of blocks into their backups."""
         ...
 
-    def copy_in(self, blocks: Sequence[Block], backups: Mapping[int, Backup]) -> None:
-        """And back."""
+    def copying_in(
+        self, blocks: Sequence[Block], backups: Mapping[int, Backup]
+    ) -> AbstractContextManager[None]:
+        """And back: on the way inside, there at the end."""
         ...
 
     def fill(self, blocks: Sequence[Block], word: int) -> None:
