@@ -123,7 +123,7 @@ def free_bytes() -> int:
 
 
 def cycle(saver: MemorySaver, *, backup: bool, garbage: float) -> tuple[Paused, Resumed, float, float, int]:
-    """A pause, garbage in a share of what it released, and a resume; with seconds and bytes that came free."""
+    """A pause, garbage in a share of what came free, and a resume; with seconds and these bytes."""
     before = free_bytes()
     start = time.perf_counter()
     paused = saver.pause(backup=backup)
@@ -204,7 +204,7 @@ def main() -> None:
     print(f"links: to host {links['to_host_gb_s']:.1f}, to device {links['to_device_gb_s']:.1f} GB/s")
     print(f"room for backups: {room:,} bytes in {prepare_s:.2f} s")
     print(
-        "level             | came free      | stays        | pause s | GB/s | of link | resume s | GB/s | of link"
+        f"{'level':17} | came free      | stays        | pause s | GB/s | of link | resume s | GB/s | of link"
     )
     for level, row in levels.items():
         speeds = [row["backed_up"] / row["pause_s"] / 1e9, row["restored"] / row["resume_s"] / 1e9]

@@ -94,17 +94,20 @@ class StepRecorder:
     def weigh(self, key: GraphKey, among: Sequence[GraphKey]) -> Weight:
         """What the graph of one key takes: it is captured in memory of its own, and dropped."""
         kept = self._pool, self.bridges
-        scales = self._pool = GraphPool(self._pool.device)
-        self.bridges = Bridges(scales.allocate_for_graphs)
+        self._pool = GraphPool(self._pool.device)
+        self.bridges = Bridges(self._pool.allocate_for_graphs)
         try:
-            graph = self.capture(key, among)
-            bridges = self.bridges.bytes
-            weight = Weight(scales.memory.bytes, bridges, scales.bytes_beside - bridges)
-            del graph
-            return weight
+            return self._weighed(key, among)
         finally:
             self._pool, self.bridges = kept
             self._pool.backend.release_unused()
+
+    def _weighed(self, key: GraphKey, among: Sequence[GraphKey]) -> Weight:
+        graph = self.capture(key, among)
+        bridges = self.bridges.bytes
+        weight = Weight(self._pool.memory.bytes, bridges, self._pool.bytes_beside - bridges)
+        del graph
+        return weight
 
     def _is_warm(self, key: GraphKey) -> bool:
         # torch.compile makes other kernels for every rung.
