@@ -114,6 +114,12 @@ def copy_in(host: int, device: int, nbytes: int, streams: int, piece: int = 64 <
     return time.perf_counter() - start
 
 
+def in_huge_pages() -> int:
+    """Bytes of this process that lie in pages of 2 MiB."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:"))
+
+
 def free_bytes() -> int:
     """By cudaMemGetInfo, with nothing that torch keeps back."""
     gc.collect()
@@ -179,9 +185,10 @@ def main() -> None:
     graph.replay()
     wanted = out.clone()
     taken = baseline - free_bytes()
-    start = time.perf_counter()
+    start, huge = time.perf_counter(), in_huge_pages()
     room = saver.prepare_backup()
     prepare_s = time.perf_counter() - start
+    huge = in_huge_pages() - huge
     levels = {"1": measured(saver, backup=True, repeats=asked.repeats)}
     graph.replay()
     assert torch.equal(out, wanted), "the graph gives something else after level 1"
@@ -202,7 +209,7 @@ def main() -> None:
     for name, speed in ways.items():
         print(f"{name:24}: {speed:5.1f} GB/s")
     print(f"links: to host {links['to_host_gb_s']:.1f}, to device {links['to_device_gb_s']:.1f} GB/s")
-    print(f"room for backups: {room:,} bytes in {prepare_s:.2f} s")
+    print(f"room for backups: {room:,} bytes in {prepare_s:.2f} s, {huge:,} of them in huge pages")
     print(
         f"{'level':17} | came free      | stays        | pause s | GB/s | of link | resume s | GB/s | of link"
     )
@@ -223,6 +230,7 @@ def main() -> None:
         "ways_in_gb_s": ways,
         "memory": memory,
         "prepare_backup_s": prepare_s,
+        "backup_in_huge_pages": huge,
         "levels": levels,
     }
     asked.file.write_text(json.dumps(result, indent=1) + "\n")

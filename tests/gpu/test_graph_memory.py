@@ -85,13 +85,14 @@ def test_what_graphs_take_is_predicted_within_15_percent(device):
 @pytest.mark.alone
 @pytest.mark.parametrize("way", ["fraction", "hog"])
 def test_a_device_that_is_nearly_full_sheds_graphs_and_serves(device, way):
-    before = torch.cuda.memory_reserved(device)
-    start = free_bytes(device)
-    with LLM(MODEL, **OPTIONS) as llm:
-        taken = start - torch.cuda.mem_get_info(device)[0]
-        reserved = torch.cuda.memory_reserved(device) - before
-        activations = llm.memory_report()["activations"]
-        assert not llm.graph_report().failures
+    for _ in range(2):  # the driver and the libraries keep what they took for the first
+        start = free_bytes(device)
+        before = torch.cuda.memory_reserved(device)
+        with LLM(MODEL, **OPTIONS) as llm:
+            taken = start - free_bytes(device)
+            reserved = torch.cuda.memory_reserved(device) - before
+            activations = llm.memory_report()["activations"]
+            assert not llm.graph_report().failures
     free_bytes(device)
     hog = None
     if way == "fraction":
