@@ -5,6 +5,10 @@ python benchmarks/sleep.py benchmarks/results/sleep-h200.json
 Memory of the shapes of an 8B: 291 tensors of weights (16 GB in bf16), a KV cache, a captured graph with its
 pool. Level 1 backs weights up to pinned memory, level 2 drops them. Links are measured in the same run, with
 copies between the device and memory that torch has pinned. GPU only; times are medians.
+
+Two things may slow a resume down and are measured apart: where the copies come from and go to, and on how
+many streams (`ways_in_gb_s`); and memory that somebody has just freed, which the driver has to clear
+(`1 without garbage`).
 """
 
 import argparse
@@ -12,12 +16,15 @@ import gc
 import json
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from cuda.bindings import driver
 
 from ostinato.memory import MemorySaver, Paused, Resumed
+from ostinato.memory.pinned import pinned_buffers
 from ostinato.tools.machine import machine
 
 GIB = 1 << 30
@@ -77,6 +84,42 @@ def link_speed(to_host: bool, nbytes: int = GIB, repeats: int = 8) -> float:
     return nbytes / statistics.median(seconds) / 1e9
 
 
+def ways_in(saver: MemorySaver, nbytes: int = 4 * GIB) -> dict[str, float]:
+    """GB/s of copies from the host: from memory that torch has pinned and that backups are made of, to memory
+    of torch and of a saver, on one stream and on several."""
+    by_torch = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    [backup] = pinned_buffers([nbytes], driver, nullcontext)
+    plain = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    saved = saver.empty((nbytes,), torch.uint8, "kv_cache", "scratch").zero_()
+    found = {}
+    for source, host in (("torch", by_torch.data_ptr()), ("backup", backup.address)):
+        for target, device in (("torch", plain.data_ptr()), ("saver", saved.data_ptr())):
+            for streams in (1, 2, 4):
+                seconds = statistics.median(copy_in(host, device, nbytes, streams) for _ in range(3))
+                found[f"{source} to {target}, {streams} streams"] = nbytes / seconds / 1e9
+    backup.free()
+    return found
+
+
+def copy_in(host: int, device: int, nbytes: int, streams: int, piece: int = 64 << 20) -> float:
+    """Seconds, in pieces by turns over so many streams."""
+    on = [torch.cuda.Stream() for _ in range(streams)]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for number, at in enumerate(range(0, nbytes, piece)):
+        stream = driver.CUstream(on[number % streams].cuda_stream)
+        [result] = driver.cuMemcpyHtoDAsync(device + at, host + at, min(piece, nbytes - at), stream)
+        assert int(result) == 0, result
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def in_huge_pages() -> int:
+    """Bytes of this process that lie in pages of 2 MiB."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:"))
+
+
 def free_bytes() -> int:
     """By cudaMemGetInfo, with nothing that torch keeps back."""
     gc.collect()
@@ -85,25 +128,26 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def cycle(saver: MemorySaver, *, backup: bool) -> tuple[Paused, Resumed, float, float, int]:
-    """A pause, garbage in 95% of what it released, and a resume; with seconds and bytes that came free."""
+def cycle(saver: MemorySaver, *, backup: bool, garbage: float) -> tuple[Paused, Resumed, float, float, int]:
+    """A pause, garbage in a share of what came free, and a resume; with seconds and these bytes."""
     before = free_bytes()
     start = time.perf_counter()
     paused = saver.pause(backup=backup)
     pause_s = time.perf_counter() - start
     came_free = free_bytes() - before
-    garbage = torch.empty(int(came_free * 0.95), dtype=torch.uint8, device="cuda").fill_(0x5A)
-    torch.cuda.synchronize()
-    del garbage
-    torch.cuda.empty_cache()
+    if garbage:
+        other = torch.empty(int(came_free * garbage), dtype=torch.uint8, device="cuda").fill_(0x5A)
+        torch.cuda.synchronize()
+        del other
+        torch.cuda.empty_cache()
     start = time.perf_counter()
     resumed = saver.resume()
     return paused, resumed, pause_s, time.perf_counter() - start, came_free
 
 
-def measured(saver: MemorySaver, *, backup: bool, repeats: int) -> dict[str, Any]:
+def measured(saver: MemorySaver, *, backup: bool, repeats: int, garbage: float = 0.95) -> dict[str, Any]:
     """Medians of so many cycles."""
-    rows = [cycle(saver, backup=backup) for _ in range(repeats)]
+    rows = [cycle(saver, backup=backup, garbage=garbage) for _ in range(repeats)]
     paused, resumed = rows[-1][:2]
     parts = {
         f"{verb}_{part}_s": statistics.median(row[at].seconds[part] for row in rows)
@@ -141,14 +185,16 @@ def main() -> None:
     graph.replay()
     wanted = out.clone()
     taken = baseline - free_bytes()
-    start = time.perf_counter()
+    start, huge = time.perf_counter(), in_huge_pages()
     room = saver.prepare_backup()
     prepare_s = time.perf_counter() - start
+    huge = in_huge_pages() - huge
     levels = {"1": measured(saver, backup=True, repeats=asked.repeats)}
     graph.replay()
     assert torch.equal(out, wanted), "the graph gives something else after level 1"
     for number, tensor in enumerate(weights):
         assert (tensor.view(torch.int16) == SMALL + number).all(), f"weight {number} is not what it was"
+    levels["1 without garbage"] = measured(saver, backup=True, repeats=asked.repeats, garbage=0)
     levels["2"] = measured(saver, backup=False, repeats=asked.repeats)
     for number, tensor in enumerate(weights):
         tensor.view(torch.int16).fill_(SMALL + number)
@@ -159,16 +205,21 @@ def main() -> None:
     }
     memory = {"taken": taken, "by_tag_and_class": sizes, "stays": taken - levels["1"]["came_free"]}
     print(f"taken {taken:,} bytes: " + ", ".join(f"{name} {size:,}" for name, size in sizes.items()))
+    ways = ways_in(saver)
+    for name, speed in ways.items():
+        print(f"{name:24}: {speed:5.1f} GB/s")
     print(f"links: to host {links['to_host_gb_s']:.1f}, to device {links['to_device_gb_s']:.1f} GB/s")
-    print(f"room for backups: {room:,} bytes in {prepare_s:.2f} s")
-    print("level | came free      | stays        | pause s | GB/s | of link | resume s | GB/s | of link")
+    print(f"room for backups: {room:,} bytes in {prepare_s:.2f} s, {huge:,} of them in huge pages")
+    print(
+        f"{'level':17} | came free      | stays        | pause s | GB/s | of link | resume s | GB/s | of link"
+    )
     for level, row in levels.items():
         speeds = [row["backed_up"] / row["pause_s"] / 1e9, row["restored"] / row["resume_s"] / 1e9]
         shares = [speeds[0] / links["to_host_gb_s"], speeds[1] / links["to_device_gb_s"]]
         row |= {"pause_share_of_link": shares[0], "resume_share_of_link": shares[1]}
         stays = taken - row["came_free"]
         print(
-            f"{level:5} | {row['came_free']:14,} | {stays:12,} | {row['pause_s']:7.3f} | {speeds[0]:4.1f} | "
+            f"{level:17} | {row['came_free']:14,} | {stays:12,} | {row['pause_s']:7.3f} | {speeds[0]:4.1f} | "
             f"{shares[0]:7.0%} | {row['resume_s']:8.3f} | {speeds[1]:4.1f} | {shares[1]:.0%}"
         )
         print("      " + ", ".join(f"{name} {row[name]:.4f}" for name in row if name.endswith("_s")))
@@ -176,8 +227,10 @@ def main() -> None:
         "machine": machine(),
         "settings": {"gigabytes": asked.gigabytes, "kv_gigabytes": asked.kv_gigabytes},
         "links": links,
+        "ways_in_gb_s": ways,
         "memory": memory,
         "prepare_backup_s": prepare_s,
+        "backup_in_huge_pages": huge,
         "levels": levels,
     }
     asked.file.write_text(json.dumps(result, indent=1) + "\n")

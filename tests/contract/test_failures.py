@@ -100,9 +100,7 @@ def test_a_budget_sheds_what_would_exceed_it_and_keeps_what_fits(device):
 def test_within_the_budget_small_graphs_share_the_memory_of_the_largest(device):
     pool = GraphPool(device, budget=64 * MEGABYTE)
     runner = make_runner(device, wide, [2, 8, 16], pool=pool)
-    rows = {row.num_tokens: row for row in runner.report().graphs}
-    assert rows[16].bytes >= 16 * MEGABYTE
-    assert rows[8].bytes < 16 * MEGABYTE
+    assert 16 * MEGABYTE <= sum(row.bytes for row in runner.report().graphs) < 24 * MEGABYTE
     assert pool.bytes <= 64 * MEGABYTE
 
 

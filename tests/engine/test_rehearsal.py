@@ -14,7 +14,10 @@ from ostinato.engine.config import EngineConfig, ResolvedConfig
 from ostinato.engine.llm import LLM
 from ostinato.engine.loading import load as loading
 from ostinato.engine.loading import rehearsal
+from ostinato.engine.loading.device_memory import DeviceMemory
 from ostinato.engine.loading.load import kv_shape
+from ostinato.engine.loading.memory_plan import OUTSIDE_GRAPHS, MemoryPlan
+from ostinato.engine.sampling.sampler import Sampler
 from ostinato.engine.stepping.model_runner import KVCache, ModelRunner
 from ostinato.engine.stepping.times import StartupTimes
 
@@ -60,11 +63,30 @@ def test_a_rehearsal_tries_two_layers_and_captures_all_of_them(
     rehearsal._compile(runner, None)
     assert seen == [0, 1] * len(kinds)
     seen.clear()
-    bytes_wanted = rehearsal._trial_capture(runner)
-    # A warm-up and a recording each, and once to see which rows of the outputs are padding.
-    assert seen == [0, 1, 2, 3] * (2 * len(kinds) + 1)
-    assert bytes_wanted > 0
+    tried = rehearsal._some_of(runner.graphs.keys)
+    assert len(tried) > len(kinds)
+    plan = rehearsal._trial_capture(runner, None)
+    assert seen == [0, 1, 2, 3] * (len(kinds) + len(tried)), "a warm-up of each kind, a recording of each"
+    assert plan.activations is not None
+    assert plan.activations > 0
     assert not runner.graphs.graphs
+
+
+def test_a_rehearsal_predicts_what_the_graphs_of_the_engine_take(llm: LLM) -> None:
+    runner = new_runner(llm)
+    sampler = Sampler(runner)
+    plan = rehearsal._trial_capture(runner, sampler)
+    report = llm.graph_report()
+    expected = {f"{key.mode} {key.descriptor}": size for key, size in plan.rungs[0].items()}
+    assert expected.keys() == {f"{row.mode} {row.descriptor}" for row in report.graphs}
+    assert plan.activations == pytest.approx(llm.memory_report()["activations"], rel=0.15)
+    assert sum(expected.values()) == pytest.approx(sum(row.bytes for row in report.graphs), rel=0.15)
+
+
+def test_with_a_budget_that_is_too_small_all_of_it_is_expected_to_be_taken(llm: LLM) -> None:
+    runner = new_runner(llm)
+    runner.pool.budget = 30_000
+    assert rehearsal._trial_capture(runner, None).activations == 30_000
 
 
 def test_room_is_kept_for_buffers_that_come_behind_the_kv_cache(
@@ -84,11 +106,13 @@ def test_room_is_kept_for_buffers_that_come_behind_the_kv_cache(
         rehearsal.DeviceMemory, "now", lambda _: rehearsal.DeviceMemory(allocated=100 * len(made))
     )
     monkeypatch.setattr(rehearsal, "compiling_only", lambda _: nullcontext())
-    monkeypatch.setattr(rehearsal, "_trial_capture", lambda _: 7)
+    monkeypatch.setattr(rehearsal, "_trial_capture", lambda *_: MemoryPlan(activations=7))
     config = dataclasses.replace(loaded.config, config=dataclasses.replace(llm.config, num_pages=None))
-    assert rehearsal._rehearse(dataclasses.replace(loaded, config=config), StartupTimes()) == 207
+    plan = rehearsal._rehearse(dataclasses.replace(loaded, config=config), StartupTimes())
+    assert (plan.buffers, plan.to_come) == (200, 200 + 7 + OUTSIDE_GRAPHS)
     assert made == ["ModelRunner", "Sampler"]
-    assert rehearsal._rehearse(loaded, StartupTimes()) == 0, "the number of pages is given"
+    given = rehearsal._rehearse(loaded, StartupTimes())
+    assert (given.to_come, given.predictions) == (0, {}), "the number of pages is given"
 
 
 def test_what_a_rehearsal_made_is_gone_before_memory_is_counted(
@@ -97,16 +121,19 @@ def test_what_a_rehearsal_made_is_gone_before_memory_is_counted(
     made: list[weakref.ref[ModelRunner]] = []
     counted: list[bool] = []
 
-    def rehearse(loaded: Any, times: StartupTimes) -> int:
+    def rehearse(loaded: Any, times: StartupTimes) -> MemoryPlan:
         made.append(weakref.ref(new_runner(llm)))
-        return 5
+        return MemoryPlan(buffers=5)
 
     monkeypatch.setattr(rehearsal, "_rehearse", rehearse)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: counted.append(made[0]() is None))
     loaded: Any = SimpleNamespace(config=SimpleNamespace(device=torch.device("cuda", 0)))
+    readings = iter([100, 130])
+    monkeypatch.setattr(DeviceMemory, "now", lambda _: DeviceMemory(allocated=next(readings)))
     gc.disable()
     try:
-        assert rehearsal.rehearse(loaded, StartupTimes()) == 5
+        plan = rehearsal.rehearse(loaded, StartupTimes())
+        assert (plan.buffers, plan.workspace) == (5, 30), "what is left is what libraries keep"
     finally:
         gc.enable()
     assert counted == [True]

@@ -125,7 +125,7 @@ class EngineConfig:
     enable_cudagraph_gc: bool = False
     """Let the garbage collector run while capturing."""
     cuda_graph_memory_mb: int | None = None
-    """Most memory of the graphs' pool; a rung that makes it grow beyond that is given up."""
+    """Most memory that graphs take together; those that save the least padding for it are given up."""
     cuda_graph_debug_log: bool = False
     """Log every graph as it is captured."""
     cudagraph_capture_sizes: tuple[int, ...] | None = None

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import torch
 
 from ostinato.cache.pages import PageAllocator
 from ostinato.graphs import OstinatoError, Report, frozen_gc
@@ -47,8 +48,10 @@ from ostinato.models.errors import WeightsError
 from ostinato.models.weight_update import NamedTensors, TornWeightsError
 
 from .loading.device_memory import DeviceMemory
-from .loading.load import LoadedModel, allocate_kv
+from .loading.load import LoadedModel, ModelLoadError, allocate_kv
+from .loading.memory_plan import MemoryPlan
 from .loading.rehearsal import rehearse
+from .loading.shortage import Room, no_room_for_steps
 from .sampling.following import Following
 from .sampling.prompt_logprobs import prompt_logprobs_of
 from .sampling.sampler import Sampler
@@ -91,9 +94,9 @@ class EngineCore:
 
     def _start(self, progress: bool | None) -> None:
         loaded, config = self.loaded, self.config
-        graph_bytes = rehearse(loaded, self.startup)
+        plan = self._rehearsed()
         with self.startup.phase("kv"):
-            kv = allocate_kv(loaded.model, config, graph_bytes, loaded.arenas)
+            kv = allocate_kv(loaded.model, config, plan, loaded.arenas)
         memory = loaded.memory
         with nullcontext() if memory is None else memory.static_buffers():
             of_graphs = None if memory is None else memory.of_graphs
@@ -126,6 +129,8 @@ class EngineCore:
         self._flights: deque[Flight] = deque()
         self._arrived: list[Progress] = []
         self._prompt_sums = PromptSums(config.max_rows)
+        self._plan = plan
+        self._expect(plan)
         before = DeviceMemory.now(config.device)
         report = self.runner.capture(self.startup, progress=progress)
         if self.sampler is not None:
@@ -135,6 +140,19 @@ class EngineCore:
         self.sleeper.driver_bytes = max(0, self._captured.taken - self._captured.reserved)
         logger.info("%s", report)
         logger.info("memory: %s", ", ".join(f"{name} {size:,}" for name, size in self.memory().items()))
+
+    def _rehearsed(self) -> MemoryPlan:
+        try:
+            return rehearse(self.loaded, self.startup)
+        except torch.OutOfMemoryError as error:
+            room = Room.on(self.config.device)
+            raise ModelLoadError(no_room_for_steps(self.config, error, room)) from error
+
+    def _expect(self, plan: MemoryPlan) -> None:
+        """Let reports tell what was expected of each graph beside what it took."""
+        of_sampling = [] if self.sampler is None else list(self.sampler.graphs.values())
+        for graphs, expected in zip((self.runner.graphs, *of_sampling), plan.rungs, strict=False):
+            graphs.predicted |= expected
 
     @property
     def has_work(self) -> bool:
@@ -296,9 +314,10 @@ class EngineCore:
             "outputs": sum(tensor.nbytes for tensor in outputs),
             "sampling": 0 if self.sampler is None else self.sampler.num_bytes,
             "activations": runner.graphs.pool.bytes,
-            # What was allocated while capturing and is in no pool is there for the libraries' sake.
-            "workspace": max(0, self._captured.allocated - runner.graphs.pool.bytes),
+            # What outlived the rehearsal, or was allocated while capturing and is no graph's.
+            "workspace": self._plan.workspace + max(0, self._captured.allocated - runner.pool.bytes_beside),
             "graphs": max(0, self._captured.taken - self._captured.reserved),
+            **self._plan.predictions,
         }
         return self.sleeper.less_what_is_away(found)
 

@@ -318,7 +318,8 @@ class LLM(EngineServices, TrainerServices):
 
     def memory_report(self) -> dict[str, int]:
         """Bytes by what they are for: weights, kv, inputs, outputs, sampling, activations (of all graphs, in
-        their shared pool), workspace (of libraries) and graphs (what the driver holds for them)."""
+        their shared pool), workspace (of libraries, counters of kernels) and graphs (what the driver holds
+        for them). Where a rehearsal has sized the KV cache, also what it had predicted of the last three."""
         return self.engine.core.memory()
 
     def verify(self, seed: int = 0, *, progress: bool | None = None) -> EngineVerification:

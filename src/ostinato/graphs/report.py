@@ -26,7 +26,7 @@ class GraphRow:
     nodes: int | None
     """Graph nodes; on the tape recorded calls."""
     bytes: int
-    """How much the pool and the bridges grew for this graph."""
+    """How much the pool grew for this graph, bridges and results with memory of their own included."""
     capture_ms: float
     """Time of the recording."""
     total_ms: float
@@ -34,6 +34,11 @@ class GraphRow:
     replays: int
     padding_waste: float
     """Share of replayed token rows that were padding."""
+    predicted_bytes: int | None = None
+    """How much the pool was expected to grow for it; None where nobody had to know."""
+    padding_saved: float = 0.0
+    """Tokens of padding that it saves in a step on average, if all sizes are equally frequent. Where no
+    larger graph of its kind would serve a step, that counts as padded to twice the largest size."""
 
 
 def describe(graph: "CapturedGraph") -> GraphRow:
@@ -127,7 +132,8 @@ class Report:
     def table(self) -> "Group":
         """The report as something `rich` prints, narrow enough for 80 columns.
 
-        `parts` are segments, MiB how much the pool and the bridges grew, ms the time of the recording.
+        `parts` are segments, MiB how much the pool grew (and was expected to), ms the time of the recording,
+        saves the padded tokens that the graph saves in an average step.
         """
         from rich.console import Group
         from rich.table import Table
@@ -139,7 +145,9 @@ class Report:
         )
         for heading in ("mode", "batch"):
             table.add_column(heading, no_wrap=True)
-        for heading in ("parts", "nodes", "MiB", "ms", "replays", "padding"):
+        is_predicted = any(row.predicted_bytes is not None for row in self.graphs)
+        expected = ("expected",) if is_predicted else ()
+        for heading in ("parts", "nodes", "MiB", *expected, "ms", "saves", "replays", "padding"):
             table.add_column(heading, justify="right")
         for row in self.graphs:
             nodes = "?" if row.nodes is None else f"{row.nodes:,}"
@@ -147,7 +155,9 @@ class Report:
                 str(row.segments),
                 nodes,
                 f"{row.bytes / 2**20:,.1f}",
+                *([_mib(row.predicted_bytes)] if is_predicted else []),
                 f"{row.capture_ms:.1f}",
+                f"{row.padding_saved:.1f}",
                 f"{row.replays:,}",
             )
             table.add_row(row.mode, row.descriptor, *cells, f"{row.padding_waste:.1%}")
@@ -169,3 +179,7 @@ class Report:
         with console.capture() as capture:
             console.print(self.table())
         return capture.get()
+
+
+def _mib(nbytes: int | None) -> str:
+    return "?" if nbytes is None else f"{nbytes / 2**20:,.1f}"

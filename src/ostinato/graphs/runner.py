@@ -2,13 +2,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
 from .backends import Backend
+from .capturing.budget import Weight, affordable, padding_saved, predicted_growth
 from .capturing.captured import CapturedGraph
 from .capturing.gate import capture_gate, frozen_gc, require_open_gate, turn
 from .capturing.pool import GraphPool
@@ -26,10 +28,13 @@ from .errors import AddressError, BatchError, CaptureError, ConfigError
 from .inputs.buffers import Batch, FillPlan, InputBuffers
 from .memory import storage_address
 from .options import CaptureOptions
-from .report import Report, describe
+from .report import GraphRow, Report, describe
 from .trimming import Trimmer
 
 logger = logging.getLogger("ostinato.graphs")
+
+Standing = tuple[dict[GraphKey, tuple[int, int]], dict[GraphKey, tuple[int, int]]]
+"""Graphs that were taken down, in service and new, with their replays and the tokens of these."""
 
 _MOST_READY = 4096
 
@@ -110,6 +115,10 @@ class CudaGraphRunner:
         self.poison = False
         """Replay in poison mode: padded rows, the sinks and dead outputs hold hostile values."""
         self.graphs: dict[GraphKey, CapturedGraph] = {}
+        self._new: dict[GraphKey, CapturedGraph] = {}
+        """Those of a capture that is not over."""
+        self.predicted: dict[GraphKey, int] = {}
+        """By how many bytes each graph was expected to make the pool grow, where somebody has found out."""
         self.failures: dict[GraphKey, str] = {}
         """Rungs that could not be captured, with the cause."""
         self.eager_steps: Counter[Reason] = Counter()
@@ -168,41 +177,84 @@ class CudaGraphRunner:
 
     def _capture(self, missing: Sequence[GraphKey], progress: bool | None) -> None:
         before = self.pool.bytes
-        captured: dict[GraphKey, CapturedGraph] = {}
         outputs, self.outputs = self.outputs, self.outputs.copy()
         is_captured = False
+        self.pool.join(self)
         for key in missing:
             self.failures.pop(key, None)
         try:
             with capture_gate(), frozen_gc(self.options.freeze_gc), CaptureProgress(missing, progress) as bar:
                 logger.info("capture begins: %d graphs on %s", len(missing), self.pool.device)
-                for key in missing:
+                for key in self._within_budget(missing, bar):
                     bar.start(key)
-                    self._capture_or_explain(key, captured)
+                    self._capture_or_explain(key, self._new)
                     bar.done(self.pool.bytes)
-                self.graphs |= captured
-                self._settle_outputs(captured)
+                new = list(self._new)
+                self.graphs |= self._new
+                self._new.clear()
+                self._settle_outputs(new)
             is_captured = True
-            self._agree_on(captured)
+            new = self._agreed_on([key for key in new if key in self.graphs])
         except BaseException:
-            captured.clear()
+            self._new.clear()
             self._forget(missing)
             self.outputs = outputs
             if self._agree is not None and not is_captured:
                 self._agree(())
             raise
-        for key in captured:
+        for key in new:
             self.dispatcher.add(key)
         self._addresses.renew()
         self._addresses.note_reads(self._recorder.take_reads())
         logger.info(
             "capture ends: %d graphs, %d given up, %.2f s, %d bytes",
-            len(captured),
-            len(missing) - len(captured),
+            len(new),
+            len(missing) - len(new),
             bar.seconds,
             self.pool.bytes - before,
         )
-        captured.clear()
+
+    def _within_budget(self, missing: Sequence[GraphKey], bar: CaptureProgress) -> Sequence[GraphKey]:
+        """What the pool's budget pays for, in the order in which it takes the least memory; the rest is given
+        up. What cannot be weighed is tried: capturing it will tell why."""
+        budget = self.pool.budget
+        if budget is None:
+            return missing
+        weights: dict[GraphKey, Weight] = {}
+        for key in missing:
+            bar.start(key)
+            with suppress(Exception):
+                weights[key] = self._recorder.weigh(key, among=self.keys)
+        beside = self.pool.bytes_beside
+        held = self.pool.bytes - beside
+        kept = affordable(weights, budget - beside, held, self.keys)
+        self.predicted |= predicted_growth(kept, weights, held)
+        for key in [key for key in weights if key not in kept]:
+            takes = f"it takes {weights[key].total:,} bytes"
+            told = f"{takes}, and the budget of {budget:,} bytes does not pay for it"
+            self._give_up(key, Reason.OUT_OF_MEMORY, told)
+            bar.done(self.pool.bytes)
+        return [*(key for key in missing if key not in weights), *kept]
+
+    def take_down(self) -> Standing:
+        """Let all graphs go until `put_up`, and with them what they have in the pool."""
+        self._ready.clear()
+        self.buffers.holds = None
+        counted = [{key: _count(of[key]) for key in of} for of in (self.graphs, self._new)]
+        self.graphs.clear()
+        self._new.clear()
+        self._recorder.bridges.drop()
+        return counted[0], counted[1]
+
+    def put_up(self, standing: Standing) -> None:
+        """Record them again; only inside `capture_gate()`. They go on counting where they were."""
+        with self.buffers.kept():
+            for counts, captured in zip(standing, (self.graphs, self._new), strict=True):
+                for key, (replays, real_tokens) in counts.items():
+                    self._capture_or_explain(key, captured)
+                    if key in captured:
+                        captured[key].replays, captured[key].real_tokens = replays, real_tokens
+        self._addresses.note_reads(self._recorder.take_reads())
 
     def capture_one(self, key: GraphKey) -> CapturedGraph:
         """Capture one graph; only inside `capture_gate()`."""
@@ -259,14 +311,19 @@ class CudaGraphRunner:
         if not self.graphs:
             self.outputs = Trimmer(*self._output_rows)
             self._addresses.forget_reads()
+            self._recorder.bridges.drop()
         self.pool.overwrite()  # outputs of a dropped graph lie in memory that may go
         self.pool.shrink_if_unused()
 
     def _capture_or_explain(self, key: GraphKey, captured: dict[GraphKey, CapturedGraph]) -> None:
+        bytes_before = self.pool.bytes
         failure = self._try_to_capture(key, captured)
-        if failure is not None:
-            # Only here, when nothing of the failed attempt is referred to any more, can its memory go.
-            self._give_up(key, *failure)
+        if failure is None:
+            return
+        # Only here, when nothing of the failed attempt is referred to any more, can its memory go.
+        self._give_up(key, *failure)
+        if failure[0] is Reason.OUT_OF_MEMORY and self.pool.bytes > bytes_before:
+            self.pool.capture_anew()
 
     def _give_up(self, key: GraphKey, reason: Reason, cause: str) -> None:
         self.failures[key] = cause
@@ -298,7 +355,7 @@ class CudaGraphRunner:
             logger.info("captured %s", describe(captured[key]))
         return None
 
-    def _settle_outputs(self, captured: dict[GraphKey, CapturedGraph]) -> None:
+    def _settle_outputs(self, new: Sequence[GraphKey]) -> None:
         """Know for every output which rows are real, or serve nothing from graphs."""
         descriptors = [key.descriptor for key in self.graphs]
         decode_only = all(descriptor.query_len == 1 for descriptor in descriptors)
@@ -306,22 +363,22 @@ class CudaGraphRunner:
             self._probe_outputs(max(descriptors))
         try:
             self.outputs.check()
-            if captured and not self._rows_are_independent and self._dummy is not None:
+            if new and not self._rows_are_independent and self._dummy is not None:
                 refuse_dependence_on_the_batch(self, self._dummy)
         except CaptureError as error:
             if self.options.strict:
                 raise
-            captured.clear()
             self.give_up(f"{type(error).__name__}: {error}")
 
-    def _agree_on(self, captured: dict[GraphKey, CapturedGraph]) -> None:
+    def _agreed_on(self, new: list[GraphKey]) -> list[GraphKey]:
         if self._agree is None:
-            return
-        agreed = set(self._agree(tuple(captured)))
-        for key in [key for key in captured if key not in agreed]:
-            del captured[key]
-            self._forget([key])
-            self._give_up(key, Reason.OTHER_RANK, "another rank could not capture it")
+            return new
+        agreed = set(self._agree(tuple(new)))
+        for key in new:
+            if key not in agreed:
+                self._forget([key])
+                self._give_up(key, Reason.OTHER_RANK, "another rank could not capture it")
+        return [key for key in new if key in agreed]
 
     def _probe_outputs(self, largest: BatchDescriptor) -> None:
         """One eager trial with other numbers of tokens and requests than any rung has.
@@ -508,12 +565,18 @@ class CudaGraphRunner:
             device=str(self.pool.device),
             mode=str(self.dispatcher.mode),
             lowered=self.dispatcher.lowered,
-            graphs=tuple(describe(graph) for graph in self.graphs.values()),
+            graphs=tuple(self._rows_of_report()),
             failures={f"{key.mode} {key.descriptor}": cause for key, cause in self.failures.items()},
             eager_steps={str(reason): count for reason, count in self.eager_steps.items()},
             pool_bytes=self.pool.bytes,
             input_bytes=self.buffers.bytes,
         )
+
+    def _rows_of_report(self) -> Iterator[GraphRow]:
+        saved = padding_saved(self.graphs, self.keys)
+        for key in sorted(self.graphs, key=capture_order):
+            row = describe(self.graphs[key])
+            yield replace(row, predicted_bytes=self.predicted.get(key), padding_saved=saved[key])
 
     def verify(
         self, *, make_batch: MakeBatch | None = None, tolerance: float | None = None, seed: int = 0
@@ -525,3 +588,7 @@ class CudaGraphRunner:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a runner cannot be copied or pickled: its graphs are addresses of this process")
+
+
+def _count(graph: CapturedGraph) -> tuple[int, int]:
+    return graph.replays, graph.real_tokens

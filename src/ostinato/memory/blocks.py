@@ -78,6 +78,10 @@ class Mappings(Protocol):
         """A new pool of torch's allocator for captures."""
         ...
 
+    def drop_graph_pool(self, pool: Any) -> bool:
+        """Let it go, by its handle, if no graph lives in it; whether it has gone."""
+        ...
+
     def hold(self, kinds: Collection[Kind]) -> AbstractContextManager[None]:
         """No block of these kinds comes or goes inside."""
         ...
@@ -88,6 +92,10 @@ class Mappings(Protocol):
 
     def unmap(self, kinds: Collection[Kind]) -> None:
         """Give back the memory behind all blocks of kinds that are held."""
+        ...
+
+    def has_room_for(self, blocks: Sequence[Block]) -> bool:
+        """Whether memory behind all of them can be taken, as far as one can tell."""
         ...
 
     def map(self, kinds: Collection[Kind]) -> None:
@@ -102,8 +110,10 @@ class Mappings(Protocol):
         """Contents of blocks into their backups."""
         ...
 
-    def copy_in(self, blocks: Sequence[Block], backups: Mapping[int, Backup]) -> None:
-        """And back."""
+    def copying_in(
+        self, blocks: Sequence[Block], backups: Mapping[int, Backup]
+    ) -> AbstractContextManager[None]:
+        """And back: on the way inside, there at the end."""
         ...
 
     def fill(self, blocks: Sequence[Block], word: int) -> None:

@@ -8,6 +8,7 @@ nothing may be allocated in a tag that is paused.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,11 @@ from .blocks import Backup, Block, Kind
 from .errors import SaverError, SaverMemoryError
 from .pinned import PinnedBuffer, pinned_buffers
 from .virtual_blocks import DRIVER_FUNCTIONS, Driver, VirtualBlocks, virtual_blocks
+
+_STREAMS = 2
+"""Copies from the host are under way at the same time; `benchmarks/sleep.py` measures what that gives."""
+_PIECE = 64 << 20
+"""Bytes of one of them."""
 
 _IMMORTAL: list[Any] = []
 """Allocators that torch may call until the process ends."""
@@ -49,6 +55,7 @@ class CudaMappings:
         self._idle: dict[Kind, list[Any]] = {}
         self._graph_pools: list[Any] = []
         self._stream = torch.cuda.Stream(self.device)
+        self._inward = [torch.cuda.Stream(self.device) for _ in range(_STREAMS)]
         self._lock = threading.Lock()
 
     @property
@@ -93,6 +100,15 @@ class CudaMappings:
             self._graph_pools.append(pool)
             return pool.id
 
+    def drop_graph_pool(self, pool: Any) -> bool:
+        with self._lock:
+            found = [each for each in self._graph_pools if tuple(each.id) == tuple(pool)]
+            unused = [each for each in found if each.use_count() == 1]
+            for each in unused:
+                self._graph_pools.remove(each)
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))
+        return len(unused) == len(found)
+
     def _new_pool(self, kind: Kind) -> Any:
         if kind not in self._allocators:
             number = self._native.open_class(self._description.driver)
@@ -130,6 +146,10 @@ class CudaMappings:
         if result != 0:
             raise SaverError(f"the driver did not take all memory back (error {result}): pause once more")
 
+    def has_room_for(self, blocks: Sequence[Block]) -> bool:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return sum(block.size for block in blocks if not block.is_mapped) <= free
+
     def map(self, kinds: Collection[Kind]) -> None:
         asked = sum(block.size for block in self.blocks(kinds) if not block.is_mapped)
         result = self._native.map(self._of(kinds))
@@ -166,11 +186,19 @@ class CudaMappings:
                 host = _pinned(backups, block).address
                 _checked(self._driver.cuMemcpyDtoHAsync(host, block.address, block.size, stream))
 
-    def copy_in(self, blocks: Sequence[Block], backups: Mapping[int, Backup]) -> None:
-        with self._copying() as stream:
-            for block in blocks:
-                host = _pinned(backups, block).address
-                _checked(self._driver.cuMemcpyHtoDAsync(block.address, host, block.size, stream))
+    @contextmanager
+    def copying_in(self, blocks: Sequence[Block], backups: Mapping[int, Backup]) -> Iterator[None]:
+        streams = [self._driver.CUstream(stream.cuda_stream) for stream in self._inward]
+        with self._in_context():
+            try:
+                for stream, (target, source, size) in zip(
+                    itertools.cycle(streams), _pieces(blocks, backups), strict=False
+                ):
+                    _checked(self._driver.cuMemcpyHtoDAsync(target, source, size, stream))
+                yield
+            finally:
+                for each in self._inward:
+                    each.synchronize()
 
     def fill(self, blocks: Sequence[Block], word: int) -> None:
         with self._copying() as stream:
@@ -237,6 +265,14 @@ def _begin(index: int, pool: Any) -> None:
 def _end(index: int, pool: Any) -> None:
     torch._C._cuda_endAllocateToPool(index, pool.id)  # type: ignore[attr-defined]
     torch._C._cuda_releasePool(index, pool.id)  # type: ignore[attr-defined]
+
+
+def _pieces(blocks: Sequence[Block], backups: Mapping[int, Backup]) -> Iterator[tuple[int, int, int]]:
+    """Where to, where from, how much."""
+    for block in blocks:
+        host = _pinned(backups, block).address
+        for at in range(0, block.size, _PIECE):
+            yield block.address + at, host + at, min(_PIECE, block.size - at)
 
 
 def _pinned(backups: Mapping[int, Backup], block: Block) -> PinnedBuffer:

@@ -19,6 +19,7 @@ class GraphMemory:
 
     def __init__(self, saver: MemorySaver) -> None:
         self._saver = saver
+        self._pools: list[Any] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """So many bytes that are restored, as uint8."""
@@ -30,4 +31,9 @@ class GraphMemory:
 
     def graph_pool(self) -> Any:
         """A pool of torch's allocator for captures, of memory that comes back undefined."""
-        return self._saver.graph_pool("graphs", Content.SCRATCH)
+        self._pools.append(self._saver.graph_pool("graphs", Content.SCRATCH))
+        return self._pools[-1]
+
+    def drop_unused_pools(self) -> None:
+        """Pools that no graph lives in any more go, with their memory."""
+        self._pools = [pool for pool in self._pools if not self._saver.drop_graph_pool(pool)]

@@ -119,6 +119,9 @@ class HostMappings:
     def graph_pool(self, kind: Kind) -> Any:
         raise SaverError("a CPU has no pools for captures: use `GraphMemory`")
 
+    def drop_graph_pool(self, pool: Any) -> bool:
+        return True
+
     @contextmanager
     def hold(self, kinds: Collection[Kind]) -> Iterator[None]:
         self._held = [entry.pages() for entry in self._living().values() if entry.kind in kinds]
@@ -140,6 +143,9 @@ class HostMappings:
                 pages.madvise(mmap.MADV_DONTNEED)
                 protect(entry.address, entry.size, _NONE)
                 entry.is_mapped = False
+
+    def has_room_for(self, blocks: Sequence[Block]) -> bool:
+        return True
 
     def map(self, kinds: Collection[Kind]) -> None:
         taken: list[_Entry] = []
@@ -173,9 +179,11 @@ class HostMappings:
         except OSError as error:
             raise SaverMemoryError(f"no room for backups in {tempfile.gettempdir()}: {error}") from error
 
-    def copy_in(self, blocks: Sequence[Block], backups: Mapping[int, Backup]) -> None:
+    @contextmanager
+    def copying_in(self, blocks: Sequence[Block], backups: Mapping[int, Backup]) -> Iterator[None]:
         for backup, pages in self._pairs(blocks, backups):
             backup.read_into(pages)
+        yield
 
     def fill(self, blocks: Sequence[Block], word: int) -> None:
         for block in blocks:

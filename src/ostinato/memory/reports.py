@@ -44,4 +44,4 @@ class Resumed:
     lost: tuple[str, ...] = ()
     """Tags whose data was dropped: undefined until somebody writes it again."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """`take` memory, `copy`, `rewrite` what is written again."""
+    """`take` memory, `rewrite` what is written again, and what is left of `copy` beside them."""

@@ -78,6 +78,11 @@ class MemorySaver:
                 raise SaverError(f"{tag} is paused: resume it before anything is captured there")
             return self._mappings.graph_pool(kind)
 
+    def drop_graph_pool(self, pool: Any) -> bool:
+        """Let a pool go that no graph lives in; False: one does."""
+        with self._lock:
+            return self.is_closed or self._mappings.drop_graph_pool(pool)
+
     @contextmanager
     def _staying_awake(self, tag: Tag) -> Iterator[None]:
         with self._lock:
@@ -92,7 +97,8 @@ class MemorySaver:
                 self._open_regions[tag] -= 1
 
     def on_resume(self, tag: Tag, rewrite: Rewrite) -> None:
-        """Call this whenever the tag has its memory back, to write what is neither data nor kept.
+        """Call this whenever the tag has its memory and what was saved of it back, to write what is neither
+        data nor kept. Other tags that are resumed by the same call may still be on their way.
 
         A function that raises ends the resume, and the tag stays paused.
         """
@@ -159,10 +165,9 @@ class MemorySaver:
             clock = _Clock()
             with self._mappings.hold(kinds):
                 before = self._mappings.blocks(kinds)
-                self._mappings.map(kinds)
-                clock.lap("take")
+                restored = [block for block in before if block.serial in self._saved]
                 try:
-                    restored = self._fill(kinds, asleep, clock)
+                    self._take_back(before, restored, asleep, clock)
                 except BaseException:
                     self._mappings.unmap(kinds)
                     raise
@@ -176,20 +181,33 @@ class MemorySaver:
             back = sum(block.size for block in restored)
             return Resumed(tuple(asleep), taken, back, lost, clock.seconds)
 
-    def _fill(self, kinds: Sequence[Kind], tags: Sequence[Tag], clock: _Clock) -> list[Block]:
-        """Contents of what has just been taken; the blocks that were restored."""
-        blocks = self._mappings.blocks(kinds)
+    def _take_back(
+        self, blocks: Sequence[Block], restored: Sequence[Block], tags: Sequence[Tag], clock: _Clock
+    ) -> None:
+        """Memory and contents. Copies begin as soon as their own memory is there: the rest of it is taken,
+        and what nobody copies is written, while they go on."""
+        kinds, copied = _kinds_of(tags), {block.kind for block in restored}
+        at_once = self.hostile or not self._mappings.has_room_for(blocks)
+        first = [kind for kind in kinds if at_once or kind in copied]
+        self._mappings.map(first)
+        clock.lap("take")
         if self.hostile:
             self._mappings.fill(blocks, HOSTILE)
-        restored = [block for block in blocks if block.serial in self._saved]
-        self._mappings.copy_in(restored, self._backups)
+        with self._mappings.copying_in(restored, self._backups):
+            self._mappings.map([kind for kind in kinds if kind not in first])
+            clock.lap("take")
+            waiting = {kind.tag for kind in copied}
+            self._rewrite([tag for tag in tags if tag not in waiting])
+            clock.lap("rewrite")
         clock.lap("copy")
+        self._rewrite([tag for tag in tags if tag in waiting])
+        self._mappings.synchronize()
+        clock.lap("rewrite")
+
+    def _rewrite(self, tags: Sequence[Tag]) -> None:
         for tag, rewrite in self._rewrites:
             if tag in tags:
                 rewrite()
-        self._mappings.synchronize()
-        clock.lap("rewrite")
-        return restored
 
     # -- backups -----------------------------------------------------------------------------------
 
@@ -282,7 +300,7 @@ class MemorySaver:
 
 
 class _Clock:
-    """Seconds from lap to lap."""
+    """Seconds from lap to lap, added up by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -290,7 +308,8 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
 
 
 def _mappings_for(device: torch.device) -> Mappings:

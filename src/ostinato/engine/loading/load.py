@@ -28,7 +28,9 @@ from ..config import EngineConfig, ResolvedConfig
 from .arenas import Arenas, from_torch
 from .default_sampling import default_sampling
 from .kernel_table import use_table_of_user
+from .memory_plan import MemoryPlan
 from .saved_memory import SavedMemory
+from .shortage import Room, is_short_of_one_request, no_room_for_kv, no_room_for_weights, too_many_pages
 
 logger = logging.getLogger("ostinato.engine")
 
@@ -62,6 +64,7 @@ class LoadedModel:
 
 def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
     """Find, read and place the model that was asked for."""
+    room: Room | None = None
     try:
         of_hub = {"revision": asked.revision, "download_dir": asked.download_dir}
         directory = locate_model(asked.model, **of_hub)
@@ -73,6 +76,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         if config.device.type == "cuda":
             triton_start.begin()
             torch.empty(1, device=config.device)  # makes the context, while Triton is imported
+            room = Room.on(config.device)
         memory = None
         if asked.enable_sleep_mode:
             memory = SavedMemory(config.device, hostile=asked.hostile_wake)
@@ -101,11 +105,21 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         sampling = default_sampling(asked, directory)
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
         raise ModelLoadError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        if room is None:
+            raise
+        weights = weight_bytes(shape, config.dtype)
+        raise ModelLoadError(no_room_for_weights(config, weights, room)) from error
     logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
     names = frozenset(eos)
     return LoadedModel(
         directory, config, model, attention, tokenizer, beside_it, names, sampling, arenas, memory
     )
+
+
+def weight_bytes(shape: ModelConfig, dtype: torch.dtype) -> int:
+    """What the weights of such a model take."""
+    return sum(tensor.nbytes for tensor in Transformer(shape, device="meta", dtype=dtype).parameters())
 
 
 def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:
@@ -115,30 +129,38 @@ def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:
 
 
 def allocate_kv(
-    model: Transformer, config: ResolvedConfig, graph_bytes: int, arenas: Arenas = from_torch
+    model: Transformer, config: ResolvedConfig, plan: MemoryPlan, arenas: Arenas = from_torch
 ) -> KVCache:
     """The KV cache: as many pages as asked for, or as fit beside weights and what `rehearse` found."""
     shape = kv_shape(model, config)
-    # Pages of all requests at their longest, and page 0: more would never be used but as prefix cache.
-    useful = config.max_running_requests * config.page_columns + 1
+    room = Room.on(config.device) if config.device.type == "cuda" else None
     try:
-        if config.config.num_pages is not None:
-            pages = config.config.num_pages
-        elif config.device.type == "cuda":
-            pages = shape.pages_that_fit(_free_on_gpu(config) - graph_bytes)
-        else:
-            pages = min(useful, max(shape.pages_that_fit(CPU_KV_BYTES), config.page_columns + 1))
+        pages = config.config.num_pages or _pages_that_fit(model, config, plan, shape, room)
         cache = KVCache(shape, pages, config.device, arenas("kv_cache", config.device))
     except KVCacheError as error:
         raise ModelLoadError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        if room is None:
+            raise
+        raise ModelLoadError(too_many_pages(config, pages, shape.bytes_per_page, room)) from error
+    if room is not None and (short := is_short_of_one_request(config, pages, shape.bytes_per_page, room)):
+        logger.warning("%s", short)
     logger.info("KV cache: %d pages, %.1f MiB", pages, cache.num_bytes / 2**20)
     return cache
 
 
-def _free_on_gpu(config: ResolvedConfig) -> int:
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(config.device)
-    return int(total * config.config.mem_fraction) - (total - free)
+def _pages_that_fit(
+    model: Transformer, config: ResolvedConfig, plan: MemoryPlan, shape: KVShape, room: Room | None
+) -> int:
+    if room is None:
+        # Pages of all requests at their longest, and page 0: more would never be used but as prefix cache.
+        useful = config.max_running_requests * config.page_columns + 1
+        return min(useful, max(shape.pages_that_fit(CPU_KV_BYTES), config.page_columns + 1))
+    pages = (room.allowed(config.config.mem_fraction) - plan.to_come) // shape.bytes_per_page
+    if pages < 2:
+        weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        raise ModelLoadError(no_room_for_kv(config, plan, weights, shape.bytes_per_page, room))
+    return pages
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:

@@ -37,7 +37,7 @@ def record(
 ) -> Recorded:
     """Record one call of `step` into the pool. The only place where anything is captured."""
     with recording(), torch.inference_mode(False), torch.no_grad(), clean_autocast_cache():
-        bytes_before = pool.bytes + bridges.bytes
+        bytes_before = pool.bytes
         started = time.perf_counter()
         session = pool.backend.session(pool.memory, options)
         try:
@@ -57,7 +57,7 @@ def record(
             graph=boundaries.assemble(finished.segments),
             output=kept.tree,
             nodes=finished.nodes,
-            bytes=max(0, pool.bytes + bridges.bytes - bytes_before),
+            bytes=max(0, pool.bytes - bytes_before),
             seconds=time.perf_counter() - started,
             raw=finished.raw,
         )

@@ -21,6 +21,7 @@ from ..memory import storage_address
 from ..options import CaptureOptions
 from ..trees import tensors_in
 from .autocast import clean_autocast_cache
+from .budget import Weight
 from .captured import CapturedGraph, Recorded, record, with_outputs_of_their_own
 from .compiled import CompiledSteps
 from .gate import turn
@@ -48,7 +49,7 @@ class StepRecorder:
         compile_up_to: int,
         kernels_of: Callable[[GraphKey], Hashable] | None,
     ) -> None:
-        self.bridges = Bridges(pool.allocate)
+        self.bridges = Bridges(pool.allocate_for_graphs)
         """What crosses from one segment of a piecewise graph to the next."""
         self._reads: dict[int, torch.Tensor] = {}
         self._step, self._buffers, self._pool, self._options = step, buffers, pool, options
@@ -90,6 +91,24 @@ class StepRecorder:
             self._warm.add(self._kernels_of(key))
         return CapturedGraph(key, recorded, time.perf_counter() - started)
 
+    def weigh(self, key: GraphKey, among: Sequence[GraphKey]) -> Weight:
+        """What the graph of one key takes: it is captured in memory of its own, and dropped."""
+        kept = self._pool, self.bridges
+        self._pool = GraphPool(self._pool.device)
+        self.bridges = Bridges(self._pool.allocate_for_graphs)
+        try:
+            return self._weighed(key, among)
+        finally:
+            self._pool, self.bridges = kept
+            self._pool.backend.release_unused()
+
+    def _weighed(self, key: GraphKey, among: Sequence[GraphKey]) -> Weight:
+        graph = self.capture(key, among)
+        bridges = self.bridges.bytes
+        weight = Weight(self._pool.memory.bytes, bridges, self._pool.bytes_beside - bridges)
+        del graph
+        return weight
+
     def _is_warm(self, key: GraphKey) -> bool:
         # torch.compile makes other kernels for every rung.
         if self._kernels_of is None or self._compiled.applies(key):
@@ -119,7 +138,7 @@ class StepRecorder:
                 # outputs need to know their shapes: each wants one observed run before the others.
                 like = trials.run(lambda: self._step(**arguments))
                 if strong:
-                    step, places = with_outputs_of_their_own(step, like, self._pool.allocate)
+                    step, places = with_outputs_of_their_own(step, like, self._pool.allocate_for_graphs)
                     ours |= {storage_address(place) for place in tensors_in(places)}
                 del like
             for number in range(warmups):

@@ -79,6 +79,10 @@ class Bridges:
         ranges = (byte_range(bridge.buffer) for bridge in self._bridges)
         return any(first <= address < last for first, last in ranges)
 
+    def drop(self) -> None:
+        """No graph uses them any more."""
+        self._bridges.clear()
+
     def begin_graph(self) -> None:
         """All bridges are free for a new graph: no two graphs run at the same time."""
         for bridge in self._bridges:

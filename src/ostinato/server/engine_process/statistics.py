@@ -58,7 +58,7 @@ class StatisticsTaker:
             graphs=[*_by_rung(report, None), *(_by_rung(sampling, "sampling") if sampling else ())],
             eager_steps=dict(report.eager_steps),
             sampling_eager_steps=dict(sampling.eager_steps) if sampling else {},
-            memory_bytes=llm.memory_report(),
+            memory_bytes=_taken(llm.memory_report()),
             page_size=pages.page_size,
             device_bytes=_device_bytes(core.config.device),
         )
@@ -70,6 +70,11 @@ class StatisticsTaker:
         if self._device_clock is not None:
             return self._device_clock.idle_share
         return min(1.0, max(0.0, 1.0 - busy / passed)) if passed > 0 else 1.0
+
+
+def _taken(memory: dict[str, int]) -> dict[str, int]:
+    """Without what was predicted of it."""
+    return {name: size for name, size in memory.items() if not name.startswith("predicted_")}
 
 
 def _device_bytes(device: torch.device) -> tuple[int, int]:
