@@ -111,7 +111,7 @@ class TrainStep:
                 loss = self._run_unseen(inputs, targets, does)
             else:
                 entry, batch, length = found
-                loss = self._run(entry, batch, BatchShape(length, 1, extra=does))
+                loss = self._run(entry, batch, BatchShape(length, 1, extra=does.value))
             self.micro_batches += 1
             if updates:
                 self._has_updated()
@@ -298,7 +298,7 @@ class TrainStep:
         does = [Kind.UPDATE] if self._accumulate == 1 else list(Kind)
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
-            return self._micro_batch(kind, tensors, descriptor.extra)  # type: ignore[arg-type]
+            return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)))
 
         runner = CudaGraphRunner(
             step,
@@ -310,7 +310,7 @@ class TrainStep:
                 allocate=self._pool.allocate,
             ),
             [
-                GraphKey(GraphMode.FULL, BatchDescriptor(length, 1, extra=one))
+                GraphKey(GraphMode.FULL, BatchDescriptor(length, 1, extra=one.value))
                 for length in self._ladder
                 for one in does
             ],
