@@ -47,13 +47,10 @@ class StaticOptimizer:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     @property
-    def settings(self) -> tuple[Any, ...]:
-        """What is baked into a graph: everything in the groups but learning rates."""
+    def settings(self) -> list[Any]:
+        """What is baked into a graph: which parameters, and everything in the groups that is not a tensor."""
         groups = self._optimizer.param_groups
-        return tuple(
-            (tuple(map(id, group["params"])), *((k, v) for k, v in group.items() if k not in ("params", "lr")))
-            for group in groups
-        )
+        return [[*map(id, group["params"])] for group in groups] + [_numbers(group) for group in groups]
 
     def prepare(self) -> None:
         """Set flags, put learning rates and counts of steps on the device."""
@@ -153,8 +150,23 @@ class StaticOptimizer:
         """The state that graphs were captured with."""
         return [tensor for _, _, tensor in self._placed]
 
+    @contextmanager
+    def undone_in_python(self) -> Iterator[None]:
+        """A context after which state and groups hold the objects that they hold now."""
+        states = {p: dict(self._optimizer.state[p]) for p in self.parameters if p in self._optimizer.state}
+        groups = [dict(group) for group in self._optimizer.param_groups]
+        try:
+            yield
+        finally:
+            for parameter, held in states.items():
+                self._optimizer.state[parameter].clear()
+                self._optimizer.state[parameter].update(held)
+            for group, before in zip(self._optimizer.param_groups, groups, strict=True):
+                group.update(before)
+
     def _python_state(self) -> list[tuple[Any, ...]]:
-        return [
+        numbers = [item for group in self._optimizer.param_groups for item in _numbers(group).items()]
+        return numbers + [
             (key, value.data_ptr(), value.device) if isinstance(value, torch.Tensor) else (key, repr(value))
             for parameter in self.parameters
             for key, value in self._optimizer.state.get(parameter, {}).items()
@@ -205,6 +217,10 @@ class StaticOptimizer:
 
 def _flags(group: dict[str, Any]) -> dict[str, Any]:
     return {name: group[name] for name in _OURS if name in group and name != "lr"}
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)}
 
 
 def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:

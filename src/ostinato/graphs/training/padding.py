@@ -49,8 +49,9 @@ class PaddingTrial:
             inputs, targets = kind.arguments(tensors)
             outputs = self._loss.outputs(inputs)
             loss = self._loss.raw(outputs, targets, kind.mask(tensors))
-            risky = not self._loss.takes_mask and loss.dim() == 0 and loss.device.type != "cpu"
-            return loss.dim() > 0, _why_not_ignored(self._loss.loss_fn, outputs, targets) if risky else None
+            if self._loss.takes_mask or loss.dim() > 0:
+                return loss.dim() > 0, None
+            return False, _why_not_ignored(self._loss.loss_fn, outputs, targets)
 
         return self._quietly(look)
 

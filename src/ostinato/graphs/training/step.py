@@ -253,6 +253,8 @@ class TrainStep:
     def _run_first(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
         """Until the optimizer has made its state. On padded inputs, so that a run that is resumed here goes
         on with the very numbers that graphs give."""
+        if self._places.known:  # a state from before the first update was loaded
+            self._drop()
         rung = self._ladder.round_up(shape.num_tokens)
         runner = entry.runner
         if rung is None or not (entry.is_padded or rung == shape.num_tokens):
@@ -331,13 +333,18 @@ class TrainStep:
         self._state |= {f"gradient {number}": tensor for number, tensor in enumerate(gradients)}
         return self._state
 
+    def _drop(self) -> None:
+        for entry in self._entries:
+            entry.runner.drop()
+        self._places.forget()
+
     def _capture_missing(self) -> None:
         """Capture what has no graph yet, largest first over all kinds of batches."""
         self._runner_state()
         self._gradients.is_trial = True
         self._update.hold(True)
         try:
-            with draws_are_kept():
+            with draws_are_kept(), self._optimizer.undone_in_python():
                 for entry in self._entries:
                     if not entry.runner.graphs and not entry.runner.failures:
                         entry.runner.capture()
