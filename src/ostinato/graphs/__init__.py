@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # isort: off
     from .inputs.fields import Extent as Extent, Field as Field
     from .report import Report as Report
     from .runner import CudaGraphRunner as CudaGraphRunner
+    from .training.callables import make_graphed_callables as make_graphed_callables
     from .training.step import TrainStep as TrainStep, graphed_train_step as graphed_train_step
     from .wrapping.graphed import graphed as graphed
 
@@ -59,6 +60,7 @@ _PUBLIC = {
     "inputs.fields": "Extent Field",
     "report": "Report",
     "runner": "CudaGraphRunner",
+    "training.callables": "make_graphed_callables",
     "training.step": "TrainStep graphed_train_step",
     "wrapping.graphed": "graphed",
 }
