@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from contract.steps import randn
 from torch import nn
 
+from contract.steps import randn
 from ostinato.graphs import AddressError, BatchError, CaptureError, ConfigError, make_graphed_callables
 
 WIDTH = 6
@@ -81,6 +81,18 @@ def test_gradients_accumulate_and_results_may_be_kept(device):
             module(x).sum().backward()
     for one, other in zip(ours.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_gradient_that_autograd_holds_is_not_overwritten_by_the_next_backward(device):
+    eager = parts(device)
+    first, second = graphed(copy.deepcopy(eager), device)
+    gradients = []
+    for one, other in (eager, (first, second)):
+        x = randn(8, WIDTH, device=device, seed=2).requires_grad_()
+        a = one(x)
+        (a.sin() + other(x)).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 def test_a_backward_whose_memory_was_overwritten_is_refused(device):

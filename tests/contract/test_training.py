@@ -6,6 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
 from contract.training_loops import (
     VOCABULARY,
     as_rung,
@@ -19,9 +22,6 @@ from contract.training_loops import (
     train_eagerly,
     twins,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
 from ostinato.graphs import AddressError, BatchError, CaptureError, ConfigError, GraphPool
 
 STEPS = 13
@@ -48,7 +48,9 @@ def optimizer_of(name: str, model: nn.Module, device: torch.device, *, reference
     return torch.optim.AdamW(model.parameters(), **fused)
 
 
-def run_both(device, *, steps=STEPS, optimizer="adamw", dropout=0.0, varying=False, checkpointed=False, **settings):
+def run_both(
+    device, *, steps=STEPS, optimizer="adamw", dropout=0.0, varying=False, checkpointed=False, **settings
+):
     """Losses and models of both, from the same seed, on the same padded batches."""
     ladder = LADDER if varying else [8]
     how = (lambda block, x: checkpoint(block, x, use_reentrant=False)) if checkpointed else None
@@ -79,8 +81,12 @@ OBSTACLES = {
     "lengths": {"varying": True},
     "checkpointing": {"checkpointed": True, "dropout": 0.2},
     "all": {
-        **{"clip_norm": 0.3, "schedule": schedule, "accumulate": 4, "dropout": 0.2},
-        **{"varying": True, "checkpointed": True},
+        "clip_norm": 0.3,
+        "schedule": schedule,
+        "accumulate": 4,
+        "dropout": 0.2,
+        "varying": True,
+        "checkpointed": True,
     },
 }
 
@@ -97,7 +103,7 @@ def test_losses_equal_eager_training(device, obstacle):
 @pytest.mark.slow
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_losses_equal_eager_training_over_200_steps(device, obstacle):
-    step, losses, eager, ours, theirs = run_both(device, steps=200, **OBSTACLES[obstacle])
+    _, losses, eager, ours, theirs = run_both(device, steps=200, **OBSTACLES[obstacle])
     assert losses == eager
     assert same_parameters(ours, theirs)
     assert sum(losses[-20:]) < 0.8 * sum(losses[:20])
@@ -348,8 +354,10 @@ def test_what_has_no_graph_runs_eagerly_with_a_reason(device):
         group["weight_decay"] = 0.5
     step(*one_batch(device))
     assert reasons(step) == {
-        **{"larger-than-max": 1, "unseen-signature": 1},
-        **{"training-mode-changed": 1, "attribute-changed": 1},
+        "larger-than-max": 1,
+        "unseen-signature": 1,
+        "training-mode-changed": 1,
+        "attribute-changed": 1,
     }
     assert replays(step) == 2
 
@@ -357,7 +365,10 @@ def test_what_has_no_graph_runs_eagerly_with_a_reason(device):
 def test_a_learning_rate_may_be_set_in_the_groups_or_by_a_scheduler_of_torch(device):
     ours, theirs = twins(make_model(device))
     batches = make_batches(device, [8] * 9)
-    optimizers = torch.optim.SGD(ours.parameters(), lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True)
+    optimizers = (
+        torch.optim.SGD(ours.parameters(), lr=0.1),
+        torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True),
+    )
     step = captured(ours, optimizers[0])
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
     for number, batch in enumerate(batches):
@@ -374,7 +385,9 @@ def test_a_learning_rate_may_be_set_in_the_groups_or_by_a_scheduler_of_torch(dev
 
 
 def test_capturing_leaves_no_trace(device):
-    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Dropout(0.3), Normalised(8), nn.Linear(8, VOCABULARY))
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, 8), nn.Dropout(0.3), Normalised(8), nn.Linear(8, VOCABULARY)
+    )
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     step = captured(model, optimizer, accumulate=2)

@@ -27,7 +27,9 @@ class Block(nn.Module):
 
 
 class TinyGpt(nn.Module):
-    def __init__(self, *, dropout: float = 0.0, width: int = 8, layers: int = 1, checkpoint: Any = None) -> None:
+    def __init__(
+        self, *, dropout: float = 0.0, width: int = 8, layers: int = 1, checkpoint: Any = None
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
@@ -65,7 +67,9 @@ def make_batches(
     return batches
 
 
-def as_rung(batch: tuple[torch.Tensor, torch.Tensor], ladder: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def as_rung(
+    batch: tuple[torch.Tensor, torch.Tensor], ladder: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch as a graph of its rung sees it."""
     inputs, targets = batch
     extra = min(rung for rung in ladder if rung >= inputs.size(1)) - inputs.size(1)
@@ -76,7 +80,9 @@ def fast_options() -> CaptureOptions:
     return CaptureOptions(freeze_gc=False, strict=True)
 
 
-def captured(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any = cross_entropy, **settings: Any) -> Any:
+def captured(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any = cross_entropy, **settings: Any
+) -> Any:
     settings.setdefault("ladder", [8])
     settings.setdefault("options", fast_options())
     return graphed_train_step(model, loss_fn, optimizer, **settings)
@@ -129,7 +135,9 @@ def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def same_parameters(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
 
 
 def replays(step: Any) -> int:

@@ -2,9 +2,9 @@
 
 Note [Rounds]
 What a forward graph saves for its backward lies in the shared pool, and so does what later parts work with.
-That is sound in the order of the capture only: forward from the first part to the last, backward from the last to
-the first, all from graphs of one rung. A round is one such passage. A part that is called out of order begins a
-new round, and the backward of what was called before is refused, because its memory is being written again.
+That is sound in the order of the capture only: forward from the first part to the last, backward from the
+last to the first, all from graphs of one rung. A round is one such passage. A part that is called out of
+order begins a new round, and the backward of what was called before is refused: its memory is written again.
 """
 
 from collections import Counter
@@ -66,7 +66,7 @@ class _Rounds:
         if number != self._number or part not in self._open:
             raise BatchError(
                 f"the backward of part {part} comes too late, or for the second time: what it needs has been "
-                f"overwritten. Call the parts in the order of make_graphed_callables, each once, before backward"
+                f"overwritten. Call the parts in the order of make_graphed_callables, each once"
             )
         del self._open[self._open.index(part) :]
         if not self._open:
@@ -203,10 +203,12 @@ class GraphedPart:
         pair.forward = record(lambda: self._run_forward(rung), self._pool, options, bridges, piecewise=False)
         assert self._alive is not None
         leaves, pair.structure = flatten(self._alive[0][0])
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.size(0) != rung):
-                if len(self.ladder) > 1:
-                    raise CaptureError(f"part {self._number} returns {list(leaf.shape)}, not a row for each row")
+        without_rows = [t for t in tensors_in(leaves) if t.dim() == 0 or t.size(0) != rung]
+        if without_rows and len(self.ladder) > 1:
+            raise CaptureError(
+                f"part {self._number} returns {list(without_rows[0].shape)}, which has no row for each row "
+                f"of its inputs, so padding cannot be cut off"
+            )
         pair.differentiable = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         pair.grad_outputs = [
             torch.zeros_like(leaf, requires_grad=False)
@@ -288,7 +290,9 @@ class GraphedPart:
         return round_number, handed
 
     def _has_rows(self, leaf: Any, pair: _Pair) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == pair.descriptor.num_tokens
+        return (
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == pair.descriptor.num_tokens
+        )
 
     def replay_backward(
         self, pair: _Pair, shape: BatchShape, names: tuple[str, ...], number: int, given: Sequence[Any]
@@ -296,7 +300,9 @@ class GraphedPart:
         """Gradients of inputs and parameters. Copies: autograd may keep what it is given."""
         self._rounds.leave(self._number, number)
         self._pool.backend.order_replays()
-        wanted = [gradient for gradient, is_wanted in zip(given, pair.differentiable, strict=True) if is_wanted]
+        wanted = [
+            gradient for gradient, is_wanted in zip(given, pair.differentiable, strict=True) if is_wanted
+        ]
         for place, gradient in zip(pair.grad_outputs, wanted, strict=True):
             if place.shape == gradient.shape:
                 place.copy_(gradient)
@@ -309,7 +315,8 @@ class GraphedPart:
         made = iter(flatten(pair.backward.output)[0])
         by_input = [next(made) if self._wants[name] else None for name in names]
         trimmed = [
-            g.narrow(0, 0, shape.num_tokens) if g is not None and self._has_rows(g, pair) else g for g in by_input
+            g.narrow(0, 0, shape.num_tokens) if g is not None and self._has_rows(g, pair) else g
+            for g in by_input
         ]
         return [None if g is None else g.clone() for g in (*trimmed, *made)]
 
@@ -347,7 +354,7 @@ def make_graphed_callables(
 ) -> Any:
     """Serve modules or functions from graphs, forward and backward: torch's call of the same name.
 
-    One callable or a tuple of them, with sample arguments for each; in training they are called in this order.
+    One callable or a tuple of them, with sample arguments for each; they are to be called in this order.
     A module is returned itself, with another `forward`. `ladder`: numbers of rows to capture, along dimension
     0; without it that of the samples. Fewer rows are padded; more, arguments of another kind, or another
     training mode run eagerly and are counted in `forward.eager_steps`. An input needs `requires_grad` in the
@@ -360,7 +367,9 @@ def make_graphed_callables(
     keywords = ({},) * len(functions) if sample_kwargs is None else sample_kwargs
     keywords = (keywords,) if isinstance(keywords, dict) else tuple(keywords)
     if len(samples) != len(functions) or len(keywords) != len(functions):
-        raise ConfigError(f"{len(functions)} callables need as many tuples of sample arguments, not {len(samples)}")
+        raise ConfigError(
+            f"{len(functions)} callables need as many tuples of sample arguments, not {len(samples)}"
+        )
     if pool is not None and not isinstance(pool, GraphPool):
         raise ConfigError("pool is a GraphPool of ostinato.graphs, not a handle of torch")
     if not enabled:
@@ -386,7 +395,13 @@ def _capture(parts: Sequence[GraphedPart], pool: GraphPool, options: CaptureOpti
     """Largest rung first; within a rung forward in order, backward in reverse."""
     bridges = Bridges(pool.allocate)
     rungs = sorted({rung for part in parts for rung in part.ladder}, reverse=True)
-    with turn, capture_gate(), frozen_gc(options.freeze_gc), pool.backend.stream(), torch.inference_mode(False):
+    with (
+        turn,
+        capture_gate(),
+        frozen_gc(options.freeze_gc),
+        pool.backend.stream(),
+        torch.inference_mode(False),
+    ):
         with clean_autocast_cache(), step_mode(GraphMode.NONE):
             for part in parts:
                 part.refuse_dependence_on_the_batch(options)

@@ -1,8 +1,8 @@
 """Activation checkpointing inside graphs.
 
-`torch.utils.checkpoint` sets the random generator back before it computes a region again, so that dropout draws
-the same mask. A generator cannot be set back while a graph is recorded, nor would a replay do it. So while a
-step is recorded, what a region draws is kept (of dropout the mask), and not drawn again.
+`torch.utils.checkpoint` sets the random generator back before it computes a region again, so that dropout
+draws the same mask. A generator cannot be set back while a graph is recorded, nor would a replay do it. So
+while a step is recorded, what a region draws is kept (of dropout the mask), and not drawn again.
 """
 
 import sys

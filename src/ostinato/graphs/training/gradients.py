@@ -1,8 +1,8 @@
 """Gradients at fixed addresses.
 
 Note [Gradients]
-Without accumulation a recorded step makes its gradients anew, as an eager one does after `zero_grad`: those of
-the graph that is recorded first, the largest, are kept and become the gradients of the parameters. Smaller
+Without accumulation a recorded step makes its gradients anew, as an eager one does after `zero_grad`: those
+of the graph that is recorded first, the largest, are kept and become the gradients of the parameters. Smaller
 graphs copy theirs there. With accumulation, gradients have memory of their own and every graph adds to it.
 """
 

@@ -37,8 +37,8 @@ class Loss:
             return loss.mean()
         if loss.dim() < 2 or loss.size(LENGTH_DIM) != mask.size(1):
             raise ConfigError(
-                f"the loss function returned {list(loss.shape)}: return a number, or a loss for every position "
-                f"{list(mask.shape)}"
+                f"the loss function returned {list(loss.shape)}: return a number, or a loss for every "
+                f"position {list(mask.shape)}"
             )
         real = mask.reshape(*mask.shape, *(1,) * (loss.dim() - 2)).expand_as(loss)
         return torch.where(real, loss, 0).sum() / real.sum()

@@ -177,8 +177,8 @@ class StaticOptimizer:
         changed = next((new[0] for old, new in zip(before, now, strict=False) if old != new), None)
         if changed is not None or len(before) != len(now):
             raise CaptureError(
-                f"{name} keeps {changed or 'state'} in Python or in a tensor made anew in every step: a graph "
-                f"would repeat one step for ever. Keep it in tensors that are changed in place"
+                f"{name} keeps {changed or 'state'} in Python or in a tensor made anew in every step: a "
+                f"graph would repeat one step for ever. Keep it in tensors that are changed in place"
             )
         elsewhere = next((entry[0] for entry in now if len(entry) == 3 and entry[2] != self._device), None)
         if elsewhere is not None:

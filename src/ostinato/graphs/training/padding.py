@@ -33,7 +33,7 @@ class PaddingTrial:
         """How batches like this one are padded, and why they cannot be, if so."""
         takes_mask = self._loss.takes_mask
         plain = BatchKind(inputs, targets, target_pad=0, with_length=takes_mask)
-        batch, length = plain.matched(inputs, targets)
+        batch, _ = plain.matched(inputs, targets)
         per_position, refusal = self._look(plain, batch)
         masked = takes_mask or per_position
         kind = BatchKind(inputs, targets, target_pad=0 if masked else IGNORED, with_length=masked)

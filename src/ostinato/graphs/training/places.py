@@ -62,5 +62,7 @@ class Places:
 
     def names_of(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """These parameters with their names."""
-        names = {p: name for root in self._modules for name, p in root.named_parameters()}
+        names: dict[torch.Tensor, str] = {
+            p: name for root in self._modules for name, p in root.named_parameters()
+        }
         return [(names.get(p, f"parameter {number}"), p) for number, p in enumerate(parameters)]

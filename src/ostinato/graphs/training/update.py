@@ -78,7 +78,8 @@ class Update:
 
     def _unscale(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Divide by the scale; 1.0 if something was not finite."""
-        assert self._scaler is not None and self._scaler._scale is not None
+        assert self._scaler is not None
+        assert self._scaler._scale is not None
         inverse = self._scaler._scale.double().reciprocal().float()
         overflown = torch.zeros_like(self._held)
         for dtype in {gradient.dtype for gradient in gradients}:
@@ -89,6 +90,8 @@ class Update:
     def _rescale(self, overflown: torch.Tensor) -> None:
         scaler = self._scaler
         assert scaler is not None
+        assert scaler._scale is not None
+        assert scaler._growth_tracker is not None
         torch._amp_update_scale_(
             scaler._scale,
             scaler._growth_tracker,
