@@ -2,7 +2,7 @@
 
 python benchmarks/training.py benchmarks/results/training-h200.json [--batches 1 4 32] [--kinds eager ours]
 
-12 layers, 768 wide, 256 tokens, bf16 autocast over fp32 weights, gradients clipped, fused AdamW in all of them.
+12 layers, 768 wide, 256 tokens, bf16 autocast over fp32 weights, gradients clipped, fused AdamW in each.
 Times are of steady steps, by events on the device; nothing is read back in between. "reserved": what torch's
 allocator had taken from the device at most, capture and compilation included; "steady": what it holds
 afterwards, with its cache emptied.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 
@@ -122,7 +123,7 @@ def milliseconds(step: Step, batches: list[tuple[torch.Tensor, torch.Tensor]]) -
 
 def measured(kind: str, batch_size: int, device: torch.device) -> dict[str, Any]:
     """One row of the result."""
-    torch._dynamo.reset()  # type: ignore[attr-defined]
+    torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -170,8 +171,6 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    import torch._dynamo  # noqa: F401
-
     rows = []
     for batch_size in arguments.batches:
         for kind in arguments.kinds:

@@ -343,6 +343,8 @@ class TrainStep:
         self._runner_state()
         self._gradients.is_trial = True
         self._update.hold(True)
+        release_unused = self._pool.backend.release_unused
+        release_unused()  # activations of the eager update: graphs have a pool of their own
         try:
             with draws_are_kept(), self._optimizer.undone_in_python():
                 for entry in self._entries:
@@ -352,6 +354,7 @@ class TrainStep:
             self._update.hold(False)
             self._gradients.is_trial = False
             self._gradients.attach()
+            release_unused()
         self._places.note()
         self._baked = self._surroundings()
 
