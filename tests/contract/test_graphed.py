@@ -270,6 +270,16 @@ def test_an_input_that_requires_gradients_is_served_too(device):
     assert f.report().replays == 2
 
 
+def test_training_through_it_names_the_calls_to_use(device):
+    model = mlp(device).train()
+    f = graphed(model, ladder=[4])
+    for rows in (4, 3, 5):
+        with pytest.raises(ConfigError, match=r"graphed_train_step.*make_graphed_callables"):
+            f(randn(rows, WIDTH, device=device)).sum().backward()
+    with torch.no_grad():
+        assert not f(randn(4, WIDTH, device=device)).requires_grad
+
+
 def test_inputs_made_in_inference_mode_are_served_outside_of_it(device):
     with torch.inference_mode():
         x = randn(3, WIDTH, device=device) * 1

@@ -93,3 +93,12 @@ def test_the_ordinary_optimizer_is_refused():
         pytest.skip("with a GPU, torch itself refuses first")
     with pytest.raises(CaptureError, match="item"):
         record(step, grad=True)
+
+
+def test_batch_norm_of_a_transposed_input():
+    """Torch's out-variant is wrong there."""
+    norm, x = nn.BatchNorm1d(4), torch.randn(2, 6, 4)
+    twin = copy.deepcopy(norm)
+    recorded = record(lambda: norm(x.transpose(1, 2)), grad=True)
+    assert torch.equal(recorded.replay(), twin(x.transpose(1, 2)))
+    assert torch.equal(norm.running_mean, twin.running_mean)

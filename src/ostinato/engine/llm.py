@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from ostinato.graphs import Report
+from ostinato.models.shared_weights import shared_weights
 from ostinato.models.weight_update import NamedTensors
 
 from .delivery.request_progress import RequestProgress, Shown
@@ -381,6 +382,12 @@ class LLM(EngineServices, TrainerServices):
     def weight_version(self) -> str:
         """Of the weights: "0" as loaded, then what `update_weights` was given or counted."""
         return self.engine.core.weights.version
+
+    def shared_weights(self) -> dict[str, torch.Tensor]:
+        """The weights by the names of the checkpoint, at the addresses that graphs read: a trainer in this
+        process may train these very tensors. Call `update_weights({})` when they have changed, and nothing is
+        copied. They are there as long as the tag weights is."""
+        return shared_weights(self.engine.core.loaded.model)
 
     def is_sleeping(self) -> bool:
         """True from `sleep` until everything is back."""

@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # isort: off
     from .inputs.fields import Extent as Extent, Field as Field
     from .report import Report as Report
     from .runner import CudaGraphRunner as CudaGraphRunner
+    from .training.callables import make_graphed_callables as make_graphed_callables
+    from .training.step import TrainStep as TrainStep, graphed_train_step as graphed_train_step
     from .wrapping.graphed import graphed as graphed
 
 _PUBLIC = {
@@ -58,6 +60,8 @@ _PUBLIC = {
     "inputs.fields": "Extent Field",
     "report": "Report",
     "runner": "CudaGraphRunner",
+    "training.callables": "make_graphed_callables",
+    "training.step": "TrainStep graphed_train_step",
     "wrapping.graphed": "graphed",
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names.split()}

@@ -29,6 +29,7 @@ from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors
 from .first_run import FirstRun
+from .no_gradients import refusing_backward, would_be_differentiated
 from .reached import Assigned, Reached
 from .signature import EmptyBatchError, Examples, Signature, is_opaque, refuse_overlap
 
@@ -96,9 +97,11 @@ class GraphedCall:
         if self._shares_results.owner is not threading.current_thread():
             self._take_over()
         if not self.settings.threads:
-            return self._serve(args, kwargs)
-        with turn:
-            return map_tensors(torch.Tensor.clone, self._serve(args, kwargs))
+            result = self._serve(args, kwargs)
+        else:
+            with turn:
+                result = map_tensors(torch.Tensor.clone, self._serve(args, kwargs))
+        return refusing_backward(result) if would_be_differentiated(self.function) else result
 
     def _take_over(self) -> None:
         """Results are overwritten by the next call, so two threads would overwrite each other's."""

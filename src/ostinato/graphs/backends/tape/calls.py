@@ -16,8 +16,12 @@ from ...dispatch_mode import DispatchMode
 
 _BINDINGS: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 _SCALAR_OPERATORS = {"add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge"}
-# Out-variants that write beyond what they are given, or only part of it, where results lie in one slab.
-_BROKEN_OUT_VARIANTS = {"linalg_qr", "binary_cross_entropy", "huber_loss", "soft_margin_loss"}
+# Out-variants that write beyond what they are given, or only part of it, where results lie in one slab. That
+# of batch norm takes statistics of a transposed input from what it is to write.
+_BROKEN_OUT_VARIANTS = {
+    *("linalg_qr", "binary_cross_entropy", "huber_loss", "soft_margin_loss"),
+    "native_batch_norm",
+}
 # An out-variant takes these from the tensor it writes to.
 _FACTORY_ARGUMENTS = ("dtype", "layout", "device", "pin_memory")
 

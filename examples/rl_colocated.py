@@ -1,0 +1,422 @@
+"""Reinforcement learning on one device: rollout and training take turns, and nothing is captured twice.
+
+    python examples/rl_colocated.py                          a tiny model on a CPU, a few minutes
+    python examples/rl_colocated.py --device cuda --shape 0.6b --cycles 3 --compare
+
+A GRPO-like loop in one process. Each cycle: several answers to every prompt, from the engine's graphs; the engine
+sleeps; a training step, captured too, runs in the memory that came free; the new weights go to where the engine's
+lie; the engine wakes up, and its graphs answer with them. The reward can be verified by anyone: what share of an
+answer's tokens repeats the prompt's last one. `--frozen` is the control: the same loop, with a learning rate of 0.
+
+With `--share-weights` the trainer's parameters are the engine's, at one address, and nothing is copied.
+Needs transformers (for the trainer's model), and matplotlib for `--picture`.
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato import LLM, SamplingParams
+from ostinato.graphs import GraphPool, TrainStep, graphed_train_step
+from ostinato.memory import GraphMemory, MemorySaver
+
+TINY = {
+    "vocab_size": 16,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+SMALL = {  # the shape of Qwen3-0.6B
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+SHAPES = {"tiny": TINY, "0.6b": SMALL}
+CLIP = 0.2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much of everything."""
+
+    prompts: int
+    """Prompts of a cycle."""
+    answers: int
+    """Answers to each: a group."""
+    prompt_lengths: tuple[int, int]
+    answer_length: int
+    rows: int
+    """Of a micro-batch."""
+    ladder: tuple[int, ...]
+    rate: float
+    num_tokens: int
+    """Tokens that prompts are made of."""
+
+
+SETTINGS = {
+    "tiny": Settings(8, 8, (2, 6), 12, 16, (16, 20), 4e-3, 16),
+    "0.6b": Settings(16, 8, (16, 128), 128, 16, (192, 256), 2e-5, 1024),
+}
+
+
+@dataclass
+class Memory:
+    """What the process holds on the device, phase after phase."""
+
+    device: torch.device
+    began: float = field(default_factory=time.perf_counter)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, phase: str) -> None:
+        """Look at it now."""
+        at = time.perf_counter() - self.began
+        self.samples.append({"seconds": at, "phase": phase, "bytes": self.held()})
+
+    def held(self) -> int:
+        """Bytes."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info(self.device)
+            return total - free
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * 4096
+
+
+def make_model(folder: Path, shape: str, seed: int, dtype: torch.dtype) -> None:
+    """A model with random weights, as a checkpoint."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape])).to(dtype).save_pretrained(folder)
+
+
+@dataclass
+class Rollout:
+    """Answers, as a trainer wants them: rows of equal length, [rows, length]."""
+
+    inputs: torch.Tensor
+    targets: dict[str, torch.Tensor]
+    rewards: list[float]
+    tokens: int
+
+
+def reward_of(prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """What share of the answer repeats the prompt's last token."""
+    return sum(token == prompt[-1] for token in answer) / len(answer)
+
+
+def roll_out(llm: LLM, settings: Settings, generator: torch.Generator, seed: int) -> list[Rollout]:
+    """One cycle's answers, in micro-batches of rows that are about equally long."""
+    low, high = settings.prompt_lengths
+    lengths = torch.randint(low, high + 1, (settings.prompts,), generator=generator).tolist()
+    prompts = [torch.randint(settings.num_tokens, (n,), generator=generator).tolist() for n in lengths]
+    params = [
+        SamplingParams(
+            n=settings.answers,
+            temperature=1.0,
+            max_tokens=settings.answer_length,
+            logprobs=0,
+            ignore_eos=True,
+            seed=seed * 1000 + number,
+        )
+        for number in range(len(prompts))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    rows = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        rewards = [reward_of(prompt, answer.token_ids) for answer in output.outputs]
+        mean = sum(rewards) / len(rewards)
+        spread = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
+        for answer, reward in zip(output.outputs, rewards, strict=True):
+            assert answer.logprobs is not None
+            likely = [said[token].logprob for token, said in zip(answer.token_ids, answer.logprobs, strict=True)]
+            rows.append((prompt, answer.token_ids, likely, (reward - mean) / (spread + 1e-4), reward))
+    rows.sort(key=lambda row: len(row[0]))
+    return [_batch(rows[at : at + settings.rows]) for at in range(0, len(rows), settings.rows)]
+
+
+def _batch(rows: list[Any]) -> Rollout:
+    length = max(len(prompt) + len(answer) for prompt, answer, *_ in rows) - 1
+    shape = (len(rows), length)
+    ids, tokens = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    advantages, likely, counts = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
+    for row, (prompt, answer, logprobs, advantage, _) in enumerate(rows):
+        whole = torch.tensor([*prompt, *answer])
+        ids[row, : len(whole) - 1], tokens[row, : len(whole) - 1] = whole[:-1], whole[1:]
+        answered = slice(len(prompt) - 1, len(whole) - 1)
+        advantages[row, answered], counts[row, answered] = advantage, 1.0
+        likely[row, answered] = torch.tensor(logprobs)
+    targets = {"tokens": tokens, "advantages": advantages, "likely": likely, "counts": counts}
+    return Rollout(ids, targets, [reward for *_, reward in rows], int(counts.sum()))
+
+
+def grpo_loss(outputs: Any, targets: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    """The clipped objective over the tokens of answers. `mask`: which positions are not padding."""
+    likely = outputs.logits.float().log_softmax(-1).gather(-1, targets["tokens"][..., None])[..., 0]
+    ratio = (likely - targets["likely"]).exp()
+    advantages = targets["advantages"]
+    gained = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    counts = targets["counts"] * mask
+    return -(gained * counts).sum() / counts.sum().clamp(min=1)
+
+
+class Trainer:
+    """A model of transformers, its optimizer and its captured step. Activations lie in a pool that can be given
+    back while the engine works."""
+
+    def __init__(self, folder: Path, device: torch.device, settings: Settings, *, rate: float) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder).to(device).train()
+        self.saver = MemorySaver(device)
+        self._settings, self._device, self._rate = settings, device, rate
+        self.step: TrainStep
+
+    def share(self, llm: LLM) -> None:
+        """Let every parameter be the engine's tensor of that name."""
+        views = llm.shared_weights()
+        for name, parameter in self.model.named_parameters():
+            parameter.data = views[name]
+
+    def prepare(self, micro_batches: int) -> None:
+        """When parameters are where they stay."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.step = graphed_train_step(
+            self.model,
+            grpo_loss,
+            optimizer,
+            ladder=self._settings.ladder,
+            accumulate=micro_batches,
+            clip_norm=1.0,
+            autocast=torch.bfloat16 if self._device.type == "cuda" else None,
+            pool=GraphPool(self._device, memory=GraphMemory(self.saver)),
+        )
+
+    def train(self, rollouts: list[Rollout]) -> float:
+        """One update; the mean loss."""
+        losses = []
+        for rollout in rollouts:
+            inputs = {"input_ids": rollout.inputs.to(self._device), "use_cache": False}
+            targets = {name: tensor.to(self._device) for name, tensor in rollout.targets.items()}
+            losses.append(self.step(inputs, targets))
+        return float(torch.stack(losses).mean())
+
+
+class Loop:
+    """The engine and the trainer, and whose turn it is."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self._arguments, self._folder = arguments, folder
+        self.device = torch.device(arguments.device)
+        self.settings = SETTINGS[arguments.shape]
+        self.memory = Memory(self.device)
+        self.memory.note("start")
+        self.llm = self._new_engine()
+        self.memory.note("engine")
+        rate = 0.0 if arguments.frozen else self.settings.rate
+        self.trainer = Trainer(folder, self.device, self.settings, rate=rate)
+        if arguments.share_weights:
+            self.trainer.share(self.llm)
+        rows = self.settings.prompts * self.settings.answers
+        self.trainer.prepare(rows // self.settings.rows)
+        self.memory.note("trainer")
+        self._generator = torch.Generator().manual_seed(arguments.seed)
+        self.cycles: list[dict[str, Any]] = []
+
+    def _new_engine(self) -> LLM:
+        on_gpu = self.device.type == "cuda"
+        more = {"gpu_memory_utilization": 0.5} if on_gpu else {"num_pages": 512}
+        return LLM(
+            str(self._folder),
+            device=self._arguments.device,
+            dtype="bfloat16" if on_gpu and not self._arguments.share_weights else "auto",
+            max_model_len=512 if on_gpu else 64,
+            max_running_requests=self.settings.prompts * self.settings.answers,
+            enable_sleep_mode=True,
+            progress=False,
+            **more,
+        )
+
+    def cycle(self, number: int) -> dict[str, Any]:
+        """Rollout, sleep, training, new weights, awake again."""
+        times: dict[str, float] = {}
+        rollouts = self._timed(times, "rollout", lambda: self._roll_out(number))
+        self._timed(times, "sleep", self._sleep)
+        loss = self._timed(times, "train", lambda: self._train(rollouts))
+        self._timed(times, "wake_up", self._wake_up)
+        rewards = [reward for rollout in rollouts for reward in rollout.rewards]
+        cycle = {
+            "cycle": number,
+            "reward": sum(rewards) / len(rewards),
+            "loss": loss,
+            "tokens": sum(rollout.tokens for rollout in rollouts),
+            "seconds": times,
+            "weights": self.llm.weight_version,
+            "engine_graphs": len(self.llm.graph_report().graphs),
+            "engine_capture_ms": self.llm.graph_report().capture_ms,
+            "training_graphs": len(self.trainer.step.report().graphs),
+            "training_capture_ms": self.trainer.step.report().capture_ms,
+        }
+        self.cycles.append(cycle)
+        return cycle
+
+    def _timed(self, times: dict[str, float], phase: str, work: Any) -> Any:
+        began = time.perf_counter()
+        result = work()
+        self.memory.note(phase)
+        times[phase] = time.perf_counter() - began
+        return result
+
+    def _roll_out(self, number: int) -> list[Rollout]:
+        seed = self._arguments.seed * 100_000 + number
+        return roll_out(self.llm, self.settings, self._generator, seed)
+
+    def _sleep(self) -> None:
+        """Shared weights are needed awake; others are written anew, so they may be dropped."""
+        if self._arguments.tear_down:
+            self.llm.close()
+            gc.collect()
+        elif self._arguments.share_weights:
+            self.llm.sleep(level=1)
+            self.llm.wake_up(["weights"])
+        else:
+            self.llm.sleep(level=2)
+        self.memory.note("asleep")
+
+    def _train(self, rollouts: list[Rollout]) -> float:
+        self.trainer.saver.resume()
+        loss = self.trainer.train(rollouts)
+        self.memory.note("trained")
+        self.trainer.saver.pause()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return loss
+
+    def _wake_up(self) -> None:
+        new = {} if self._arguments.share_weights else dict(self.trainer.model.state_dict())
+        if self._arguments.tear_down:
+            self.trainer.model.save_pretrained(self._folder)
+            self.llm = self._new_engine()
+            return
+        if not self._arguments.share_weights:
+            self.llm.wake_up(["weights"])
+        self.llm.update_weights(new)
+        self.llm.wake_up()
+
+    def compare(self) -> bool:
+        """Whether the engine says what a new one says that is started with the trained weights."""
+        greedy = SamplingParams(temperature=0, max_tokens=self.settings.answer_length, ignore_eos=True)
+        prompts = [{"prompt_token_ids": [number + 1, number + 2, number + 3]} for number in range(8)]
+        said = [answer.outputs[0].token_ids for answer in self.llm.generate(prompts, greedy, use_tqdm=False)]
+        self.trainer.model.save_pretrained(self._folder)
+        self.llm.close()
+        self.llm = self._new_engine()
+        again = [answer.outputs[0].token_ids for answer in self.llm.generate(prompts, greedy, use_tqdm=False)]
+        return said == again
+
+
+def draw(loops: list[dict[str, Any]], file: Path) -> None:
+    """Memory over time, and rewards."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (memory, rewards) = plt.subplots(2, 1, figsize=(9, 7))
+    samples = loops[0]["memory"]
+    times, held = [s["seconds"] for s in samples], [s["bytes"] / 2**20 for s in samples]
+    memory.step(times, held, where="pre")
+    colours = {"rollout": "tab:blue", "asleep": "tab:grey", "trained": "tab:orange", "wake_up": "tab:green"}
+    for phase, colour in colours.items():
+        at = [number for number, sample in enumerate(samples) if sample["phase"] == phase]
+        memory.scatter([times[n] for n in at], [held[n] for n in at], color=colour, label=phase, zorder=3, s=12)
+    memory.set(xlabel="seconds", ylabel="MiB held", title="One device, two halves")
+    memory.legend()
+    for loop in loops:
+        style = "--" if loop["frozen"] else "-"
+        label = f"seed {loop['seed']}" + (", frozen" if loop["frozen"] else "")
+        rewards.plot([cycle["reward"] for cycle in loop["cycles"]], style, label=label)
+    rewards.set(xlabel="cycle", ylabel="mean reward")
+    rewards.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All cycles of one seed."""
+    torch.manual_seed(arguments.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        made_as = torch.float32
+        make_model(Path(folder), arguments.shape, arguments.seed, made_as)
+        loop = Loop(arguments, Path(folder))
+        for number in range(arguments.cycles):
+            cycle = loop.cycle(number)
+            seconds = " ".join(f"{phase} {spent:.2f}" for phase, spent in cycle["seconds"].items())
+            print(f"cycle {number:3}  reward {cycle['reward']:.3f}  loss {cycle['loss']:+.4f}  {seconds}", flush=True)
+        described = {
+            "seed": arguments.seed,
+            "frozen": arguments.frozen,
+            "shared": arguments.share_weights,
+            "torn_down": arguments.tear_down,
+            "cycles": loop.cycles,
+            "memory": loop.memory.samples,
+        }
+        if arguments.compare:
+            described["equals_a_new_engine"] = loop.compare()
+            print("a new engine with these weights says the same:", described["equals_a_new_engine"])
+        loop.llm.close()
+    return described
+
+
+def main() -> None:
+    """As the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--shape", default="tiny", choices=list(SHAPES))
+    parser.add_argument("--cycles", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--frozen", action="store_true", help="the control: nothing is learnt")
+    parser.add_argument("--share-weights", action="store_true", help="one set of weights for both halves")
+    parser.add_argument("--tear-down", action="store_true", help="close the engine instead of letting it sleep")
+    parser.add_argument("--compare", action="store_true", help="with a new engine, in the end")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--picture", type=Path, help="draw memory over time and rewards")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)  # tiny tensors gain nothing from more
+    loops = []
+    for arguments.seed in arguments.seeds:
+        loops.append(run(arguments))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(loops, indent=1) + "\n")
+    if arguments.picture:
+        draw(loops, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training from graphs: whole steps, and parts of a model with their backward."""

@@ -1,0 +1,139 @@
+"""What a training step is given: tensors with a length, by name, and what their padding holds."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..dispatching.descriptor import BatchDescriptor
+from ..errors import BatchError
+from ..inputs.buffers import Batch
+from ..inputs.fields import Extent, Field, Scalar
+from ..trees import Structure, flatten_with_names
+from ..wrapping.signature import Examples, Signature
+
+LENGTH_DIM = 1
+IGNORED = -100
+"""Torch's losses leave out targets of this value."""
+_REAL_LENGTH = "real_length"
+
+
+class BatchKind:
+    """Calls that differ in nothing but length and values."""
+
+    def __init__(self, inputs: Any, targets: Any, *, target_pad: Scalar, with_length: bool) -> None:
+        """`with_length`: whether the step must know how many positions are real."""
+        leaves, self._structure = _named_leaves(inputs, targets)
+        self._names = list(leaves)
+        self._with_length = with_length
+        length = _length_of(leaves)
+        tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+        self.signature = Signature.of(
+            _anything,
+            (),
+            self._keywords(leaves, length),
+            batch_dim=LENGTH_DIM,
+            shared=[n for n, t in tensors.items() if t.dim() > LENGTH_DIM and t.size(LENGTH_DIM) != length],
+            pads={n: target_pad for n, t in tensors.items() if _is_target(n) and _is_index(t)},
+        )
+        batch, _ = self.matched(inputs, targets)
+        self._examples = Examples(self.signature, batch)
+        self._first = next(name for name in tensors if not _is_target(name))
+        self._largest = int(tensors[self._first].max()) if _is_index(tensors[self._first]) else 1
+        constants = zip(self.signature.fields, self.signature.constants, strict=True)
+        named = zip(sorted(self._keywords(leaves, length)), constants, strict=True)
+        self._constants = {name: constant for name, (field, constant) in named if field is None}
+
+    @property
+    def fields(self) -> list[Field]:
+        """The declared inputs. In poison mode the padding of the first one is another legal value."""
+        return [
+            replace(field, poison=self._largest if field.name == self._first else field.pad)
+            for field in self.signature.tensor_fields
+        ]
+
+    def batch_of(self, inputs: Any, targets: Any) -> tuple[Batch, int] | None:
+        """The tensors of a call by name, and its length; None if it is of another kind."""
+        leaves, structure = _named_leaves(inputs, targets)
+        if structure != self._structure or list(leaves) != self._names:
+            return None
+        length = _length_of(leaves)
+        try:
+            found = self.signature.batch_of((), self._keywords(leaves, length))
+        except BatchError as error:
+            raise BatchError(f"inputs and targets have different lengths: {error}") from None
+        return None if found is None else (found[0], length)
+
+    def matched(self, inputs: Any, targets: Any) -> tuple[Batch, int]:
+        """The same, of a batch that is of this kind."""
+        found = self.batch_of(inputs, targets)
+        if found is None:
+            raise BatchError("the tensors of inputs and targets do not agree with each other")
+        return found
+
+    def shortened(self, batch: Batch, length: int) -> Batch:
+        """The first positions of a batch."""
+        short = dict(batch)
+        for field in self.signature.tensor_fields:
+            if field.per is Extent.TOKEN:
+                short[field.name] = batch[field.name].narrow(LENGTH_DIM, 0, length)
+        if self._with_length:
+            short[_REAL_LENGTH] = torch.tensor(length)
+        return short
+
+    def arguments(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+        """Inputs and targets in the caller's structure."""
+        known = {**self._constants, **tensors}
+        tree = self._structure.filled([known[name] for name in self._names])
+        return tree["inputs"], tree["targets"]
+
+    def mask(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Which positions are real, [batch, length]; None where nobody needs to know."""
+        if not self._with_length:
+            return None
+        first = tensors[self._first]
+        positions = torch.arange(first.size(LENGTH_DIM), device=first.device)
+        real = positions < tensors[_REAL_LENGTH].to(first.device)
+        return real.expand(first.size(0), -1)
+
+    def dummy(self, descriptor: BatchDescriptor) -> Batch:
+        """A batch of a rung's length, made of the first one's positions."""
+        return self._examples.dummy(descriptor)
+
+    def same_as(self, other: "BatchKind") -> bool:
+        return self._names == other._names and self.signature.same_as(other.signature)
+
+    def _keywords(self, leaves: dict[str, Any], length: int) -> dict[str, Any]:
+        return {**leaves, _REAL_LENGTH: torch.tensor(length)} if self._with_length else leaves
+
+
+def _anything(**_: Any) -> None:
+    """What a signature of keywords is of."""
+
+
+def _named_leaves(inputs: Any, targets: Any) -> tuple[dict[str, Any], Structure]:
+    named, structure = flatten_with_names({"inputs": inputs, "targets": targets})
+    leaves: dict[str, Any] = {}
+    for number, (_, name, leaf) in enumerate(named):
+        readable = re.sub(r"\W+", "_", name).strip("_")
+        leaves[readable if readable not in leaves else f"{readable}_{number}"] = leaf
+    return leaves, structure
+
+
+def _length_of(leaves: Mapping[str, Any]) -> int:
+    for name, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > LENGTH_DIM and not _is_target(name):
+            if leaf.size(LENGTH_DIM) == 0 or leaf.size(0) == 0:
+                raise BatchError(f"{name} is empty: a batch has rows and a length of at least one")
+            return int(leaf.size(LENGTH_DIM))
+    raise BatchError("inputs have no length: a training step takes tensors [batch, length, ...]")
+
+
+def _is_target(name: str) -> bool:
+    return name == "targets" or name.startswith("targets_")
+
+
+def _is_index(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)

@@ -1,0 +1,101 @@
+"""Gradients at fixed addresses.
+
+Note [Gradients]
+Without accumulation a recorded step makes its gradients anew, as an eager one does after `zero_grad`: those
+of the graph that is recorded first, the largest, are kept and become the gradients of the parameters. Smaller
+graphs copy theirs there. With accumulation, gradients have memory of their own and every graph adds to it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..capturing.gate import is_recording
+from ..errors import CaptureError
+
+
+class Gradients:
+    """The gradients of some parameters."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], *, accumulate: bool) -> None:
+        self._named = named
+        self._accumulate = accumulate
+        self._static: dict[torch.Tensor, torch.Tensor] = {}
+        self.is_trial = False
+        """Whether steps are tried and recorded, so that all of them must give the same gradients."""
+
+    @property
+    def present(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters with a gradient, and that."""
+        return [(p, p.grad) for _, p in self._named if p.grad is not None]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The gradients."""
+        return [gradient for _, gradient in self.present]
+
+    def begin(self) -> None:
+        """Before the first micro-batch of an update."""
+        if self._accumulate and self._static:
+            torch._foreach_zero_(list(self._static.values()))
+        elif self._accumulate:
+            self.forget()
+
+    def forget(self) -> None:
+        """No parameter has a gradient."""
+        for _, parameter in self._named:
+            parameter.grad = None
+
+    def attach(self) -> None:
+        """Before a micro-batch: gradients are at their addresses, whatever `zero_grad` or the user did."""
+        for parameter, static in self._static.items():
+            given = parameter.grad
+            if given is static:
+                continue
+            if self._accumulate:
+                static.zero_() if given is None else static.copy_(given)
+            parameter.grad = static
+
+    def settle(self) -> None:
+        """When an eager update has been made: from now on gradients stay where they are."""
+        if self._accumulate and not self._static:
+            self._static = dict(self.present)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of a loss: in place of the last ones, or added to them."""
+        if self._accumulate:
+            self._add(loss)
+        else:
+            self._replace(loss)
+
+    def _add(self, loss: torch.Tensor) -> None:
+        before = {parameter: static._version for parameter, static in self._static.items()}
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.is_trial:
+            reached = {p for p, version in before.items() if self._static[p]._version != version}
+            new = {p for p, _ in self.present if p not in before}
+            self._refuse_others(reached | new, set(before))
+
+    def _replace(self, loss: torch.Tensor) -> None:
+        expected = set(self._static)
+        self.forget()
+        loss.backward()  # type: ignore[no-untyped-call]
+        made = dict(self.present)
+        if not self._static and is_recording():
+            self._static = made
+            return
+        if self.is_trial and expected:
+            self._refuse_others(set(made), expected)
+        kept = [parameter for parameter in made if parameter in self._static]
+        if kept:
+            torch._foreach_copy_([self._static[p] for p in kept], [made[p] for p in kept])
+        for parameter in kept:
+            parameter.grad = self._static[parameter]
+
+    def _refuse_others(self, got: set[torch.Tensor], expected: set[torch.Tensor]) -> None:
+        differs = got ^ expected
+        if differs:
+            name = next(name for name, parameter in self._named if parameter in differs)
+            raise CaptureError(
+                f"{name} gets a gradient at some lengths or in some steps only, and without one an optimizer "
+                f"leaves it alone: a graph cannot decide that"
+            )

@@ -1,0 +1,75 @@
+"""The loss of a micro-batch: model, loss function and autocast, with padding left out."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .batches import LENGTH_DIM
+
+
+class Loss:
+    """`loss(inputs, targets, mask)` is a number. The mask, [batch, length], is None where nothing is padded.
+
+    A loss function that has a parameter `mask` is given it. One that returns a loss for every position,
+    [batch, length], has their mean over real positions taken. Any other returns a number, and must leave
+    targets of -100 out by itself, as torch's do.
+    """
+
+    def __init__(self, model: Any, loss_fn: Callable[..., Any], autocast: torch.dtype | None) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self._autocast = autocast
+        self.takes_mask = _has_parameter(loss_fn, "mask")
+        self.modules = [part for part in (model, loss_fn) if isinstance(part, torch.nn.Module)]
+        devices = {tensor.device for module in self.modules for tensor in module.parameters()}
+        if len(devices) != 1:
+            raise ConfigError(f"a captured step needs a model on one device, not on {len(devices)}")
+        self.device = devices.pop()
+
+    def __call__(self, inputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        loss = self.raw(self.outputs(inputs), targets, mask)
+        if loss.dim() == 0:
+            return loss
+        if mask is None:
+            return loss.mean()
+        if loss.dim() < 2 or loss.size(LENGTH_DIM) != mask.size(1):
+            raise ConfigError(
+                f"the loss function returned {list(loss.shape)}: return a number, or a loss for every "
+                f"position {list(mask.shape)}"
+            )
+        real = mask.reshape(*mask.shape, *(1,) * (loss.dim() - 2)).expand_as(loss)
+        return torch.where(real, loss, 0).sum() / real.sum()
+
+    def outputs(self, inputs: Any) -> Any:
+        """What the model says: a mapping are its keywords, a tuple or list its arguments."""
+        with self._casting():
+            if isinstance(inputs, Mapping):
+                return self.model(**inputs)
+            return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+
+    def raw(self, outputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        """What the loss function says."""
+        with self._casting():
+            more = {"mask": mask} if self.takes_mask else {}
+            loss: torch.Tensor = self.loss_fn(outputs, targets, **more)
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(f"the loss function returned a {type(loss).__name__}, not a tensor")
+        return loss
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        kind = self.device.type
+        # Its cache begins empty and is emptied at the end: no cast weight outlives a step.
+        return torch.autocast(
+            kind, dtype=self._autocast, enabled=self._autocast is not None, cache_enabled=True
+        )
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    target = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        return name in inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,253 @@
+"""An optimizer whose step can be part of a graph: its state and learning rates stay where they are.
+
+Note [Skipped updates]
+An update is skipped on the device, without the host's knowledge. Fused optimizers do that themselves
+(`found_inf`). For others what they write is saved before and put back where the flag says so: a copy of
+parameters and state in the pool, where activations are dead by then. Trial runs set the flag, so that they
+leave parameters and state as they are without a copy of those outside.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..capturing.gate import is_recording
+from ..errors import CaptureError, ConfigError
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_OURS = ("lr", "capturable", "fused", "foreach")
+"""What we set in a group of parameters."""
+
+
+class StaticOptimizer:
+    """Wraps a user's optimizer, which stays his: flags and learning rates are set in its groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._is_fused = _can_be_fused(optimizer)
+        rate_type = torch.float64 if self._is_fused and device.type == "cpu" else torch.float32
+        self.rates = [torch.zeros((), dtype=rate_type, device=device) for _ in optimizer.param_groups]
+        """The learning rate of each group, on the device."""
+        self._values: list[float | None] = [None] * len(self.rates)
+        self._user_flags = [_flags(group) for group in optimizer.param_groups]
+        self.has_stepped = False
+        """Whether the state that the optimizer makes in its first step is there."""
+        self._placed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self.prepare()
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+        optimizer.register_state_dict_post_hook(self._as_the_user_knows_it)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, in the order of their groups."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    @property
+    def settings(self) -> list[Any]:
+        """What is baked into a graph: which parameters, and everything in the groups that is not a tensor."""
+        groups = self._optimizer.param_groups
+        return [[*map(id, group["params"])] for group in groups] + [_numbers(group) for group in groups]
+
+    def prepare(self) -> None:
+        """Set flags, put learning rates and counts of steps on the device."""
+        for number, group in enumerate(self._optimizer.param_groups):
+            if self._is_fused:
+                group["fused"], group["foreach"] = True, False
+            elif "capturable" in group and group.get("foreach") is None and "foreach" in group:
+                group["foreach"] = True  # only these can do with a learning rate on the device
+            if "capturable" in group:
+                group["capturable"] = True
+            self._take_rate(number, group)
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter, {})
+                step = state.get("step")
+                if isinstance(step, torch.Tensor) and group.get("capturable"):
+                    state["step"] = step.to(parameter.device, torch.float32)
+        # It would say that a capturable optimizer runs outside a graph.
+        self._optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+
+    def set_rates(self, wanted: float | Sequence[float] | None) -> None:
+        """Learning rates of the next step: those of a schedule, or what the groups say."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self.rates):
+            raise ConfigError("a group of parameters was added: make the step anew")
+        if wanted is None:
+            for number, group in enumerate(groups):
+                if group["lr"] is not self.rates[number]:
+                    self._take_rate(number, group)
+            return
+        values = list(wanted) if isinstance(wanted, Sequence) else [wanted] * len(groups)
+        if len(values) != len(groups):
+            raise ConfigError(f"the schedule gave {len(values)} learning rates for {len(groups)} groups")
+        for number, value in enumerate(values):
+            groups[number]["lr"] = self.rates[number]
+            if value != self._values[number]:
+                self.rates[number].fill_(value)
+                self._values[number] = value
+
+    def _take_rate(self, number: int, group: dict[str, Any]) -> None:
+        rate = group["lr"]
+        if rate is not self.rates[number]:
+            with torch.no_grad():
+                self.rates[number].fill_(float(rate))
+            group["lr"] = self.rates[number]
+        self._values[number] = None
+
+    def step(self, skip: torch.Tensor) -> None:
+        """One update of all parameters that have a gradient, unless `skip` (1.0 or 0.0, on the device)."""
+        optimizer: Any = self._optimizer
+        if not self.has_stepped:
+            # Eagerly: state that is made here begins as the optimizer has it begin, or not yet at all.
+            if not bool(skip):
+                self._step()
+                self.has_stepped = True
+                self._note_places()
+            return
+        before = self._python_state() if is_recording() else None
+        if self._is_fused:
+            optimizer.found_inf, optimizer.grad_scale = skip, None
+            try:
+                self._step()
+            finally:
+                del optimizer.found_inf, optimizer.grad_scale
+        else:
+            changing = [*(p for p in self.parameters if p.grad is not None), *self.state_tensors()]
+            saved = [torch.empty_like(tensor) for tensor in changing]
+            torch._foreach_copy_(saved, changing)
+            self._step()
+            for tensor, value in zip(changing, saved, strict=True):
+                tensor.copy_(torch.where(skip != 0, value, tensor))
+        if before is not None:
+            self._refuse_what_a_graph_cannot_keep(before)
+
+    def _step(self) -> None:
+        with _capturable_on_a_cpu(self._device, fused=self._is_fused), torch.no_grad():
+            self._optimizer.step()
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """All tensors of the optimizer's state."""
+        return [tensor for _, _, tensor in self._entries()]
+
+    def _entries(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        for parameter in self.parameters:
+            state = self._optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield state, key, value
+
+    def _note_places(self) -> None:
+        self._placed = list(self._entries())
+
+    def moved(self) -> list[str]:
+        """State that is not where it was, by name."""
+        return [f"the optimizer's {key}" for state, key, value in self._placed if state.get(key) is not value]
+
+    def addresses(self) -> list[torch.Tensor]:
+        """The state that graphs were captured with."""
+        return [tensor for _, _, tensor in self._placed]
+
+    @contextmanager
+    def undone_in_python(self) -> Iterator[None]:
+        """A context after which state and groups hold the objects that they hold now."""
+        states = {p: dict(self._optimizer.state[p]) for p in self.parameters if p in self._optimizer.state}
+        groups = [dict(group) for group in self._optimizer.param_groups]
+        try:
+            yield
+        finally:
+            for parameter, held in states.items():
+                self._optimizer.state[parameter].clear()
+                self._optimizer.state[parameter].update(held)
+            for group, before in zip(self._optimizer.param_groups, groups, strict=True):
+                group.update(before)
+
+    def _python_state(self) -> list[tuple[Any, ...]]:
+        numbers = [item for group in self._optimizer.param_groups for item in _numbers(group).items()]
+        return numbers + [
+            (key, value.data_ptr(), value.device) if isinstance(value, torch.Tensor) else (key, repr(value))
+            for parameter in self.parameters
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        ]
+
+    def _refuse_what_a_graph_cannot_keep(self, before: list[tuple[Any, ...]]) -> None:
+        now, name = self._python_state(), type(self._optimizer).__name__
+        changed = next((new[0] for old, new in zip(before, now, strict=False) if old != new), None)
+        if changed is not None or len(before) != len(now):
+            raise CaptureError(
+                f"{name} keeps {changed or 'state'} in Python or in a tensor made anew in every step: a "
+                f"graph would repeat one step for ever. Keep it in tensors that are changed in place"
+            )
+        elsewhere = next((entry[0] for entry in now if len(entry) == 3 and entry[2] != self._device), None)
+        if elsewhere is not None:
+            raise CaptureError(
+                f"{name} keeps {elsewhere} on the host, where a graph cannot change it: use a capturable one"
+            )
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring loaded values to where graphs look for them."""
+        self._user_flags = [_flags(group) for group in optimizer.param_groups]
+        self.prepare()
+        if self._placed:
+            self._restore(self._placed)
+
+    def _restore(self, old: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+        entries = list(self._entries())
+        same = len(entries) == len(old) and all(
+            key == old_key and value.shape == tensor.shape
+            for (_, key, value), (_, old_key, tensor) in zip(entries, old, strict=True)
+        )
+        if not same:  # a checkpoint from before the first step, say: begin as then
+            self.has_stepped = False
+            self._placed = []
+            return
+        with torch.no_grad():
+            for (state, key, value), (_, _, tensor) in zip(entries, old, strict=True):
+                tensor.copy_(value)
+                state[key] = tensor
+        self._note_places()
+
+    def _as_the_user_knows_it(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """A checkpoint has plain numbers and the user's own flags, and can be loaded anywhere."""
+        for number, group in enumerate(saved["param_groups"]):
+            group.update(self._user_flags[number], lr=float(self.rates[number]))
+
+
+def _flags(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in _OURS if name in group and name != "lr"}
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)}
+
+
+def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is of a fused kind and nobody asked for another."""
+    groups = optimizer.param_groups
+    return type(optimizer) in _FUSED and all(
+        group["fused"] is not False
+        and group["foreach"] is None
+        and not group.get("differentiable")
+        and all(parameter.is_floating_point() for parameter in group["params"])
+        for group in groups
+    )
+
+
+_patching = threading.RLock()
+
+
+@contextmanager
+def _capturable_on_a_cpu(device: torch.device, *, fused: bool) -> Iterator[None]:
+    """Capturable optimizers work on any device, and refuse a CPU unless they believe to be compiled."""
+    if device.type != "cpu" or fused:
+        yield
+        return
+    compiler: Any = torch.compiler
+    with _patching:
+        plain, compiler.is_compiling = compiler.is_compiling, lambda: True
+        try:
+            yield
+        finally:
+            compiler.is_compiling = plain

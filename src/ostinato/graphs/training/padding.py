@@ -1,0 +1,124 @@
+"""Whether a loss is the same with padding behind a batch as without. Where it is not, nothing is padded."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..backends import Backend
+from ..capturing.trial import Trials
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..inputs.buffers import Batch, InputBuffers
+from ..options import CaptureOptions
+from ..trees import map_tensors
+from .batches import IGNORED, BatchKind
+from .loss import Loss
+
+_AT_ONE_SHAPE = {torch.float32: 1e-5, torch.float64: 1e-9}
+_AT_TWO_SHAPES = 0.03
+"""A mean that counts padding is off by more, another order of additions by much less."""
+
+
+class PaddingTrial:
+    """Looks at the loss of the first batch in a few ways, without a trace."""
+
+    def __init__(
+        self, loss: Loss, state: Mapping[str, torch.Tensor], backend: Backend, options: CaptureOptions
+    ) -> None:
+        self._loss = loss
+        self._trials = Trials(backend, state=state, generators=options.generators)
+
+    def kind_of(self, inputs: Any, targets: Any) -> tuple[BatchKind, str | None]:
+        """How batches like this one are padded, and why they cannot be, if so."""
+        takes_mask = self._loss.takes_mask
+        plain = BatchKind(inputs, targets, target_pad=0, with_length=takes_mask)
+        batch, _ = plain.matched(inputs, targets)
+        per_position, refusal = self._look(plain, batch)
+        masked = takes_mask or per_position
+        kind = BatchKind(inputs, targets, target_pad=0 if masked else IGNORED, with_length=masked)
+        if masked or refusal is None:
+            refusal = self._why_not(kind, *kind.matched(inputs, targets))
+        return kind, refusal
+
+    def _look(self, kind: BatchKind, batch: Batch) -> tuple[bool, str | None]:
+        """Whether the loss function returns one for each position; why it cannot do with ignored targets."""
+        tensors = {name: tensor.to(self._loss.device) for name, tensor in batch.items()}
+
+        def look() -> tuple[bool, str | None]:
+            inputs, targets = kind.arguments(tensors)
+            outputs = self._loss.outputs(inputs)
+            loss = self._loss.raw(outputs, targets, kind.mask(tensors))
+            if self._loss.takes_mask or loss.dim() > 0:
+                return loss.dim() > 0, None
+            return False, _why_not_ignored(self._loss.loss_fn, outputs, targets)
+
+        return self._quietly(look)
+
+    def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
+        """Tried with the second half of the batch as padding."""
+        if length < 2:
+            return None
+        real = length // 2
+        buffers = InputBuffers(kind.fields, max_tokens=length, max_reqs=1, device=self._loss.device)
+        short = kind.shortened(batch, real)
+        shape, descriptor = BatchShape(real, 1), BatchDescriptor(length, 1)
+
+        def padded(*, poison: bool = False) -> torch.Tensor:
+            buffers.fill(short, shape, descriptor, poison=poison)
+            return self._loss_of(kind, buffers.views(descriptor))
+
+        one, other = self._quietly(padded), self._quietly(lambda: padded(poison=True))
+        if not _close(one, other, _AT_ONE_SHAPE.get(one.dtype, 1e-2)):
+            return f"the loss depends on what padding holds ({float(one):.6g} or {float(other):.6g})"
+        with _evaluating(self._loss.modules):
+            with_it = self._quietly(padded)
+            without = self._quietly(lambda: self._loss_of(kind, buffers.on_device(short, shape)))
+        if not _close(with_it, without, _AT_TWO_SHAPES):
+            return f"the loss is {float(without):.6g} without padding and {float(with_it):.6g} with it"
+        return None
+
+    def _loss_of(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss(*kind.arguments(tensors), kind.mask(tensors)).clone()
+
+    def _quietly(self, step: Callable[[], Any]) -> Any:
+        with torch.no_grad():
+            return self._trials.run(step)
+
+
+def _why_not_ignored(loss_fn: Callable[..., Any], outputs: Any, targets: Any) -> str | None:
+    """Why a loss function cannot do with ignored targets. Tried on the host: a GPU would not survive it."""
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.detach().cpu()
+        return moved.float() if moved.is_floating_point() else moved
+
+    def partly_ignored(tensor: torch.Tensor) -> torch.Tensor:
+        moved = on_host(tensor).clone()
+        if not moved.is_floating_point() and moved.dim() > 1:
+            moved.select(1, -1).fill_(IGNORED)
+        return moved
+
+    try:
+        loss_fn(map_tensors(on_host, outputs), map_tensors(partly_ignored, targets))
+    except Exception as error:
+        return f"the loss function fails with targets of {IGNORED}: {type(error).__name__}: {error}"
+    return None
+
+
+@contextmanager
+def _evaluating(roots: list[torch.nn.Module]) -> Iterator[None]:
+    """Without dropout and the like."""
+    modules = [module for root in roots for module in root.modules()]
+    before = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
+
+
+def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True))

@@ -1,0 +1,68 @@
+"""Where the parameters and buffers of a model are, and what else of it a graph takes for granted."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Place(NamedTuple):
+    table: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+    address: int
+    name: str
+
+
+class Places:
+    """Noted when graphs are captured; looked at before every replay."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._modules = modules
+        self._places: list[_Place] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to compare with."""
+        return self._places is not None
+
+    def note(self) -> None:
+        """As it is now is as graphs read it."""
+        self._places = list(self._now())
+
+    def forget(self) -> None:
+        """No graph reads anything."""
+        self._places = None
+
+    def _now(self) -> Iterator[_Place]:
+        for root in self._modules:
+            for path, module in root.named_modules():
+                for table in (module._parameters, module._buffers):
+                    for key, tensor in table.items():
+                        if tensor is not None:
+                            name = f"{path}.{key}" if path else key
+                            yield _Place(table, key, tensor, tensor.data_ptr(), name)
+
+    def moved(self) -> list[str]:
+        """What is not where it was, by name."""
+        return [
+            name
+            for table, key, tensor, address, name in self._places or ()
+            if table.get(key) is not tensor or tensor.data_ptr() != address
+        ]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Tensors that a forward pass may change."""
+        found = [dict(module.named_buffers(prefix=str(i))) for i, module in enumerate(self._modules)]
+        return {name: tensor for buffers in found for name, tensor in buffers.items()}
+
+    def training(self) -> list[bool]:
+        """Which parts are in training mode."""
+        return [module.training for root in self._modules for module in root.modules()]
+
+    def names_of(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """These parameters with their names."""
+        names: dict[torch.Tensor, str] = {
+            p: name for root in self._modules for name, p in root.named_parameters()
+        }
+        return [(names.get(p, f"parameter {number}"), p) for number, p in enumerate(parameters)]

@@ -1,0 +1,407 @@
+"""A whole training step, forward, loss, backward, clipping, optimizer and schedule, from graphs."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from ..capturing.gate import turn
+from ..capturing.pool import GraphPool
+from ..checking.addresses import moved_error
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..dispatching.dispatch import Dispatcher, Reason
+from ..dispatching.keys import GraphKey
+from ..dispatching.ladder import Ladder
+from ..dispatching.mode import GraphMode
+from ..errors import ConfigError
+from ..inputs.buffers import Batch, InputBuffers
+from ..options import CaptureOptions
+from ..report import Report
+from ..runner import CudaGraphRunner
+from .batches import IGNORED, BatchKind
+from .checkpointing import draws_are_kept
+from .gradients import Gradients
+from .loss import Loss
+from .optimizers import StaticOptimizer
+from .padding import PaddingTrial
+from .places import Places
+from .update import Update
+
+logger = logging.getLogger("ostinato.graphs")
+
+Schedule = Callable[[int], float | Sequence[float]]
+
+
+class Kind(StrEnum):
+    """What a graph does with the gradients of a micro-batch."""
+
+    ACCUMULATE = "accumulate"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The graphs for batches of one kind."""
+
+    kind: BatchKind
+    runner: CudaGraphRunner
+    is_padded: bool
+
+
+class TrainStep:
+    """`step(inputs, targets)` trains on one micro-batch and returns its loss; see `graphed_train_step`."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        ladder: Ladder,
+        *,
+        accumulate: int,
+        clip_norm: float | None,
+        schedule: Schedule | None,
+        scaler: torch.amp.GradScaler | None,
+        pool: GraphPool | None,
+        options: CaptureOptions,
+    ) -> None:
+        self._loss, self._ladder, self._schedule, self._options = loss, ladder, schedule, options
+        self._accumulate = accumulate
+        self._device = loss.device
+        self._pool = pool or GraphPool(self._device)
+        self._places = Places(loss.modules)
+        self._optimizer = StaticOptimizer(optimizer, self._device)
+        named, average = self._places.names_of(self._optimizer.parameters), accumulate > 1
+        self._gradients = Gradients(named, accumulate=average)
+        self._update = Update(
+            self._optimizer,
+            self._gradients,
+            self._device,
+            clip_norm=clip_norm,
+            scaler=scaler,
+            average=average,
+        )
+        self._entries: list[_Entry] = []
+        self._state: dict[str, torch.Tensor] = {}
+        self._baked: tuple[Any, ...] = ()
+        self._eager_steps: Counter[Reason] = Counter()
+        self.optimizer_steps = 0
+        """Updates so far, skipped ones included: what a schedule is asked with."""
+        self.micro_batches = 0
+        """Micro-batches since the last update."""
+
+    def __call__(self, inputs: Any, targets: Any, *, last: bool = False) -> torch.Tensor:
+        """Train on one micro-batch: every `accumulate`-th call updates the parameters.
+
+        `last`: this one does, also if fewer came since the last update; they are averaged. Returns the loss
+        of the micro-batch, a tensor of its own.
+        """
+        self._refuse_ambient_autocast()
+        with turn, torch.inference_mode(False):
+            updates = last or self.micro_batches + 1 == self._accumulate
+            does = Kind.UPDATE if updates else Kind.ACCUMULATE
+            if not self._entries:
+                self._entries.append(self._new_entry(inputs, targets))
+            found = self._match(inputs, targets)
+            self._prepare(updates)
+            if found is None:
+                loss = self._run_unseen(inputs, targets, does)
+            else:
+                entry, batch, length = found
+                loss = self._run(entry, batch, BatchShape(length, 1, extra=does.value))
+            self.micro_batches += 1
+            if updates:
+                self._has_updated()
+            return loss
+
+    def flush(self) -> bool:
+        """Update with the micro-batches since the last update, if there are any; whether there were."""
+        if not self.micro_batches:
+            return False
+        with turn, torch.inference_mode(False):
+            self._gradients.attach()
+            self._set_rates()
+            self._update.divide_by(self.micro_batches, self._accumulate)
+            with torch.no_grad():
+                self._update()
+            self._eager_steps[Reason.NOT_CAPTURED] += 1
+            self._has_updated()
+        return True
+
+    def capture(self, inputs: Any, targets: Any) -> Report:
+        """Capture for batches like this one: of another number of rows than the first, say. Before the first
+        update nothing is captured yet, because the optimizer has no state; it is then."""
+        with turn, torch.inference_mode(False):
+            if self._match(inputs, targets) is None:
+                self._entries.append(self._new_entry(inputs, targets))
+            if self._optimizer.has_stepped:
+                self._capture_missing()
+        return self.report()
+
+    @property
+    def skipped(self) -> int:
+        """Updates that were skipped because gradients were not finite. Reads from the device."""
+        return int(self._update.skipped)
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients before the last update clipped them."""
+        if self._update.norm is None:
+            raise ConfigError("the norm of gradients is known where they are clipped: pass clip_norm=")
+        return self._update.norm.clone()
+
+    def report(self) -> Report:
+        """What was captured, what it costs, what it served, and why steps ran eagerly."""
+        if not self._entries:
+            return Report.of_nothing(GraphMode.FULL, self._eager_steps)
+        return Report.joined([entry.runner.report() for entry in self._entries])
+
+    def check_addresses(self) -> None:
+        """Raise AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""
+        moved = [*self._places.moved(), *self._optimizer.moved()]
+        if moved:
+            raise moved_error(moved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the states of model, optimizer and scaler: counts, random
+        generators, and gradients in the middle of an accumulation."""
+        gradients = [p.grad for p in self._optimizer.parameters] if self.micro_batches else []
+        generators = [generator.get_state() for generator in self._options.generators]
+        return {
+            "optimizer_steps": self.optimizer_steps,
+            "micro_batches": self.micro_batches,
+            "skipped": self.skipped,
+            "gradients": [None if g is None else g.clone() for g in gradients],
+            "rng": torch.get_rng_state(),
+            "device_rng": self._pool.backend.rng_state(),
+            "generators": generators,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called."""
+        self.optimizer_steps, self.micro_batches = state["optimizer_steps"], state["micro_batches"]
+        self._update.skipped.fill_(state["skipped"])
+        for parameter, gradient in zip(self._optimizer.parameters, state["gradients"], strict=False):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        torch.set_rng_state(state["rng"])
+        self._pool.backend.set_rng_state(state["device_rng"])
+        for generator, saved in zip(self._options.generators, state["generators"], strict=True):
+            generator.set_state(saved)
+
+    # -- one micro-batch ---------------------------------------------------------------------------
+
+    def _micro_batch(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor], does: Kind) -> torch.Tensor:
+        """All that a graph records."""
+        with torch.enable_grad():
+            loss = self._loss(*kind.arguments(tensors), kind.mask(tensors))
+            share = loss / self._accumulate if self._accumulate > 1 else loss
+            self._gradients.backward(self._update.scaled(share))
+        if does is Kind.UPDATE:
+            self._update()
+        return loss.detach()
+
+    def _prepare(self, updates: bool) -> None:
+        if self.micro_batches == 0:
+            self._gradients.begin()
+        self._gradients.attach()
+        if updates:
+            self._set_rates()
+            self._update.divide_by(self.micro_batches + 1, self._accumulate)
+
+    def _set_rates(self) -> None:
+        self._optimizer.set_rates(None if self._schedule is None else self._schedule(self.optimizer_steps))
+
+    def _has_updated(self) -> None:
+        self.optimizer_steps += 1
+        self.micro_batches = 0
+        if self._optimizer.has_stepped and not self._places.known:
+            self._gradients.settle()
+            self._capture_missing()
+
+    def _run(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
+        if not self._optimizer.has_stepped:
+            return self._run_first(entry, batch, shape)
+        runner = entry.runner
+        reason = self._why_not()
+        if reason is None:
+            self.check_addresses()
+            if not runner.decide(shape).is_eager:
+                loss: torch.Tensor = runner.run(batch, shape)
+                return loss.clone()
+            reason = runner.decide(shape).reason
+        return self._eagerly(runner, batch, shape, reason)
+
+    def _eagerly(
+        self, runner: CudaGraphRunner, batch: Batch, shape: BatchShape, reason: Reason
+    ) -> torch.Tensor:
+        loss: torch.Tensor = runner.run_eagerly(batch, shape, reason)
+        return loss
+
+    def _run_unseen(self, inputs: Any, targets: Any, does: Kind) -> torch.Tensor:
+        """Eagerly, on a batch of a kind that nothing was captured for."""
+        self._eager_steps[Reason.UNSEEN_SIGNATURE] += 1
+        kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
+        matched = kind.batch_of(inputs, targets)
+        assert matched is not None
+        tensors = {name: tensor.to(self._device) for name, tensor in matched[0].items()}
+        with torch.no_grad():
+            return self._micro_batch(kind, tensors, does)
+
+    def _run_first(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
+        """Until the optimizer has made its state. On padded inputs, so that a run that is resumed here goes
+        on with the very numbers that graphs give."""
+        if self._places.known:  # a state from before the first update was loaded
+            self._drop()
+        rung = self._ladder.round_up(shape.num_tokens)
+        runner = entry.runner
+        if rung is None or not (entry.is_padded or rung == shape.num_tokens):
+            return self._eagerly(runner, batch, shape, Reason.FIRST_CALL)
+        self._eager_steps[Reason.FIRST_CALL] += 1
+        descriptor = BatchDescriptor(rung, 1, extra=shape.extra)
+        runner.buffers.fill(batch, shape, descriptor)
+        with torch.no_grad():
+            loss: torch.Tensor = runner.step(**runner.arguments(runner.buffers.views(descriptor), descriptor))
+        return loss
+
+    def _why_not(self) -> Reason | None:
+        if not self._places.known:
+            return Reason.NOT_CAPTURED
+        if self._places.training() != self._baked[0]:
+            return Reason.TRAINING_MODE_CHANGED
+        if self._surroundings() != self._baked:
+            return Reason.ATTRIBUTE_CHANGED
+        return None
+
+    def _surroundings(self) -> tuple[Any, ...]:
+        wanted = [parameter.requires_grad for parameter in self._optimizer.parameters]
+        return self._places.training(), wanted, self._optimizer.settings
+
+    def _refuse_ambient_autocast(self) -> None:
+        if torch.is_autocast_enabled(self._device.type):
+            raise ConfigError("a captured step casts by itself: pass autocast= and call it outside autocast")
+
+    # -- capturing ---------------------------------------------------------------------------------
+
+    def _match(self, inputs: Any, targets: Any) -> tuple[_Entry, Batch, int] | None:
+        for entry in self._entries:
+            matched = entry.kind.batch_of(inputs, targets)
+            if matched is not None:
+                return entry, *matched
+        return None
+
+    def _new_entry(self, inputs: Any, targets: Any) -> _Entry:
+        trial = PaddingTrial(self._loss, self._runner_state(), self._pool.backend, self._options)
+        kind, refusal = trial.kind_of(inputs, targets)
+        if refusal is not None:
+            logger.warning("only lengths that are rungs are served from graphs: %s", refusal)
+        does = [Kind.UPDATE] if self._accumulate == 1 else list(Kind)
+
+        def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
+            return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)))
+
+        runner = CudaGraphRunner(
+            step,
+            InputBuffers(
+                kind.fields,
+                max_tokens=self._ladder.limit,
+                max_reqs=1,
+                device=self._device,
+                allocate=self._pool.allocate,
+            ),
+            [
+                GraphKey(GraphMode.FULL, BatchDescriptor(length, 1, extra=one.value))
+                for length in self._ladder
+                for one in does
+            ],
+            dispatcher=Dispatcher(GraphMode.FULL, padding=refusal is None),
+            pool=self._pool,
+            options=self._options,
+            state=self._state,
+            dummy=kind.dummy,
+        )
+        runner.eager_steps = self._eager_steps
+        return _Entry(kind, runner, refusal is None)
+
+    def _runner_state(self) -> dict[str, torch.Tensor]:
+        """What trial runs change and have to put back: they make no updates."""
+        gradients = self._gradients.tensors() if self.micro_batches else []
+        self._state.clear()
+        self._state |= {**self._places.buffers(), **self._update.state()}
+        self._state |= {f"gradient {number}": tensor for number, tensor in enumerate(gradients)}
+        return self._state
+
+    def _drop(self) -> None:
+        for entry in self._entries:
+            entry.runner.drop()
+        self._places.forget()
+
+    def _capture_missing(self) -> None:
+        """Capture what has no graph yet, largest first over all kinds of batches."""
+        self._runner_state()
+        self._gradients.is_trial = True
+        self._update.hold(True)
+        release_unused = self._pool.backend.release_unused
+        release_unused()  # activations of the eager update: graphs have a pool of their own
+        try:
+            with draws_are_kept(), self._optimizer.undone_in_python():
+                for entry in self._entries:
+                    if not entry.runner.graphs and not entry.runner.failures:
+                        entry.runner.capture()
+        finally:
+            self._update.hold(False)
+            self._gradients.is_trial = False
+            self._gradients.attach()
+            release_unused()
+        self._places.note()
+        self._baked = self._surroundings()
+
+
+def graphed_train_step(
+    model: Any,
+    loss_fn: Callable[..., torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    ladder: Ladder | Sequence[int],
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    schedule: Schedule | None = None,
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    pool: GraphPool | None = None,
+    options: CaptureOptions | None = None,
+) -> TrainStep:
+    """A training step replayed from graphs: forward, loss, backward, clipping, optimizer and schedule.
+
+    `step = graphed_train_step(model, loss_fn, optimizer, ladder=[128, 256]); loss = step(inputs, targets)`.
+    Tensors are [batch, length, ...]. `ladder`: the lengths to capture; others are padded to the next one, and
+    longer ones run eagerly. What is padded is left out of the loss, see `Loss`; where that cannot be, only
+    lengths of the ladder are served from graphs. The first update runs eagerly, since it makes the
+    optimizer's state; then everything is captured.
+
+    `accumulate`: micro-batches for one update; their gradients are averaged. `clip_norm`: largest norm of all
+    gradients. `schedule(i)`: learning rate of update i, or one for each group; without it the groups' own,
+    which may change at any time. `autocast`: the type to compute in. `scaler`: its scale follows overflows on
+    the device. An update with gradients that are not finite is skipped, `step.skipped` counts.
+    `pool`: memory shared with other graphs.
+    """
+    if accumulate < 1:
+        raise ConfigError(f"accumulate must be 1 or more, not {accumulate}")
+    if clip_norm is not None and clip_norm <= 0:
+        raise ConfigError(f"clip_norm must be positive, not {clip_norm}")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise ConfigError(f"autocast is a type such as torch.bfloat16, not {autocast!r}")
+    loss = Loss(model, loss_fn, autocast)
+    return TrainStep(
+        loss,
+        optimizer,
+        Ladder.of(ladder),
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        schedule=schedule,
+        scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+        pool=pool,
+        options=options or CaptureOptions(),
+    )

@@ -1,0 +1,102 @@
+"""From gradients to new parameters, without a look at a value by the host."""
+
+import torch
+
+from .gradients import Gradients
+from .optimizers import StaticOptimizer
+
+
+class Update:
+    """Averages, unscales, checks and clips gradients, then steps the optimizer or does not."""
+
+    def __init__(
+        self,
+        optimizer: StaticOptimizer,
+        gradients: Gradients,
+        device: torch.device,
+        *,
+        clip_norm: float | None,
+        scaler: torch.amp.GradScaler | None,
+        average: bool,
+    ) -> None:
+        self._optimizer, self._gradients, self._clip_norm = optimizer, gradients, clip_norm
+        self._scaler, self._average = scaler, average
+        self._correction = torch.ones((), device=device)
+        self._given: float = 1.0
+        self._held = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), device=device, dtype=torch.int64)
+        """Updates that were skipped."""
+        self.norm = None if clip_norm is None else torch.zeros((), device=device)
+        """The norm of all gradients at the last update."""
+        if scaler is not None and scaler._scale is None:
+            scaler._lazy_init_scale_growth_tracker(device)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What an update changes besides parameters, gradients and the optimizer's state."""
+        scaler = self._scaler
+        own = {"skipped": self.skipped, "norm": self.norm}
+        scales = {} if scaler is None else {"scale": scaler._scale, "growth": scaler._growth_tracker}
+        return {name: tensor for name, tensor in {**own, **scales}.items() if tensor is not None}
+
+    def hold(self, held: bool) -> None:
+        """Whether updates leave parameters and the optimizer's state as they are: in trial runs."""
+        self._held.fill_(float(held))
+
+    def divide_by(self, micro_batches: int, accumulate: int) -> None:
+        """How many micro-batches the next update is of; each was divided by `accumulate` already."""
+        correction = accumulate / micro_batches
+        if correction != self._given:
+            self._correction.fill_(correction)
+            self._given = correction
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to differentiate."""
+        return loss if self._scaler is None else loss * self._scaler._scale  # type: ignore[operator]
+
+    def __call__(self) -> None:
+        pairs = self._gradients.present
+        gradients = [gradient for _, gradient in pairs]
+        if self._average:
+            torch._foreach_mul_(gradients, self._correction)
+        overflown = self._unscale(gradients) if self._scaler is not None else None
+        if self._clip_norm is not None:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            torch.nn.utils.clip_grads_with_norm_([p for p, _ in pairs], self._clip_norm, norm)
+            assert self.norm is not None
+            self.norm.copy_(norm)
+            broken = (~norm.isfinite()).float()
+        elif overflown is None:
+            largest = torch._foreach_norm(gradients, float("inf"))
+            broken = (~torch.stack([norm.float() for norm in largest]).isfinite().all()).float()
+        else:
+            broken = overflown
+        skip = torch.maximum(broken if overflown is None else torch.maximum(broken, overflown), self._held)
+        self._optimizer.step(skip)
+        if overflown is not None:
+            self._rescale(torch.maximum(overflown, self._held))
+        self.skipped.add_(skip.to(torch.int64))
+
+    def _unscale(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Divide by the scale; 1.0 if something was not finite."""
+        assert self._scaler is not None
+        assert self._scaler._scale is not None
+        inverse = self._scaler._scale.double().reciprocal().float()
+        overflown = torch.zeros_like(self._held)
+        for dtype in {gradient.dtype for gradient in gradients}:
+            same = [gradient for gradient in gradients if gradient.dtype is dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(same, overflown, inverse)
+        return overflown
+
+    def _rescale(self, overflown: torch.Tensor) -> None:
+        scaler = self._scaler
+        assert scaler is not None
+        assert scaler._scale is not None
+        assert scaler._growth_tracker is not None
+        torch._amp_update_scale_(
+            scaler._scale,
+            scaler._growth_tracker,
+            overflown,
+            scaler._growth_factor,
+            scaler._backoff_factor,
+            scaler._growth_interval,
+        )

@@ -1,0 +1,21 @@
+"""The weights of a model as tensors that somebody else may train: at the same addresses, nothing is copied."""
+
+import torch
+from torch import Tensor
+
+from .transformer import Transformer
+from .weights import checkpoint_tensors
+
+
+def shared_weights(model: Transformer) -> dict[str, Tensor]:
+    """Every weight under its checkpoint name, over the model's own memory.
+
+    Ordinary tensors, whatever mode the model was made in: autograd may keep them, optimizers may write them.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        return {
+            name: torch.empty(0, dtype=view.dtype, device=view.device).set_(
+                view.untyped_storage(), int(view.storage_offset()), view.size(), view.stride()
+            )
+            for name, view in checkpoint_tensors(model).items()
+        }

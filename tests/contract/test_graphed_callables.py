@@ -1,0 +1,181 @@
+"""Parts of a model from graphs, with their backward, beside the same parts run eagerly."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from contract.steps import randn
+from ostinato.graphs import AddressError, BatchError, CaptureError, ConfigError, make_graphed_callables
+
+WIDTH = 6
+
+
+def parts(device, *, dropout=0.0, count=2):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = [
+            nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, WIDTH))
+            for _ in range(count)
+        ]
+    return [part.to(device) for part in made]
+
+
+def graphed(modules, device, rows=8, **settings):
+    samples = tuple((randn(rows, WIDTH, device=device).requires_grad_(),) for _ in modules)
+    return make_graphed_callables(tuple(modules), samples, **settings)
+
+
+def train(modules, batches, device, *, lr=0.05):
+    """Two parts with something between them that no graph could do."""
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=lr, momentum=0.9)
+    losses, gradients = [], []
+    for x in batches:
+        x = x.clone().requires_grad_()
+        h = modules[0](x)
+        if float(h.detach().sum()) > 1e9:
+            raise AssertionError
+        loss = (modules[1](h.relu() + x) - x).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        gradients.append(x.grad.clone())
+    return losses, gradients
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_training_through_graphed_parts_equals_eager(device, dropout):
+    eager = parts(device, dropout=dropout)
+    ours = graphed(copy.deepcopy(eager), device)
+    batches = [randn(8, WIDTH, device=device, seed=i) for i in range(8)]
+    torch.manual_seed(4)
+    expected = train(eager, batches, device)
+    torch.manual_seed(4)
+    got = train(ours, batches, device)
+    assert got[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(got[1], expected[1], strict=True))
+    assert [part.forward.replays for part in ours] == [8, 8]
+
+
+def test_batches_are_padded_to_rungs(device):
+    eager = parts(device)
+    ours = graphed(copy.deepcopy(eager), device, ladder=[2, 4, 8])
+    batches = [randn(rows, WIDTH, device=device, seed=rows) for rows in (8, 3, 1, 5, 11, 2)]
+    expected, got = train(eager, batches, device), train(ours, batches, device)
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    for one, other in zip(got[1], expected[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert ours[0].forward.replays == 5
+    assert ours[0].forward.eager_steps == {"larger-than-max": 1}
+
+
+def test_gradients_accumulate_and_results_may_be_kept(device):
+    (eager,) = parts(device, count=1)
+    ours = copy.deepcopy(eager)
+    make_graphed_callables(ours, (randn(4, WIDTH, device=device),))
+    for seed in range(3):
+        x = randn(4, WIDTH, device=device, seed=seed)
+        for module in (eager, ours):
+            module(x).sum().backward()
+    for one, other in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_gradient_that_autograd_holds_is_not_overwritten_by_the_next_backward(device):
+    eager = parts(device)
+    first, second = graphed(copy.deepcopy(eager), device)
+    gradients = []
+    for one, other in (eager, (first, second)):
+        x = randn(8, WIDTH, device=device, seed=2).requires_grad_()
+        a = one(x)
+        (a.sin() + other(x)).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_backward_whose_memory_was_overwritten_is_refused(device):
+    first, second = graphed(parts(device), device)
+    x = randn(8, WIDTH, device=device).requires_grad_()
+    old = first(x)
+    first(x)
+    with pytest.raises(BatchError, match="too late"):
+        old.sum().backward()
+    late = second(x)
+    first(x)  # out of order
+    with pytest.raises(BatchError, match="too late"):
+        late.sum().backward()
+    loss = first(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(BatchError, match="second time"):
+        loss.backward()
+
+
+def test_a_result_that_eager_code_saved_is_refused_after_the_next_round(device):
+    (part,) = graphed(parts(device, count=1), device)
+    weight = randn(WIDTH, device=device).requires_grad_()
+    x = randn(8, WIDTH, device=device)
+    with torch.no_grad():
+        kept = part(x)
+    product = (kept * weight).sum()
+    with torch.no_grad():
+        part(x + 1)
+        part(x + 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_what_no_graph_serves_runs_eagerly_with_its_gradients(device):
+    (part,) = parts(device, count=1)
+    make_graphed_callables(part, (randn(4, WIDTH, device=device),))
+    x = randn(4, WIDTH, device=device).requires_grad_()
+    part(x).sum().backward()
+    assert x.grad is not None
+    part.eval()
+    part(x.detach())
+    part.train()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        part(x.detach())
+    part(x.detach())
+    counts = {"unseen-signature": 1, "training-mode-changed": 1, "autocast-changed": 1}
+    assert part.forward.eager_steps == counts
+    assert part.forward.replays == 1
+
+
+def test_functions_and_several_results(device):
+    def function(x, *, scale):
+        return {"twice": x * scale, "sign": x.sign().to(torch.int64)}
+
+    x = randn(4, WIDTH, device=device).requires_grad_()
+    served = make_graphed_callables(function, (x.detach().requires_grad_(),), sample_kwargs={"scale": 2.0})
+    result = served(x, scale=2.0)
+    assert torch.equal(result["twice"], x * 2)
+    assert torch.equal(result["sign"], x.sign().to(torch.int64))
+    assert not result["sign"].requires_grad
+    result["twice"].sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
+def test_refusals(device):
+    mean = nn.BatchNorm1d(WIDTH).to(device)
+    with pytest.raises(CaptureError, match="depend on each other"):
+        graphed([mean], device, ladder=[4, 8])
+    (part,) = parts(device, count=1)
+    make_graphed_callables(part, (randn(4, WIDTH, device=device),))
+    part[0].weight.data = part[0].weight.data.clone()
+    with pytest.raises(AddressError, match=r"0\.weight"):
+        part(randn(4, WIDTH, device=device))
+    with pytest.raises(ConfigError, match="GraphPool"):
+        make_graphed_callables(part, (randn(4, WIDTH, device=device),), pool=(0, 1))
+    with pytest.raises(ConfigError, match="as many"):
+        make_graphed_callables((part, part), ((randn(4, WIDTH, device=device),),))
+
+
+def test_capturing_leaves_no_trace(device):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)).to(device)
+    before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    make_graphed_callables(module, (randn(4, WIDTH, device=device),))
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in module.parameters())

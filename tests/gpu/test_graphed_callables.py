@@ -1,0 +1,3 @@
+"""The contract of `contract/test_graphed_callables.py`, on CUDA."""
+
+from contract.test_graphed_callables import *  # noqa: F403

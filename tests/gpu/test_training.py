@@ -1,0 +1,81 @@
+"""The contract of `contract/test_training.py`, on CUDA, and what only a GPU shows."""
+
+import copy
+
+import pytest
+import torch
+
+from contract.test_training import *  # noqa: F403
+from contract.training_loops import captured, make_batches, make_model, replays, train_eagerly, twins
+
+
+def falling(i):
+    return 1e-3 / (i + 1)
+
+
+def adamw(model, device, **more):
+    rate = torch.tensor(1e-3, device=device)
+    return torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True, **more)
+
+
+def test_a_replay_reads_nothing_back(device):
+    model = make_model(device)
+    step = captured(
+        model, torch.optim.AdamW(model.parameters()), clip_norm=1.0, schedule=lambda i: 1e-3 / (i + 1)
+    )
+    batches = make_batches(device, [8] * 6)
+    step(*batches[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[1:]:
+            step(*batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert replays(step) == 5
+
+
+def test_bf16_is_within_the_noise_of_two_eager_runs(device):
+    """200 steps; the second eager run has another order of additions."""
+    batches = make_batches(device, [32] * 200, rows=8)
+    ours, theirs = twins(make_model(device, width=64, layers=2))
+    other = copy.deepcopy(theirs)
+    step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=[32], autocast=torch.bfloat16)
+    losses = [float(step(*batch)) for batch in batches]
+    eager = train_eagerly(theirs, adamw(theirs, device), batches, autocast=torch.bfloat16)
+    flipped = [(inputs.flip(0), targets.flip(0)) for inputs, targets in batches]
+    noise = train_eagerly(other, adamw(other, device), flipped, autocast=torch.bfloat16)
+    gap = max(abs(a - b) for a, b in zip(losses, eager, strict=True))
+    assert gap <= max(abs(a - b) for a, b in zip(eager, noise, strict=True)) + 1e-6
+    assert replays(step) == 199
+
+
+def test_a_compiled_model_is_captured_compiled(device):
+    batches = make_batches(device, [32] * 20, rows=4)
+    ours, theirs = twins(make_model(device, width=64, layers=2))
+    step = captured(torch.compile(ours), torch.optim.AdamW(ours.parameters()), ladder=[32])
+    losses = [float(step(*batch)) for batch in batches]
+    assert losses == pytest.approx(train_eagerly(theirs, adamw(theirs, device), batches), rel=1e-3)
+    assert replays(step) == 19
+
+
+def test_memory_is_that_of_eager_training(device):
+    """At a size where activations count: peak while training from graphs beside that of the eager loop."""
+
+    def peak(run):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_reserved(device) - before
+
+    batches = make_batches(device, [512] * 4, rows=16)
+    ours, theirs = twins(make_model(device, width=512, layers=4))
+    eager = peak(lambda: train_eagerly(theirs, adamw(theirs, device), batches))
+
+    def train():
+        step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=[128, 256, 512])
+        for batch in batches:
+            step(*batch)
+
+    assert peak(train) < 2.2 * eager  # the first update runs eagerly, outside the pool
