@@ -10,7 +10,16 @@ from .torch_reference import add_in_torch
 def add(x: Tensor, product: Tensor, stack: Stack, rows: Rows) -> None:
     """`product[t] += b[slot] @ (a[slot] @ x[t])` with the slot of token t, part by part, in place.
 
-    x [T, in]; `product` [T, out] in the type of x or float32. Rows of tokens without an adapter keep their
-    bits, and what a token gets depends on no other token.
+    x [T, in]; `product` dense [T, out] in the type of x or float32. Rows of tokens without an adapter keep
+    their bits, and what a token gets depends on no other token.
     """
-    add_in_torch(x, product, stack, rows)
+    if rows.blocks is None:
+        add_in_torch(x, product, stack, rows)
+        return
+    from .triton_expand import expand
+    from .triton_shrink import shrink
+
+    assert rows.order is not None
+    grouped = stack.ranks, rows.order, rows.blocks
+    shrunk = shrink(x, None, stack.a, stack.room, *grouped)
+    expand(shrunk, stack.b, *stack.first_rows, *grouped, product, False)

@@ -1,0 +1,47 @@
+"""How the work on adapters is divided: by the number of tokens, the slots and the matrix, never by who is there.
+
+Tokens of one slot are taken in blocks:
+
+    tokens                1 to 256      more
+    of a block            16            64
+    programs that share   up to 16      1         the columns of `a`, each with its own sums
+"""
+
+from typing import NamedTuple
+
+from ..host_sizes import cdiv
+
+_MOST_DECODE_TOKENS = 256
+_COLUMNS = 256
+"""That a program of few tokens takes at a time."""
+
+
+class Division(NamedTuple):
+    """The work of the programs that multiply tokens with `a`."""
+
+    tokens: int
+    """Of a block."""
+    columns: int
+    """At a time."""
+    splits: int
+    """Programs that share the columns; whoever reads their sums adds them, in order."""
+
+
+def tokens_together(num_tokens: int) -> int:
+    """Of a block."""
+    return 16 if num_tokens <= _MOST_DECODE_TOKENS else 64
+
+
+def num_blocks(num_tokens: int, num_slots: int) -> int:
+    """That tokens can be in, whatever slots they have: the last of each slot may not be full."""
+    size = tokens_together(num_tokens)
+    return min(num_tokens, num_tokens // size + min(num_slots, num_tokens))
+
+
+def division(num_tokens: int, in_features: int) -> Division:
+    """For few tokens many programs with few columns each: nothing but latency takes time there."""
+    size = tokens_together(num_tokens)
+    if size > 16:
+        return Division(size, 64, 1)
+    most = 16 if num_tokens <= 16 else 8 if num_tokens <= 64 else 4
+    return Division(size, _COLUMNS, min(most, cdiv(in_features, 2 * _COLUMNS)))

@@ -1,0 +1,137 @@
+# mypy: allow-untyped-defs
+# (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
+"""Tokens times the first matrix of their adapters: from the width of a layer to a few ranks.
+
+A program takes a block of tokens that have the same slot, 16 ranks of one part, and a share of the columns. The
+weights of its first columns are on their way before it waits for the previous kernel. Sums of the shares lie
+beside each other, and who reads them adds them in order:
+
+    shrunk   float32 [splits, T, parts * room]
+
+Undefined for tokens without an adapter and, beyond a multiple of 16, for ranks that an adapter has not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import dependent_launch
+from ..custom_op import custom_op
+from ..dependent_launch import wait_for_previous
+from .division import division
+from .stack import RANKS_TOGETHER
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_blocks"))
+def _shrink(
+    x,
+    norm_weight,
+    a,
+    ranks,
+    order,
+    blocks,
+    shrunk,
+    num_tokens,
+    num_blocks,
+    x_stride,
+    in_features: tl.constexpr,
+    width: tl.constexpr,
+    room: tl.constexpr,
+    tokens: tl.constexpr,
+    together: tl.constexpr,
+    columns: tl.constexpr,
+    splits: tl.constexpr,
+    norm: tl.constexpr,
+    dependent: tl.constexpr,
+):
+    share: tl.constexpr = (in_features + splits * columns - 1) // (splits * columns) * columns
+    even: tl.constexpr = in_features % (splits * columns) == 0
+    block, first_row, split = tl.program_id(0), tl.program_id(1) * together, tl.program_id(2)
+    slot = tl.load(blocks + block)
+    rank = tl.where(slot >= 0, tl.load(ranks + tl.maximum(slot, 0)), 0)
+    first_rank = first_row % room
+    row = first_row + tl.arange(0, together)
+    k = split * share + tl.arange(0, columns)
+    weights = a + (tl.maximum(slot, 0).to(tl.int64) * width + row[:, None]) * in_features + k[None, :]
+    w = tl.load(weights, mask=(k < tl.where(first_rank < rank, in_features, 0))[None, :], other=0.0)
+    place = tl.load(blocks + num_blocks + block) + tl.arange(0, tokens)
+    real = place < tl.load(blocks + 2 * num_blocks + block)
+    token = tl.load(order + place, mask=real, other=0)
+    source = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    wait_for_previous(dependent)
+    if first_rank < rank:
+        acc = tl.zeros([tokens, together], tl.float32)
+        for start in range(0, share, columns):
+            in_row = start + k < in_features
+            if start > 0:
+                if even:
+                    w = tl.load(weights + start)
+                else:
+                    w = tl.load(weights + start, mask=in_row[None, :], other=0.0)
+            v = tl.load(source + start, mask=real[:, None] & in_row[None, :], other=0.0)
+            if norm:
+                g = tl.load(norm_weight + start + k, mask=in_row, other=0.0).to(tl.float32)
+                v = (v.to(tl.float32) * g[None, :]).to(v.dtype)
+            acc = tl.dot(v, tl.trans(w), acc, input_precision="ieee")
+        target = shrunk + (split * num_tokens + token).to(tl.int64)[:, None] * width + row[None, :]
+        tl.store(target, acc, real[:, None])
+
+
+@custom_op("lora_shrink")
+def shrink(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    a: Tensor,
+    room: int,
+    ranks: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+) -> Tensor:
+    """Rows x [T, in], dense or apart, times `norm_weight` if that is given, through `a` of their slots."""
+    assert x.stride(1) == 1, "columns lie beside each other"
+    shrunk = _room(x, a)
+    how, num_blocks = division(*x.shape), blocks.size(1)
+    _shrink[(num_blocks, a.size(1) // RANKS_TOGETHER, how.splits)](
+        x,
+        x if norm_weight is None else norm_weight,
+        a,
+        ranks,
+        order,
+        blocks,
+        shrunk,
+        x.size(0),
+        num_blocks,
+        x.stride(0),
+        in_features=x.size(1),
+        width=a.size(1),
+        room=room,
+        tokens=how.tokens,
+        together=RANKS_TOGETHER,
+        columns=how.columns,
+        splits=how.splits,
+        norm=norm_weight is not None,
+        num_warps=4,
+        num_stages=3,
+        enable_fp_fusion=True,
+        **dependent_launch.options(x.device),
+    )
+    return shrunk
+
+
+@shrink.register_fake
+def _(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    a: Tensor,
+    room: int,
+    ranks: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+) -> Tensor:
+    return _room(x, a)
+
+
+def _room(x: Tensor, a: Tensor) -> Tensor:
+    return x.new_empty(division(*x.shape).splits, x.size(0), a.size(1), dtype=torch.float32)
+

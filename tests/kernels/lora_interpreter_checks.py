@@ -1,0 +1,65 @@
+"""Runs in a process with TRITON_INTERPRET=1 (see `test_lora`); one printed line a check.
+
+python -m kernels.lora_interpreter_checks few|all
+"""
+
+import sys
+from unittest.mock import patch
+
+import torch
+
+from kernels import lora_checks, unchanged
+from ostinato.kernels.lora import Rows, division
+
+ALL = sys.argv[1:] == ["all"]
+
+
+def check_grouping() -> None:
+    """Every token that has an adapter is in one block of its slot, in order; nobody else is in any."""
+    torch.manual_seed(0)
+    cases = [(1, 1), (1, 5), (7, 3), (40, 5), (200, 17), (300, 4), *([(700, 64)] if ALL else [])]
+    for num_tokens, num_slots in cases:
+        slots = lora_checks.random_slots("cpu", num_tokens, num_slots)
+        rows = Rows.in_blocks(slots, num_slots)
+        found: dict[int, list[int]] = {}
+        sizes = []
+        for slot, begin, end in rows.blocks.t().tolist():
+            if slot >= 0:
+                found.setdefault(slot, []).extend(rows.order[begin:end].tolist())
+                sizes.append(end - begin)
+        wanted = {
+            slot: (slots == slot).nonzero().flatten().tolist() for slot in range(num_slots) if (slots == slot).any()
+        }
+        assert found == wanted, (num_tokens, num_slots)
+        assert all(0 < size <= division.tokens_together(num_tokens) for size in sizes)
+    for slots in (torch.full((33,), -1), torch.zeros(33), torch.arange(33)):
+        rows = Rows.in_blocks(slots.int(), 40)
+        assert (rows.blocks[0] >= 0).sum() == (0 if slots[0] < 0 else 3 if slots[1] == 0 else 33)
+
+
+def check_adding() -> None:
+    with patch.object(Rows, "of", Rows.in_blocks):
+        for num_tokens in (1, 5, 40, *((70, 257) if ALL else ())):
+            lora_checks.check_add("cpu", torch.float32, num_tokens, 96, (48,))
+            lora_checks.check_add("cpu", torch.float32, num_tokens, 1100, (160, 24, 24), max_rank=33)
+        lora_checks.check_add("cpu", torch.float16, 7, 96, (40, 40), product_dtype=torch.float32, tolerance=2e-3)
+        lora_checks.check_add("cpu", torch.float32, 300, 96, (40, 40), num_slots=3)
+
+
+def check_rows_that_lie_apart() -> None:
+    stack = lora_checks.random_stack("cpu", torch.float32, 64, (32,))
+    wide = torch.randn(5, 128)
+    slots = torch.tensor([0, 1, -1, 2, 0], dtype=torch.int32)
+    product = torch.zeros(5, 32)
+    lora_checks.add(wide[:, :64], product, stack, Rows.in_blocks(slots, 5))
+    wanted = lora_checks.wanted_delta(wide[:, :64], stack, slots)
+    torch.testing.assert_close(product.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    checks = [check_grouping, check_adding, check_rows_that_lie_apart]
+    for check in checks[:2] if unchanged.is_brief() else checks:
+        check()
+        print(check.__name__, flush=True)
+    print("all checks passed")
