@@ -28,7 +28,9 @@ def check_grouping() -> None:
                 found.setdefault(slot, []).extend(rows.order[begin:end].tolist())
                 sizes.append(end - begin)
         wanted = {
-            slot: (slots == slot).nonzero().flatten().tolist() for slot in range(num_slots) if (slots == slot).any()
+            slot: (slots == slot).nonzero().flatten().tolist()
+            for slot in range(num_slots)
+            if (slots == slot).any()
         }
         assert found == wanted, (num_tokens, num_slots)
         assert all(0 < size <= division.tokens_together(num_tokens) for size in sizes)
@@ -42,7 +44,9 @@ def check_adding() -> None:
         for num_tokens in (1, 5, 40, *((70, 257) if ALL else ())):
             lora_checks.check_add("cpu", torch.float32, num_tokens, 96, (48,))
             lora_checks.check_add("cpu", torch.float32, num_tokens, 1100, (160, 24, 24), max_rank=33)
-        lora_checks.check_add("cpu", torch.float16, 7, 96, (40, 40), product_dtype=torch.float32, tolerance=2e-3)
+        lora_checks.check_add(
+            "cpu", torch.float16, 7, 96, (40, 40), product_dtype=torch.float32, tolerance=2e-3
+        )
         lora_checks.check_add("cpu", torch.float32, 300, 96, (40, 40), num_slots=3)
 
 

@@ -68,7 +68,7 @@ def test_tokens_without_an_adapter_keep_their_bits(num_tokens: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("num_tokens", FORMS)
-def test_a_step_with_adapters_runs_in_a_form_that_can_add_them(num_tokens: int) -> None:
+def test_the_first_form_that_can_runs_a_step(num_tokens: int) -> None:
     pytest.importorskip("triton")
     with on_a_hopper():
         model = Transformer(ModelConfig.from_dict({**SHAPE, **MODELS["qwen3"]}))
@@ -77,9 +77,6 @@ def test_a_step_with_adapters_runs_in_a_form_that_can_add_them(num_tokens: int) 
         )
         reasons = {form.name: form.why_not(step) for form in (Few(), Scaled(), General())}
         assert next(name for name, reason in reasons.items() if reason is None) == FORMS[num_tokens]
-        for form in (Few(), Scaled()):
-            assert "adapter" in str(form.why_not(step._replace(has_adapters=True)))
-        assert General().why_not(step._replace(has_adapters=True)) is None
 
 
 def test_a_cpu_runs_the_general_form() -> None:

@@ -1,4 +1,4 @@
-"""How the work on adapters is divided: by the number of tokens, the slots and the matrix, never by who is there.
+"""How the work on adapters is divided: by tokens, slots and the matrix, never by who has which adapter.
 
 Tokens of one slot are taken in blocks:
 

@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from .adapters import Adapted
+from .deltas import Shrunk
 from .rows import Rows
 from .stack import Stack
 from .torch_reference import add_in_torch
@@ -15,11 +17,5 @@ def add(x: Tensor, product: Tensor, stack: Stack, rows: Rows) -> None:
     """
     if rows.blocks is None:
         add_in_torch(x, product, stack, rows)
-        return
-    from .triton_expand import expand
-    from .triton_shrink import shrink
-
-    assert rows.order is not None
-    grouped = stack.ranks, rows.order, rows.blocks
-    shrunk = shrink(x, None, stack.a, stack.room, *grouped)
-    expand(shrunk, stack.b, *stack.first_rows, *grouped, product, False)
+    else:
+        Shrunk.of(x, Adapted(stack, rows)).add_to(product)

@@ -2,8 +2,8 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """What `triton_shrink` left, times the second matrix of the adapters, added to a product that is there.
 
-A program takes a block of tokens that have the same slot and some rows of one part. Every result belongs to one
-program.
+A program takes a block of tokens that have the same slot and some rows of one part. Every result belongs to
+one program.
 """
 
 import triton
@@ -91,7 +91,7 @@ def expand(
     product: Tensor,
     is_new: bool,
 ) -> None:
-    """Add to dense rows `product` [T, out], or, `is_new`, put there; rows without an adapter stay as they are.
+    """Add to dense rows `product` [T, out], or, `is_new`, put there; other rows stay as they are.
 
     `second`, `third`: the first rows of these parts of `b`, or `out`.
     """

@@ -2,9 +2,9 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """Tokens times the first matrix of their adapters: from the width of a layer to a few ranks.
 
-A program takes a block of tokens that have the same slot, 16 ranks of one part, and a share of the columns. The
-weights of its first columns are on their way before it waits for the previous kernel. Sums of the shares lie
-beside each other, and who reads them adds them in order:
+A program takes a block of tokens that have the same slot, 16 ranks of one part, and a share of the columns.
+The weights of its first columns are on their way before it waits for the previous kernel. Sums of the shares
+lie beside each other, and who reads them adds them in order:
 
     shrunk   float32 [splits, T, parts * room]
 
@@ -21,6 +21,16 @@ from ..custom_op import custom_op
 from ..dependent_launch import wait_for_previous
 from .division import division
 from .stack import RANKS_TOGETHER
+
+
+@triton.jit
+def _add_product(acc, source, norm_weight, w, start, k, real, in_features: tl.constexpr, norm: tl.constexpr):
+    in_row = start + k < in_features
+    v = tl.load(source + start, mask=real[:, None] & in_row[None, :], other=0.0)
+    if norm:
+        g = tl.load(norm_weight + start + k, mask=in_row, other=0.0).to(tl.float32)
+        v = (v.to(tl.float32) * g[None, :]).to(v.dtype)
+    return tl.dot(v, tl.trans(w), acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_blocks"))
@@ -62,18 +72,13 @@ def _shrink(
     wait_for_previous(dependent)
     if first_rank < rank:
         acc = tl.zeros([tokens, together], tl.float32)
-        for start in range(0, share, columns):
-            in_row = start + k < in_features
-            if start > 0:
-                if even:
-                    w = tl.load(weights + start)
-                else:
-                    w = tl.load(weights + start, mask=in_row[None, :], other=0.0)
-            v = tl.load(source + start, mask=real[:, None] & in_row[None, :], other=0.0)
-            if norm:
-                g = tl.load(norm_weight + start + k, mask=in_row, other=0.0).to(tl.float32)
-                v = (v.to(tl.float32) * g[None, :]).to(v.dtype)
-            acc = tl.dot(v, tl.trans(w), acc, input_precision="ieee")
+        acc = _add_product(acc, source, norm_weight, w, 0, k, real, in_features, norm)
+        for start in range(columns, share, columns):
+            if even:
+                w = tl.load(weights + start)
+            else:
+                w = tl.load(weights + start, mask=(start + k < in_features)[None, :], other=0.0)
+            acc = _add_product(acc, source, norm_weight, w, start, k, real, in_features, norm)
         target = shrunk + (split * num_tokens + token).to(tl.int64)[:, None] * width + row[None, :]
         tl.store(target, acc, real[:, None])
 
@@ -134,4 +139,3 @@ def _(
 
 def _room(x: Tensor, a: Tensor) -> Tensor:
     return x.new_empty(division(*x.shape).splits, x.size(0), a.size(1), dtype=torch.float32)
-
