@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 
 from kernels import lora_checks, unchanged
+from ostinato.kernels.linear.tiles import GemvTile, SkinnyTile
 from ostinato.kernels.lora import Rows, division
 
 ALL = sys.argv[1:] == ["all"]
@@ -60,9 +61,26 @@ def check_rows_that_lie_apart() -> None:
     torch.testing.assert_close(product.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
+def check_fused_products() -> None:
+    """One token with everything around it, more ranks than are taken at a time; a gate behind the product."""
+    for flags in (
+        {"norm": True},
+        {"norm": True, "gated": True, "bias": True},
+        {"bias": True, "residual": True},
+    ):
+        for max_rank in (16, 40):
+            lora_checks.check_fused(
+                "cpu", torch.float32, (1, 48, 600), GemvTile(8, 256, 4), max_rank=max_rank, **flags
+            )
+    for num_tokens in (5, 40):
+        lora_checks.check_fused(
+            "cpu", torch.float32, (num_tokens, 40, 96), SkinnyTile(16, 32, 32, 4, 2), gated=True, bias=True
+        )
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    checks = [check_grouping, check_adding, check_rows_that_lie_apart]
+    checks = [check_grouping, check_adding, check_fused_products, check_rows_that_lie_apart]
     for check in checks[:2] if unchanged.is_brief() else checks:
         check()
         print(check.__name__, flush=True)
