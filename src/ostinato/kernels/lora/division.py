@@ -2,9 +2,12 @@
 
 Tokens of one slot are taken in blocks:
 
-    tokens                1 to 256      more
-    of a block            16            64
-    programs that share   up to 16      1         the columns of `a`, each with its own sums
+    tokens                1 to 16    to 64    to 256    more
+    of a block            16         16       16        64
+    programs that share   up to 32   8        4         1         the columns of `a`, each with its own sums
+
+How many blocks there are is known on the device alone. Most slots are empty in most steps, and a program for
+every block that there might be would cost more than the work: so few programs take blocks in turn.
 """
 
 from typing import NamedTuple
@@ -38,10 +41,15 @@ def num_blocks(num_tokens: int, num_slots: int) -> int:
     return min(num_tokens, num_tokens // size + min(num_slots, num_tokens))
 
 
+def programs_for_blocks(num_tokens: int, num_slots: int) -> int:
+    """That take blocks in turn."""
+    return min(num_blocks(num_tokens, num_slots), max(8, num_tokens // tokens_together(num_tokens) + 4))
+
+
 def division(num_tokens: int, in_features: int) -> Division:
     """For few tokens many programs with few columns each: nothing but latency takes time there."""
     size = tokens_together(num_tokens)
     if size > 16:
         return Division(size, 64, 1)
-    most = 16 if num_tokens <= 16 else 8 if num_tokens <= 64 else 4
+    most = 32 if num_tokens <= 16 else 8 if num_tokens <= 64 else 4
     return Division(size, _COLUMNS, min(most, cdiv(in_features, 2 * _COLUMNS)))

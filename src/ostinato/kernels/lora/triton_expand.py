@@ -14,8 +14,9 @@ from .. import dependent_launch
 from ..custom_op import custom_op
 from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv
-from .division import tokens_together
+from .division import programs_for_blocks, tokens_together
 from .stack import RANKS_TOGETHER
+from .triton_grouping import slot_and_rank, tokens_of
 
 _ROWS = 128
 
@@ -51,19 +52,16 @@ def _expand(
     first_tile = tl.where(part == 0, 0, tl.where(part == 1, tiles, more_tiles))
     n = begin + (tile - first_tile) * rows + tl.arange(0, rows)
     in_part = n < end
-    slot = tl.load(blocks + block)
-    rank = tl.where(slot >= 0, tl.load(ranks + tl.maximum(slot, 0)), 0)
+    slot, rank = slot_and_rank(blocks, ranks, block, num_blocks)
     r = tl.arange(0, together)
     weights = b + (tl.maximum(slot, 0).to(tl.int64) * out_features + n[:, None]) * room + r[None, :]
     w = tl.load(weights, mask=(n < tl.where(rank > 0, end, 0))[:, None], other=0.0)
-    place = tl.load(blocks + num_blocks + block) + tl.arange(0, tokens)
-    real = place < tl.load(blocks + 2 * num_blocks + block)
-    token = tl.load(order + place, mask=real, other=0).to(tl.int64)
-    source = shrunk + token[:, None] * width + part * room + r[None, :]
-    target = product + token[:, None] * out_features + n[None, :]
-    inside = real[:, None] & in_part[None, :]
+    token, real = tokens_of(blocks, order, block, num_blocks, tokens)
     wait_for_previous(dependent)
-    if rank > 0:
+    while slot >= 0:
+        source = shrunk + token[:, None] * width + part * room + r[None, :]
+        target = product + token[:, None] * out_features + n[None, :]
+        inside = real[:, None] & in_part[None, :]
         acc = tl.zeros([tokens, rows], tl.float32)
         for start in range(0, rank, together):
             if start > 0:
@@ -75,8 +73,11 @@ def _expand(
         if not is_new:
             acc += tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, acc.to(product.dtype.element_ty), inside)
-    elif is_new:
-        tl.store(target, tl.zeros([tokens, rows], product.dtype.element_ty), inside)
+        block += tl.num_programs(0)
+        token, real = tokens_of(blocks, order, block, num_blocks, tokens)
+        slot, rank = slot_and_rank(blocks, ranks, block, num_blocks)
+        weights = b + (tl.maximum(slot, 0).to(tl.int64) * out_features + n[:, None]) * room + r[None, :]
+        w = tl.load(weights, mask=(n < tl.where(rank > 0, end, 0))[:, None], other=0.0)
 
 
 @custom_op("lora_expand", mutates_args=("product",))
@@ -98,7 +99,8 @@ def expand(
     assert product.is_contiguous(), "dense rows"
     num_tokens, out_features = product.shape
     sizes = second, third - second, out_features - third
-    _expand[(blocks.size(1), sum(cdiv(size, _ROWS) for size in sizes))](
+    programs = programs_for_blocks(num_tokens, b.size(0))
+    _expand[(programs, sum(cdiv(size, _ROWS) for size in sizes))](
         shrunk,
         b,
         ranks,

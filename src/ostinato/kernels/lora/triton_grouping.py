@@ -13,6 +13,23 @@ from ..host_sizes import cdiv, next_power_of_2
 _CHUNK = 128
 
 
+@triton.jit
+def slot_and_rank(blocks, ranks, block, num_blocks):
+    """Of a block; a negative slot and 0 if there is no such block."""
+    slot = tl.load(blocks + tl.minimum(block, num_blocks - 1))
+    slot = tl.where(block < num_blocks, slot, -1)
+    return slot, tl.where(slot >= 0, tl.load(ranks + tl.maximum(slot, 0)), 0)
+
+
+@triton.jit
+def tokens_of(blocks, order, block, num_blocks, size: tl.constexpr):
+    """Of a block, and which of them there are; of no use if there is no such block."""
+    block = tl.minimum(block, num_blocks - 1)
+    place = tl.load(blocks + num_blocks + block) + tl.arange(0, size)
+    real = place < tl.load(blocks + 2 * num_blocks + block)
+    return tl.load(order + place, mask=real, other=0).to(tl.int64), real
+
+
 @triton.jit(do_not_specialize=("num_tokens", "num_blocks"))
 def _group(
     slots,

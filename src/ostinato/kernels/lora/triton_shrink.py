@@ -19,8 +19,9 @@ from torch import Tensor
 from .. import dependent_launch
 from ..custom_op import custom_op
 from ..dependent_launch import wait_for_previous
-from .division import division
+from .division import division, programs_for_blocks
 from .stack import RANKS_TOGETHER
+from .triton_grouping import slot_and_rank, tokens_of
 
 
 @triton.jit
@@ -58,29 +59,32 @@ def _shrink(
     share: tl.constexpr = (in_features + splits * columns - 1) // (splits * columns) * columns
     even: tl.constexpr = in_features % (splits * columns) == 0
     block, first_row, split = tl.program_id(0), tl.program_id(1) * together, tl.program_id(2)
-    slot = tl.load(blocks + block)
-    rank = tl.where(slot >= 0, tl.load(ranks + tl.maximum(slot, 0)), 0)
     first_rank = first_row % room
     row = first_row + tl.arange(0, together)
     k = split * share + tl.arange(0, columns)
+    slot, rank = slot_and_rank(blocks, ranks, block, num_blocks)
     weights = a + (tl.maximum(slot, 0).to(tl.int64) * width + row[:, None]) * in_features + k[None, :]
     w = tl.load(weights, mask=(k < tl.where(first_rank < rank, in_features, 0))[None, :], other=0.0)
-    place = tl.load(blocks + num_blocks + block) + tl.arange(0, tokens)
-    real = place < tl.load(blocks + 2 * num_blocks + block)
-    token = tl.load(order + place, mask=real, other=0)
-    source = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    token, real = tokens_of(blocks, order, block, num_blocks, tokens)
     wait_for_previous(dependent)
-    if first_rank < rank:
+    while slot >= 0:
+        source = x + token[:, None] * x_stride + k[None, :]
         acc = tl.zeros([tokens, together], tl.float32)
         acc = _add_product(acc, source, norm_weight, w, 0, k, real, in_features, norm)
-        for start in range(columns, share, columns):
+        # An adapter that has no such ranks here leaves zeros, which nobody reads.
+        for start in range(columns, tl.where(first_rank < rank, share, 0), columns):
             if even:
                 w = tl.load(weights + start)
             else:
                 w = tl.load(weights + start, mask=(start + k < in_features)[None, :], other=0.0)
             acc = _add_product(acc, source, norm_weight, w, start, k, real, in_features, norm)
-        target = shrunk + (split * num_tokens + token).to(tl.int64)[:, None] * width + row[None, :]
+        target = shrunk + (split * num_tokens + token)[:, None] * width + row[None, :]
         tl.store(target, acc, real[:, None])
+        block += tl.num_programs(0)
+        token, real = tokens_of(blocks, order, block, num_blocks, tokens)
+        slot, rank = slot_and_rank(blocks, ranks, block, num_blocks)
+        weights = a + (tl.maximum(slot, 0).to(tl.int64) * width + row[:, None]) * in_features + k[None, :]
+        w = tl.load(weights, mask=(k < tl.where(first_rank < rank, in_features, 0))[None, :], other=0.0)
 
 
 @custom_op("lora_shrink")
@@ -97,7 +101,8 @@ def shrink(
     assert x.stride(1) == 1, "columns lie beside each other"
     shrunk = _room(x, a)
     how, num_blocks = division(*x.shape), blocks.size(1)
-    _shrink[(num_blocks, a.size(1) // RANKS_TOGETHER, how.splits)](
+    programs = programs_for_blocks(x.size(0), a.size(0))
+    _shrink[(programs, a.size(1) // RANKS_TOGETHER, how.splits)](
         x,
         x if norm_weight is None else norm_weight,
         a,
