@@ -41,7 +41,8 @@ class Shrunk(NamedTuple):
     @classmethod
     def from_tensors(cls, tensors: list[Tensor], second: int, third: int) -> Shrunk:
         """As `tensors` gave them to a custom op."""
-        return cls(*tensors, second, third)  # type: ignore[misc]
+        sums, b, ranks, slots, order, blocks = tensors
+        return cls(sums, b, ranks, slots, order, blocks, second, third)
 
     @property
     def tensors(self) -> list[Tensor]:

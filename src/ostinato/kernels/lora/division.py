@@ -10,11 +10,14 @@ How many blocks there are is known on the device alone. Most slots are empty in 
 every block that there might be would cost more than the work: so few programs take blocks in turn.
 """
 
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from ..host_sizes import cdiv
+from ..host_sizes import cdiv, next_power_of_2
 
 _MOST_DECODE_TOKENS = 256
+TOKENS_TO_COUNT = 128
+"""At a time, of all tokens, by the kernel that finds the blocks."""
 _COLUMNS = 256
 """That a program of few tokens takes at a time."""
 
@@ -53,3 +56,14 @@ def division(num_tokens: int, in_features: int) -> Division:
         return Division(size, 64, 1)
     most = 32 if num_tokens <= 16 else 8 if num_tokens <= 64 else 4
     return Division(size, _COLUMNS, min(most, cdiv(in_features, 2 * _COLUMNS)))
+
+
+def blocks_together(num_tokens: int, num_blocks: int) -> int:
+    """That a program which finds blocks describes, for each chunk of tokens."""
+    return max(16, next_power_of_2(cdiv(num_blocks, cdiv(num_tokens, TOKENS_TO_COUNT))))
+
+
+def adapters_class(num_tokens: int, num_slots: int, widths: Iterable[int]) -> Hashable:
+    """Equal for steps whose adapters need the same compiled kernels; inputs of layers are so wide."""
+    together = blocks_together(num_tokens, num_blocks(num_tokens, num_slots))
+    return together, *(division(num_tokens, width) for width in sorted(widths))

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..custom_op import custom_op
 from ..host_sizes import cdiv, next_power_of_2
-
-_CHUNK = 128
+from .division import TOKENS_TO_COUNT, blocks_together
 
 
 @triton.jit
@@ -80,8 +79,7 @@ def group(slots: Tensor, num_slots: int, size: int, num_blocks: int) -> tuple[Te
     """`Rows.order` and `Rows.blocks` from the slots of all tokens, blocks of `size` tokens at most."""
     order, blocks = _room(slots, num_blocks)
     num_tokens = slots.size(0)
-    programs = cdiv(num_tokens, _CHUNK)
-    _group[(programs,)](
+    _group[(cdiv(num_tokens, TOKENS_TO_COUNT),)](
         slots,
         order,
         blocks,
@@ -89,8 +87,8 @@ def group(slots: Tensor, num_slots: int, size: int, num_blocks: int) -> tuple[Te
         num_blocks,
         slots_room=max(16, next_power_of_2(num_slots)),
         size=size,
-        chunk=_CHUNK,
-        blocks_room=max(16, next_power_of_2(cdiv(num_blocks, programs))),
+        chunk=TOKENS_TO_COUNT,
+        blocks_room=blocks_together(num_tokens, num_blocks),
         num_warps=4,
     )
     return order, blocks

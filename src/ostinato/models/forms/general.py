@@ -76,5 +76,5 @@ class General(Form[Sum]):
         product = products.linear_in_parts(x, linear.matrix, linear.bias)
         adapted = adapted_by(self.adapters, linear.name)
         if adapted is not None:
-            lora.add(x, product if product.dim() == 2 else product[0], *adapted)
+            lora.add(x, product if product.dim() == 2 else product.select(0, 0), *adapted)
         return product
