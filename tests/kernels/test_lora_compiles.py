@@ -21,7 +21,7 @@ FLOATS = ("shrunk",)
 SIZES = ("num_tokens", "num_blocks", "x_stride")
 
 
-def compiled(gpu: Gpu, kernel: Any, constants: dict[str, Any]) -> Any:
+def compiled(gpu: Gpu, kernel: Any, constants: dict[str, Any], element: str = "*bf16") -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -30,7 +30,7 @@ def compiled(gpu: Gpu, kernel: Any, constants: dict[str, Any]) -> Any:
     names = [name for name in kernel.arg_names if name not in constants]
     kinds = dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(FLOATS, "*fp32")
     kinds |= dict.fromkeys(SIZES, "i32")
-    types = {name: kinds.get(name, "*bf16") for name in names} | dict.fromkeys(constants, "constexpr")
+    types = {name: kinds.get(name, element) for name in names} | dict.fromkeys(constants, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     # Rows begin at multiples of 16 bytes, as a launch would find out.
     aligned = {
@@ -40,7 +40,9 @@ def compiled(gpu: Gpu, kernel: Any, constants: dict[str, Any]) -> Any:
     }
     source = ASTSource(kernel, types, constexprs=places, attrs=aligned)
     target = GPUTarget("cuda", gpu.capability[0] * 10 + gpu.capability[1], 32)
-    found = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3})
+    found = triton.compile(
+        source, target=target, options={"num_warps": 4, "num_stages": 3 if element == "*bf16" else 2}
+    )
     assert found.metadata.shared <= gpu.shared_bytes
     return found
 
@@ -81,3 +83,14 @@ def test_kernels_compile(gpu):
         expanded = {"out_features": 6144, "second": 4096, "third": 5120, "width": 48, "room": 16}
         expanded |= {"splits": how.splits, "tokens": how.tokens, "together": 16, "rows": _ROWS}
         compiled(gpu, _expand, expanded | {"is_new": num_tokens == 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_float32_has_room_too(gpu):
+    for num_tokens in (32, 4096):
+        compiled(gpu, _shrink, shrink_constants(num_tokens, 4096, 3, norm=False), "*fp32")
+        how = division(num_tokens, 4096)
+        expanded = {"out_features": 6144, "second": 4096, "third": 5120, "width": 48, "room": 16}
+        expanded |= {"splits": how.splits, "tokens": how.tokens, "together": 16, "rows": _ROWS}
+        compiled(gpu, _expand, expanded | {"is_new": False}, "*fp32")

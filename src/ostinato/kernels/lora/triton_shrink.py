@@ -122,7 +122,7 @@ def shrink(
         splits=how.splits,
         norm=norm_weight is not None,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if x.element_size() == 2 else 2,
         enable_fp_fusion=True,
         **dependent_launch.options(x.device),
     )
