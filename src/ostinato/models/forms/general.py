@@ -5,12 +5,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ostinato.kernels import lora
 from ostinato.kernels.linear import products
 from ostinato.kernels.linear.weight import PLAIN
-from ostinato.kernels.rows import add_rms_norm, rms_norm, silu_mul
+from ostinato.kernels.lora import Adapters, adapted_by
+from ostinato.kernels.rows import add_rms_norm, rms_norm
 
 from ..layers import Linear, RMSNorm
-from .form import Deltas, Form, Step
+from .form import Form, Step
 
 
 class Sum(NamedTuple):
@@ -27,7 +29,7 @@ class Sum(NamedTuple):
 class General(Form[Sum]):
     """Runs everything, adapters included: products leave their kernels as they are."""
 
-    deltas: Deltas | None = None
+    adapters: Adapters | None = None
 
     name = "general"
     keeps_input = False
@@ -53,10 +55,11 @@ class General(Form[Sum]):
         """As `Form`."""
         x = rows.normed
         assert x is not None
-        if gated and self.deltas is None:
-            return products.gated_linear(x, linear.matrix, linear.bias)
-        product = self._product(linear, x)
-        return silu_mul(products.joined(product, x.dtype)) if gated else product
+        if gated:
+            return products.gated_linear(
+                x, linear.matrix, linear.bias, adapted_by(self.adapters, linear.name)
+            )
+        return self._product(linear, x)
 
     def add(self, rows: Sum, linear: Linear, x: Tensor, next_norm: RMSNorm) -> Sum:
         """As `Form`."""
@@ -69,8 +72,9 @@ class General(Form[Sum]):
         return normed
 
     def _product(self, linear: Linear, x: Tensor) -> Tensor:
-        """What a linear layer makes of x, adapters included, before any gate or sum; perhaps in parts."""
+        """What a linear layer makes of x, adapters included, before any sum; perhaps in parts."""
         product = products.linear_in_parts(x, linear.matrix, linear.bias)
-        if self.deltas is not None:
-            self.deltas(linear.name, x, product if product.dim() == 2 else product[0])
+        adapted = adapted_by(self.adapters, linear.name)
+        if adapted is not None:
+            lora.add(x, product if product.dim() == 2 else product.select(0, 0), *adapted)
         return product
