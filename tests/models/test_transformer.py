@@ -42,7 +42,7 @@ def test_every_form_of_a_step_gives_these_logits(
     reference = saved_model(family, tmp_path)
     model = load_model(tmp_path, dtype=torch.float32)
     assert model.form(8).name == "general"
-    monkeypatch.setattr(model, "form", lambda num_tokens, deltas: {"few": Few(), "scaled": Scaled()}[form])
+    monkeypatch.setattr(model, "form", lambda num_tokens, adapters: {"few": Few(), "scaled": Scaled()}[form])
     monkeypatch.setattr(scaled_rows, "SQUARES_TOGETHER", 16)  # these models are narrow
     assert_same_logits(model, reference)
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from ostinato.kernels.allocation import Allocate
 from ostinato.kernels.linear import products
 from ostinato.kernels.linear.tiles import MatrixShape
+from ostinato.kernels.lora import Adapters
 
 from .config import ModelConfig
 from .errors import ModelError
-from .forms import Deltas, Form, Step, form_of
+from .forms import Form, Step, form_of
 from .layer import Layer
 from .layers import Embedding, Linear, RMSNorm, RotaryTable
 from .mixing import Attend, FromHeads, FromRows, Mix, StepAttention
@@ -69,11 +70,11 @@ class Transformer(nn.Module):
         self._formats = frozenset(part.format for part in self.layers.modules() if isinstance(part, Linear))
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, deltas: Deltas | None = None
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, adapters: Adapters | None = None
     ) -> Tensor:
         """input_ids and positions, both int64 [T], to normalised hidden states [T, H].
 
-        `deltas` are added to the products of linear layers, where adapters are at work.
+        What `adapters` make of the input of linear layers is added to their products.
         """
         x = self.embed_tokens(input_ids)
         if isinstance(attend, StepAttention):
@@ -81,9 +82,9 @@ class Transformer(nn.Module):
         else:
             mix = FromHeads(attend, *self.rotary(positions))
         layers = [cast(Layer, self.layers[index]) for index in self._run]
-        return self.form(x.size(0), deltas).through(layers, x, mix, self.norm)
+        return self.form(x.size(0), adapters).through(layers, x, mix, self.norm)
 
-    def form(self, num_tokens: int, deltas: Deltas | None = None) -> Form[Any]:
+    def form(self, num_tokens: int, adapters: Adapters | None = None) -> Form[Any]:
         """How a step of so many tokens runs."""
         weight = self.embed_tokens.weight
         step = Step(
@@ -92,9 +93,9 @@ class Transformer(nn.Module):
             self._formats,
             weight.dtype,
             weight.device,
-            has_deltas=deltas is not None,
+            has_adapters=adapters is not None,
         )
-        return form_of(step, deltas)
+        return form_of(step, adapters)
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:

@@ -6,16 +6,18 @@ of the next norm to the one behind it. `general`: norms are steps of their own; 
 
 from typing import Any
 
+from ostinato.kernels.lora import Adapters
+
 from .few import Few
-from .form import Deltas, Form, FormError, Step
+from .form import Form, FormError, Step
 from .general import General
 from .scaled import Scaled
 
 
-def form_of(step: Step, deltas: Deltas | None = None) -> Form[Any]:
+def form_of(step: Step, adapters: Adapters | None = None) -> Form[Any]:
     """The form that a step should run in: the first that can, and should."""
     reasons = []
-    for form in (Few(), Scaled(), General(deltas)):
+    for form in (Few(), Scaled(), General(adapters)):
         reason = form.why_not(step)
         if reason is None:
             return form

@@ -10,7 +10,7 @@ from .form import Form, Step
 
 
 class Few(Form[Tensor]):
-    """Rows are what they are. A product never leaves its kernel before gate and sum: no place for deltas."""
+    """Rows are what they are. A product never leaves its kernel before gate and sum: no adapters."""
 
     name = "few"
     keeps_input = True
@@ -19,7 +19,7 @@ class Few(Form[Tensor]):
 
     def why_not(self, step: Step) -> str | None:
         """As `Form`."""
-        if step.has_deltas:
+        if step.has_adapters:
             return "its kernels gate and add products themselves, so that no adapter can change them before"
         if step.formats != {PLAIN}:
             return f"its kernels take plain weights, not {', '.join(sorted(step.formats))}"

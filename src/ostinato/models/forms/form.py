@@ -1,7 +1,7 @@
 """What a form of a step is: the steps of a layer, joined in one way."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -15,10 +15,6 @@ from ..mixing import Mix
 
 Rows = TypeVar("Rows")
 """What is on its way through the layers: rows [T, H], and what a form keeps beside them."""
-
-Deltas = Callable[[str, Tensor, Tensor], None]
-"""`deltas(name, x [T, in], product [T, out])`: adds to `product`, in its memory, what adapters make of x in
-the linear layer of that name (`layers.0.self_attn.qkv_proj`), before anything else is done with it."""
 
 
 class FormError(ValueError):
@@ -35,8 +31,8 @@ class Step(NamedTuple):
     """How these are stored."""
     dtype: torch.dtype
     device: torch.device
-    has_deltas: bool = False
-    """Whether something is to be added to the products of linear layers: adapters."""
+    has_adapters: bool = False
+    """Whether something is to be added to the products of linear layers."""
 
 
 class Form(ABC, Generic[Rows]):

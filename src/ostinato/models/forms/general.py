@@ -5,12 +5,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ostinato.kernels import lora
 from ostinato.kernels.linear import products
 from ostinato.kernels.linear.weight import PLAIN
+from ostinato.kernels.lora import Adapters
 from ostinato.kernels.rows import add_rms_norm, rms_norm, silu_mul
 
 from ..layers import Linear, RMSNorm
-from .form import Deltas, Form, Step
+from .form import Form, Step
 
 
 class Sum(NamedTuple):
@@ -27,7 +29,7 @@ class Sum(NamedTuple):
 class General(Form[Sum]):
     """Runs everything, adapters included: products leave their kernels as they are."""
 
-    deltas: Deltas | None = None
+    adapters: Adapters | None = None
 
     name = "general"
     keeps_input = False
@@ -53,7 +55,7 @@ class General(Form[Sum]):
         """As `Form`."""
         x = rows.normed
         assert x is not None
-        if gated and self.deltas is None:
+        if gated and self.adapters is None:
             return products.gated_linear(x, linear.matrix, linear.bias)
         product = self._product(linear, x)
         return silu_mul(products.joined(product, x.dtype)) if gated else product
@@ -71,6 +73,7 @@ class General(Form[Sum]):
     def _product(self, linear: Linear, x: Tensor) -> Tensor:
         """What a linear layer makes of x, adapters included, before any gate or sum; perhaps in parts."""
         product = products.linear_in_parts(x, linear.matrix, linear.bias)
-        if self.deltas is not None:
-            self.deltas(linear.name, x, product if product.dim() == 2 else product[0])
+        stack = self.adapters.stacks.get(linear.name) if self.adapters else None
+        if self.adapters and stack is not None:
+            lora.add(x, product if product.dim() == 2 else product[0], stack, self.adapters.rows)
         return product

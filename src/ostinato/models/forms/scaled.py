@@ -14,7 +14,7 @@ class Scaled(Form[ScaledRows]):
     """Rows go with what the next norm needs of them.
 
     Products leave their kernels gated or added to the rows, and nobody ever has the rows normalised: no place
-    for deltas.
+    for adapters.
     """
 
     name = "scaled"
@@ -22,7 +22,7 @@ class Scaled(Form[ScaledRows]):
 
     def why_not(self, step: Step) -> str | None:
         """As `Form`."""
-        if step.has_deltas:
+        if step.has_adapters:
             return "its kernels gate and add products themselves, so that no adapter can change them before"
         if step.formats != {PLAIN}:
             return f"its kernels take plain weights, not {', '.join(sorted(step.formats))}"

@@ -1,0 +1,16 @@
+"""Adds what adapters make of a layer's input to its product."""
+
+from torch import Tensor
+
+from .rows import Rows
+from .stack import Stack
+from .torch_reference import add_in_torch
+
+
+def add(x: Tensor, product: Tensor, stack: Stack, rows: Rows) -> None:
+    """`product[t] += b[slot] @ (a[slot] @ x[t])` with the slot of token t, part by part, in place.
+
+    x [T, in]; `product` [T, out] in the type of x or float32. Rows of tokens without an adapter keep their
+    bits, and what a token gets depends on no other token.
+    """
+    add_in_torch(x, product, stack, rows)
