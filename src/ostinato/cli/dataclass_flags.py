@@ -80,7 +80,7 @@ class Flag:
 
     @property
     def _shape(self) -> str:
-        for word, shape in (("Mapping[str", "json"), ("Mapping", "biases"), ("Sequence[str", "texts")):
+        for word, shape in (("Mapping[str", "json"), ("Mapping", "biases"), ("[str", "texts")):
             if word in self.kind:
                 return shape
         return "numbers" if "Sequence[int]" in self.kind or "tuple[int" in self.kind else "plain"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..sampling_params import RequestError
@@ -50,9 +50,10 @@ AskedAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 def one_adapter_each(given: Any, count: int) -> list[LoRARequest | None]:
-    """What each of so many prompts asks for; RequestError for anything else."""
+    """What each of so many prompts asks for; RequestError for anything else. Whatever is to be loaded in
+    place is loaded once for all of them."""
     if given is None or isinstance(given, LoRARequest):
-        return [given] * count
+        return _loaded_once([given] * count)
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise RequestError(f"lora_request must be a LoRARequest or a list, not {type(given).__name__}")
     for at, one in enumerate(given):
@@ -60,4 +61,14 @@ def one_adapter_each(given: Any, count: int) -> list[LoRARequest | None]:
             raise RequestError(f"lora_request[{at}] must be a LoRARequest, not {type(one).__name__}")
     if len(given) != count:
         raise RequestError(f"{len(given)} lora_requests were given for {count} prompts")
-    return list(given)
+    return _loaded_once(given)
+
+
+def _loaded_once(asked: Sequence[LoRARequest | None]) -> list[LoRARequest | None]:
+    seen: set[LoRARequest] = set()
+    found: list[LoRARequest | None] = []
+    for one in asked:
+        found.append(replace(one, load_inplace=False) if one in seen and one is not None else one)
+        if one is not None:
+            seen.add(one)
+    return found

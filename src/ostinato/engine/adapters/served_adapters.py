@@ -72,7 +72,9 @@ class ServedAdapters:
         if known is None or asked.load_inplace:
             path = asked.lora_path or (known.path if known is not None else "")
             if not path:
-                raise RequestError(f"adapter {asked.lora_name!r} is not loaded, and no lora_path says where it is")
+                raise RequestError(
+                    f"adapter {asked.lora_name!r} is not loaded, and no lora_path says where it is"
+                )
             return path
         return known.path if known.version.adapter is None else None
 
@@ -108,8 +110,8 @@ class ServedAdapters:
         if known.version.num_users:
             count = known.version.num_users
             raise RequestError(
-                f"adapter {name!r} is in use by {count} unfinished request{'s' if count > 1 else ''}: wait for "
-                "them or abort them, then remove it"
+                f"adapter {name!r} is in use by {count} unfinished request{'s' if count > 1 else ''}: wait "
+                "for them or abort them, then remove it"
             )
         del self._known[name]
         self.slots.retire(known.version)
@@ -127,8 +129,8 @@ class ServedAdapters:
             waiting = [other.name for other in others if other.num_users and not other.is_pinned]
             if waiting:
                 raise RequestError(
-                    f"adapter {name!r} cannot be pinned: no slot would be left for requests of {waiting[0]!r}; "
-                    "raise max_loras"
+                    f"adapter {name!r} cannot be pinned: no slot would be left for requests of "
+                    f"{waiting[0]!r}; raise max_loras"
                 )
         self.slots.pin(version)
 
@@ -160,13 +162,14 @@ class ServedAdapters:
         pinned = [known.version for known in self._known.values() if known.version.is_pinned]
         if not version.is_pinned and len(pinned) >= len(self.slots.tenants):
             raise RequestError(
-                f"adapter {version.name!r} has no slot: all {len(pinned)} are kept for pinned adapters; raise "
-                "max_loras, or remove one of them"
+                f"adapter {version.name!r} has no slot: all {len(pinned)} are kept for pinned adapters; "
+                "raise max_loras, or remove one of them"
             )
 
     def send(self) -> None:
         """Write what slots have got anew, behind the steps launched so far."""
         for slot, version in list(self.slots.unwritten.items()):
+            assert version.adapter is not None, "whoever has a slot stays on the host"
             self._stacks.write(slot, version.adapter)
             self.slots.written(slot)
 

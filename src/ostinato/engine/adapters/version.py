@@ -25,6 +25,6 @@ class AdapterVersion:
 
     @property
     def salt(self) -> bytes:
-        """Stands before what its requests have in the prefix cache. No text of a client's begins so: UTF-8 has
-        no such byte."""
+        """Stands before what its requests have in the prefix cache. No text of a client's begins so: there is
+        no such byte in UTF-8."""
         return b"\xff" + self.number.to_bytes(8, "little")

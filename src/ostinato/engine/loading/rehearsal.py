@@ -42,7 +42,7 @@ def _rehearse(loaded: LoadedModel, times: StartupTimes) -> int:
     before = DeviceMemory.now(config.device)
     with times.phase("compile"):
         kv = KVCache(kv_shape(loaded.model, config), 2, config.device)
-        runner = ModelRunner(loaded.model, kv, loaded.attention, config)
+        runner = ModelRunner(loaded.model, kv, loaded.attention, config, adapters=loaded.adapters)
         sampler = Sampler(runner) if loaded.model.config.has_lm_head else None
         buffers = DeviceMemory.now(config.device).less(before).allocated
         _compile(runner, sampler)
@@ -68,9 +68,10 @@ def _compile(runner: ModelRunner, sampler: Sampler | None) -> None:
 def _trial_capture(runner: ModelRunner) -> int:
     """Capture the largest graph of each kind, count, and drop them."""
     before = DeviceMemory.now(runner.config.device)
-    largest: dict[tuple[object, bool, bool], GraphKey] = {}
+    largest: dict[tuple[object, ...], GraphKey] = {}
     for key in runner.graphs.keys:
-        largest.setdefault((key.mode, key.descriptor.is_uniform, key.descriptor.cascade), key)
+        graph = key.descriptor
+        largest.setdefault((key.mode, graph.is_uniform, graph.cascade, graph.lora), key)
     count = len(runner.graphs.keys)
     runner.capture(StartupTimes(), keys=list(largest.values()), progress=False)
     grown = DeviceMemory.now(runner.config.device).less(before)

@@ -171,6 +171,11 @@ class Request:
         return [] if self._rows is None else self._rows.pages_of(self.row)
 
     @property
+    def adapter_slot(self) -> int:
+        """Where its adapter is on the device, while it runs."""
+        return NO_SLOT if self._rows is None else int(self._rows.adapter_slots[self.row])
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.prompt_ids)

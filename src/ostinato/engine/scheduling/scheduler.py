@@ -177,6 +177,11 @@ class Scheduler:
         self.finish(request, FinishReason.ABORT)
         return True
 
+    def abort_all(self) -> None:
+        """End all requests now."""
+        for request_id in list(self._unfinished):
+            self.abort(request_id)
+
     def finish(
         self,
         request: Request,
@@ -291,8 +296,6 @@ class Scheduler:
             if request._rows is not None:
                 request._settled_output = request.output_ids
             request.row, request._rows = RESERVED_ROW, None
-            if request.adapter is not None and request.request_id in self._unfinished:
-                request.adapter.num_users -= 1
             request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
             request.stop_reason, request.error, request.is_at_fault = None, error, False
         self._in_flight = deque(other for other in self._in_flight if step is not None and other is not step)
@@ -303,6 +306,9 @@ class Scheduler:
         self.line.restore(self.rows.adapter_slots.tolist())
         placed_now = (*self.running, *self.waiting, *self.line.waiting, *self.parked)
         self._unfinished = {request.request_id: request for request in placed_now}
+        for adapter in {request.adapter for request in (*ended, *placed_now)} - {None}:
+            assert adapter is not None
+            adapter.num_users = sum(request.adapter is adapter for request in placed_now)
         self._decoding = [request for request in self._decoding if not request.is_finished]
         if self._prefilling is not None and self._prefilling.is_finished:
             self._prefilling = None

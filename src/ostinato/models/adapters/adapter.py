@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ostinato.kernels.lora import LowRank
 
-
 Parts = tuple[LowRank | None, ...]
 """Of a linear layer, in the order in which checkpoint layers lie in it; None: unchanged."""
 

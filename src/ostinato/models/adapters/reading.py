@@ -112,8 +112,8 @@ class AdapterReader:
         if module is None:
             kinds = sorted({name.rsplit(".", 1)[-1] for name in self._places})
             raise AdapterError(
-                f"{where}: {matched['module']} is no layer of {self._architecture} that an adapter can change; "
-                f"target modules can be {', '.join(kinds)}"
+                f"{where}: {matched['module']} is no layer of {self._architecture} that an adapter can "
+                f"change; target modules can be {', '.join(kinds)}"
             )
         return module, matched["which"]
 
