@@ -6,7 +6,11 @@ thread beside the engine's steps, all else belongs between two steps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from ostinato.models.adapters.adapter import Adapter
 from ostinato.models.adapters.errors import AdapterError
@@ -64,6 +68,13 @@ class ServedAdapters:
         except AdapterError as error:
             raise RequestError(str(error)) from error
 
+    def made_of(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
+        """The adapter of these tensors and of what its adapter_config.json would hold."""
+        try:
+            return self._reader.made_of(config, tensors, name)
+        except AdapterError as error:
+            raise RequestError(str(error)) from error
+
     # -- between two steps -------------------------------------------------------------------------
 
     def path_to_read(self, asked: LoRARequest) -> str | None:
@@ -81,10 +92,11 @@ class ServedAdapters:
     def version_of(self, asked: LoRARequest, read: Adapter | None = None) -> AdapterVersion:
         """What a request that asks for this adapter computes with; loaded, if it is not. `read`: what
         `path_to_read` asked for, if somebody has read it already."""
-        path = self.path_to_read(asked)
-        if path is not None:
-            adapter = self.read(path) if read is None else read
-            self._take_in(asked, path, adapter)
+        if read is not None and not asked.lora_path and asked.lora_name not in self._known:
+            self._of(asked)
+            self._put(asked, "", read)
+        elif (path := self.path_to_read(asked)) is not None:
+            self._take_in(asked, path, self.read(path) if read is None else read)
         self._known[asked.lora_name] = known = self._known.pop(asked.lora_name)  # the last one asked for
         self._make_room(keep=known)
         return known.version
@@ -211,9 +223,9 @@ class ServedAdapters:
                 )
             known.version.adapter = adapter
             return
-        self.put(asked, path, adapter)
+        self._put(asked, path, adapter)
 
-    def put(self, asked: LoRARequest, path: str, adapter: Adapter) -> None:
+    def _put(self, asked: LoRARequest, path: str, adapter: Adapter) -> None:
         """Make this the adapter of a name and a number, in place of the one before, if there was one."""
         before = self._known.get(asked.lora_name)
         self._num_versions += 1

@@ -331,8 +331,8 @@ class RequestRows:
         """How many different adapters the tenants of these rows have."""
         if not self.num_adapted:
             return 0
-        slots = np.unique(self.adapter_slots[rows])
-        return len(slots) - int(slots[0] == NO_SLOT)
+        slots = self.adapter_slots[rows]
+        return len(np.unique(slots[slots != NO_SLOT]))
 
     def never_commit(self, row: int) -> None:
         """Keep the pages of this tenant out of the prefix cache."""
