@@ -290,7 +290,7 @@ def test_repeated_calls_are_harmless(llm, tiny):
 def test_mistakes_are_named(llm, tiny):
     for call, message in (
         (lambda: llm.sleep(3), "there is no sleep level 3: use 0, 1, 2"),
-        (lambda: llm.sleep(1, "now"), "there is no sleep mode 'now': use abort, wait, keep"),
+        (lambda: llm.sleep(1, "now"), "there is no mode 'now': use abort, wait, keep"),
         (lambda: llm.wake_up(["cuda_graph"]), "there is no tag 'cuda_graph'"),
         (lambda: llm.wake_up("weights"), r"tags are a list.*\['weights'\]"),
     ):

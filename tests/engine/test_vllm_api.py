@@ -549,8 +549,7 @@ def test_a_reset_cache_finds_nothing(llm: LLM) -> None:
     assert llm.generate(prompt, GREEDY)[0].num_cached_tokens > 0
     assert llm.reset_prefix_cache()
     assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
-    with pytest.raises(RequestError, match="reset_connector"):
-        llm.reset_prefix_cache(reset_connector=True)
+    assert llm.reset_prefix_cache(reset_connector=True), "there is none to be reset"
 
 
 def test_profiles_have_a_beginning_and_an_end(model: TinyModel, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from .outputs import RequestOutput
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .sleeping.served_weights import WeightsReport
-from .sleeping.sleeper import SleepReport
+from .sleeping.sleeper import SleepReport, check_mode
 from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.conversations import Messages
 from .vllm_api.engine_view import ModelView
@@ -175,8 +175,9 @@ class AsyncLLM:
                 self._do(lambda engine: self._give_up(engine, arrived))
         yield reader.pooled(served, wanted)
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests now; their coroutines get the output as far as it got."""
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests now; their coroutines get the output as far as it got. There is one kind of ids: with
+        `internal`, which vLLM has for its own, they are the same."""
         names = [request_id] if isinstance(request_id, str) else listed_names(request_id)
 
         def abort(engine: TextEngine) -> None:
@@ -191,10 +192,12 @@ class AsyncLLM:
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._do(lambda engine: engine.core.scheduler.resume())
+        self._do(lambda engine: engine.core.resume())
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
         """As `LLM.sleep`; requests that are kept, and those that come meanwhile, wait for `wake_up`."""
+        await self._call(lambda engine: engine.core.sleeper.check(level, mode))
+        mode = await self._drained(mode)
         return await self._call(lambda engine: engine.sleep(level, mode, lambda new: self._tell(engine, new)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
@@ -239,34 +242,40 @@ class AsyncLLM:
         """As `LLM.is_sleeping`."""
         return await self._call(lambda engine: engine.core.sleeper.is_sleeping)
 
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Run no further step until `resume_generation`.
-
-        What happens to requests under way says `mode`: keep (they wait), wait (they finish first), abort
-        (they end). `clear_cache` forgets cached prefixes, as vLLM does; requests that wait keep theirs.
-        """
-        if mode not in ("keep", "wait", "abort"):
-            raise RequestError(f"mode can be abort, wait or keep, not {mode!r}")
-        while mode == "wait" and await self._call(lambda engine: engine.has_work):
-            await asyncio.sleep(0.001)
+    async def pause_generation(
+        self,
+        *,
+        mode: str = "abort",
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+    ) -> None:
+        """As `LLM.pause_generation`; requests that come meanwhile wait for `resume_generation`."""
+        chosen = "wait" if wait_for_inflight_requests else mode
+        check_mode(chosen)
+        chosen = await self._drained(chosen)
 
         def pause(engine: TextEngine) -> None:
-            if mode == "abort":
-                outputs = [engine.abort(name) for name in list(self._listeners)]
-                self._tell(engine, [output for output in outputs if output is not None])
-            engine.core.scheduler.pause()
-            if clear_cache:
-                engine.core.scheduler.flush_prefix_cache()
+            engine.pause(chosen, clear_cache, lambda new: self._tell(engine, new))
 
         await self._call(pause)
 
     async def resume_generation(self) -> None:
-        """Go on after `pause_generation`."""
-        self.resume()
+        """As `LLM.resume_generation`."""
+        await self._call(lambda engine: engine.core.resume())
 
     async def is_paused(self) -> bool:
-        """Whether a pause is in force."""
-        return await self._call(lambda engine: engine.core.scheduler.is_paused)
+        """As `LLM.is_paused`."""
+        return await self._call(lambda engine: engine.core.is_paused)
+
+    async def _drained(self, mode: str) -> str:
+        """Wait for requests under way, if that is the mode, while others are held and any may be aborted;
+        what is left to be done with requests."""
+        if mode != "wait":
+            return mode
+        await self._call(lambda engine: engine.core.scheduler.drain())
+        while await self._call(lambda engine: engine.core.still_drains):
+            await asyncio.sleep(0.001)
+        return "keep"
 
     def get_tokenizer(self) -> HFLikeTokenizer:
         """As `LLM.get_tokenizer`."""
@@ -281,9 +290,19 @@ class AsyncLLM:
         """The same."""
         return self._llm.model_config
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """As `LLM.reset_prefix_cache`."""
-        return await self._call(lambda _: self._llm.reset_prefix_cache(reset_running_requests))
+        return await self._call(
+            lambda _: self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
+        )
+
+    async def reset_mm_cache(self) -> None:
+        """As `LLM.reset_mm_cache`."""
+
+    async def reset_encoder_cache(self) -> None:
+        """The same."""
 
     async def get_metrics(self) -> list[Metric]:
         """As `LLM.get_metrics`."""

@@ -157,7 +157,7 @@ class EngineCore:
         scheduler = self.scheduler
         is_under_way = bool(self._arrived) or scheduler.num_steps_in_flight > 0
         may_launch = not scheduler.is_paused and self.sleeper.why_no_step is None
-        return is_under_way or (scheduler.has_work and may_launch)
+        return is_under_way or (scheduler.has_more_than_held and may_launch)
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
@@ -226,17 +226,48 @@ class EngineCore:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def sleep(self, level: int) -> SleepReport:
-        """Give memory back. Requests that are left wait; those that ran are computed again when it is back,
-        for their pages are gone. Call `settle` before."""
-        assert not self._flights, "a step is under way"
-        if level:
-            self.scheduler.flush_prefix_cache(computes_again=True)
-        return self.sleeper.sleep(level)
+    @property
+    def still_drains(self) -> bool:
+        """Whether requests that were there before `Scheduler.drain` are still being served; RequestError if
+        somebody has ended that and resumed."""
+        scheduler, is_asleep = self.scheduler, self.sleeper.why_no_step is not None
+        if not scheduler.is_draining and not scheduler.is_paused and not is_asleep:
+            raise RequestError("generation was resumed while the end of its requests was waited for")
+        return scheduler.is_draining and not scheduler.is_drained and not is_asleep
 
-    def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
-        """Take memory back."""
-        return self.sleeper.wake_up(tags, self._weights_are_gone)
+    def pause(self, *, clear_cache: bool) -> None:
+        """Take no step until `resume`. `clear_cache`: forget cached prefixes; requests under way are computed
+        again, then. Call `settle` before."""
+        assert not self._flights, "a step is under way"
+        self.scheduler.pause()
+        if clear_cache:
+            self.scheduler.flush_prefix_cache(computes_again=True)
+
+    def resume(self) -> None:
+        """Take steps again as soon as memory and weights are there."""
+        self.scheduler.resume()
+        self.sleeper.let_go()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step is taken because somebody wants that: a pause, or sleep."""
+        return self.scheduler.is_paused or self.sleeper.is_sleeping
+
+    def sleep(self, level: int, tags: Sequence[str] | None = None) -> SleepReport:
+        """Give memory back, all or of these tags. Requests that are left wait; if their pages are gone, those
+        that ran are computed again. Call `settle` before."""
+        assert not self._flights, "a step is under way"
+        checked = self.sleeper.checked(tags)
+        if level and "kv_cache" in checked:
+            self.scheduler.flush_prefix_cache(computes_again=True)
+        return self.sleeper.sleep(level, checked)
+
+    def wake_up(self, tags: Sequence[str] | None, *, resumes: bool = True) -> SleepReport:
+        """Take memory back; when all of it is there, a pause is over too, if `resumes`."""
+        report = self.sleeper.wake_up(tags, self._weights_are_gone)
+        if resumes and not self.sleeper.is_sleeping:
+            self.scheduler.resume()
+        return report
 
     def _weights_are_gone(self) -> None:
         self.weights.are_gone(DROPPED)
@@ -277,7 +308,7 @@ class EngineCore:
         tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
         outputs = (runner.logits, runner.hidden)
         of_adapters = {} if runner.adapters is None else {"adapters": runner.adapters.num_bytes}
-        return {
+        found = {
             "weights": sum(tensor.nbytes for tensor in tensors),
             **of_adapters,
             "kv": runner.kv.num_bytes,
@@ -289,6 +320,7 @@ class EngineCore:
             "workspace": max(0, self._captured.allocated - runner.graphs.pool.bytes),
             "graphs": max(0, self._captured.taken - self._captured.reserved),
         }
+        return self.sleeper.less_what_is_away(found)
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""

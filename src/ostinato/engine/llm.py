@@ -227,6 +227,7 @@ class LLM(EngineServices):
                 if is_over:
                     break
                 with HeldSignals():
+                    engine.refuse_if_paused()
                     engine.step()
         finally:
             with HeldSignals():
@@ -361,7 +362,7 @@ class LLM(EngineServices):
         """Take memory back: all, or of the tags weights, kv_cache (with graphs), graphs, scheduling.
 
         SaverMemoryError: there is too little, and they stay away; call it again. After level 2 nothing is
-        generated until weights are loaded.
+        generated until weights are loaded. When all is back, a pause is over too.
         """
         return self.engine.wake_up(tags)
 
@@ -458,6 +459,7 @@ class LLM(EngineServices):
         with RequestProgress(total, shown) as bar:
             bar.update(total - len(unfinished), 0)
             while unfinished:
+                self.engine.refuse_if_paused()
                 before, changed = len(unfinished), self.engine.step()
                 bar.update(before - len(unfinished), len(changed))
                 signals.let_through()

@@ -35,7 +35,7 @@ from .outputs import CompletionOutput, RequestOutput
 from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
 from .sleeping.served_weights import WeightsReport
-from .sleeping.sleeper import SleepReport
+from .sleeping.sleeper import EngineAsleepError, SleepReport, check_mode
 from .step_profiler import StepProfiler
 from .stepping.flight import Progress
 from .stepping.prompt_states import PromptStates
@@ -335,15 +335,36 @@ class TextEngine:
         """
         with self.turn:
             self.core.sleeper.check(level, mode)
-            while mode == "wait" and self.core.can_step:
-                tell(self.step())
-            changed, self.ended = self._delivered(self.core.settle())
-            self._forget_ended()
-            tell(changed)
-            if mode == "abort":
-                ended = [self.abort(name) for name in list(self._served)]
-                tell([output for output in ended if output is not None])
+            self._quiet_down(mode, tell)
             return self.core.sleep(level)
+
+    def pause(self, mode: str, clear_cache: bool, tell: Callable[[list[RequestOutput]], None]) -> None:
+        """Take no further step until `core.resume`; requests as in `sleep`."""
+        check_mode(mode)
+        with self.turn:
+            self._quiet_down(mode, tell)
+            self.core.pause(clear_cache=clear_cache)
+
+    def _quiet_down(self, mode: str, tell: Callable[[list[RequestOutput]], None]) -> None:
+        """Have no step under way, and of requests what the mode says."""
+        if mode == "wait":
+            self.core.scheduler.resume()
+            while self.core.can_step:
+                tell(self.step())
+        self._settle(tell)
+        if mode == "abort":
+            ended = [self.abort(name) for name in list(self._served)]
+            tell([output for output in ended if output is not None])
+
+    def _settle(self, tell: Callable[[list[RequestOutput]], None]) -> None:
+        changed, self.ended = self._delivered(self.core.settle())
+        self._forget_ended()
+        tell(changed)
+
+    def refuse_if_paused(self) -> None:
+        """EngineAsleepError where whoever waits for an answer would wait for ever."""
+        if self.core.scheduler.is_paused and not self.core.can_step:
+            raise EngineAsleepError("generation is paused: resume_generation() first")
 
     def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
         """Take memory back, all or of these tags; requests that wait go on when everything is there."""
@@ -358,9 +379,7 @@ class TextEngine:
     ) -> WeightsReport:
         """New weights between two steps; `tell` gets the outputs of the step that ends for it."""
         with self.turn:
-            changed, self.ended = self._delivered(self.core.settle())
-            self._forget_ended()
-            tell(changed)
+            self._settle(tell)
             return self.core.update_weights(new, version)
 
     def _delivered(self, steps: list[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
@@ -418,6 +437,7 @@ class TextEngine:
             with RequestProgress(len(kept), shown) as bar:
                 bar.update(len(kept) - len(awaited), 0)
                 while awaited:
+                    self.refuse_if_paused()
                     before, changed = len(awaited), self.step()
                     bar.update(before - len(awaited), len(changed))
                     let_through()

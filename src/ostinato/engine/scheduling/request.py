@@ -96,6 +96,8 @@ class Request:
     """Which tokens may come by the lists of its parameters; given by the engine."""
     order: int = field(default=-1, init=False)
     """Its number in the order of arrival, given by the scheduler."""
+    is_late: bool = field(default=False, init=False)
+    """Whether it came while those before it were served to their end (`Scheduler.drain`)."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     """Where it is."""
     row: int = field(default=RESERVED_ROW, init=False)

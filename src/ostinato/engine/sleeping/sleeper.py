@@ -25,6 +25,18 @@ SCHEDULING = "scheduling"
 """In place of a tag: take steps again, after level 0."""
 
 
+_TAG_OF: dict[str, Tag] = {
+    "weights": "weights",
+    "adapters": "weights",
+    "kv": "kv_cache",
+    "inputs": "graphs",
+    "outputs": "graphs",
+    "sampling": "graphs",
+    "activations": "graphs",
+}
+"""Of the lines of a memory report."""
+
+
 class EngineAsleepError(OstinatoError, RuntimeError):
     """A step would touch memory that is away, or weights that were dropped."""
 
@@ -47,6 +59,12 @@ class SleepReport:
     """By part."""
 
 
+def check_mode(mode: str) -> None:
+    """RequestError for one that there is not."""
+    if mode not in MODES:
+        raise RequestError(f"there is no mode {mode!r}: use {', '.join(MODES)}")
+
+
 class Sleeper:
     """The state of an engine between `sleep` and `wake_up`."""
 
@@ -59,6 +77,8 @@ class Sleeper:
         """What became of them, if they have to be written before a step is taken."""
         self.driver_bytes = 0
         """What the driver holds for graphs, outside of any pool."""
+        self.last_sleep = SleepReport()
+        self.last_wake = SleepReport()
 
     @property
     def is_sleeping(self) -> bool:
@@ -89,30 +109,34 @@ class Sleeper:
         """RequestError for a sleep that is not possible."""
         if level not in LEVELS or isinstance(level, bool):
             raise RequestError(f"there is no sleep level {level!r}: use {', '.join(map(str, LEVELS))}")
-        if mode not in MODES:
-            raise RequestError(f"there is no sleep mode {mode!r}: use {', '.join(MODES)}")
+        check_mode(mode)
         if level and self._saver is None:
             raise RequestError(
                 f"sleep(level={level}) gives memory back: start the engine with enable_sleep_mode=True"
             )
 
-    def sleep(self, level: int) -> SleepReport:
+    def let_go(self) -> None:
+        """Steps are not held any more; they still need what is away."""
+        self._is_held = False
+
+    def sleep(self, level: int, tags: Sequence[Tag] = TAGS) -> SleepReport:
         """Nothing may be under way. If it fails, nothing has changed."""
         if not level or self._saver is None:
             self._is_held = True
             return SleepReport()
-        paused = self._saver.pause(backup=level == 1)
+        paused = self._saver.pause(tags, backup=level == 1)
         self._is_held = True
-        return SleepReport(
+        self.last_sleep = SleepReport(
             paused.tags, paused.released, paused.backed_up, 0, self._what_stays(), paused.seconds
         )
+        return self.last_sleep
 
     def wake_up(self, tags: Sequence[str] | None, weights_are_gone: Callable[[], None]) -> SleepReport:
         """These tags, or all. If it fails, for want of memory above all, they stay away; try again.
 
         `weights_are_gone` is called where their contents did not come back.
         """
-        asked = self._checked(tags)
+        asked = self.checked(tags)
         taken: dict[str, Any] = {}
         if self._saver is not None:
             resumed = self._saver.resume(asked)
@@ -122,9 +146,15 @@ class Sleeper:
         is_asked = tags is None or bool(asked) or SCHEDULING in tags
         if is_asked and not self._away:
             self._is_held = False
-        return SleepReport(**taken)
+        self.last_wake = SleepReport(**taken)
+        return self.last_wake
 
-    def _checked(self, tags: Sequence[str] | None) -> list[Tag]:
+    def less_what_is_away(self, held: dict[str, int]) -> dict[str, int]:
+        """Bytes by what they are for, with nothing for what has no memory now."""
+        return {name: 0 if _TAG_OF.get(name) in self._away else size for name, size in held.items()}
+
+    def checked(self, tags: Sequence[str] | None) -> list[Tag]:
+        """The tags that are meant; RequestError for what is none."""
         if isinstance(tags, str):
             raise RequestError(f"tags are a list, not {tags!r}: use [{tags!r}]")
         for tag in tags or ():

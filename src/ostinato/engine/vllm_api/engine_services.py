@@ -49,12 +49,42 @@ class EngineServices:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached prefixes. Requests under way keep what they have, unless
-        `reset_running_requests`: then they are computed again."""
-        if reset_connector:
-            raise RequestError("reset_connector is not supported: KV caches are in this process only")
+        `reset_running_requests`: then they are computed again. `reset_connector` is about KV caches
+        elsewhere: there are none to be forgotten. Always True."""
         with self.engine.turn:
             self.engine.core.scheduler.flush_prefix_cache(computes_again=reset_running_requests)
         return True
+
+    def reset_mm_cache(self) -> None:
+        """Of images and sounds: nothing is cached."""
+
+    def reset_encoder_cache(self) -> None:
+        """The same."""
+
+    def pause_generation(
+        self,
+        *,
+        mode: str = "abort",
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+    ) -> None:
+        """Take no further step until `resume_generation`.
+
+        `mode`: requests under way end now (abort), are served to the end before (wait, or
+        `wait_for_inflight_requests`), or go on after (keep). `clear_cache` forgets cached prefixes, and
+        requests that go on are computed again; else they keep their KV.
+        """
+        chosen = "wait" if wait_for_inflight_requests else mode
+        self.engine.pause(chosen, clear_cache, lambda outputs: None)
+
+    def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        with self.engine.turn:
+            self.engine.core.resume()
+
+    def is_paused(self) -> bool:
+        """Whether a pause is in force, or the engine sleeps."""
+        return self.engine.core.is_paused
 
     def get_metrics(self) -> list[Metric]:
         """What the engine counted so far, under vLLM's names."""

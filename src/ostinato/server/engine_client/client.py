@@ -23,6 +23,7 @@ from ..wire.messages import (
     Embed,
     Event,
     Failed,
+    Fault,
     Generate,
     Loading,
     News,
@@ -31,6 +32,7 @@ from ..wire.messages import (
     Statistics,
     StepNews,
     Stop,
+    packed,
 )
 from .connection import EngineConnection
 
@@ -77,6 +79,10 @@ class EngineGone(Exception):
 
 class EngineCallError(Exception):
     """The engine could not do what an admin endpoint asked."""
+
+    def __init__(self, message: str, fault: Fault) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class Listener(Protocol):
@@ -283,13 +289,16 @@ class EngineClient:
         if ids and self.state is EngineState.READY:
             self._living().send(Abort(list(ids), silent=False))
 
-    async def call(self, action: str, argument: str = "") -> Any:
-        """Have something done between two steps; its result."""
+    async def call(self, name: str, **payload: Any) -> Any:
+        """Have something done between two steps; its result. EngineCallError: it was refused, or failed.
+
+        Nobody limits the time: a call may have to wait for requests, or for another process.
+        """
         connection = self._living()
         number = next(self._ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        connection.send(Call(number, action, argument))
+        connection.send(Call(number, name, packed(payload)))
         return await future
 
     def _listen(self, listener: Listener) -> int:
@@ -347,4 +356,4 @@ class EngineClient:
         if reply.error is None:
             future.set_result(json.loads(reply.result))
         else:
-            future.set_exception(EngineCallError(reply.error))
+            future.set_exception(EngineCallError(reply.error, reply.fault))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 
-import msgspec
 import zmq
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.step_profiler import StepProfiler
-from ostinato.graphs import OstinatoError
 
 from ..wire.messages import (
     Abort,
@@ -20,12 +16,13 @@ from ..wire.messages import (
     Event,
     Generate,
     News,
-    Reply,
     StepNews,
     Stop,
     decode_command,
     encode,
 )
+from .control_calls import ControlCalls
+from .engine_controls import EngineControls
 from .heartbeat import Heartbeat
 from .served_engine import ServedEngine
 from .statistics import StatisticsTaker
@@ -49,7 +46,13 @@ class EngineServer:
         self._commands = commands
         self._events = events
         self._heartbeat = heartbeat
-        self._profiler = StepProfiler()
+        controls = EngineControls(llm, self._engine)
+        self._calls = ControlCalls(
+            controls.by_name(), settle=self._settle, reply=self._send, heartbeat=heartbeat
+        )
+        self._arrivals = zmq.Poller()
+        self._arrivals.register(commands, zmq.POLLIN)
+        self._arrivals.register(self._calls.bell, zmq.POLLIN)
         self._statistics = StatisticsTaker(llm)
         self._next_statistics = 0.0
         self._stopping = False
@@ -58,11 +61,11 @@ class EngineServer:
         """Until `Stop`."""
         while not self._stopping:
             self._obey()
+            self._calls.carry_on()
             if self._engine.is_busy:
                 with self._statistics.step():
                     brought = self._engine.step()
-                if brought.ids or brought.news:
-                    self._send(brought)
+                self._tell_step(brought)
             if time.monotonic() >= self._next_statistics:
                 self.publish_statistics()
 
@@ -75,7 +78,7 @@ class EngineServer:
         """Carry out all that has arrived; with nothing to step, wait for something to arrive."""
         if not self._engine.is_busy:
             self._heartbeat.at_rest()
-            self._commands.poll(int(STATISTICS_EVERY * 1000))
+            self._arrivals.poll(int(STATISTICS_EVERY * 1000))
         self._heartbeat.at_work()
         while not self._stopping:
             try:
@@ -95,46 +98,13 @@ class EngineServer:
                 if not silent:
                     self._tell(ended)
             case Call():
-                self._send(self._reply(command))
+                self._calls.begin(command)
             case Stop():
                 self._stopping = True
 
-    def _reply(self, call: Call) -> Reply:
-        try:
-            return Reply(call.call, msgspec.json.encode(self._called(call.action, call.argument)))
-        except (OstinatoError, RuntimeError, OSError) as error:
-            return Reply(call.call, error=f"{type(error).__name__}: {error}")
-
-    def _called(self, action: str, argument: str) -> object:
-        scheduler = self._engine.core.scheduler
-        match action:
-            case "flush_cache":
-                scheduler.flush_prefix_cache()
-                return {"flushed": True}
-            case "pause":
-                scheduler.pause()
-                return {"paused": True}
-            case "continue":
-                scheduler.resume()
-                return {"paused": False}
-            case "graphs":
-                return self._graphs()
-            case "check_integrity":
-                scheduler.check_integrity()
-                return {"pages_free": scheduler.pages.num_free, "pages_usable": scheduler.pages.num_usable}
-            case "start_profile":
-                return {"file": self._profiler.start(argument)}
-            case "stop_profile":
-                return {"file": self._profiler.stop()}
-        raise RuntimeError(f"the engine process knows no {action}")
-
-    def _graphs(self) -> object:
-        sampling = self._llm.sampling_report()
-        return {
-            "forward": json.loads(self._llm.graph_report().json()),
-            "sampling": None if sampling is None else json.loads(sampling.json()),
-            "memory": self._llm.memory_report(),
-        }
+    def _settle(self) -> None:
+        """Wait for the steps under way; nobody hears of what they brought later than of what follows."""
+        self._tell_step(self._engine.settle())
 
     def _tell_one(self, news: News | None) -> None:
         if news is not None:
@@ -143,6 +113,10 @@ class EngineServer:
     def _tell(self, news: list[News]) -> None:
         if news:
             self._send(StepNews([], [], news))
+
+    def _tell_step(self, brought: StepNews) -> None:
+        if brought.ids or brought.news:
+            self._send(brought)
 
     def _send(self, event: Event) -> None:
         self._events.send(encode(event))

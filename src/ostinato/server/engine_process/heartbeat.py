@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import zmq
 
@@ -34,6 +36,13 @@ class Heartbeat:
     def at_rest(self) -> None:
         """The loop waits for something to do."""
         self._busy_since = None
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Around what is no step and takes as long as it takes."""
+        self.at_rest()
+        yield
+        self.at_work()
 
     def _beat(self) -> None:
         events = self._context.socket(zmq.PUSH)

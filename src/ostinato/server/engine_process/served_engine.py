@@ -77,10 +77,17 @@ class ServedEngine:
 
     def step(self) -> StepNews:
         """Run one step; what it brought."""
-        told = StepNews([], [], [])
         began = time.perf_counter()
         brought = self.core.step()
         self._note_admitted(began)
+        return self._told(brought)
+
+    def settle(self) -> StepNews:
+        """Wait for the steps under way; what they brought."""
+        return self._told(self.core.settle())
+
+    def _told(self, brought: list[Progress]) -> StepNews:
+        told = StepNews([], [], [])
         for progress in brought:
             requests, tokens, ended, extras = progress
             if requests is not self._batch or ended or extras:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ..engine_client.client import EngineCallError, EngineGone
-from ..openai.errors import ApiError, unavailable
+from ..openai.errors import ApiError
 from ..openai.requests import AbortRequest
 from ..service import Service
 from .api_document import answers
+from .engine_calls import engine_call
 from .json_answers import json_response
 
 
@@ -20,14 +21,8 @@ def admin_routes(service: Service) -> APIRouter:
     """The routes for whoever runs the server."""
     routes = APIRouter()
 
-    async def call(action: str, argument: str = "") -> Response:
-        service.serving()
-        try:
-            return json_response(await service.engine.call(action, argument))
-        except EngineCallError as error:
-            raise ApiError(400, str(error)) from error
-        except EngineGone as error:
-            raise unavailable(str(error)) from error
+    async def call(name: str, **payload: Any) -> Response:
+        return json_response(await engine_call(service, name, **payload))
 
     @routes.get("/flush_cache", include_in_schema=False)
     @routes.post("/flush_cache", responses=answers())
@@ -54,7 +49,7 @@ def admin_routes(service: Service) -> APIRouter:
     async def start_profile() -> Response:
         """Begin a torch profile of the engine."""
         folder = Path(service.config.profile_dir).absolute()
-        return await call("start_profile", str(folder / f"{time.strftime('%Y%m%d-%H%M%S')}.json.gz"))
+        return await call("start_profile", file=str(folder / f"{time.strftime('%Y%m%d-%H%M%S')}.json.gz"))
 
     @routes.post("/stop_profile", responses=answers())
     async def stop_profile() -> Response:

@@ -37,6 +37,7 @@ _ERRORS = {
     403: "For admins only.",
     404: "There is no such thing.",
     408: "The body took too long to arrive.",
+    409: "The engine sleeps.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
     429: "The queue is full; Retry-After says when to come back.",

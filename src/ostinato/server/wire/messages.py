@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import Any
+
 import msgspec
 
 from ostinato.engine.sampling_params import SamplingParams
+
+packed = msgspec.msgpack.Encoder().encode
+unpacked = msgspec.msgpack.Decoder(dict[str, Any]).decode
+NOTHING = packed({})
 
 # -- to the engine ---------------------------------------------------------------------------------
 
@@ -36,11 +43,12 @@ class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Do something between two steps and reply: see `EngineServer` for what there is."""
+    """Do something between two steps and reply: see `engine_process.controls` for what there is."""
 
     call: int
-    action: str
-    argument: str = ""
+    name: str
+    payload: bytes = NOTHING
+    """Its arguments by name, as `packed` makes them."""
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -112,12 +120,29 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Per token; -1: of the whole vocabulary."""
 
 
+class Fault(StrEnum):
+    """Why a call was not carried out."""
+
+    CALLER = "caller"
+    """What was asked is wrong, or cannot be."""
+    STATE = "state"
+    """Not now: the engine sleeps."""
+    MEMORY = "memory"
+    """For want of memory; nothing has changed, and another attempt may succeed."""
+    TIME = "time"
+    """Somebody else did not come in time."""
+    ENGINE = "engine"
+    """It failed."""
+
+
 class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The answer to a `Call`: JSON, or what went wrong."""
 
     call: int
     result: bytes = b"null"
     error: str | None = None
+    fault: Fault = Fault.ENGINE
+    """Whose the error is."""
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
