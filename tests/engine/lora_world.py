@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from models.small_adapters import ALL, write_adapter
-
 from ostinato import LLM, LoRARequest, SamplingParams
 
 from .conftest import TinyModel
@@ -35,9 +34,7 @@ class LoraWorld:
         adapted = []
         for number, kind in enumerate(KINDS):
             place = directory / f"adapter-{number}"
-            adapted.append(
-                TinyModel.saved(place, write_adapter(place, base.reference, seed=number, **kind))
-            )
+            adapted.append(TinyModel.saved(place, write_adapter(place, base.reference, seed=number, **kind)))
         return cls(base, adapted)
 
     def path(self, number: int) -> str:

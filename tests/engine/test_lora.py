@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from models.small_adapters import adapter_tensors, write_adapter
 from safetensors.torch import load_file, save_file
 
+from models.small_adapters import adapter_tensors, write_adapter
 from ostinato import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
 from ostinato.graphs import ConfigError
 

@@ -50,7 +50,12 @@ def write_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     ranks = config.get("rank_pattern", {})
     tensors = adapter_tensors(reference, seed=seed, rank=rank, targets=targets, ranks=ranks)
-    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)} | config
+    fields = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+    } | config
     (directory / "adapter_config.json").write_text(json.dumps(fields))
     if pickled:
         torch.save(tensors, directory / "adapter_model.bin")

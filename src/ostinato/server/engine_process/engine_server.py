@@ -21,6 +21,7 @@ from ..wire.messages import (
     decode_command,
     encode,
 )
+from .adapter_controls import AdapterControls
 from .control_calls import ControlCalls
 from .engine_controls import EngineControls
 from .heartbeat import Heartbeat
@@ -29,6 +30,10 @@ from .statistics import StatisticsTaker
 
 STATISTICS_EVERY = 0.5
 """Seconds between two messages of statistics."""
+
+
+FILES_EVERY = 2
+"""Milliseconds between two looks for an adapter that is being read, if there is nothing else to do."""
 
 
 class EngineServer:
@@ -46,9 +51,12 @@ class EngineServer:
         self._commands = commands
         self._events = events
         self._heartbeat = heartbeat
-        controls = EngineControls(llm, self._engine)
+        controls = EngineControls(llm, self._engine).by_name()
         self._calls = ControlCalls(
-            controls.by_name(), settle=self._settle, reply=self._send, heartbeat=heartbeat
+            {**controls, **AdapterControls(llm.engine.core).by_name()},
+            settle=self._settle,
+            reply=self._send,
+            heartbeat=heartbeat,
         )
         self._arrivals = zmq.Poller()
         self._arrivals.register(commands, zmq.POLLIN)
@@ -62,6 +70,7 @@ class EngineServer:
         while not self._stopping:
             self._obey()
             self._calls.carry_on()
+            self._tell(self._engine.carry_on())
             if self._engine.is_busy:
                 with self._statistics.step():
                     brought = self._engine.step()
@@ -78,7 +87,7 @@ class EngineServer:
         """Carry out all that has arrived; with nothing to step, wait for something to arrive."""
         if not self._engine.is_busy:
             self._heartbeat.at_rest()
-            self._arrivals.poll(int(STATISTICS_EVERY * 1000))
+            self._arrivals.poll(FILES_EVERY if self._engine.waits_for_files else int(STATISTICS_EVERY * 1000))
         self._heartbeat.at_work()
         while not self._stopping:
             try:

@@ -87,6 +87,8 @@ def _serve(
 
 
 def _ready(llm: Any) -> Ready:
+    from .adapter_controls import adapter_list
+
     core, report = llm.engine.core, llm.graph_report()
     shape = core.loaded.model.config
     return Ready(
@@ -104,6 +106,7 @@ def _ready(llm: Any) -> Ready:
         summary=f"{len(report.graphs)} graphs, mode {report.mode}, {report.backend} on {report.device}, "
         f"captured in {report.capture_ms / 1000:.1f} s",
         max_logprobs=core.config.config.max_logprobs,
+        adapters=adapter_list(core),
     )
 
 

@@ -19,6 +19,7 @@ from ..openai.body import REFUSALS
 from ..openai.errors import ApiError
 from ..openai.generation import ClientGone
 from ..service import Service
+from .adapters import adapter_routes
 from .administration import admin_routes
 from .answer_count import AnswerCount
 from .api_document import schemas
@@ -42,7 +43,7 @@ def make_app(service: Service) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="Ostinato", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
-    makers = (generating_routes, native_routes, admin_routes, observing_routes)
+    makers = (generating_routes, native_routes, admin_routes, adapter_routes, observing_routes)
     routers = [make(service) for make in makers]
     for routes in routers:
         app.include_router(routes)

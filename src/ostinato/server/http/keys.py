@@ -26,6 +26,10 @@ ADMIN_PATHS = frozenset(
         "/graphs",
         "/start_profile",
         "/stop_profile",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
     }
 )
 
