@@ -43,7 +43,8 @@ def parsed_module(entry: str) -> tuple[str, str, bool]:
     if unknown:
         raise ConfigError(f"lora_modules: {unknown[0]} is not known; there are name, path and pinned")
     values = {_KEYS[key]: value for key, value in given.items() if key in _KEYS}
-    name, path, pinned = values.get("name"), values.get("path"), values.get("pinned", False)
-    if not isinstance(name, str) or not isinstance(path, str) or not isinstance(pinned, bool):
+    of_types = {"name": str, "path": str, "pinned": bool}
+    values.setdefault("pinned", False)
+    if any(not isinstance(values.get(key), kind) for key, kind in of_types.items()):
         raise ConfigError(f"lora_modules: {entry!r} needs a name and a path")
-    return name, path, pinned
+    return values["name"], values["path"], values["pinned"]

@@ -51,13 +51,11 @@ class EngineServer:
         self._commands = commands
         self._events = events
         self._heartbeat = heartbeat
-        controls = EngineControls(llm, self._engine).by_name()
-        self._calls = ControlCalls(
-            {**controls, **AdapterControls(llm.engine.core).by_name()},
-            settle=self._settle,
-            reply=self._send,
-            heartbeat=heartbeat,
-        )
+        controls = {
+            **EngineControls(llm, self._engine).by_name(),
+            **AdapterControls(llm.engine.core).by_name(),
+        }
+        self._calls = ControlCalls(controls, settle=self._settle, reply=self._send, heartbeat=heartbeat)
         self._arrivals = zmq.Poller()
         self._arrivals.register(commands, zmq.POLLIN)
         self._arrivals.register(self._calls.bell, zmq.POLLIN)
