@@ -366,8 +366,6 @@ def test_names_and_numbers_are_of_one_adapter(world: LoraWorld, llm: LLM) -> Non
 
 
 def test_an_engine_without_adapters_says_how_to_have_them(tiny: Any, world: LoraWorld) -> None:
-    with pytest.raises(ConfigError, match="lora_modules need enable_lora"):
-        LLM(tiny.directory, lora_modules=["a=b"])
     with pytest.raises(ConfigError, match=r"max_cpu_loras \(1\) is below max_loras"):
         LLM(tiny.directory, enable_lora=True, max_cpu_loras=1)
     with pytest.raises(ConfigError, match="max_lora_rank must be at most 256"):
@@ -389,7 +387,7 @@ def test_adapters_of_the_start(world: LoraWorld) -> None:
         assert output.outputs[0].token_ids == world.expected(1, prompt)
     for module, text in [("x=/nowhere", "no such directory"), ("{", "is no JSON"), ("=y", "is not name=")]:
         with pytest.raises(ConfigError, match=f"lora_modules: .*{text}"):
-            LLM(world.base.directory, enable_lora=True, lora_modules=[module], **eager)
+            LLM(world.base.directory, lora_modules=[module], **eager)
 
 
 def test_everything_else_takes_an_adapter_along(world: LoraWorld, llm: LLM) -> None:

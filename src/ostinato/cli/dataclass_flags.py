@@ -107,7 +107,7 @@ class Flag:
         except (ValueError, TypeError):
             flag = "--" + self.name.replace("_", "-")
             raise typer.BadParameter(f"{flag}: {given!r} is not {_HOW_TO_WRITE[self._shape]}") from None
-        return given
+        return tuple(given) if self.kind.startswith("tuple[str") else given
 
 
 _HOW_TO_WRITE = {

@@ -144,7 +144,8 @@ class EngineConfig:
     """Adapters kept on the host, those on the device among them; others are read again when they are asked
     for. Default: max_loras, at least 8."""
     lora_modules: tuple[str, ...] | None = None
-    """Adapters to load at the start: name=directory, or {"name": ..., "path": ...}."""
+    """Adapters to load at the start: name=directory, or {"name": ..., "path": ...}. With some, enable_lora is
+    on."""
     cudagraph_specialize_lora: bool = True
     """Keep graphs without adapters for steps without; otherwise all steps run from the graphs with."""
     enable_sleep_mode: bool = False
@@ -193,8 +194,6 @@ class EngineConfig:
                 f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}): what is on the "
                 "device is on the host as well"
             )
-        if self.lora_modules and not self.enable_lora:
-            raise ConfigError("lora_modules need enable_lora")
 
     def _check_types(self) -> None:
         for entry in fields(self):
@@ -224,6 +223,11 @@ class EngineConfig:
             memory_mb=self.grammar_memory_mb,
             processes=self.grammar_processes,
         )
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether requests may have adapters."""
+        return self.enable_lora or bool(self.lora_modules)
 
     @property
     def is_eager(self) -> bool:
@@ -302,7 +306,7 @@ class ResolvedConfig:
     def lora_cases(self) -> tuple[int, ...]:
         """Numbers of adapters that there are graphs for."""
         asked = self.config
-        if not asked.enable_lora:
+        if not asked.serves_adapters:
             return (0,)
         return (0, asked.max_loras) if asked.cudagraph_specialize_lora else (asked.max_loras,)
 

@@ -99,7 +99,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         if memory is not None:
             memory.take_over_buffers(model)
         adapters = None
-        if asked.enable_lora:
+        if asked.serves_adapters:
             slots, rank = asked.max_loras, asked.max_lora_rank
             adapters = AdapterStacks(model, slots, rank, arenas("weights", config.device))
         eos = set(tokenizer.eos_token_ids) if tokenizer else set[int]()

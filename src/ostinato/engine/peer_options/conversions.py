@@ -122,12 +122,6 @@ def lora_modules(value: Any) -> Converted:
     return {"lora_modules": tuple(texts)} if texts else {}
 
 
-def lora_paths(value: Any) -> Converted:
-    """SGLang's: adapters are served where some are named."""
-    found = lora_modules(value)
-    return {**found, "enable_lora": True} if found else {}
-
-
 def attention_config(value: Any) -> Converted:
     """vLLM's: which kernels attend."""
     found: dict[str, Any] = {}

@@ -15,12 +15,18 @@ ADAPTERS: tuple[PeerOption, ...] = (
     acts("max_cpu_loras", "vllm", "int", "8", "adapters kept on the host"),
     mapped("max_loaded_loras", "sglang", "int", "8", "max_cpu_loras", "the same"),
     acts(
-        *("lora_modules", "vllm", "texts", "{adapter}", "adapters to load at the start: name=directory"),
+        *(
+            "lora_modules",
+            "vllm",
+            "texts",
+            "sql=/adapters/sql",
+            "adapters to load at the start: name=directory",
+        ),
         convert=conversions.lora_modules,
     ),
     mapped(
-        *("lora_paths", "sglang", "texts", "{adapter}", "lora_modules", "the same, and enable_lora"),
-        convert=conversions.lora_paths,
+        *("lora_paths", "sglang", "texts", "sql=/adapters/sql", "lora_modules", "the same"),
+        convert=conversions.lora_modules,
     ),
     harmless("lora_dtype", "vllm", "text", "auto", "adapters have the dtype of the model", same=("auto",)),
     harmless("lora_target_modules", "sglang", "texts", "all", _ALL_LAYERS, tunes=True),
