@@ -18,7 +18,7 @@ from .lora_world import LoraWorld
 
 NAMES = ("a", "b", "c")
 PROMPTS = prompts_of([3, 20, 35, 33], seed=6)
-PROMPTS += [{"prompt_token_ids": PROMPTS[2]["prompt_token_ids"][:32] + [7]}]
+PROMPTS += [{"prompt_token_ids": [*PROMPTS[2]["prompt_token_ids"][:32], 7]}]
 
 
 @pytest.fixture(scope="module")
