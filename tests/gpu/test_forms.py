@@ -8,11 +8,11 @@ pytest.importorskip("triton")
 from gpu.linear_layer_checks import error
 from gpu.test_wide import CONFIG, attend
 from models.arena import Arena
+from models.random_adapters import RandomAdapters, attend_alone
 from models.test_launches import TABLE
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.linear import choice
 from ostinato.models.config import ModelConfig
-from ostinato.models.layers import Linear
 from ostinato.models.transformer import Transformer
 from ostinato.models.weights import fill_with_random_weights
 
@@ -29,14 +29,18 @@ def _table():
         yield
 
 
-def captured(model, num_tokens, *more):
-    """Hidden states of a replayed step."""
+def captured(model, num_tokens, slots=None, adapters=None, attend=attend):
+    """Hidden states of a replayed step, perhaps with adapters for tokens with these slots."""
     ids, positions = (torch.arange(num_tokens, device="cuda") for _ in range(2))
-    model(ids, positions, attend, *more)
+
+    def step():
+        return model(ids, positions, attend, adapters and adapters.for_tokens(slots))
+
+    step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        hidden = model(ids, positions, attend, *more)
+        hidden = step()
     hidden.fill_(float("nan"))
     graph.replay()
     return hidden
@@ -59,36 +63,53 @@ def test_weights_in_an_arena_give_the_same_bits(num_tokens):
 
 @pytest.mark.parametrize("num_tokens", FORMS)
 def test_adapters_are_as_right_as_merged_weights(num_tokens):
-    """Against float64, with products in parts among those of 40 tokens."""
+    """Three adapters and none in one step, against float64; 40 tokens have products in parts."""
     torch.manual_seed(0)
     config = ModelConfig.from_dict(CONFIG)
-    model, merged = (Transformer(config, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    exact = Transformer(config, device="cuda", dtype=torch.float64)
+    model = Transformer(config, device="cuda", dtype=torch.bfloat16)
     fill_with_random_weights(model)
-    exact.load_state_dict(model.state_dict())
-    factors = {}
-    for name, module in exact.layers.named_modules():
-        if isinstance(module, Linear):
-            rows, columns = module.weight.shape
-            down = torch.randn(columns, 4, device="cuda").bfloat16() / columns**0.5
-            up = torch.randn(4, rows, device="cuda").bfloat16() / 4
-            factors[f"layers.{name}"] = down, up
-            module.weight += (down.double() @ up.double()).T
-    merged.load_state_dict(exact.state_dict())
-
-    def deltas(name, x, product):
-        down, up = factors[name]
-        product += x @ down @ up
-
+    adapters = RandomAdapters(model, size=0.25)
     ids = torch.arange(num_tokens, device="cuda")
-    wanted = exact(ids, ids, attend)
-    assert model.form(num_tokens, deltas).name == "general"
-    without, found, by_weights = (
-        error(hidden, wanted)
-        for hidden in (
-            captured(model, num_tokens),
-            captured(model, num_tokens, deltas),
-            captured(merged, num_tokens),
-        )
-    )
-    assert found < 2 * by_weights < without / 5, "adapters that change nothing prove nothing"
+    assert model.form(num_tokens, adapters.for_tokens(ids.int() * 0)).name == FORMS[num_tokens]
+    without = captured(model, num_tokens, attend=attend_alone)
+    for first in range(4) if num_tokens == 1 else (0,):
+        slots = (ids.int() + first) % 4 - 1
+        found = captured(model, num_tokens, slots, adapters, attend=attend_alone)
+        assert torch.equal(found[slots < 0], without[slots < 0]), "the bits of a step without adapters"
+        for slot in set(slots.tolist()) - {-1}:
+            exact, merged = (
+                Transformer(config, device="cuda", dtype=dtype) for dtype in (torch.float64, torch.bfloat16)
+            )
+            exact.load_state_dict(model.state_dict())
+            adapters.merge_into(exact, slot)
+            merged.load_state_dict(exact.state_dict())
+            wanted = exact(ids, ids, attend_alone)[slots == slot]
+            by_weights = error(captured(merged, num_tokens, attend=attend_alone)[slots == slot], wanted)
+            assert error(found[slots == slot], wanted) < 2 * by_weights
+            if slot < 2:
+                assert by_weights < error(without[slots == slot], wanted) / 5, "it changes nothing"
+
+
+def test_a_slot_that_is_rewritten_changes_the_next_replay():
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig.from_dict(CONFIG), device="cuda", dtype=torch.bfloat16)
+    fill_with_random_weights(model)
+    adapters = RandomAdapters(model)
+    slots = torch.zeros(8, dtype=torch.int32, device="cuda")
+    ids = torch.arange(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    model(ids, ids, attend_alone, adapters.for_tokens(slots))
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        hidden = model(ids, ids, attend_alone, adapters.for_tokens(slots))
+    graph.replay()
+    first = hidden.clone()
+    for stack in adapters.stacks.values():
+        stack.clear(0)
+    graph.replay()
+    assert not torch.equal(hidden, first)
+    assert torch.equal(hidden, captured(model, 8, attend=attend_alone))
+    slots.fill_(1)
+    graph.replay()
+    eager = model(ids, ids, attend_alone, adapters.for_tokens(slots))
+    assert torch.equal(hidden, eager)

@@ -49,6 +49,7 @@ class Form:
     norm: bool = False
     bias: bool = False
     residual: bool = False
+    adapted: bool = False
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -90,7 +91,13 @@ def check_wide(emulator: Emulator, shape: MatrixShape, tile: WideTile, form: For
 
 
 def check_scaled(
-    emulator: Emulator, shape: MatrixShape, tile: WideTile, num_tokens: int, *, bias: bool
+    emulator: Emulator,
+    shape: MatrixShape,
+    tile: WideTile,
+    num_tokens: int,
+    *,
+    bias: bool,
+    adapted: bool = False,
 ) -> None:
     """The two layers around a half-done norm by `wide.cu`: behind it, and, if not gated, before it."""
     assert tile.fits(shape)
@@ -104,9 +111,12 @@ def check_scaled(
     out = torch.full((num_tokens + 1, shape.out_features), 7.0).bfloat16()
     with patch.object(cuda_wide, "cuda_kernel", emulator.kernel):
         launch = cuda_wide.launch_wide
-        launch(begun.scaled, weight, biases, out[:num_tokens], tile, squares=begun.squares, eps=1e-5)
-        operands = (x.double(), weight.double(), exact_bias)
-        wanted = few_tokens.reference(*operands, norm_weight=before.double(), eps=1e-5, gated=shape.gated)
+        deltas, added = random_deltas(num_tokens, weight.size(0))
+        more = {"deltas": deltas if adapted else None}
+        launch(begun.scaled, weight, biases, out[:num_tokens], tile, squares=begun.squares, eps=1e-5, **more)
+        factor = (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+        operands = (x.double() * factor * before.double(), weight.double(), exact_bias)
+        wanted = _with_added(*operands, added.double() * factor if adapted else None, gated=shape.gated)
         assert (out[:num_tokens].double() - wanted).norm() < 6e-3 * wanted.norm()
         assert (out[num_tokens] == 7.0).all(), "wrote behind the last token"
         if shape.gated or tile.rows % 64:
@@ -114,18 +124,44 @@ def check_scaled(
         rows = random_bf16(num_tokens, shape.out_features)
         sums = rows.clone()
         scaled, squares = (torch.full_like(tensor, float("nan")) for tensor in room_for_scaled(rows))
-        launch(x, weight, biases, sums, tile, norm_weight=behind, scaled=scaled, new_squares=squares)
-    wanted = few_tokens.reference(*operands, residual=rows.double())
+        launch(x, weight, biases, sums, tile, norm_weight=behind, scaled=scaled, new_squares=squares, **more)
+    operands = (x.double(), weight.double(), exact_bias)
+    wanted = rows.double() + _with_added(*operands, added.double() if adapted else None)
     assert (sums.double() - wanted).norm() < 6e-3 * wanted.norm()
     assert (scaled.double() - sums.double() * behind.double()).norm() < 6e-3 * scaled.double().norm()
     torch.testing.assert_close(squares, scaled_rows.scale(sums, behind).squares)
 
 
 def _launch_wide(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: None, eps: float, residual: None, *rest: object
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: None,
+    eps: float,
+    residual: None,
+    *rest: object,
 ) -> None:
     assert norm is residual is None
-    cuda_wide.launch_wide(x, weight, bias, *rest)
+    *rest, deltas = rest
+    cuda_wide.launch_wide(x, weight, bias, *rest, deltas=deltas)
+
+
+def _with_added(
+    x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, *, gated: bool = False
+) -> Tensor:
+    """`few_tokens.reference`; what adapters add as so many more columns of weights, one for each token."""
+    if added is not None:
+        weight = torch.cat([weight, added.T], dim=1)
+        x = torch.cat([x, torch.eye(x.size(0), dtype=x.dtype)], dim=1)
+    return few_tokens.reference(x, weight, bias, gated=gated)
+
+
+def random_deltas(num_tokens: int, width: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """As a launch takes them, NaN where a token has no adapter; and what is to be added."""
+    slots = torch.randint(-1, 2, (num_tokens,), dtype=torch.int32)
+    deltas = torch.randn(num_tokens, width)
+    is_added = (slots >= 0)[:, None]
+    return (torch.where(is_added, deltas, torch.nan), slots), torch.where(is_added, deltas, 0.0)
 
 
 def _check_layer(
@@ -145,13 +181,19 @@ def _check_layer(
     residual = random_bf16(num_tokens, shape.out_features) if form.residual else None
     out = torch.full((num_tokens + 1, shape.out_features), 7.0, dtype=form.dtype)
     out[:num_tokens] = float("nan")
-    launch(x, weight, bias, norm_weight, 1e-5, residual, out[:num_tokens], tile)
+    deltas, added = random_deltas(num_tokens, weight.size(0))
+    launch(
+        *(x, weight, bias, norm_weight, 1e-5, residual, out[:num_tokens], tile),
+        deltas if form.adapted else None,
+    )
     x, weight, bias, norm_weight, residual = (
         None if tensor is None else tensor.double() for tensor in (x, weight, bias, norm_weight, residual)
     )
-    wanted = few_tokens.reference(
-        x, weight, bias, norm_weight=norm_weight, eps=1e-5, gated=shape.gated, residual=residual
-    )
+    factor = (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    normed = x if norm_weight is None else x * factor * norm_weight
+    added = added.double() * factor if form.norm else added.double()
+    wanted = _with_added(normed, weight, bias, added if form.adapted else None, gated=shape.gated)
+    wanted = wanted if residual is None else wanted + residual
     assert (out[:num_tokens].double() - wanted).norm() < 6e-3 * wanted.norm()
     assert (out[num_tokens] == 7.0).all(), "wrote behind the last token"
 

@@ -1,9 +1,14 @@
 """Random stacks of adapters, and what they should add, in float64 token by token."""
 
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
-from ostinato.kernels.lora import LowRank, Rows, Stack, add
+from ostinato.kernels.linear import few_tokens, triton_linear
+from ostinato.kernels.linear.tiles import UNFUSED, Tile
+from ostinato.kernels.lora import Adapted, LowRank, Rows, Stack, add
+from ostinato.kernels.lora.deltas import Shrunk
 
 Device = torch.device | str
 
@@ -82,3 +87,75 @@ def check_add(
     others = slots[order] != 0
     assert torch.equal(again[others], found[order][others])
     assert not again[~others].isfinite().any()
+
+
+def parts_of(out_features: int, *, gated: bool) -> tuple[int, ...]:
+    """As a layer might have them."""
+    if gated:
+        return (out_features, out_features)
+    first = out_features // 2
+    second = out_features // 4
+    return (first, second, out_features - first - second)
+
+
+def exact(adapted: Adapted) -> Adapted:
+    """In float64, for plain torch."""
+    stack = adapted.stack
+    return Adapted(
+        Stack(stack.a.double(), stack.b.double(), stack.ranks, stack.parts), Rows(adapted.rows.slots)
+    )
+
+
+def check_fused(
+    device: Device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    tile: Tile,
+    *,
+    norm: bool = False,
+    gated: bool = False,
+    bias: bool = False,
+    residual: bool = False,
+    max_rank: int = 16,
+    tolerance: float = 1e-4,
+) -> None:
+    """A kernel that multiplies shape (tokens, out, in) and gates, or adds, with adapters among the tokens."""
+    num_tokens, out_features, in_features = shape
+    torch.manual_seed(num_tokens)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size).to(device, dtype)
+
+    x, weight = (
+        random(num_tokens, in_features),
+        random(out_features * (1 + gated), in_features) * in_features**-0.5,
+    )
+    biases, norm_weight = random(weight.size(0)) if bias else None, random(in_features) if norm else None
+    rest = random(num_tokens, out_features) if residual else None
+    stack = random_stack(device, dtype, in_features, parts_of(out_features, gated=gated), max_rank=max_rank)
+    for slots in ([0], [1], [3], [4], [-1]) if num_tokens == 1 else (random_slots(device, num_tokens, 5),):
+        rows = Rows.in_blocks(torch.as_tensor(slots, dtype=torch.int32, device=device), stack.num_slots)
+        adapted = Adapted(stack, rows)
+        with patch.object(triton_linear, "choose", lambda *_: tile):
+            shrunk = Shrunk.of(x, adapted, norm_weight)
+            pieces = shrunk.tensors, shrunk.second, shrunk.third
+            if isinstance(tile, UNFUSED):
+                assert gated
+                found = triton_linear.multiply_and_gate_adapted(x, weight, biases, *pieces)
+                without = triton_linear.multiply(x, weight, biases, True, dtype)
+            else:
+                operands = (x, weight, biases, norm_weight, 1e-5, gated, rest)
+                found = triton_linear.project_few_adapted_tokens(*operands, torch.float32, *pieces)
+                without = triton_linear.project_few_tokens(*operands, torch.float32)
+        wanted = few_tokens.reference(
+            *(None if tensor is None else tensor.double() for tensor in (x, weight, biases)),
+            norm_weight=None if norm_weight is None else norm_weight.double(),
+            eps=1e-5,
+            gated=gated,
+            residual=None if rest is None else rest.double(),
+            adapted=exact(adapted),
+        )
+        assert (found.double() - wanted).abs().max() < tolerance * wanted.abs().max()
+        alone = rows.slots < 0
+        assert torch.equal(found[alone], without[alone]), "the bits of a step without adapters"
+        assert (stack.ranks[rows.slots[~alone].long()] == 0).all() or not torch.equal(found, without)

@@ -64,6 +64,8 @@ LAYERS = {
         Form(norm=True, bias=True, residual=True, dtype=torch.float32),
         (12,),
     ),
+    "adapters": (PAIRS, Form(norm=True, adapted=True), (7, 16)),
+    "adapters, gated": (GATED, Form(norm=True, bias=True, residual=True, adapted=True), (8,)),
 }
 
 
@@ -83,6 +85,12 @@ SINGLES = {
         MatrixShape(10, 256, gated=True),
         CudaGemvTile(5, 1, 128),
         Form(norm=True, bias=True, residual=True),
+    ),
+    "adapters": (MatrixShape(12, 256), CudaGemvTile(3, 2, 128), Form(residual=True, adapted=True)),
+    "adapters, gated": (
+        MatrixShape(10, 256, gated=True),
+        CudaGemvTile(5, 1, 128),
+        Form(norm=True, bias=True, adapted=True),
     ),
 }
 
@@ -107,6 +115,8 @@ STREAMED = {
         Form(norm=True, bias=True, residual=True, dtype=torch.float32),
         (13,),
     ),
+    "adapters": ((64, 1024), (64, 8, 2, 64, 2, 2), Form(residual=True, adapted=True), (8, 15)),
+    "adapters, gated": ((32, 512, True), (16, 1, 2, 64, 2, 2), Form(norm=True, adapted=True), (7,)),
 }
 
 

@@ -29,6 +29,8 @@ WIDE = {
     "two share": ((128, 1024), WideTile(64, 64, 128, 2, 3, slices=2), Form(dtype=torch.float32), (50, 70)),
     "gated, two groups": ((128, 256, True), WideTile(64, 64, 64, 4, 4), Form(dtype=torch.float32), (33,)),
     "gated, with all else": ((128, 512, True), WideTile(64, 64, 64, 2, 3, slices=2), Form(bias=True), (61,)),
+    "adapters": ((128, 512), WideTile(32, 64, 64, 2, 2, slices=4), Form(bias=True, adapted=True), (9, 31)),
+    "adapters, gated": ((128, 256, True), WideTile(64, 64, 64, 4, 4), Form(adapted=True), (33,)),
 }
 
 
@@ -54,6 +56,12 @@ def test_a_norm_may_be_left_half_done(emulator, name):
     shape, tile, tokens, bias = HALF_NORMS[name]
     for num_tokens in tokens:
         check_scaled(emulator, MatrixShape(*shape), tile, num_tokens, bias=bias)
+
+
+@pytest.mark.parametrize("name", ["one program", "four tokens each", "gated, shared"])
+def test_adapters_around_a_norm_that_is_half_done(emulator, name):
+    shape, tile, tokens, bias = HALF_NORMS[name]
+    check_scaled(emulator, MatrixShape(*shape), tile, tokens[-1], bias=bias, adapted=True)
 
 
 def test_ops_around_a_norm_are_declared_truthfully(emulator, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import lora_checks
+from kernels import interpreted, lora_checks
 from kernels.lora_checks import random_stack
 from ostinato.kernels.lora import LowRank, Stack, StackError
 
@@ -69,3 +69,9 @@ def test_an_allocator_is_asked_by_name() -> None:
     assert asked == dict(zip(names, [(2, 32, 32), (2, 24, 16), (2,)], strict=True))
     assert not any(tensor.any() for tensor in (stack.a, stack.b, stack.ranks))
     assert stack.nbytes == sum(tensor.nbytes for tensor in (stack.a, stack.b, stack.ranks))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_the_kernels_in_tritons_interpreter(which: str) -> None:
+    interpreted.assert_passes("kernels.lora_interpreter_checks", which, seconds=280)

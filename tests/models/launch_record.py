@@ -32,12 +32,12 @@ _NO_LAUNCH = {
 class LaunchRecord(TorchDispatchMode):
     """The launches inside, a line for each."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, others: dict[str, Tensor] | None = None) -> None:
         super().__init__()
         self.lines: list[str] = []
         self._names = {
             tensor.untyped_storage()._cdata: name
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            for name, tensor in [*model.named_parameters(), *model.named_buffers(), *(others or {}).items()]
         }
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []

@@ -20,7 +20,9 @@ from ostinato.kernels.gpu import H200
 from ostinato.kernels.linear import choice, products
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.tiles import FragmentsTile, GemvTile, Library, MatrixShape, SkinnyTile, WideTile
+from ostinato.kernels.lora import Adapters, Rows, Stack
 from ostinato.models.config import ModelConfig
+from ostinato.models.layers import Linear
 from ostinato.models.mixing import StepAttention
 from ostinato.models.transformer import Transformer
 
@@ -68,6 +70,7 @@ FORMS = {1: "few", 8: "few", 9: "scaled", 32: "scaled", 40: "general", 64: "gene
 CASES = [
     *((model, tokens, "rows") for model in MODELS for tokens in FORMS),
     *(("qwen3", tokens, "heads") for tokens in (8, 32, 40)),
+    *(("qwen3", tokens, "adapters") for tokens in FORMS),
 ]
 
 
@@ -101,9 +104,39 @@ def launches(model_name: str, num_tokens: int, starts_from: str) -> list[str]:
         config = ModelConfig.from_dict({**SHAPE, **MODELS[model_name]})
         model = Transformer(config, device="cuda", dtype=torch.bfloat16)
         ids = torch.empty(num_tokens, dtype=torch.int64, device="cuda")
-        with LaunchRecord(model) as record:
-            model.logits(model(ids, ids, attend))
+        stacks = stacks_of(model)
+        with LaunchRecord(model, of_stacks(stacks)) as record:
+            adapters = None
+            if starts_from == "adapters":
+                slots = torch.empty(num_tokens, dtype=torch.int32, device="cuda")
+                adapters = Adapters(stacks, Rows.of(slots, 4))
+            model.logits(model(ids, ids, attend, adapters))
     return record.lines
+
+
+def stacks_of(model: Transformer) -> dict[str, Stack]:
+    """Four slots for every linear layer of the layers."""
+    return {
+        f"layers.{name}": Stack.empty(
+            4,
+            16,
+            linear.weight.size(1),
+            linear.parts or (linear.weight.size(0),),
+            dtype=torch.bfloat16,
+            device=torch.device("cuda"),
+        )
+        for name, linear in model.layers.named_modules()
+        if isinstance(linear, Linear)
+    }
+
+
+def of_stacks(stacks: dict[str, Stack]) -> dict[str, torch.Tensor]:
+    """All tensors by name."""
+    return {
+        f"{name}.{kind}": getattr(stack, kind)
+        for name, stack in stacks.items()
+        for kind in ("a", "b", "ranks")
+    }
 
 
 def record_of(model_name: str, num_tokens: int, starts_from: str) -> Path:

@@ -12,6 +12,7 @@ from .attention.decode_tiles import cascade_class, decode_class
 from .gpu import gpu_of
 from .linear.choice import choose
 from .linear.tiles import MatrixShape, compiled_variant
+from .lora.division import adapters_class
 
 
 def kernel_class(
@@ -24,14 +25,20 @@ def kernel_class(
     *,
     is_decode: bool,
     is_cascade: bool = False,
+    num_slots: int = 0,
 ) -> Hashable:
     """Equal for steps that need the same compiled kernels, on the same model.
 
-    `products` are the matrices of a step with the number of rows that each is multiplied with.
+    `products` are the matrices of a step with the number of rows that each is multiplied with; `num_slots`:
+    for adapters, 0 in a step without.
     """
-    linear = tuple(
+    products = list(products)
+    linear: tuple[Hashable, ...] = tuple(
         compiled_variant(choose(shape, num_rows, dtype, device), num_rows) for shape, num_rows in products
     )
+    if num_slots:
+        widths = {shape.in_features for shape, _ in products}
+        linear += (adapters_class(num_tokens, num_slots, widths),)
     if not is_decode:
         return linear
     # Layers with a window attend as if nothing was shared.

@@ -87,14 +87,7 @@ class Transformer(nn.Module):
     def form(self, num_tokens: int, adapters: Adapters | None = None) -> Form[Any]:
         """How a step of so many tokens runs."""
         weight = self.embed_tokens.weight
-        step = Step(
-            num_tokens,
-            self.matrix_shapes,
-            self._formats,
-            weight.dtype,
-            weight.device,
-            has_adapters=adapters is not None,
-        )
+        step = Step(num_tokens, self.matrix_shapes, self._formats, weight.dtype, weight.device)
         return form_of(step, adapters)
 
     @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
 from ostinato.kernels.sampling.plain import PlainSettings, return_plain
 from ostinato.kernels.sampling.token_lines import TokenLines
+from ostinato.kernels.lora import Adapters
 from ostinato.models.forms.general import General, Sum
 from ostinato.models.layer import Layer
 from ostinato.models.mixing import FromRows, StepAttention
@@ -102,9 +103,9 @@ class LayerStep:
             )
         return steps
 
-    def run_layers(self) -> Tensor:
+    def run_layers(self, adapters: Adapters | None = None) -> Tensor:
         """All layers here, from hidden states to hidden states."""
-        form = self.model.form(self.hidden.size(0))
+        form = self.model.form(self.hidden.size(0), adapters)
         hidden = self.hidden if form.keeps_input else self.hidden.clone()
         return form.through(self.layers, hidden, self.mix, self.model.norm)
 

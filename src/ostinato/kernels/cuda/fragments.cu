@@ -89,8 +89,8 @@ __device__ __forceinline__ float sum_one(const float* first) {
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     project(const Element* __restrict__ weight, const Element* __restrict__ norm_weight,
-            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out, int num_tokens,
-            int out_features, float eps) {
+            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out, const float* deltas,
+            const int* slots, int num_tokens, int out_features, float eps) {
   Shared& shared = *(Shared*)dynamic_shared();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int rank = SLICES > 1 ? (int)cluster_rank() : 0;
@@ -213,6 +213,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     wait_for_bytes(&shared.arrived, false);
   }
 
+  const Deltas added{deltas, slots, out_features * kHalves};
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int item = threadIdx.x + i * kThreads;
@@ -226,6 +227,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     } else {
       y = sum_four<WARPS, kPartStride>(&shared.parts[0][token][own]);
       if (GATED) second = sum_four<WARPS, kPartStride>(&shared.parts[0][token][ROWS + own]);
+    }
+    if (ADAPTED) {
+      y = y + added.four(token, row);
+      if (GATED) second = second + added.four(token, out_features + row);
     }
 #if NORM
     const float squares = SLICES > 1 ? sum_one<SLICES>(&shared.squares_from_cluster[0][token])

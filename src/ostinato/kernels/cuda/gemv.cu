@@ -32,8 +32,8 @@ __device__ __forceinline__ float add_product(float sum, const Eight& a, const Ei
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     project(const Element* __restrict__ weight, const Element* __restrict__ norm_weight,
-            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out, int out_features,
-            float eps) {
+            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out, const float* deltas,
+            const int* slots, int out_features, float eps) {
   const int lane = threadIdx.x % 32;
   const int first_row = (int)(blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
 
@@ -58,6 +58,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   for (int s = 0; s < kPieces; ++s) tokens[s] = load_four_words(x + s * 256 + lane * 8);
   const bool finishes = lane < ROWS;
   const float old = RESIDUAL && finishes ? one(residual + first_row + lane) : 0.f;
+
+  const Deltas added{deltas, slots, out_features * (GATED + 1)};
+  const float delta = ADAPTED && finishes ? added.one(0, first_row + lane) : 0.f;
+  const float second_delta = ADAPTED && GATED && finishes ? added.one(0, out_features + first_row + lane) : 0.f;
 
   float sums[kRows + 1] = {};  // the last one: of x's squares
 #pragma unroll
@@ -90,9 +94,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   if (!finishes) return;
   const int row = first_row + lane;
   const float factor = NORM ? rsqrtf(sums[kRows] / IN + eps) : 1.f;
+  if (ADAPTED) y += delta;
   y *= factor;
   if (BIAS) y += one(bias + row);
   if (GATED) {
+    if (ADAPTED) second += second_delta;
     second *= factor;
     if (BIAS) second += one(bias + out_features + row);
     y = gate(y, second);

@@ -71,8 +71,8 @@ __device__ __forceinline__ void for_own_pieces(F f) {
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     project(const Element* __restrict__ weight, const Element* __restrict__ norm_weight,
-            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out, int num_tokens,
-            int out_features, float eps) {
+            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out, const float* deltas,
+            const int* slots, int num_tokens, int out_features, float eps) {
   Shared& shared = *(Shared*)dynamic_shared();
   const int lane = threadIdx.x % 32;
   const int tile = (int)threadIdx.x / 32 % kTiles, share = (int)threadIdx.x / 32 / kTiles;
@@ -211,6 +211,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     __syncthreads();
   }
 
+  const Deltas added{deltas, slots, out_features * kHalves};
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int item = threadIdx.x + i * kThreads, token = item / kPairs, own = item % kPairs * 2;
@@ -223,6 +224,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         const float* const part = SLICES > 1 ? &shared.from_cluster[s][token][half * kOwned + own]
                                              : &shared.streams.parts[s][token][half * ROWS + own];
         y = make_float2(y.x + part[0], y.y + part[1]);
+      }
+      if (ADAPTED) {
+        const float2 delta = added.two(token, row + half * out_features);
+        y = make_float2(y.x + delta.x, y.y + delta.y);
       }
       const float factor = NORM ? shared.factors[token] : 1.f;
       const uint32 added = BIAS ? *(const uint32*)(bias + row + half * out_features) : 0;

@@ -139,7 +139,8 @@ __device__ __forceinline__ void exchange_sums(Shared& shared, const Work& work) 
 extern "C" __global__ void __launch_bounds__(kThreads)
     multiply(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
              const Element* __restrict__ bias, const float* squares, const Element* __restrict__ norm_weight, Out* out,
-             Element* scaled, float* new_squares, int num_tokens, int out_features, float eps) {
+             Element* scaled, float* new_squares, const float* deltas, const int* slots, int num_tokens,
+             int out_features, float eps) {
   Shared& shared = *(Shared*)memory_of_tiles();
   const Work work(num_tokens);
   const Fetcher fetch{shared, work, weight, x, out_features};
@@ -188,6 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (work.own_tokens > 0) wait_for_bytes(&shared.sums_are_there, false);
     if (!kSendsFromRegisters) arrive_at_cluster();
   }
-  finish(shared, work, residual, {out, scaled, new_squares, bias, num_tokens, out_features});
+  const Deltas added{deltas, slots, out_features * kHalves};
+  finish(shared, work, residual, {out, scaled, new_squares, bias, added, num_tokens, out_features});
   if (SLICES > 1 && !kSendsFromRegisters) wait_for_cluster();  // the copies of this program's memory have arrived
 }

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, cuda_kernel
+from ..lora.deltas import Deltas
 from .cuda_layer import launch_sliced, layer_constants
 from .tiles import FragmentsTile, MatrixShape
 
@@ -27,6 +28,7 @@ def fragments_kernel(
     norm: bool,
     bias: bool = False,
     residual: bool = False,
+    adapted: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> CudaKernel:
     """The kernel for up to so many tokens; results in `dtype`."""
@@ -41,7 +43,7 @@ def fragments_kernel(
         REGISTERS=tile.registers,
         TOKENS=tokens,
         SHARED_BYTES=shared_bytes(tile, shape, tokens, norm=norm),
-        **layer_constants(shape, norm=norm, bias=bias, residual=residual, dtype=dtype),
+        **layer_constants(shape, norm=norm, bias=bias, residual=residual, adapted=adapted, dtype=dtype),
     )
 
 
@@ -54,7 +56,8 @@ def launch_fragments(
     residual: Tensor | None,
     out: Tensor,
     tile: FragmentsTile,
+    deltas: Deltas | None = None,
 ) -> None:
     """Queue the kernel; see `launch_sliced`."""
-    operands = (x, weight, bias, norm_weight, eps, residual, out)
+    operands = (x, weight, bias, norm_weight, eps, residual, out, deltas)
     launch_sliced(fragments_kernel, shared_bytes, tile, tile.num_warps, *operands)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel
+from ..lora.deltas import Deltas
 from .tiles import MOST_TOKENS, FragmentsTile, MatrixShape, StreamedTile
 
 
 def layer_constants(
-    shape: MatrixShape, *, norm: bool, bias: bool, residual: bool, dtype: torch.dtype
+    shape: MatrixShape, *, norm: bool, bias: bool, residual: bool, adapted: bool, dtype: torch.dtype
 ) -> dict[str, int]:
     """What a layer is compiled for beside its tile; results in `dtype`."""
     return {
@@ -19,6 +20,7 @@ def layer_constants(
         "NORM": norm,
         "BIAS": bias,
         "RESIDUAL": residual,
+        "ADAPTED": adapted,
         "OUT_FLOAT": dtype == torch.float32,
     }
 
@@ -35,11 +37,15 @@ def layer_tensors(
     norm_weight: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
+    deltas: Deltas | None,
 ) -> tuple[Tensor, ...]:
     """In the order of the kernels' parameters; x in place of what there is not."""
     norm = x if norm_weight is None else norm_weight
     assert not (x.data_ptr() | weight.data_ptr() | norm.data_ptr()) % 16, "16 bytes are loaded at a time"
-    return (weight, norm, x if bias is None else bias, x, x if residual is None else residual, out)
+    return (
+        *(weight, norm, x if bias is None else bias, x, x if residual is None else residual, out),
+        *(deltas or (x, x)),
+    )
 
 
 def launch_sliced(
@@ -54,6 +60,7 @@ def launch_sliced(
     eps: float,
     residual: Tensor | None,
     out: Tensor,
+    deltas: Deltas | None = None,
 ) -> None:
     """Queue the kernel of a tile; all operands dense and bfloat16, `out` that or float32.
 
@@ -63,12 +70,13 @@ def launch_sliced(
     assert num_tokens <= MOST_TOKENS[type(tile)], num_tokens
     tokens, norm = tile.compiled_tokens(num_tokens), norm_weight is not None
     form = {"norm": norm, "bias": bias is not None, "residual": residual is not None}
+    form |= {"adapted": deltas is not None}
     shared_bytes = count_shared_bytes(tile, shape, tokens, norm=norm)
     make_kernel(tile, shape, tokens, **form, dtype=out.dtype).launch(
         grid=(shape.out_features // tile.rows * tile.slices, 1, 1),
         block=num_warps * 32,
         args=(
-            *layer_tensors(x, weight, bias, norm_weight, residual, out),
+            *layer_tensors(x, weight, bias, norm_weight, residual, out, deltas),
             num_tokens,
             shape.out_features,
             float(eps),

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from ..custom_op import custom_op
+from ..lora.deltas import Deltas
 from ..squares import room_for_scaled
 from .choice import choose
 from .cuda_wide import launch_wide
@@ -26,11 +27,54 @@ def _(
     return _results(scaled, weight, gated)
 
 
+@custom_op("project_scaled_adapted")
+def project_scaled_adapted(
+    scaled: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    gated: bool,
+    deltas: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """The same with what adapters add to the product before the norm's factor."""
+    out = _results(scaled, weight, gated)
+    tile = _tile(scaled, weight, gated)
+    launch_wide(scaled, weight, bias, out, tile, squares=squares, eps=eps, deltas=(deltas, slots))
+    return out
+
+
+@project_scaled_adapted.register_fake
+def _(
+    scaled: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    gated: bool,
+    deltas: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    return _results(scaled, weight, gated)
+
+
 @custom_op("add_projected", mutates_args=("rows",))
 def add_projected(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `scaled_rows.add_projected`; to dense `rows` [T, H]. Returns the scaled sums and their squares."""
+    return _add(x, weight, bias, rows, norm_weight)
+
+
+def _add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor,
+    norm_weight: Tensor,
+    deltas: Deltas | None = None,
+) -> tuple[Tensor, Tensor]:
     scaled, squares = room_for_scaled(rows)
     launch_wide(
         x,
@@ -41,6 +85,7 @@ def add_projected(
         norm_weight=norm_weight,
         scaled=scaled,
         new_squares=squares,
+        deltas=deltas,
     )
     return scaled, squares
 
@@ -48,6 +93,33 @@ def add_projected(
 @add_projected.register_fake
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    return room_for_scaled(rows)
+
+
+@custom_op("add_projected_adapted", mutates_args=("rows",))
+def add_projected_adapted(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor,
+    norm_weight: Tensor,
+    deltas: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The same with what adapters add to the product."""
+    return _add(x, weight, bias, rows, norm_weight, (deltas, slots))
+
+
+@add_projected_adapted.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor,
+    norm_weight: Tensor,
+    deltas: Tensor,
+    slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
     return room_for_scaled(rows)
 

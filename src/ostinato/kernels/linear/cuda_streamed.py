@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, cuda_kernel
+from ..lora.deltas import Deltas
 from .cuda_layer import launch_sliced, layer_constants, layer_shape
 from .tiles import MatrixShape, StreamedTile
 
@@ -28,6 +29,7 @@ def streamed_kernel(
     norm: bool,
     bias: bool = False,
     residual: bool = False,
+    adapted: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> CudaKernel:
     """The kernel for up to so many tokens; results in `dtype`."""
@@ -44,7 +46,7 @@ def streamed_kernel(
         REGISTERS=tile.registers,
         TOKENS=tokens,
         SHARED_BYTES=shared_bytes(tile, shape, tokens, norm=norm),
-        **layer_constants(shape, norm=norm, bias=bias, residual=residual, dtype=dtype),
+        **layer_constants(shape, norm=norm, bias=bias, residual=residual, adapted=adapted, dtype=dtype),
     )
 
 
@@ -57,8 +59,9 @@ def launch_streamed(
     residual: Tensor | None,
     out: Tensor,
     tile: StreamedTile,
+    deltas: Deltas | None = None,
 ) -> None:
     """Queue the kernel; see `launch_sliced`."""
-    operands = (x, weight, bias, norm_weight, eps, residual, out)
+    operands = (x, weight, bias, norm_weight, eps, residual, out, deltas)
     num_warps = tile.num_warps(layer_shape(x, weight, out))
     launch_sliced(streamed_kernel, shared_bytes, tile, num_warps, *operands)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, TileMap, cuda_kernel
 from ..host_sizes import cdiv
+from ..lora.deltas import Deltas
 from .cuda_layer import layer_shape
 from .tiles import MatrixShape, WideTile
 
@@ -31,6 +32,7 @@ def wide_kernel(
     bias: bool = False,
     scaled: bool = False,
     added: bool = False,
+    adapted: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> CudaKernel:
     """The kernel; results in `dtype`."""
@@ -43,6 +45,7 @@ def wide_kernel(
         BIAS=bias,
         SCALED=scaled,
         ADDED=added,
+        ADAPTED=adapted,
         OUT_FLOAT=dtype == torch.float32,
         TOKENS=tile.tokens,
         ROWS=tile.rows,
@@ -66,6 +69,7 @@ def launch_wide(
     norm_weight: Tensor | None = None,
     scaled: Tensor | None = None,
     new_squares: Tensor | None = None,
+    deltas: Deltas | None = None,
 ) -> None:
     """Queue the kernel; all operands bfloat16, `out` that or float32. Rows of x may lie apart.
 
@@ -75,7 +79,13 @@ def launch_wide(
     shape, num_tokens = layer_shape(x, weight, out), x.size(0)
     is_scaled, is_added = squares is not None, norm_weight is not None
     kernel = wide_kernel(
-        tile, shape, bias=bias is not None, scaled=is_scaled, added=is_added, dtype=out.dtype
+        tile,
+        shape,
+        bias=bias is not None,
+        scaled=is_scaled,
+        added=is_added,
+        adapted=deltas is not None,
+        dtype=out.dtype,
     )
     kernel.launch(
         grid=(shape.out_features // tile.rows * tile.slices, cdiv(num_tokens, tile.tokens), 1),
@@ -86,6 +96,7 @@ def launch_wide(
             *(x if tensor is None else tensor for tensor in (bias, squares, norm_weight)),
             out,
             *(out if tensor is None else tensor for tensor in (scaled, new_squares)),
+            *(deltas or (x, x)),
             num_tokens,
             shape.out_features,
             float(eps),

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import lora
+from ..lora import Adapted
+from ..lora.deltas import Shrunk
 from .choice import choose
 from .tiles import FUSED, MatrixShape
 from .weight import Weight, plain, tile_for
@@ -35,20 +38,34 @@ def project(
     gated: bool = False,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    adapted: Adapted | None = None,
 ) -> Tensor:
     """`residual + gate(norm(x) @ weight.T + bias)`, each part where it is asked for, in `dtype` (that of x).
 
-    `gated`: silu(first half) * second half of the product. Sums are float32 and rounded once.
+    `gated`: silu(first half) * second half of the product; `adapted`: adapters add to it before that.
+    Sums are float32 and rounded once.
     """
     matrix = plain(weight, "a product with its neighbours")
     if isinstance(tile_for(x, weight, gated=gated), FUSED):
         from . import triton_linear
 
-        return triton_linear.project_few_tokens(
-            x, matrix, bias, norm_weight, eps, gated, residual, dtype or x.dtype
+        operands = (x, matrix, bias, norm_weight, eps, gated, residual, dtype or x.dtype)
+        if adapted is None:
+            return triton_linear.project_few_tokens(*operands)
+        shrunk = Shrunk.of(x, adapted, norm_weight)
+        return triton_linear.project_few_adapted_tokens(
+            *operands, shrunk.tensors, shrunk.second, shrunk.third
         )
     return reference(
-        x, matrix, bias, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual, dtype=dtype
+        x,
+        matrix,
+        bias,
+        norm_weight=norm_weight,
+        eps=eps,
+        gated=gated,
+        residual=residual,
+        dtype=dtype,
+        adapted=adapted,
     )
 
 
@@ -62,10 +79,13 @@ def reference(
     gated: bool = False,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    adapted: Adapted | None = None,
 ) -> Tensor:
     """`project` of a plain matrix in plain torch, in the precision of its inputs."""
     y = x if norm_weight is None else functional.rms_norm(x, norm_weight.shape, norm_weight, eps)
-    y = functional.linear(y, weight, bias)
+    normed, y = y, functional.linear(y, weight, bias)
+    if adapted is not None:
+        lora.add(normed, y, *adapted)
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = functional.silu(gate) * up

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import lora
+from ..lora import Adapted
+from ..lora.deltas import Shrunk
 from ..rows import silu_mul
 from .cpu_product import multiply, multiply_somehow
 from .tiles import UNFUSED, Library, SkinnyTile, Tile
@@ -32,12 +35,17 @@ def linear_in_parts(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Te
     return _by_kernel(tile, x, matrix, bias, gated=False)
 
 
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """silu(first half) * second half of `x @ weight.T + bias`; its rows may lie apart."""
+def gated_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, adapted: Adapted | None = None
+) -> Tensor:
+    """silu(first half) * second half of `x @ weight.T + bias`, adapters included; its rows may lie apart."""
     matrix, tile = plain(weight, "a gated product"), tile_for(x, weight, gated=True)
     if isinstance(tile, Library):
-        return silu_mul(_by_library(x, matrix, bias))
-    return _by_kernel(tile, x, matrix, bias, gated=True)
+        product = _by_library(x, matrix, bias)
+        if adapted is not None:
+            lora.add(x, product, *adapted)
+        return silu_mul(product)
+    return _by_kernel(tile, x, matrix, bias, gated=True, adapted=adapted)
 
 
 def float_linear(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
@@ -63,10 +71,27 @@ def _by_library(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(x, matrix, bias) if x.is_cuda else multiply(x, matrix, bias)
 
 
-def _by_kernel(tile: Tile, x: Tensor, matrix: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+def _by_kernel(
+    tile: Tile,
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    *,
+    gated: bool,
+    adapted: Adapted | None = None,
+) -> Tensor:
     from . import triton_linear
 
     x = x.contiguous()
+    if adapted is not None:
+        assert gated, "adapters add to a plain product when it is there"
+        shrunk = Shrunk.of(x, adapted)
+        pieces = shrunk.tensors, shrunk.second, shrunk.third
+        if isinstance(tile, UNFUSED):
+            return triton_linear.multiply_and_gate_adapted(x, matrix, bias, *pieces)
+        return triton_linear.project_few_adapted_tokens(
+            x, matrix, bias, None, 0.0, True, None, x.dtype, *pieces
+        )
     if isinstance(tile, UNFUSED):
         return triton_linear.multiply(x, matrix, bias, gated, x.dtype)
     return triton_linear.project_few_tokens(x, matrix, bias, None, 0.0, gated, None, x.dtype)

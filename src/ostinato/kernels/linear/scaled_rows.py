@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import lora
+from ..lora import Adapted
+from ..lora.deltas import Shrunk
 from ..squares import SQUARES_TOGETHER
 from .choice import choose
 from .tiles import MatrixShape, WideTile
@@ -49,15 +52,29 @@ def scale(rows: Tensor, norm_weight: Tensor) -> ScaledRows:
     return _scaled(rows, norm_weight)
 
 
-def project(x: ScaledRows, weight: Weight, bias: Tensor | None, eps: float, *, gated: bool) -> Tensor:
-    """`norm(rows) @ weight.T + bias`, gated if asked."""
+def project(
+    x: ScaledRows,
+    weight: Weight,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    gated: bool,
+    adapted: Adapted | None = None,
+) -> Tensor:
+    """`norm(rows) @ weight.T + bias`, adapters included, gated if asked."""
     matrix = plain(weight, "a product of scaled rows")
     if x.rows.is_cuda:
-        from .cuda_scaled import project_scaled
+        from .cuda_scaled import project_scaled, project_scaled_adapted
 
-        return project_scaled(x.scaled, x.squares, matrix, bias, eps, gated)
+        operands = (x.scaled, x.squares, matrix, bias, eps, gated)
+        if adapted is None:
+            return project_scaled(*operands)
+        return project_scaled_adapted(*operands, *Shrunk.of(x.scaled, adapted).deltas())
     factor = (x.squares.sum(0) / x.rows.size(1) + eps).rsqrt()
-    y = functional.linear(x.scaled, matrix).float() * factor[:, None]
+    y = functional.linear(x.scaled, matrix)
+    if adapted is not None:
+        lora.add(x.scaled, y, *adapted)
+    y = y.float() * factor[:, None]
     y = y if bias is None else y + bias
     if gated:
         first, second = y.chunk(2, dim=-1)
@@ -66,15 +83,28 @@ def project(x: ScaledRows, weight: Weight, bias: Tensor | None, eps: float, *, g
 
 
 def add_projected(
-    to: ScaledRows, x: Tensor, weight: Weight, bias: Tensor | None, norm_weight: Tensor
+    to: ScaledRows,
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    norm_weight: Tensor,
+    adapted: Adapted | None = None,
 ) -> ScaledRows:
-    """`rows + x @ weight.T + bias` and what the next layer needs of its norm; on a GPU in the same memory."""
+    """`rows + x @ weight.T + bias`, adapters included, and what the next layer needs of its norm; on a GPU in
+    the same memory."""
     matrix = plain(weight, "a product that is added to rows")
     if x.is_cuda:
         from .cuda_scaled import add_projected as add
+        from .cuda_scaled import add_projected_adapted as add_adapted
 
-        return ScaledRows(to.rows, *add(x, matrix, bias, to.rows, norm_weight))
-    return _scaled(to.rows + functional.linear(x, matrix, bias), norm_weight)
+        operands = (x, matrix, bias, to.rows, norm_weight)
+        if adapted is None:
+            return ScaledRows(to.rows, *add(*operands))
+        return ScaledRows(to.rows, *add_adapted(*operands, *Shrunk.of(x, adapted).deltas()))
+    product = functional.linear(x, matrix, bias)
+    if adapted is not None:
+        lora.add(x, product, *adapted)
+    return _scaled(to.rows + product, norm_weight)
 
 
 def _scaled(rows: Tensor, norm_weight: Tensor) -> ScaledRows:

@@ -6,6 +6,7 @@ from torch import Tensor
 from .. import dependent_launch
 from ..custom_op import custom_op
 from ..host_sizes import cdiv
+from ..lora.deltas import Deltas, Shrunk
 from ..on_chip_memory import prefer_l1
 from .choice import choose
 from .tiles import (
@@ -52,6 +53,63 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     return x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
+
+
+@custom_op("project_few_adapted_tokens")
+def project_few_adapted_tokens(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    gated: bool,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    shrunk: list[Tensor],
+    second: int,
+    third: int,
+) -> Tensor:
+    """The same with what adapters add to the product: `Shrunk`, in pieces."""
+    out = x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
+    added = Shrunk.from_tensors(shrunk, second, third)
+    _launch_few_tokens(x, weight, bias, norm_weight, eps, gated, residual, out, added)
+    return out
+
+
+@project_few_adapted_tokens.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    gated: bool,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    shrunk: list[Tensor],
+    second: int,
+    third: int,
+) -> Tensor:
+    return x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
+
+
+@custom_op("multiply_and_gate_adapted")
+def multiply_and_gate_adapted(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shrunk: list[Tensor], second: int, third: int
+) -> Tensor:
+    """`multiply`, gated, with what adapters add to the product: `Shrunk`, in pieces."""
+    tile = _unfused_tile(x, weight, True)
+    out = _room(x, weight, True, x.dtype, tile)
+    deltas = Shrunk.from_tensors(shrunk, second, third).deltas()
+    _launch_unfused(x, weight, bias, True, out, tile, deltas)
+    return out
+
+
+@multiply_and_gate_adapted.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shrunk: list[Tensor], second: int, third: int
+) -> Tensor:
+    return _room(x, weight, True, x.dtype, _unfused_tile(x, weight, True))
 
 
 @custom_op("multiply")
@@ -113,6 +171,7 @@ def _launch_few_tokens(
     gated: bool,
     residual: Tensor | None,
     out: Tensor,
+    added: Shrunk | None = None,
 ) -> None:
     tile = _choice(x, weight, gated=gated)
     match tile:
@@ -125,6 +184,7 @@ def _launch_few_tokens(
                 x if residual is None else residual,
                 out,
                 eps,
+                *((added.sums, added.b, added.ranks, added.slots) if added else (x, x, x, x)),
                 out_features=out.size(1),
                 in_features=x.size(1),
                 norm=norm_weight is not None,
@@ -133,6 +193,12 @@ def _launch_few_tokens(
                 has_residual=residual is not None,
                 rows=rows,
                 block=block,
+                adapted=added is not None,
+                second_part=added.second if added else 0,
+                third_part=added.third if added else 0,
+                splits=added.sums.size(0) if added else 1,
+                room=added.b.size(2) if added else 0,
+                width=added.sums.size(2) if added else 0,
                 num_warps=num_warps,
                 enable_fp_fusion=True,
                 **dependent_launch.options(x.device),
@@ -141,15 +207,15 @@ def _launch_few_tokens(
         case CudaGemvTile():
             from .cuda_gemv import launch_gemv
 
-            launch_gemv(x, weight, bias, norm_weight, eps, residual, out, tile)
+            launch_gemv(x, weight, bias, norm_weight, eps, residual, out, tile, added and added.deltas())
         case FragmentsTile():
             from .cuda_fragments import launch_fragments
 
-            launch_fragments(x, weight, bias, norm_weight, eps, residual, out, tile)
+            launch_fragments(x, weight, bias, norm_weight, eps, residual, out, tile, added and added.deltas())
         case StreamedTile():
             from .cuda_streamed import launch_streamed
 
-            launch_streamed(x, weight, bias, norm_weight, eps, residual, out, tile)
+            launch_streamed(x, weight, bias, norm_weight, eps, residual, out, tile, added and added.deltas())
         case _:
             raise AssertionError(f"{tile} is not fused")
 
@@ -161,17 +227,24 @@ def _launch_unfused(
     gated: bool,
     out: Tensor,
     tile: SkinnyTile | WideTile,
+    deltas: Deltas | None = None,
 ) -> None:
     if isinstance(tile, WideTile):
         from .cuda_wide import launch_wide
 
-        launch_wide(x, weight, bias, out, tile)
+        launch_wide(x, weight, bias, out, tile, deltas=deltas)
     else:
-        _launch_skinny(x, weight, bias, gated, out, tile)
+        _launch_skinny(x, weight, bias, gated, out, tile, deltas)
 
 
 def _launch_skinny(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor, tile: SkinnyTile
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    out: Tensor,
+    tile: SkinnyTile,
+    deltas: Deltas | None,
 ) -> None:
     num_tokens, in_features = x.shape
     out_features = out.size(-1)
@@ -181,6 +254,7 @@ def _launch_skinny(
         weight,
         x if bias is None else bias,
         out,
+        *(deltas or (x, x)),
         num_tokens,
         out_features=out_features,
         in_features=in_features,
@@ -190,6 +264,7 @@ def _launch_skinny(
         rows=tile.rows,
         block=tile.block,
         parts=tile.parts,
+        adapted=deltas is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,

@@ -8,7 +8,7 @@ longer side of the tensor cores. With `parts` > 1 the columns are shared too:
     columns      | part 0 | part 1 | ...      each its own product, float32 [parts, T, out]
 
 and who reads the result adds them, in order, so that the same input always gives the same bits. `gated` is
-silu(first half of the rows) * second half.
+silu(first half of the rows) * second half; `adapted`: of the products and what adapters add to them.
 """
 
 import triton
@@ -41,6 +41,8 @@ def _skinny(
     weight,
     bias,
     out,
+    deltas,
+    slots,
     num_tokens,
     out_features: tl.constexpr,
     in_features: tl.constexpr,
@@ -50,6 +52,7 @@ def _skinny(
     rows: tl.constexpr,
     block: tl.constexpr,
     parts: tl.constexpr,
+    adapted: tl.constexpr,
     dependent: tl.constexpr,
 ):
     turned: tl.constexpr = rows > tokens
@@ -83,6 +86,16 @@ def _skinny(
 
     if turned:
         acc, acc_up = tl.trans(acc), tl.trans(acc_up)
+    if adapted:
+        slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+        added = (slot >= 0)[:, None] & in_rows[None, :]
+        halves: tl.constexpr = 2 if gated else 1
+        of_tokens = deltas + token.to(tl.int64)[:, None] * (halves * out_features) + n[None, :]
+        acc = tl.where(added, acc + tl.load(of_tokens, mask=added, other=0.0), acc)
+        if gated:
+            acc_up = tl.where(
+                added, acc_up + tl.load(of_tokens + out_features, mask=added, other=0.0), acc_up
+            )
     if has_bias:
         is_added = in_rows
         if parts > 1:

@@ -4,9 +4,19 @@
 `add` adds what the adapters make of a layer's input to its product.
 """
 
-from .adapters import Adapters
+from .adapters import Adapted, Adapters, adapted_by
 from .low_rank import add
 from .rows import NO_ADAPTER, Rows
 from .stack import LowRank, Stack, StackError
 
-__all__ = ["NO_ADAPTER", "Adapters", "LowRank", "Rows", "Stack", "StackError", "add"]
+__all__ = [
+    "NO_ADAPTER",
+    "Adapted",
+    "Adapters",
+    "LowRank",
+    "Rows",
+    "Stack",
+    "StackError",
+    "adapted_by",
+    "add",
+]

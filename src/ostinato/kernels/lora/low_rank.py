@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from .adapters import Adapted
+from .deltas import Shrunk
 from .rows import Rows
 from .stack import Stack
 from .torch_reference import add_in_torch
@@ -10,7 +12,10 @@ from .torch_reference import add_in_torch
 def add(x: Tensor, product: Tensor, stack: Stack, rows: Rows) -> None:
     """`product[t] += b[slot] @ (a[slot] @ x[t])` with the slot of token t, part by part, in place.
 
-    x [T, in]; `product` [T, out] in the type of x or float32. Rows of tokens without an adapter keep their
-    bits, and what a token gets depends on no other token.
+    x [T, in]; `product` dense [T, out] in the type of x or float32. Rows of tokens without an adapter keep
+    their bits, and what a token gets depends on no other token.
     """
-    add_in_torch(x, product, stack, rows)
+    if rows.blocks is None:
+        add_in_torch(x, product, stack, rows)
+    else:
+        Shrunk.of(x, Adapted(stack, rows)).add_to(product)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .division import num_blocks, tokens_together
+
 NO_ADAPTER = -1
 """In place of a slot."""
 
@@ -17,8 +19,25 @@ class Rows:
 
     slots: Tensor
     """int32 [T]: of each token, padded ones included; `NO_ADAPTER` for none."""
+    order: Tensor | None = None
+    """int32 [T]: the tokens that have an adapter, by slot; on a GPU."""
+    blocks: Tensor | None = None
+    """int32 [3, blocks]: the slot of each block of tokens, where it begins and ends in `order`; on a GPU.
+
+    `NO_ADAPTER`, 0 and 0 for a block that there is not.
+    """
 
     @classmethod
     def of(cls, slots: Tensor, num_slots: int) -> Rows:
         """From the slot of every token, int32 [T], of so many that there are."""
-        return cls(slots)
+        return cls.in_blocks(slots, num_slots) if slots.is_cuda else cls(slots)
+
+    @classmethod
+    def in_blocks(cls, slots: Tensor, num_slots: int) -> Rows:
+        """For kernels."""
+        from .triton_grouping import group
+
+        num_tokens = slots.size(0)
+        return cls(
+            slots, *group(slots, num_slots, tokens_together(num_tokens), num_blocks(num_tokens, num_slots))
+        )

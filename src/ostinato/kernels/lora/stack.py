@@ -13,6 +13,8 @@ from torch import Tensor
 from ..allocation import Allocate, allocated
 from ..host_sizes import cdiv
 
+MOST_PARTS = 3
+"""Query, key and value."""
 RANKS_TOGETHER = 16
 """Kernels take so many at a time; a slot has room for a multiple of it."""
 
@@ -62,6 +64,7 @@ class Stack:
         name: str = "",
     ) -> Stack:
         """Slots that add nothing. `allocate` gives memory by name: `<name>.lora_a` and so on."""
+        assert 1 <= len(parts) <= MOST_PARTS, parts
         room = cdiv(max_rank, RANKS_TOGETHER) * RANKS_TOGETHER
         give = partial(allocated, allocate) if allocate else _by_torch
         stack = cls(
@@ -83,6 +86,12 @@ class Stack:
     def room(self) -> int:
         """Ranks of a slot."""
         return self.b.size(2)
+
+    @property
+    def first_rows(self) -> tuple[int, int]:
+        """Of the second and the third part; where there is none, the rows of all."""
+        second = self.parts[0]
+        return second, second + (self.parts[1] if len(self.parts) > 1 else 0)
 
     @property
     def nbytes(self) -> int:

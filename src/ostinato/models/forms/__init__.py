@@ -17,7 +17,7 @@ from .scaled import Scaled
 def form_of(step: Step, adapters: Adapters | None = None) -> Form[Any]:
     """The form that a step should run in: the first that can, and should."""
     reasons = []
-    for form in (Few(), Scaled(), General(adapters)):
+    for form in (Few(adapters), Scaled(adapters), General(adapters)):
         reason = form.why_not(step)
         if reason is None:
             return form

@@ -1,16 +1,22 @@
 """The form of very few tokens on a GPU: norm, gate and sum are parts of the linear layers."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from ostinato.kernels.linear import few_tokens
 from ostinato.kernels.linear.weight import PLAIN
+from ostinato.kernels.lora import Adapters, adapted_by
 
 from ..layers import Linear, RMSNorm
 from .form import Form, Step
 
 
+@dataclass(frozen=True, eq=False)
 class Few(Form[Tensor]):
-    """Rows are what they are. A product never leaves its kernel before gate and sum: no adapters."""
+    """Rows are what they are. Products never leave their kernels before gate and sum: adapters add there."""
+
+    adapters: Adapters | None = None
 
     name = "few"
     keeps_input = True
@@ -19,8 +25,6 @@ class Few(Form[Tensor]):
 
     def why_not(self, step: Step) -> str | None:
         """As `Form`."""
-        if step.has_adapters:
-            return "its kernels gate and add products themselves, so that no adapter can change them before"
         if step.formats != {PLAIN}:
             return f"its kernels take plain weights, not {', '.join(sorted(step.formats))}"
         if not few_tokens.are_the_choice(step.shapes, step.num_tokens, step.dtype, step.device):
@@ -38,12 +42,19 @@ class Few(Form[Tensor]):
     def project(self, rows: Tensor, norm: RMSNorm, linear: Linear, *, gated: bool = False) -> Tensor:
         """As `Form`."""
         return few_tokens.project(
-            rows, linear.matrix, linear.bias, norm_weight=norm.weight, eps=norm.eps, gated=gated
+            rows,
+            linear.matrix,
+            linear.bias,
+            norm_weight=norm.weight,
+            eps=norm.eps,
+            gated=gated,
+            adapted=adapted_by(self.adapters, linear.name),
         )
 
     def add(self, rows: Tensor, linear: Linear, x: Tensor, next_norm: RMSNorm) -> Tensor:
         """As `Form`."""
-        return few_tokens.project(x, linear.matrix, linear.bias, residual=rows)
+        adapted = adapted_by(self.adapters, linear.name)
+        return few_tokens.project(x, linear.matrix, linear.bias, residual=rows, adapted=adapted)
 
     def end(self, rows: Tensor, norm: RMSNorm) -> Tensor:
         """As `Form`."""

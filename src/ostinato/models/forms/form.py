@@ -31,8 +31,6 @@ class Step(NamedTuple):
     """How these are stored."""
     dtype: torch.dtype
     device: torch.device
-    has_adapters: bool = False
-    """Whether something is to be added to the products of linear layers."""
 
 
 class Form(ABC, Generic[Rows]):

@@ -8,8 +8,8 @@ from torch import Tensor
 from ostinato.kernels import lora
 from ostinato.kernels.linear import products
 from ostinato.kernels.linear.weight import PLAIN
-from ostinato.kernels.lora import Adapters
-from ostinato.kernels.rows import add_rms_norm, rms_norm, silu_mul
+from ostinato.kernels.lora import Adapters, adapted_by
+from ostinato.kernels.rows import add_rms_norm, rms_norm
 
 from ..layers import Linear, RMSNorm
 from .form import Form, Step
@@ -55,10 +55,11 @@ class General(Form[Sum]):
         """As `Form`."""
         x = rows.normed
         assert x is not None
-        if gated and self.adapters is None:
-            return products.gated_linear(x, linear.matrix, linear.bias)
-        product = self._product(linear, x)
-        return silu_mul(products.joined(product, x.dtype)) if gated else product
+        if gated:
+            return products.gated_linear(
+                x, linear.matrix, linear.bias, adapted_by(self.adapters, linear.name)
+            )
+        return self._product(linear, x)
 
     def add(self, rows: Sum, linear: Linear, x: Tensor, next_norm: RMSNorm) -> Sum:
         """As `Form`."""
@@ -71,9 +72,9 @@ class General(Form[Sum]):
         return normed
 
     def _product(self, linear: Linear, x: Tensor) -> Tensor:
-        """What a linear layer makes of x, adapters included, before any gate or sum; perhaps in parts."""
+        """What a linear layer makes of x, adapters included, before any sum; perhaps in parts."""
         product = products.linear_in_parts(x, linear.matrix, linear.bias)
-        stack = self.adapters.stacks.get(linear.name) if self.adapters else None
-        if self.adapters and stack is not None:
-            lora.add(x, product if product.dim() == 2 else product[0], stack, self.adapters.rows)
+        adapted = adapted_by(self.adapters, linear.name)
+        if adapted is not None:
+            lora.add(x, product if product.dim() == 2 else product.select(0, 0), *adapted)
         return product

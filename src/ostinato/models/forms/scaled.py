@@ -1,29 +1,33 @@
 """The form of dozens of tokens on a Hopper GPU: a layer leaves half of the next norm to the one behind it."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from ostinato.kernels.linear import scaled_rows
 from ostinato.kernels.linear.scaled_rows import ScaledRows
 from ostinato.kernels.linear.weight import PLAIN
+from ostinato.kernels.lora import Adapters, adapted_by
 
 from ..layers import Linear, RMSNorm
 from .form import Form, Step
 
 
+@dataclass(frozen=True, eq=False)
 class Scaled(Form[ScaledRows]):
     """Rows go with what the next norm needs of them.
 
-    Products leave their kernels gated or added to the rows, and nobody ever has the rows normalised: no place
-    for adapters.
+    Products leave their kernels gated or added to the rows, and nobody ever has the rows normalised: adapters
+    take them scaled, and add to products before the norm's factor.
     """
+
+    adapters: Adapters | None = None
 
     name = "scaled"
     keeps_input = False
 
     def why_not(self, step: Step) -> str | None:
         """As `Form`."""
-        if step.has_adapters:
-            return "its kernels gate and add products themselves, so that no adapter can change them before"
         if step.formats != {PLAIN}:
             return f"its kernels take plain weights, not {', '.join(sorted(step.formats))}"
         if not scaled_rows.are_the_choice(step.shapes, step.num_tokens, step.dtype, step.device):
@@ -40,11 +44,13 @@ class Scaled(Form[ScaledRows]):
 
     def project(self, rows: ScaledRows, norm: RMSNorm, linear: Linear, *, gated: bool = False) -> Tensor:
         """As `Form`; the rows were scaled by the weight of that norm."""
-        return scaled_rows.project(rows, linear.matrix, linear.bias, norm.eps, gated=gated)
+        adapted = adapted_by(self.adapters, linear.name)
+        return scaled_rows.project(rows, linear.matrix, linear.bias, norm.eps, gated=gated, adapted=adapted)
 
     def add(self, rows: ScaledRows, linear: Linear, x: Tensor, next_norm: RMSNorm) -> ScaledRows:
         """As `Form`; `rows` are gone."""
-        return scaled_rows.add_projected(rows, x, linear.matrix, linear.bias, next_norm.weight)
+        adapted = adapted_by(self.adapters, linear.name)
+        return scaled_rows.add_projected(rows, x, linear.matrix, linear.bias, next_norm.weight, adapted)
 
     def end(self, rows: ScaledRows, norm: RMSNorm) -> Tensor:
         """As `Form`."""

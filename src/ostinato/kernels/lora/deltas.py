@@ -1,0 +1,66 @@
+"""What adapters add, on its way into a kernel that multiplies, gates and adds by itself."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .adapters import Adapted
+
+Deltas = tuple[Tensor, Tensor]
+"""float32 [T, out], undefined for tokens without an adapter, and the slots of all tokens."""
+
+
+class Shrunk(NamedTuple):
+    """What `triton_shrink` left of a layer's input, and what `b` is to make of it."""
+
+    sums: Tensor
+    """float32 [splits, T, parts * room]."""
+    b: Tensor
+    ranks: Tensor
+    slots: Tensor
+    order: Tensor
+    blocks: Tensor
+    second: int
+    """First row of the second part, or `out`."""
+    third: int
+
+    @classmethod
+    def of(cls, x: Tensor, adapted: Adapted, norm_weight: Tensor | None = None) -> Shrunk:
+        """Of rows x [T, in], times the weight of the norm before the layer: its factor is the product's."""
+        from .triton_shrink import shrink
+
+        stack, rows = adapted
+        assert rows.order is not None
+        assert rows.blocks is not None
+        sums = shrink(x, norm_weight, stack.a, stack.room, stack.ranks, rows.order, rows.blocks)
+        return cls(sums, stack.b, stack.ranks, rows.slots, rows.order, rows.blocks, *stack.first_rows)
+
+    @classmethod
+    def from_tensors(cls, tensors: list[Tensor], second: int, third: int) -> Shrunk:
+        """As `tensors` gave them to a custom op."""
+        sums, b, ranks, slots, order, blocks = tensors
+        return cls(sums, b, ranks, slots, order, blocks, second, third)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """For a custom op."""
+        return [self.sums, self.b, self.ranks, self.slots, self.order, self.blocks]
+
+    def add_to(self, product: Tensor) -> None:
+        """To dense rows [T, out]."""
+        self._expand(product, is_new=False)
+
+    def deltas(self) -> Deltas:
+        """By themselves."""
+        new = self.sums.new_empty(self.slots.size(0), self.b.size(1), dtype=torch.float32)
+        self._expand(new, is_new=True)
+        return new, self.slots
+
+    def _expand(self, product: Tensor, *, is_new: bool) -> None:
+        from .triton_expand import expand
+
+        grouped = self.ranks, self.order, self.blocks
+        expand(self.sums, self.b, self.second, self.third, *grouped, product, is_new)

@@ -1,0 +1,69 @@
+"""How the work on adapters is divided: by tokens, slots and the matrix, never by who has which adapter.
+
+Tokens of one slot are taken in blocks:
+
+    tokens                1 to 16    to 64    to 256    more
+    of a block            16         16       16        64
+    programs that share   up to 32   8        4         1         the columns of `a`, each with its own sums
+
+How many blocks there are is known on the device alone. Most slots are empty in most steps, and a program for
+every block that there might be would cost more than the work: so few programs take blocks in turn.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+from ..host_sizes import cdiv, next_power_of_2
+
+_MOST_DECODE_TOKENS = 256
+TOKENS_TO_COUNT = 128
+"""At a time, of all tokens, by the kernel that finds the blocks."""
+_COLUMNS = 256
+"""That a program of few tokens takes at a time."""
+
+
+class Division(NamedTuple):
+    """The work of the programs that multiply tokens with `a`."""
+
+    tokens: int
+    """Of a block."""
+    columns: int
+    """At a time."""
+    splits: int
+    """Programs that share the columns; whoever reads their sums adds them, in order."""
+
+
+def tokens_together(num_tokens: int) -> int:
+    """Of a block."""
+    return 16 if num_tokens <= _MOST_DECODE_TOKENS else 64
+
+
+def num_blocks(num_tokens: int, num_slots: int) -> int:
+    """That tokens can be in, whatever slots they have: the last of each slot may not be full."""
+    size = tokens_together(num_tokens)
+    return min(num_tokens, num_tokens // size + min(num_slots, num_tokens))
+
+
+def programs_for_blocks(num_tokens: int, num_slots: int) -> int:
+    """That take blocks in turn."""
+    return min(num_blocks(num_tokens, num_slots), max(8, num_tokens // tokens_together(num_tokens) + 4))
+
+
+def division(num_tokens: int, in_features: int) -> Division:
+    """For few tokens many programs with few columns each: nothing but latency takes time there."""
+    size = tokens_together(num_tokens)
+    if size > 16:
+        return Division(size, 64, 1)
+    most = 32 if num_tokens <= 16 else 8 if num_tokens <= 64 else 4
+    return Division(size, _COLUMNS, min(most, cdiv(in_features, 2 * _COLUMNS)))
+
+
+def blocks_together(num_tokens: int, num_blocks: int) -> int:
+    """That a program which finds blocks describes, for each chunk of tokens."""
+    return max(16, next_power_of_2(cdiv(num_blocks, cdiv(num_tokens, TOKENS_TO_COUNT))))
+
+
+def adapters_class(num_tokens: int, num_slots: int, widths: Iterable[int]) -> Hashable:
+    """Equal for steps whose adapters need the same compiled kernels; inputs of layers are so wide."""
+    together = blocks_together(num_tokens, num_blocks(num_tokens, num_slots))
+    return together, *(division(num_tokens, width) for width in sorted(widths))

@@ -1,0 +1,146 @@
+# mypy: allow-untyped-defs
+# (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
+"""Tokens times the first matrix of their adapters: from the width of a layer to a few ranks.
+
+A program takes a block of tokens that have the same slot, 16 ranks of one part, and a share of the columns.
+The weights of its first columns are on their way before it waits for the previous kernel. Sums of the shares
+lie beside each other, and who reads them adds them in order:
+
+    shrunk   float32 [splits, T, parts * room]
+
+Undefined for tokens without an adapter and, beyond a multiple of 16, for ranks that an adapter has not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import dependent_launch
+from ..custom_op import custom_op
+from ..dependent_launch import wait_for_previous
+from .division import division, programs_for_blocks
+from .stack import RANKS_TOGETHER
+from .triton_grouping import slot_and_rank, tokens_of
+
+
+@triton.jit
+def _add_product(acc, source, norm_weight, w, start, k, real, in_features: tl.constexpr, norm: tl.constexpr):
+    in_row = start + k < in_features
+    v = tl.load(source + start, mask=real[:, None] & in_row[None, :], other=0.0)
+    if norm:
+        g = tl.load(norm_weight + start + k, mask=in_row, other=0.0).to(tl.float32)
+        v = (v.to(tl.float32) * g[None, :]).to(v.dtype)
+    return tl.dot(v, tl.trans(w), acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_blocks"))
+def _shrink(
+    x,
+    norm_weight,
+    a,
+    ranks,
+    order,
+    blocks,
+    shrunk,
+    num_tokens,
+    num_blocks,
+    x_stride,
+    in_features: tl.constexpr,
+    width: tl.constexpr,
+    room: tl.constexpr,
+    tokens: tl.constexpr,
+    together: tl.constexpr,
+    columns: tl.constexpr,
+    splits: tl.constexpr,
+    norm: tl.constexpr,
+    dependent: tl.constexpr,
+):
+    share: tl.constexpr = (in_features + splits * columns - 1) // (splits * columns) * columns
+    even: tl.constexpr = in_features % (splits * columns) == 0
+    block, first_row, split = tl.program_id(0), tl.program_id(1) * together, tl.program_id(2)
+    first_rank = first_row % room
+    row = first_row + tl.arange(0, together)
+    k = split * share + tl.arange(0, columns)
+    slot, rank = slot_and_rank(blocks, ranks, block, num_blocks)
+    weights = a + (tl.maximum(slot, 0).to(tl.int64) * width + row[:, None]) * in_features + k[None, :]
+    w = tl.load(weights, mask=(k < tl.where(first_rank < rank, in_features, 0))[None, :], other=0.0)
+    token, real = tokens_of(blocks, order, block, num_blocks, tokens)
+    wait_for_previous(dependent)
+    while slot >= 0:
+        source = x + token[:, None] * x_stride + k[None, :]
+        acc = tl.zeros([tokens, together], tl.float32)
+        acc = _add_product(acc, source, norm_weight, w, 0, k, real, in_features, norm)
+        # An adapter that has no such ranks here leaves zeros, which nobody reads.
+        for start in range(columns, tl.where(first_rank < rank, share, 0), columns):
+            if even:
+                w = tl.load(weights + start)
+            else:
+                w = tl.load(weights + start, mask=(start + k < in_features)[None, :], other=0.0)
+            acc = _add_product(acc, source, norm_weight, w, start, k, real, in_features, norm)
+        target = shrunk + (split * num_tokens + token)[:, None] * width + row[None, :]
+        tl.store(target, acc, real[:, None])
+        block += tl.num_programs(0)
+        token, real = tokens_of(blocks, order, block, num_blocks, tokens)
+        slot, rank = slot_and_rank(blocks, ranks, block, num_blocks)
+        weights = a + (tl.maximum(slot, 0).to(tl.int64) * width + row[:, None]) * in_features + k[None, :]
+        w = tl.load(weights, mask=(k < tl.where(first_rank < rank, in_features, 0))[None, :], other=0.0)
+
+
+@custom_op("lora_shrink")
+def shrink(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    a: Tensor,
+    room: int,
+    ranks: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+) -> Tensor:
+    """Rows x [T, in], dense or apart, times `norm_weight` if that is given, through `a` of their slots."""
+    assert x.stride(1) == 1, "columns lie beside each other"
+    shrunk = _room(x, a)
+    how, num_blocks = division(*x.shape), blocks.size(1)
+    programs = programs_for_blocks(x.size(0), a.size(0))
+    _shrink[(programs, a.size(1) // RANKS_TOGETHER, how.splits)](
+        x,
+        x if norm_weight is None else norm_weight,
+        a,
+        ranks,
+        order,
+        blocks,
+        shrunk,
+        x.size(0),
+        num_blocks,
+        x.stride(0),
+        in_features=x.size(1),
+        width=a.size(1),
+        room=room,
+        tokens=how.tokens,
+        together=RANKS_TOGETHER,
+        columns=how.columns,
+        splits=how.splits,
+        norm=norm_weight is not None,
+        num_warps=4,
+        num_stages=3,
+        enable_fp_fusion=True,
+        **dependent_launch.options(x.device),
+    )
+    return shrunk
+
+
+@shrink.register_fake
+def _(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    a: Tensor,
+    room: int,
+    ranks: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+) -> Tensor:
+    return _room(x, a)
+
+
+def _room(x: Tensor, a: Tensor) -> Tensor:
+    return x.new_empty(division(*x.shape).splits, x.size(0), a.size(1), dtype=torch.float32)

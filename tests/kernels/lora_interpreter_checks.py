@@ -1,0 +1,91 @@
+"""Runs in a process with TRITON_INTERPRET=1 (see `test_lora`); one printed line a check.
+
+python -m kernels.lora_interpreter_checks few|all
+"""
+
+import sys
+from unittest.mock import patch
+
+import torch
+
+from kernels import lora_checks, unchanged
+from ostinato.kernels.linear.tiles import GemvTile, SkinnyTile
+from ostinato.kernels.lora import Rows, division
+
+ALL = sys.argv[1:] == ["all"]
+
+
+def check_grouping() -> None:
+    """Every token that has an adapter is in one block of its slot, in order; nobody else is in any."""
+    torch.manual_seed(0)
+    cases = [(1, 1), (1, 5), (7, 3), (40, 5), (200, 17), (300, 4), *([(700, 64)] if ALL else [])]
+    for num_tokens, num_slots in cases:
+        slots = lora_checks.random_slots("cpu", num_tokens, num_slots)
+        rows = Rows.in_blocks(slots, num_slots)
+        found: dict[int, list[int]] = {}
+        sizes = []
+        for slot, begin, end in rows.blocks.t().tolist():
+            if slot >= 0:
+                found.setdefault(slot, []).extend(rows.order[begin:end].tolist())
+                sizes.append(end - begin)
+        wanted = {
+            slot: (slots == slot).nonzero().flatten().tolist()
+            for slot in range(num_slots)
+            if (slots == slot).any()
+        }
+        assert found == wanted, (num_tokens, num_slots)
+        assert all(0 < size <= division.tokens_together(num_tokens) for size in sizes)
+    for slots in (torch.full((33,), -1), torch.zeros(33), torch.arange(33)):
+        rows = Rows.in_blocks(slots.int(), 40)
+        assert (rows.blocks[0] >= 0).sum() == (0 if slots[0] < 0 else 3 if slots[1] == 0 else 33)
+
+
+def check_adding() -> None:
+    with patch.object(Rows, "of", Rows.in_blocks):
+        lora_checks.check_add("cpu", torch.float32, 40, 600, (140, 24, 24), max_rank=33)
+        if unchanged.is_brief():
+            return
+        for num_tokens in (1, 5, *((70, 257) if ALL else ())):
+            lora_checks.check_add("cpu", torch.float32, num_tokens, 96, (48,))
+            lora_checks.check_add("cpu", torch.float32, num_tokens, 1100, (48, 24, 24), max_rank=20)
+        lora_checks.check_add("cpu", torch.float32, 20, 32, (24,), num_slots=19)
+        lora_checks.check_add(
+            "cpu", torch.float16, 7, 96, (40, 40), product_dtype=torch.float32, tolerance=2e-3
+        )
+        lora_checks.check_add("cpu", torch.float32, 260, 32, (24, 24), num_slots=3)
+
+
+def check_rows_that_lie_apart() -> None:
+    stack = lora_checks.random_stack("cpu", torch.float32, 64, (32,))
+    wide = torch.randn(5, 128)
+    slots = torch.tensor([0, 1, -1, 2, 0], dtype=torch.int32)
+    product = torch.zeros(5, 32)
+    lora_checks.add(wide[:, :64], product, stack, Rows.in_blocks(slots, 5))
+    wanted = lora_checks.wanted_delta(wide[:, :64], stack, slots)
+    torch.testing.assert_close(product.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def check_fused_products() -> None:
+    """One token with everything around it, more ranks than are taken at a time; a gate behind the product."""
+    for flags in (
+        {"norm": True},
+        {"norm": True, "gated": True, "bias": True},
+        {"bias": True, "residual": True},
+    ):
+        for max_rank in (16, 40) if ALL or "gated" in flags else (16,):
+            lora_checks.check_fused(
+                "cpu", torch.float32, (1, 48, 600), GemvTile(8, 256, 4), max_rank=max_rank, **flags
+            )
+    for num_tokens in (5, 40):
+        lora_checks.check_fused(
+            "cpu", torch.float32, (num_tokens, 40, 96), SkinnyTile(16, 32, 32, 4, 2), gated=True, bias=True
+        )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    checks = [check_grouping, check_adding, check_fused_products, check_rows_that_lie_apart]
+    for check in checks[:2] if unchanged.is_brief() else checks:
+        check()
+        print(check.__name__, flush=True)
+    print("all checks passed")
