@@ -222,10 +222,11 @@ class ModelRunner:
             device,
             is_decode=is_decode,
             is_cascade=key.descriptor.cascade,
+            num_slots=key.descriptor.lora,
         )
         queries = queries_of(self.model.config, self.config, key.descriptor)
         attention = None if is_decode else query_class(queries, gpu_of(device))
-        return key.mode, is_decode, kernels, attention, key.descriptor.lora
+        return key.mode, is_decode, kernels, attention
 
     def capture(
         self, times: StartupTimes, *, keys: Sequence[GraphKey] | None = None, progress: bool | None = None
