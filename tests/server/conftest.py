@@ -16,6 +16,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sleepy(model: Path) -> Iterator[ServerProcess]:
+    """One server whose memory comes and goes, with hostile contents, for tests that leave it awake."""
+    with ServerProcess(model, "--enable-sleep-mode", "--hostile-wake") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def server(model: Path) -> Iterator[ServerProcess]:
     """One server for all tests that leave it as it was."""
     with ServerProcess(model) as server:

@@ -12,7 +12,12 @@ from .server_process import ServerProcess
 
 schemathesis = pytest.importorskip("schemathesis", reason="pip install schemathesis")
 
-AFTERWARDS = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
+AFTERWARDS = {
+    "/pause": "/resume",
+    "/pause_generation": "/continue_generation",
+    "/sleep": "/wake_up",
+    "/start_profile": "/stop_profile",
+}
 """What would change the server for the requests behind, and how it is undone."""
 
 

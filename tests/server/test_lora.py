@@ -1,6 +1,8 @@
 """Adapters over HTTP: named as models, loaded and unloaded as vLLM and SGLang do it."""
 
+import base64
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from .server_process import ServerProcess
 
@@ -143,6 +145,26 @@ def test_load_and_unload_as_sglang(served: ServerProcess, adapters: dict[str, st
     answer = served.post("/unload_lora_adapter", {"lora_name": "s"})
     assert set(answer.json()["loaded_adapters"]) == {"x", "y"}
     assert served.post("/unload_lora_adapter", {"lora_name": "s"}).json()["success"] is False
+
+
+def test_an_adapter_from_tensors(served: ServerProcess, adapters: dict[str, str]) -> None:
+    tensors = load_file(Path(adapters["z"]) / "adapter_model.safetensors")
+    config = json.loads((Path(adapters["z"]) / "adapter_config.json").read_text())
+    served.post("/v1/load_lora_adapter", {"lora_name": "file", "lora_path": adapters["z"]})
+    z = text_of(served, "file")
+    served.post("/v1/unload_lora_adapter", {"lora_name": "file"})
+    for given in (tensors, list(tensors.items())):
+        pickled = base64.b64encode(pickle.dumps(given)).decode()
+        body = {"lora_name": "given", "config_dict": config, "serialized_tensors": pickled}
+        answer = served.post("/load_lora_adapter_from_tensors", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["loaded_adapters"]["given"]["lora_path"] == "__tensor__"
+        assert text_of(served, "given") == z
+        assert served.post("/load_lora_adapter_from_tensors", body).json()["success"] is False
+        assert served.post("/unload_lora_adapter", {"lora_name": "given"}).json()["success"] is True
+    hostile = base64.b64encode(b"cos\nsystem\n(S'true'\ntR.").decode()
+    body = {"lora_name": "bad", "config_dict": config, "serialized_tensors": hostile}
+    assert served.post("/load_lora_adapter_from_tensors", body).status_code == 400
 
 
 def test_what_cannot_be_loaded_changes_nothing(

@@ -20,7 +20,8 @@ def serve(model_name: ModelArgument = None, *, engine: Mapping[str, Any], server
     """Serve a model over HTTP, as the OpenAI API does; a live page is at /.
 
     Keys may also come from OSTINATO_API_KEY and OSTINATO_ADMIN_KEY, which no list of processes shows. Flags
-    of `vllm serve` and of SGLang's launch_server are understood: docs/flags.md.
+    of `vllm serve` and of SGLang's launch_server are understood: docs/flags.md. Without an admin key
+    VLLM_SERVER_DEV_MODE=1 means --open-admin.
     """
     from ostinato.graphs.errors import ConfigError
 
@@ -32,5 +33,7 @@ def serve(model_name: ModelArgument = None, *, engine: Mapping[str, Any], server
             f"{error.name} is missing: pip install -e '.[server]' in Ostinato's folder"
         ) from error
     keys = {name: os.environ.get(f"OSTINATO_{name.upper()}") for name in ("api_key", "admin_key")}
-    named = {name: key for name, key in keys.items() if key}
-    raise typer.Exit(run(with_model(engine, model_name), ServerConfig(**{**named, **server})))
+    given: dict[str, Any] = {**{name: key for name, key in keys.items() if key}, **server}
+    if os.environ.get("VLLM_SERVER_DEV_MODE") == "1" and not given.get("admin_key"):
+        given.setdefault("open_admin", True)
+    raise typer.Exit(run(with_model(engine, model_name), ServerConfig(**given)))

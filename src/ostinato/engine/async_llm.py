@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ostinato.graphs import Report
 from ostinato.models.adapters.adapter import Adapter
@@ -27,11 +27,13 @@ from .sampling_params import RequestError, SamplingParams
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport, check_mode
 from .text_engine import Prompt, TextEngine, check_params
+from .vllm_api.async_trainer_services import AsyncTrainerServices
 from .vllm_api.conversations import Messages
 from .vllm_api.engine_view import ModelView
 from .vllm_api.llm_engine import refuse_given
 from .vllm_api.metrics import Metric
 from .vllm_api.pooling_params import PoolingParams
+from .vllm_api.trainer_services import PartOfUpdate, inside, is_part_of_update
 
 if TYPE_CHECKING:
     from .vllm_api.engine_args import AsyncEngineArgs
@@ -55,13 +57,14 @@ def listed_names(given: object) -> list[str]:
     return names
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncTrainerServices):
     """A model that serves many coroutines at once. Use it from one or more event loops."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """As `LLM`."""
         self._llm = LLM(model, **options)
         self._turn = self._llm.engine.turn
+        self._llm.tell_outputs = lambda new: self._tell(self._llm.engine, new)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, tuple[asyncio.AbstractEventLoop, _Inbox]] = {}
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
@@ -204,13 +207,20 @@ class AsyncLLM:
         """As `LLM.wake_up`."""
         return await self._call(lambda engine: engine.wake_up(tags))
 
+    @overload
     async def update_weights(
         self, weights: NamedTensors | str | Path, *, version: str | None = None
-    ) -> WeightsReport:
+    ) -> WeightsReport: ...
+
+    @overload
+    async def update_weights(self, weights: PartOfUpdate, *, version: None = None) -> None: ...
+
+    async def update_weights(self, weights: Any, *, version: str | None = None) -> WeightsReport | None:
         """As `LLM.update_weights`; requests under way go on."""
-        return await self._call(
-            lambda engine: engine.update_weights(weights, version, lambda new: self._tell(engine, new))
-        )
+        if is_part_of_update(weights):
+            await self._operated(self._llm.trainer_link.receive(inside(weights, "update_info")))
+            return None
+        return await self._call(lambda _: self._llm.update_weights(weights, version=version))
 
     async def _read(self, asked: LoRARequest) -> Adapter | None:
         """What has to be read for this adapter, beside the engine's steps; None: nothing."""

@@ -153,6 +153,10 @@ class EngineConfig:
     hostile_wake: bool = False
     """For debugging: fill all memory with NaNs and large integers at every wake_up, before what is restored
     is restored. Needs enable_sleep_mode."""
+    worker_extension_cls: str | None = None
+    """A class, as package.module.Class, whose methods `collective_rpc` can call; see docs/memory.md."""
+    weight_transfer_timeout: float = 300.0
+    """Seconds that a trainer's process has to come to a group, or to a broadcast of weights."""
     batch_invariant: bool = False
     """Give each request the same bits whatever runs beside it: one shape for every step. Slower."""
 
@@ -176,7 +180,7 @@ class EngineConfig:
             raise ConfigError(f"seed must be at least 0, not {self.seed}")
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
-        for name in ("grammar_compile_seconds", "grammar_mask_seconds"):
+        for name in ("grammar_compile_seconds", "grammar_mask_seconds", "weight_transfer_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         check_capture_sizes(self)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -39,6 +39,9 @@ from .vllm_api.llm_engine import LLMEngine, refuse_given
 from .vllm_api.llm_options import llm_options
 from .vllm_api.pooling_params import PoolingParams
 from .vllm_api.prompts import known_token_ids, listed_prompts
+from .vllm_api.trainer_services import PartOfUpdate, TrainerServices, inside, is_part_of_update
+from .vllm_api.worker import extension_class
+from .weight_sync.trainer_link import done_here
 
 if TYPE_CHECKING:
     from .verifying.outcome import EngineVerification
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ostinato.engine")
 
 
-class LLM(EngineServices):
+class LLM(EngineServices, TrainerServices):
     """A model ready to generate. As a context manager it frees everything at the end."""
 
     def __init__(self, model: str | None = None, *, progress: bool | None = None, **options: Any) -> None:
@@ -59,6 +62,8 @@ class LLM(EngineServices):
         """
         self.config, self._options = llm_options(model, options)
         self._template = self._options.template
+        if self.config.worker_extension_cls is not None:
+            self._extension = extension_class(self.config.worker_extension_cls)
         self._engine: TextEngine | None = TextEngine(self.config, progress=progress)
         self._queued: list[RequestOutput] = []
 
@@ -366,16 +371,28 @@ class LLM(EngineServices):
         """
         return self.engine.wake_up(tags)
 
+    @overload
     def update_weights(
         self, weights: NamedTensors | str | Path, *, version: str | None = None
-    ) -> WeightsReport:
+    ) -> WeightsReport: ...
+
+    @overload
+    def update_weights(self, weights: PartOfUpdate, *, version: None = None) -> None: ...
+
+    def update_weights(self, weights: Any, *, version: str | None = None) -> WeightsReport | None:
         """New weights in place of the old: graphs and addresses stay, cached prefixes are forgotten.
 
         `weights`: a checkpoint's directory, or tensors by the names it would have, in a mapping, a list of
         pairs or an iterator; not necessarily all. All that are given are written or, if one does not fit or
         reading fails, none: WeightsError. Requests under way go on with the KV that they have.
+
+        {"update_info": {...}} is a part of an update that a trainer sends, as with vLLM; it is written by
+        `finish_weight_update`.
         """
-        return self.engine.update_weights(weights, version, lambda outputs: None)
+        if is_part_of_update(weights):
+            done_here(self.trainer_link.receive(inside(weights, "update_info")))
+            return None
+        return self._apply(weights, version)
 
     @property
     def weight_version(self) -> str:
@@ -390,6 +407,10 @@ class LLM(EngineServices):
         """Free weights, KV cache and graphs. In a forked child they are the parent's: nothing happens."""
         if self._engine is None or self._engine.turn.is_elsewhere:
             return
+        if "trainer_link" in vars(self):
+            self.trainer_link.close()
+            vars(self).pop("worker", None)
+            del self.trainer_link
         self._engine.close()
         memory = self._engine.core.loaded.memory
         self._engine = None

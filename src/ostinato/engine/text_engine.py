@@ -351,15 +351,17 @@ class TextEngine:
             self.core.scheduler.resume()
             while self.core.can_step:
                 tell(self.step())
-        self._settle(tell)
+        self.settle(tell)
         if mode == "abort":
             ended = [self.abort(name) for name in list(self._served)]
             tell([output for output in ended if output is not None])
 
-    def _settle(self, tell: Callable[[list[RequestOutput]], None]) -> None:
-        changed, self.ended = self._delivered(self.core.settle())
-        self._forget_ended()
-        tell(changed)
+    def settle(self, tell: Callable[[list[RequestOutput]], None]) -> None:
+        """Wait for the steps under way; `tell` gets the outputs they changed."""
+        with self.turn:
+            changed, self.ended = self._delivered(self.core.settle())
+            self._forget_ended()
+            tell(changed)
 
     def refuse_if_paused(self) -> None:
         """EngineAsleepError where whoever waits for an answer would wait for ever."""
@@ -379,7 +381,7 @@ class TextEngine:
     ) -> WeightsReport:
         """New weights between two steps; `tell` gets the outputs of the step that ends for it."""
         with self.turn:
-            self._settle(tell)
+            self.settle(tell)
             return self.core.update_weights(new, version)
 
     def _delivered(self, steps: list[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:

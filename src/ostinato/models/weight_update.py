@@ -54,9 +54,15 @@ def update_weights(model: Transformer, new: NamedTensors | str | Path) -> Update
         written = _replace_at_once(places, new)
     else:
         written = _replace(places, _pairs(new))
+    places.wait()
     places.check_addresses()
     num_bytes = sum(places.views[name].nbytes for name in written)
     return UpdatedWeights(tuple(written), num_bytes, written.keys() == places.names)
+
+
+def check_weights(model: Transformer, new: NamedTensors) -> None:
+    """WeightsError if one of them does not fit; nothing is written."""
+    _checked(_Places(model), new)
 
 
 class _Places:
@@ -96,6 +102,15 @@ class _Places:
         is_own = given.untyped_storage().data_ptr() in self._memory
         return given.clone() if is_own and given.data_ptr() != view.data_ptr() else given
 
+    def wait(self) -> None:
+        """Until all is written: who has lent the memory of what was given may use it again."""
+        device = self._model.embed_tokens.weight.device
+        if device.type == "cuda":
+            try:
+                torch.cuda.current_stream(device).synchronize()
+            except RuntimeError as error:
+                raise TornWeightsError(f"an update of weights was broken off: {error}") from error
+
     def check_addresses(self) -> None:
         moved = [name for name, view in checkpoint_tensors(self._model).items()
                  if view.data_ptr() != self._addresses[name]]  # fmt: skip
@@ -112,8 +127,7 @@ def _pairs(new: object) -> Iterator[tuple[object, object]]:
         yield pair[0], pair[1]
 
 
-def _replace_at_once(places: _Places, new: NamedTensors) -> dict[str, Tensor]:
-    """Everything is at hand: checked first, then written without a pause."""
+def _checked(places: _Places, new: NamedTensors) -> dict[str, Tensor]:
     pairs = new.items() if isinstance(new, Mapping) else new
     checked: dict[str, Tensor] = {}
     for given, tensor in _pairs(pairs):
@@ -121,6 +135,12 @@ def _replace_at_once(places: _Places, new: NamedTensors) -> dict[str, Tensor]:
         if name is not None:
             _refuse_twice(name, checked)
             checked[name] = places.checked(name, tensor)
+    return checked
+
+
+def _replace_at_once(places: _Places, new: NamedTensors) -> dict[str, Tensor]:
+    """Everything is at hand: checked first, then written without a pause."""
+    checked = _checked(places, new)
     try:
         interrupt = _write_all(places, checked)
     except Exception as error:

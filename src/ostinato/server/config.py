@@ -39,6 +39,9 @@ class ServerConfig:
     """A key that clients must send as a bearer token; without any, the API is open."""
     admin_key: str | None = None
     """The key of the admin endpoints; without one they answer to loopback only."""
+    open_admin: bool = False
+    """Answer the admin endpoints to whoever may use the API, from wherever: a trainer on another machine
+    without a key of its own."""
     max_body_mb: float = 8.0
     """Largest request body, in MiB."""
     max_prompt_tokens: int | None = None
@@ -85,6 +88,8 @@ class ServerConfig:
         keys = self.api_key
         if any(not key for key in keys) or self.admin_key == "":
             raise ConfigError("an API key must not be empty")
+        if self.open_admin and self.admin_key is not None:
+            raise ConfigError("open_admin is for servers without an admin_key: give one of them")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
         for name in (

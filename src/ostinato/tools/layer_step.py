@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
+from ostinato.kernels.lora import Adapters
 from ostinato.kernels.sampling.plain import PlainSettings, return_plain
 from ostinato.kernels.sampling.token_lines import TokenLines
-from ostinato.kernels.lora import Adapters
 from ostinato.models.forms.general import General, Sum
 from ostinato.models.layer import Layer
 from ostinato.models.mixing import FromRows, StepAttention

@@ -302,7 +302,12 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     harmless("worker_cls", "vllm", "text", "auto", "the engine has no workers", same=("auto",)),
     acts("enable_sleep_mode", "vllm", "flag", "", "memory that sleep gives back"),
     mapped("enable_memory_saver", "sglang", "flag", "", "enable_sleep_mode", "the same"),
-    refused("worker_extension_cls", "vllm", "text", "x.Y", "the engine has no workers to extend"),
+    acts("worker_extension_cls", "vllm", "text", "x.Y", "methods for `collective_rpc`"),
+    harmless(
+        *("weight_transfer_config", "vllm", "json", '{"backend": "nccl"}'),
+        "nccl and ipc: `init_info` says which, with an address or without",
+        same=({"backend": "nccl"}, {"backend": "ipc"}),
+    ),
 )
 
 ENGINE_ROWS = MODEL + ADAPTERS + MEMORY_AND_STEPS + GRAPHS_AND_KERNELS + SEVERAL_GPUS

@@ -104,6 +104,11 @@ class Scheduler:
         return bool(self._unfinished or self._in_flight)
 
     @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """All requests, wherever they are, in the order in which they came."""
+        return tuple(self._unfinished.values())
+
+    @property
     def has_more_than_held(self) -> bool:
         """Whether a step could do something, were it not for a pause."""
         return len(self._unfinished) > len(self.held) or bool(self._in_flight)

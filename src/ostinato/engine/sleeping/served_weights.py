@@ -46,10 +46,14 @@ class ServedWeights:
         self._missing = set(checkpoint_tensors(self._model))
         self._sleeper.why_no_weights = why
 
+    def rename(self, version: str) -> None:
+        """Call them something else from now on."""
+        _check_version(version)
+        self.version = version
+
     def update(self, new: NamedTensors | str | Path, version: str | None) -> WeightsReport:
         """Write new ones in place, all that are given or none; no step may be under way."""
-        if version is not None and not isinstance(version, str):
-            raise RequestError(f"a version of weights is a text, not {version!r}")
+        _check_version("" if version is None else version)
         self._sleeper.refuse_without_weights()
         began = time.perf_counter()
         try:
@@ -64,3 +68,8 @@ class ServedWeights:
         self.version = str(self._num_updates) if version is None else version
         seconds = time.perf_counter() - began
         return WeightsReport(written.names, written.num_bytes, self.version, len(self._missing), seconds)
+
+
+def _check_version(version: object) -> None:
+    if not isinstance(version, str):
+        raise RequestError(f"a version of weights is a text, not {version!r}")

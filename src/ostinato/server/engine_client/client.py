@@ -29,6 +29,7 @@ from ..wire.messages import (
     News,
     Ready,
     Reply,
+    Standing,
     Statistics,
     StepNews,
     Stop,
@@ -117,6 +118,8 @@ class EngineClient:
         """Of the engine that serves, or of the last one."""
         self.statistics: Statistics | None = None
         """The last counters of the engine that serves."""
+        self.standing = Standing()
+        """What its controls have made of it."""
         self.restarts = 0
         self._options = options
         self._limits = limits
@@ -335,6 +338,8 @@ class EngineClient:
                 self._step_seconds = seconds
             case Statistics():
                 self.statistics = event
+            case Standing():
+                self.standing = event
             case Reply():
                 self._settle(event)
             case Loading(text):

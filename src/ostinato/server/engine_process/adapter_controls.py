@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ostinato.engine.adapters.lora_request import LoRARequest
 from ostinato.engine.adapters.served_adapters import ServedAdapters
 from ostinato.engine.core import EngineCore
 from ostinato.engine.sampling_params import RequestError
+from ostinato.engine.weight_sync.wire_formats import sglang_tensors
+from ostinato.models.adapters.adapter import Adapter
 
 from ..wire.messages import AdapterInfo
 from .control_calls import Control, Waiting
@@ -21,7 +24,11 @@ class AdapterControls:
 
     def by_name(self) -> Mapping[str, Control]:
         """All that a call can name."""
-        return {"load_adapter": self._load, "unload_adapter": self._unload}
+        return {
+            "load_adapter": self._load,
+            "load_adapter_from_tensors": self._load_tensors,
+            "unload_adapter": self._unload,
+        }
 
     @property
     def _adapters(self) -> ServedAdapters:
@@ -37,6 +44,21 @@ class AdapterControls:
         known = adapters.named(adapter)
         number = adapters.free_id() if known is None else known.lora_int_id
         adapters.load(LoRARequest(adapter, number, path, load_inplace), read, pinned=pinned)
+        return adapter_list(self._core)
+
+    def _load_tensors(
+        self, adapter: str, config: dict[str, Any], payload: str, load_format: str | None, pinned: bool
+    ) -> Waiting:
+        adapters = self._adapters
+        self._refuse_taken(adapter, False)
+
+        def made() -> Adapter:
+            tensors = dict(sglang_tensors([payload], load_format))
+            return adapters.made_of(adapter, config, tensors)
+
+        read = yield made
+        self._refuse_taken(adapter, False)  # meanwhile
+        adapters.load(LoRARequest(adapter, adapters.free_id()), read, pinned=pinned)
         return adapter_list(self._core)
 
     def _refuse_taken(self, adapter: str, load_inplace: bool) -> None:

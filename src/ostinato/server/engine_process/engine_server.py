@@ -16,6 +16,8 @@ from ..wire.messages import (
     Event,
     Generate,
     News,
+    Reply,
+    Standing,
     StepNews,
     Stop,
     decode_command,
@@ -27,6 +29,7 @@ from .engine_controls import EngineControls
 from .heartbeat import Heartbeat
 from .served_engine import ServedEngine
 from .statistics import StatisticsTaker
+from .weight_controls import WeightControls
 
 STATISTICS_EVERY = 0.5
 """Seconds between two messages of statistics."""
@@ -52,10 +55,12 @@ class EngineServer:
         self._events = events
         self._heartbeat = heartbeat
         controls = {
-            **EngineControls(llm, self._engine).by_name(),
+            **EngineControls(llm, self._engine, self._tell_step).by_name(),
+            **WeightControls(llm).by_name(),
             **AdapterControls(llm.engine.core).by_name(),
         }
-        self._calls = ControlCalls(controls, settle=self._settle, reply=self._send, heartbeat=heartbeat)
+        self._calls = ControlCalls(controls, settle=self._settle, reply=self._answer, heartbeat=heartbeat)
+        self._standing = Standing()
         self._arrivals = zmq.Poller()
         self._arrivals.register(commands, zmq.POLLIN)
         self._arrivals.register(self._calls.bell, zmq.POLLIN)
@@ -80,6 +85,13 @@ class EngineServer:
         """Send the counters as they are now."""
         self._send(self._statistics.take())
         self._next_statistics = time.monotonic() + STATISTICS_EVERY
+
+    def publish_standing(self) -> None:
+        """Say how the engine stands, if that has changed."""
+        standing = self._engine.standing
+        if standing != self._standing:
+            self._standing = standing
+            self._send(standing)
 
     def _obey(self) -> None:
         """Carry out all that has arrived; with nothing to step, wait for something to arrive."""
@@ -108,6 +120,10 @@ class EngineServer:
                 self._calls.begin(command)
             case Stop():
                 self._stopping = True
+
+    def _answer(self, reply: Reply) -> None:
+        self.publish_standing()
+        self._send(reply)
 
     def _settle(self) -> None:
         """Wait for the steps under way; nobody hears of what they brought later than of what follows."""

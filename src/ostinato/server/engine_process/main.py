@@ -80,6 +80,7 @@ def _serve(
     logger.removeHandler(handler)
     server = EngineServer(llm, commands, events, heartbeat)
     server.publish_statistics()
+    server.publish_standing()
     spare_long_lived_objects()
     heartbeat.start()
     send(_ready(llm))
@@ -105,6 +106,7 @@ def _ready(llm: Any) -> Ready:
         default_sampling=dict(core.loaded.default_sampling),
         summary=f"{len(report.graphs)} graphs, mode {report.mode}, {report.backend} on {report.device}, "
         f"captured in {report.capture_ms / 1000:.1f} s",
+        can_sleep=core.loaded.memory is not None,
         max_logprobs=core.config.config.max_logprobs,
         adapters=adapter_list(core),
     )

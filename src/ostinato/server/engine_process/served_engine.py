@@ -19,7 +19,7 @@ from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.engine.token_ids import token_array
 from ostinato.models.adapters.adapter import Adapter
 
-from ..wire.messages import Embed, Generate, News, StepNews, TokenLogprobs
+from ..wire.messages import Embed, Generate, News, Standing, StepNews, TokenLogprobs
 from .adapter_reading import AdapterReading
 
 
@@ -149,6 +149,19 @@ class ServedEngine:
             self._queued.pop(id, None)
         return [News(id, finish_reason="abort") for id in ended]
 
+    def abort_all(self) -> list[News]:
+        """End all requests; news of them."""
+        return self.abort([int(request.request_id) for request in self.core.scheduler.unfinished])
+
+    @property
+    def standing(self) -> Standing:
+        """How the engine stands."""
+        core = self.core
+        why = core.sleeper.why_no_step
+        if why is None and core.scheduler.is_paused:
+            why = "generation is paused"
+        return Standing(core.weights.version, core.is_paused, core.sleeper.is_sleeping, why)
+
     def step(self) -> StepNews:
         """Run one step; what it brought."""
         began = time.perf_counter()
@@ -217,6 +230,11 @@ class ServedEngine:
         cache_salt: str | None,
         adapter: AdapterVersion | None,
     ) -> News | None:
+        why = self.core.sleeper.why_no_step
+        if why is not None and not self.core.is_paused:
+            # Nobody has said that there will be weights; of a sleep or a pause the end may be waited for.
+            self._arrived.pop(id, None)
+            return News(id, finish_reason="error", error=why)
         try:
             eos = self.core.loaded.eos_token_ids
             grammar = None if params is None else self.core.following.text(params)

@@ -45,6 +45,20 @@ class LoadAdapterAsSglang(Body):
     lora_id: str | None = None
 
 
+class LoadAdapterFromTensors(Body):
+    """SGLang's; tensors as it pickles them, in base64."""
+
+    lora_name: Text
+    config_dict: dict[str, Any]
+    """What adapter_config.json would hold."""
+    serialized_tensors: Text | None = None
+    serialized_named_tensors: Text | None = None
+    """Its older name."""
+    load_format: str | None = None
+    pinned: bool = False
+    lora_id: str | None = None
+
+
 def adapter_routes(service: Service) -> APIRouter:
     """The routes of adapters."""
     routes = APIRouter()
@@ -74,6 +88,22 @@ def adapter_routes(service: Service) -> APIRouter:
             return _failed(service, error)
         return _succeeded(service)
 
+    @routes.post("/load_lora_adapter_from_tensors", responses=answers())
+    async def load_from_tensors(body: LoadAdapterFromTensors) -> Response:
+        """Load an adapter that a process of this machine has in its memory."""
+        payload = body.serialized_tensors or body.serialized_named_tensors
+        if payload is None:
+            raise ApiError(400, "serialized_tensors are missing", param="serialized_tensors")
+        try:
+            model = _model_without(service, body.lora_name)
+            what = {"config": body.config_dict, "payload": payload, "load_format": body.load_format}
+            name = "load_adapter_from_tensors"
+            options = {"adapter": body.lora_name, "pinned": body.pinned, **what}
+            _take_in(model, await engine_call(service, name, **options))
+        except ApiError as error:
+            return _failed(service, error)
+        return _succeeded(service)
+
     @routes.post("/unload_lora_adapter", responses=answers())
     async def unload_as_sglang(body: UnloadAdapter) -> Response:
         """The same as SGLang has it."""
@@ -87,10 +117,16 @@ def adapter_routes(service: Service) -> APIRouter:
 
 
 async def _load(service: Service, name: str, path: str, **options: bool) -> None:
+    model = _model_without(service, name)
+    _take_in(model, await engine_call(service, "load_adapter", adapter=name, path=path, **options))
+
+
+def _model_without(service: Service, name: str) -> ServedModel:
+    """The model; 400 if the adapter would have its name."""
     model = service.serving()
     if name == model.name:
         raise ApiError(400, f"lora_name: {name!r} is the name of the model itself", param="lora_name")
-    _take_in(model, await engine_call(service, "load_adapter", adapter=name, path=path, **options))
+    return model
 
 
 async def _unload(service: Service, body: UnloadAdapter) -> None:
@@ -126,6 +162,11 @@ def _failed(service: Service, error: ApiError) -> Response:
 
 def _listed(service: Service) -> dict[str, Any]:
     return {
-        name: {"lora_id": str(each.id), "lora_name": name, "lora_path": each.path, "pinned": each.pinned}
+        name: {
+            "lora_id": str(each.id),
+            "lora_name": name,
+            "lora_path": each.path or "__tensor__",
+            "pinned": each.pinned,
+        }
         for name, each in service.serving().adapters.items()
     }

@@ -24,22 +24,6 @@ def admin_routes(service: Service) -> APIRouter:
     async def call(name: str, **payload: Any) -> Response:
         return json_response(await engine_call(service, name, **payload))
 
-    @routes.get("/flush_cache", include_in_schema=False)
-    @routes.post("/flush_cache", responses=answers())
-    async def flush_cache() -> Response:
-        """Forget all cached prefixes."""
-        return await call("flush_cache")
-
-    @routes.post("/pause_generation", responses=answers())
-    async def pause_generation() -> Response:
-        """Run no more steps; requests wait where they are, new ones queue."""
-        return await call("pause")
-
-    @routes.post("/continue_generation", responses=answers())
-    async def continue_generation() -> Response:
-        """Go on after a pause."""
-        return await call("continue")
-
     @routes.get("/graphs", responses=answers())
     async def graphs() -> Response:
         """The graphs, their replays, eager steps by reason, memory."""

@@ -28,10 +28,13 @@ from .generating import generating_routes
 from .json_answers import error_response
 from .keys import KeyCheck
 from .last_answer import LastAnswer
+from .memory_routes import memory_routes
 from .native import native_routes
 from .observing import observing_routes
 from .refusal_log import RefusalLog
+from .sleep_routes import sleep_routes
 from .trailing_slash import TrailingSlash
+from .weight_routes import weight_routes
 
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -43,7 +46,16 @@ def make_app(service: Service) -> FastAPI:
     """The ASGI application of a server."""
     app = FastAPI(title="Ostinato", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
-    makers = (generating_routes, native_routes, admin_routes, adapter_routes, observing_routes)
+    makers = (
+        generating_routes,
+        native_routes,
+        admin_routes,
+        adapter_routes,
+        sleep_routes,
+        memory_routes,
+        weight_routes,
+        observing_routes,
+    )
     routers = [make(service) for make in makers]
     for routes in routers:
         app.include_router(routes)

@@ -17,19 +17,57 @@ from .json_answers import error_response
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/stats", "/version"})
 """Answered without a key: for probes, scrapers and the page. None of them shows what anybody asked."""
 
-ADMIN_PATHS = frozenset(
+WEIGHT_PATHS = frozenset(
     {
-        "/flush_cache",
+        "/collective_rpc",
+        "/destroy_weights_update_group",
+        "/finish_weight_update",
+        "/get_weights_by_name",
+        "/init_weight_transfer_engine",
+        "/init_weights_update_group",
+        "/start_draft_weight_update",
+        "/start_weight_update",
+        "/update_weight_version",
+        "/update_weights",
+        "/update_weights_from_disk",
+        "/update_weights_from_distributed",
+        "/update_weights_from_tensor",
+        "/weights_checker",
+    }
+)
+"""For trainers: what `weight_routes` has beside names of versions."""
+ADMIN_PATHS = WEIGHT_PATHS | frozenset(
+    {
         "/abort",
-        "/pause_generation",
-        "/continue_generation",
         "/graphs",
         "/start_profile",
         "/stop_profile",
+        # adapters
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/load_lora_adapter",
+        "/load_lora_adapter_from_tensors",
         "/unload_lora_adapter",
+        # sleep and pause, as vLLM has them
+        "/abort_requests",
+        "/get_world_size",
+        "/is_paused",
+        "/is_sleeping",
+        "/pause",
+        "/reset_encoder_cache",
+        "/reset_mm_cache",
+        "/reset_prefix_cache",
+        "/resume",
+        "/sleep",
+        "/wake_up",
+        "/wakeup",
+        # and SGLang
+        "/abort_request",
+        "/continue_generation",
+        "/flush_cache",
+        "/pause_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
     }
 )
 
@@ -41,6 +79,7 @@ class KeyCheck:
         self._app = app
         self._keys = tuple(key.encode() for key in config.api_key)
         self._admin_keys = (config.admin_key.encode(),) if config.admin_key else ()
+        self._is_open = config.open_admin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401 or 403."""
@@ -57,9 +96,11 @@ class KeyCheck:
         if path in ADMIN_PATHS:
             if self._admin_keys:
                 _check_bearer(headers, self._admin_keys)
-            else:
+                return
+            if not self._is_open:
                 _check_local(scope, headers)
-        elif self._keys and path not in OPEN_PATHS:
+                return
+        if self._keys and path not in OPEN_PATHS:
             _check_bearer(headers, (*self._keys, *self._admin_keys))
 
 

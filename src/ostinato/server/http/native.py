@@ -47,7 +47,7 @@ def native_routes(service: Service) -> APIRouter:
             "tokenizer_path": model.ready.tokenizer_directory if model.tokenizer is not None else None,
             "is_generation": model.ready.can_generate,
             "preferred_sampling_params": None,
-            "weight_version": "default",
+            "weight_version": service.engine.standing.weight_version,
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "tool_call_parser": model.tool_call_kind,
@@ -73,10 +73,22 @@ def native_routes(service: Service) -> APIRouter:
             "max_queued_requests": config.max_queued_requests,
             "stream_interval": config.stream_interval,
             "tool_call_parser": model.tool_call_kind,
+            "enable_memory_saver": model.ready.can_sleep,
+            "weight_version": service.engine.standing.weight_version,
             "tp_size": 1,
             "dp_size": 1,
             "internal_states": [state],
         }
         return json_response(found)
+
+    @routes.get("/get_load", include_in_schema=False)
+    @routes.get("/v1/loads", responses=answers())
+    async def loads() -> Response:
+        """How many requests are here, by rank: there is one."""
+        service.serving()
+        statistics, total = service.engine.statistics, service.engine.num_unfinished
+        running = 0 if statistics is None else min(statistics.running, total)
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": total - running}
+        return json_response({"loads": [{**load, "num_reqs": total, "num_total_reqs": total}]})
 
     return routes

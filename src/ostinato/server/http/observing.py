@@ -59,6 +59,8 @@ def observing_routes(service: Service) -> APIRouter:
         model = service.serving()
         if not model.ready.can_generate:
             raise ApiError(400, "this model embeds only: use /health")
+        if (why := service.engine.standing.why_no_step) is not None:
+            raise unavailable(f"no token is generated now: {why}")
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         generation = service.generation(service.answer_id("health"), [Completion(0, [0], params, model)])
         try:

@@ -23,6 +23,7 @@ from .responses import (
     ChatLogprobs,
     ChatMessage,
     FunctionCall,
+    Metadata,
     ToolCall,
 )
 from .sampling import sampling_params
@@ -155,6 +156,7 @@ class ChatWriter(ChunkEvents):
         generation = self._generation
         choices = [self._choice(answer) for answer in self._answers]
         body = ChatBody(generation.id, generation.created, self._model.name, choices, generation.usage)
+        body.metadata = Metadata(generation.weight_version)
         first = generation.completions[0]
         if self._body.prompt_logprobs is not None:
             body.prompt_logprobs = prompt_logprobs(
@@ -237,4 +239,6 @@ class ChatWriter(ChunkEvents):
     def _encoded(self, choices: list[ChatChunkChoice], usage: Any) -> bytes:
         generation = self._generation
         chunk = ChatChunk(generation.id, generation.created, self._model.name, choices, usage)
+        if choices and choices[0].finish_reason is not None:
+            chunk.metadata = Metadata(generation.completions[choices[0].index].weight_version)
         return msgspec.json.encode(chunk)

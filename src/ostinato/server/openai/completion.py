@@ -85,6 +85,7 @@ class Completion:
             else None
         )
         self._engine: EngineClient | None = None
+        self._last_weights: str | None = None
         self._id = -1
         self._on_change: Callable[[], None] = lambda: None
         self._on_more: Callable[[], None] = lambda: None
@@ -93,6 +94,13 @@ class Completion:
     def is_finished(self) -> bool:
         """Whether nothing more will come."""
         return self.finish_reason is not None
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that the last token was computed with."""
+        if self._last_weights is not None or self._engine is None:
+            return self._last_weights or ""
+        return self._engine.standing.weight_version
 
     def start(self, engine: EngineClient, on_change: Callable[[], None], on_more: Callable[[], None]) -> None:
         """Ask the engine; `on_change` is called at the first token and at the end, `on_more` in between."""
@@ -187,9 +195,11 @@ class Completion:
     def _stop_at(self, stop: str) -> None:
         self.finish_reason, self.stop_reason = "stop", stop
         assert self._engine is not None
+        self._last_weights = self._engine.standing.weight_version
         self._engine.forget([self._id])
 
     def _finish(self, news: News) -> None:
+        self._last_weights = self.weight_version
         if news.error is not None:
             param = self._param_at_fault(news.error) if news.refused else None
             self.error = engine_error(news.error, refused=news.refused, param=param)

@@ -12,7 +12,7 @@ from .errors import ApiError
 from .generation import Generation
 from .logprobs import CompletionLogprobsBuilder, prompt_logprobs
 from .requests import CompletionRequest, Sampling
-from .responses import CompletionBody, CompletionChoice, CompletionLogprobs, Usage
+from .responses import CompletionBody, CompletionChoice, CompletionLogprobs, Metadata, Usage
 from .sampling import sampling_params
 from .served_model import ServedModel
 from .stream_events import ChunkEvents
@@ -183,4 +183,7 @@ class CompletionWriter(ChunkEvents):
 
     def _wrapped(self, choices: list[CompletionChoice], usage: Any) -> CompletionBody:
         generation = self._generation
-        return CompletionBody(generation.id, generation.created, self._model.name, choices, usage)
+        body = CompletionBody(generation.id, generation.created, self._model.name, choices, usage)
+        if any(choice.finish_reason is not None for choice in choices):
+            body.metadata = Metadata(generation.completions[choices[-1].index].weight_version)
+        return body

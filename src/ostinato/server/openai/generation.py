@@ -38,6 +38,7 @@ class Generation:
         self._timeout = timeout
         self._pace = pace
         self._timer: asyncio.TimerHandle | None = None
+        self._engine: EngineClient | None = None
         self._on_end: Callable[[Generation], None] | None = on_end
         self._changed = asyncio.Event()
 
@@ -60,6 +61,7 @@ class Generation:
 
     def start(self, engine: EngineClient) -> None:
         """Ask the engine for all of them."""
+        self._engine = engine
         self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire)
         changed = self._changed
         try:
@@ -105,5 +107,12 @@ class Generation:
             on_end, self._on_end = self._on_end, None
             on_end(self)
 
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that the last of its tokens was computed with."""
+        return self.completions[-1].weight_version
+
     def _expire(self) -> None:
-        self.end(ApiError(504, f"the request took longer than {self._timeout:g} s", code="timeout"))
+        why = None if self._engine is None else self._engine.standing.why_no_step
+        reason = "" if why is None else f": {why}"
+        self.end(ApiError(504, f"the request took longer than {self._timeout:g} s{reason}", code="timeout"))

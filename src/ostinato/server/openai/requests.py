@@ -179,3 +179,37 @@ class AbortRequest(Body):
 
     request_id: str | None = None
     all: bool = False
+
+
+class AbortRequests(Body):
+    """The body of `/abort_requests`."""
+
+    request_ids: Annotated[list[str], Field(max_length=65536)] | None = None
+    """None, or an empty list: all."""
+
+
+class SleepOptions(Body):
+    """Of Ray's `/sleep`."""
+
+    level: int | None = None
+    mode: str | None = None
+
+
+class SleepRequest(Body):
+    """Ray's; vLLM has a query instead."""
+
+    model: str | None = None
+    options: SleepOptions | None = None
+
+
+class WakeOptions(Body):
+    """Of Ray's `/wakeup`."""
+
+    tags: list[str] | None = None
+
+
+class WakeRequest(Body):
+    """Ray's; vLLM has a query instead."""
+
+    model: str | None = None
+    options: WakeOptions | None = None

@@ -23,6 +23,13 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: CachedTokens
 
 
+class Metadata(msgspec.Struct, frozen=True):
+    """Beside an answer, as SGLang has it."""
+
+    weight_version: str
+    """Of the weights that its last token was computed with."""
+
+
 class PromptLogprob(msgspec.Struct, frozen=True):
     """One token that is or could have been in a place of the prompt."""
 
@@ -65,6 +72,8 @@ class CompletionBody(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    metadata: Metadata | msgspec.UnsetType = msgspec.UNSET
+    """In a stream, with the end of a completion."""
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -138,6 +147,7 @@ class ChatBody(msgspec.Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    metadata: Metadata | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -169,6 +179,8 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    metadata: Metadata | msgspec.UnsetType = msgspec.UNSET
+    """With the end of an answer."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 

@@ -146,7 +146,7 @@ class GenerateWriter(ChunkEvents):
             "prompt_tokens": len(completion.prompt_ids),
             "completion_tokens": len(answer.ids),
             "cached_tokens": completion.num_cached_tokens,
-            "weight_version": "default",
+            "weight_version": completion.weight_version,
         }
         if completion.is_finished:
             about["e2e_latency"] = (completion.last_token_at or time.perf_counter()) - completion.started_at

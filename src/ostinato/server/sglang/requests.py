@@ -1,12 +1,12 @@
-"""The body of `/generate`."""
+"""Bodies of SGLang's endpoints."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..openai.body import Body, Int64, Text, TokenId, TokenIds, TokenKey
+from ..openai.body import Body, Int64, Label, Text, TokenId, TokenIds, TokenKey
 from ..openai.requests import MAX_N, RequestId
 from ..openai.shapes import Grammar, Regex
 
@@ -60,3 +60,31 @@ class GenerateRequest(Body):
     """The name of an adapter that is loaded, for all prompts, or one or null for each."""
     log_metrics: bool | None = None
     """Changes nothing: metrics count all requests."""
+
+
+class MemoryRequest(Body):
+    """Of `/release_memory_occupation` and `/resume_memory_occupation`."""
+
+    tags: Annotated[list[Text], Field(max_length=16)] | None = None
+    """weights, kv_cache, cuda_graph; none: all."""
+
+
+class PauseRequest(Body):
+    """Of `/pause_generation`."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueRequest(Body):
+    """Of `/continue_generation`."""
+
+    torch_empty_cache: bool | None = None
+    """Changes nothing: between two steps no memory is cached that others could use."""
+
+
+class AbortRequest(Body):
+    """Of `/abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    abort_message: Label | None = None

@@ -128,6 +128,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     default_sampling: dict[str, float | int]
     """Of requests that do not say: fields of `SamplingParams`."""
     summary: str
+    can_sleep: bool = False
+    """Whether memory can be given back."""
     max_logprobs: int = 20
     """Per token; -1: of the whole vocabulary."""
     adapters: list[AdapterInfo] = []
@@ -157,6 +159,16 @@ class Reply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     error: str | None = None
     fault: Fault = Fault.ENGINE
     """Whose the error is."""
+
+
+class Standing(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """How the engine stands between two controls; told whenever it has changed, before the reply."""
+
+    weight_version: str = ""
+    is_paused: bool = False
+    is_sleeping: bool = False
+    why_no_step: str | None = None
+    """Why no step is taken; None: steps are."""
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -225,7 +237,7 @@ class Statistics(msgspec.Struct, tag=True, array_like=True, frozen=True):
     waiting_adapters: list[str] = []
 
 
-Event = StepNews | Loading | Ready | Reply | Beat | Failed | Statistics
+Event = StepNews | Loading | Ready | Reply | Standing | Beat | Failed | Statistics
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

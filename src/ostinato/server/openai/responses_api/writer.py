@@ -151,6 +151,7 @@ class ResponseWriter:
             "usage": usage,
             "user": body.user,
             "metadata": body.metadata or {},
+            "weight_version": generation.weight_version,
         }
 
 

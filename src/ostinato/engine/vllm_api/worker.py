@@ -1,0 +1,182 @@
+"""The worker of vLLM that trainers extend (`worker_extension_cls`) and call (`collective_rpc`).
+
+There is one, in the engine's process. It has what their classes reach for: the model with `load_weights`, its
+parameters, the configuration, the device. Weights go the way of `LLM.update_weights`, all or none of a call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.graphs import ConfigError
+
+from ..sampling_params import RequestError
+from ..text_engine import TextEngine
+from ..weight_sync.trainer_link import Apply, TrainerLink, done_here
+from .engine_view import ModelView, VllmConfigView
+
+
+class WorkerModel(nn.Module):
+    """`model_runner.model`: the weights under vLLM's names, to be read or replaced; it computes nothing."""
+
+    def __init__(self, engine: TextEngine, apply: Apply) -> None:
+        super().__init__()
+        self._engine, self._write = engine, apply
+        self.is_lent = False
+        """Whether somebody has had the parameters themselves, and may write to them at any call."""
+
+    @property
+    def config(self) -> Any:
+        """The fields of config.json."""
+        return ModelView(self._engine).hf_config
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Write these, by the names of the checkpoint, all or none; the names that were written."""
+        listed = weights if isinstance(weights, Iterator) else list(weights)
+        return set(self._write(listed, None).names)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """All of them, fused as kernels want them. Whoever writes to them does so between two steps, inside
+        of `collective_rpc` or `apply_model`."""
+        self.is_lent = True
+        front = f"{prefix}." if prefix else ""
+        for name, parameter in self._engine.core.loaded.model.named_parameters(recurse=recurse):
+            is_outside = name.startswith(("lm_head.", "score."))
+            yield f"{front}{name if is_outside else f'model.{name}'}", parameter
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """The same, without gradients."""
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """Refused."""
+        raise RequestError("the model of a worker computes nothing: use generate or embed")
+
+    def extra_repr(self) -> str:
+        """What it is."""
+        return self._engine.core.loaded.model.config.architecture
+
+
+class WorkerRunner:
+    """`self.model_runner`."""
+
+    def __init__(self, engine: TextEngine, model: WorkerModel, apply: Apply) -> None:
+        self.model = model
+        self.model_config = ModelView(engine)
+        self.vllm_config = VllmConfigView(engine)
+        self.device: torch.device = engine.core.config.device
+        self.dtype: torch.dtype = engine.core.config.dtype
+        self._directory = engine.core.loaded.directory
+        self._apply = apply
+
+    def get_model(self) -> WorkerModel:
+        """The same as `model`."""
+        return self.model
+
+    def reload_weights(
+        self,
+        weights_iterator: Iterable[tuple[str, Tensor]] | None = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        """Read weights again: these, those of a directory, or those that the engine was started with."""
+        if not is_checkpoint_format:
+            raise RequestError("weights are taken by the names of the checkpoint: is_checkpoint_format=True")
+        new = weights_iterator if weights_iterator is not None else Path(weights_path or self._directory)
+        self._apply(new, None)
+
+
+class Worker:
+    """`self` in the methods of a worker's extension."""
+
+    local_rank = 0
+    rank = 0
+
+    def __init__(self, engine: TextEngine, link: TrainerLink, apply: Apply) -> None:
+        self.model_runner = WorkerRunner(engine, WorkerModel(engine, apply), apply)
+        self.model_config = self.model_runner.model_config
+        self.vllm_config = self.model_runner.vllm_config
+        self.parallel_config = self.vllm_config.parallel_config
+        self.cache_config = self.vllm_config.cache_config
+        self.scheduler_config = self.vllm_config.scheduler_config
+        self.device = self.model_runner.device
+        self._link = link
+
+    def get_model(self) -> WorkerModel:
+        """The model."""
+        return self.model_runner.model
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As the runner's."""
+        self.model_runner.reload_weights(*args, **kwargs)
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Meet the trainer."""
+        done_here(self._link.init_transfer(init_info))
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        self._link.start()
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """A part of it."""
+        done_here(self._link.receive(update_info))
+
+    def finish_weight_update(self) -> None:
+        """Write it."""
+        self._link.finish(None)
+
+    def add_lora(self, lora_request: object) -> bool:
+        """Refused."""
+        raise RequestError("add_lora is not supported by workers: adapters are not loaded here")
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Refused."""
+        raise RequestError("remove_lora is not supported by workers: adapters are not loaded here")
+
+    def check_health(self) -> None:
+        """It is in the engine's process: what answers is healthy."""
+
+
+def extension_class(path: str) -> type:
+    """The class of this dotted name; ConfigError if there is none, or if it would hide what a worker has."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"worker_extension_cls {path!r} cannot be imported: {error}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"worker_extension_cls {path!r} is no class")
+    both = [each for each in dir(found) if not each.startswith("__") and each in _own_names()]
+    if both:
+        raise ConfigError(f"worker_extension_cls {path!r} has {', '.join(both)}, which a worker has itself")
+    return found
+
+
+def _own_names() -> set[str]:
+    return {*dir(Worker), "model_runner", "model_config", "vllm_config", "device"}
+
+
+def make_worker(extension: type | None, engine: TextEngine, link: TrainerLink, apply: Apply) -> Worker:
+    """A worker, with the methods of an extension. These find a process group of torch.distributed, as with
+    vLLM; where nobody has made one, it is of this process alone."""
+    if extension is None:
+        return Worker(engine, link, apply)
+    _ensure_default_group()
+    extended: Callable[..., Worker] = type("Worker", (Worker, extension), {})
+    return extended(engine, link, apply)
+
+
+def _ensure_default_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,89 @@
+"""Groups as vLLM's trainers make them: a store for the meeting, and NCCL without torch.distributed.
+
+Rank 0, the trainer, keeps a TCPStore and leaves NCCL's id in it, pickled; then every rank joins and all add
+up one number (vLLM's `StatelessProcessGroup` and `PyNcclCommunicator`).
+"""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .broadcast_groups import Place, side_stream, told
+from .errors import TransferError
+from .foreign_pickles import Call, Name, described
+from .nccl_library import ID_BYTES, Communicator
+from .patience import within
+
+_ID_KEY = "broadcast_from/0/0"
+_ID_NAMES = {
+    (each.module, each.name): each
+    for each in (
+        Name("_ctypes", "_unpickle"),
+        Name("vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"),
+    )
+}
+
+
+class StatelessGroup:
+    """Through which vLLM's `NCCLTrainerWeightTransferEngine` sends."""
+
+    def __init__(self, place: Place, device: torch.device, seconds: float) -> None:
+        """Meet the others; TransferTimeout if they do not come."""
+        if device.type != "cuda":
+            raise TransferError("NCCL is for GPUs, and this engine is on a CPU")
+        self.device = device
+        self._stream = side_stream(device)
+        self._seconds = seconds
+        what = f"the meeting at {place.address}:{place.port}"
+        self._communicator = told(what, lambda: within(seconds, what, lambda: self._joined(place)))
+
+    def _joined(self, place: Place) -> Communicator:
+        store = dist.TCPStore(
+            place.address,
+            place.port,
+            world_size=place.world_size,
+            is_master=False,
+            timeout=datetime.timedelta(seconds=self._seconds),
+            use_libuv=False,
+        )
+        communicator = Communicator(unique_id(store.get(_ID_KEY)), place.rank, place.world_size, self.device)
+        with self.arriving():
+            communicator.sum_floats(torch.zeros(1, device=self.device))
+            torch.cuda.current_stream(self.device).synchronize()
+        self._store = store
+        return communicator
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Wait for a broadcast and put it there."""
+        told(
+            "a broadcast", lambda: within(self._seconds, "a broadcast", lambda: self._receive(tensor, source))
+        )
+
+    def _receive(self, tensor: Tensor, source: int) -> None:
+        with self.arriving():
+            self._communicator.broadcast(tensor, source)
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def arriving(self) -> AbstractContextManager[Any]:
+        """Allocate what is to be received inside."""
+        return torch.cuda.stream(self._stream)
+
+    def abort(self) -> None:
+        """Leave; what is under way does not come any more."""
+        within(self._seconds, "leaving a group", self._communicator.abort)
+
+
+def unique_id(pickled: bytes) -> bytes:
+    """NCCL's id, as vLLM leaves it in the store: the bytes of a ctypes structure."""
+    match described(pickled, _ID_NAMES):
+        case Call(Name(_, "_unpickle"), (Name(_, "ncclUniqueId"), (_, bytes() as found))) if (
+            len(found) == ID_BYTES
+        ):
+            return found
+    raise TransferError("what the trainer has left in the store is no id of NCCL")
