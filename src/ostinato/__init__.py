@@ -8,6 +8,7 @@ from .engine.vllm_api.module_paths import install
 
 # Type checkers read imports, not the table below; `X as X` tells them that X is public.
 if TYPE_CHECKING:  # isort: off
+    from .engine.adapters.lora_request import LoRARequest as LoRARequest
     from .engine.async_llm import AsyncLLM as AsyncLLM, AsyncLLMEngine as AsyncLLMEngine
     from .engine.config import EngineConfig as EngineConfig
     from .engine.llm import LLM as LLM
@@ -45,6 +46,7 @@ _ENGINE = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
+    "LoRARequest": "adapters.lora_request",
     "SamplingParams": "sampling_params",
     "StructuredOutputs": "sampling_params",
     "RequestError": "sampling_params",

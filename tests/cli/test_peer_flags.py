@@ -99,7 +99,7 @@ def test_a_json_object_becomes_ours() -> None:
         ("--gpu-memory-utilization 0.5 --mem-fraction-static 0.6", "not both: they mean the same"),
         ("--mem-fraction 0.5 --gpu-memory-utilization 0.5", "--mem-fraction is given twice, once as --gpu-"),
         ("-cc.splitting=1", "compilation_config: 'splitting' is not supported"),
-        ("--enable-lora", "--enable-lora is not supported: merge the adapter"),
+        ("--enable-lora-bias", "--enable-lora-bias is not supported: adapters with biases"),
         ("--stream-interval 2", "--stream-interval is no option of this command"),
     ],
 )

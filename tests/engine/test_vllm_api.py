@@ -137,8 +137,8 @@ def test_engine_args_are_a_dataclass_whose_defaults_ask_for_nothing() -> None:
     assert again.create_engine_config().mem_fraction == 0.3
     with pytest.raises(TypeError, match="no_such_thing"):
         EngineArgs(no_such_thing=1)
-    with pytest.raises(ConfigError, match="enable_lora is not supported"):
-        EngineArgs(enable_lora=True).create_engine_config()
+    with pytest.raises(ConfigError, match="quantization is not supported"):
+        EngineArgs(quantization="fp8").create_engine_config()
 
 
 def test_the_flags_of_engine_args() -> None:
@@ -266,7 +266,7 @@ def test_a_failed_prompt_of_a_list_is_logged(llm: LLM, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize(
     ("keyword", "value"),
-    [("lora_request", object()), ("priority", [1]), ("tokenization_kwargs", {"truncation": True})],
+    [("mm_processor_kwargs", {"fps": 1}), ("priority", [1]), ("tokenization_kwargs", {"truncation": True})],
 )
 def test_keywords_of_vllm_that_do_nothing_here_are_refused(llm: LLM, keyword: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"{keyword} is not supported"):
@@ -570,7 +570,7 @@ def test_the_engine_step_by_step_beside_other_calls(llm: LLM, model: TinyModel) 
     assert engine.model_config.max_model_len == engine.vllm_config.scheduler_config.max_model_len == 128
     assert engine.model_config.get_vocab_size() == 131
     engine.add_request("mine", [5, 6, 7], GREEDY, arrival_time=1234.5)
-    with pytest.raises(RequestError, match="lora_request is not supported"):
+    with pytest.raises(RequestError, match="lora_request must be a LoRARequest"):
         engine.add_request("adapted", "a", GREEDY, lora_request=object())  # type: ignore[arg-type]
     engine.add_request("vector", "Hello", PoolingParams())
     engine.add_request("gone", "Hello", GREEDY)

@@ -1,108 +1,95 @@
-"""The kernels of adapters on the GPU, at the shapes of real models and at odd ones."""
+"""Adapters again on CUDA: in graphs, from kernels, a step ahead; and in real shapes."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from gpu.test_fused_kernels import _of_kind
-from kernels import lora_checks
-from ostinato.kernels.cuda import compiled
-from ostinato.kernels.gpu import gpu_of
-from ostinato.kernels.linear.rules import gemv_tile
-from ostinato.kernels.linear.tiles import (
-    CudaGemvTile,
-    FragmentsTile,
-    MatrixShape,
-    SkinnyTile,
-    StreamedTile,
-    WideTile,
-)
-from ostinato.kernels.lora import Rows, division
+from engine.conftest import prompts_of, tiny  # noqa: F401
+from engine.test_lora import *  # noqa: F403
+from ostinato import LLM, LoRARequest, SamplingParams
+from ostinato.models.adapters.reading import adaptable
+from ostinato.models.weights import checkpoint_tensors
 
-QKV, DOWN, GATE_UP = (4096, (4096, 1024, 1024)), (14336, (4096,)), (4096, (14336, 14336))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 7, 32, 100, 256, 700])
-@pytest.mark.parametrize(("width", "parts"), [QKV, DOWN, GATE_UP, (100, (40, 24, 24))], ids=str)
-def test_adapters_add_to_products(device, num_tokens, width, parts):
-    lora_checks.check_add(device, torch.bfloat16, num_tokens, width, parts, tolerance=2e-2)
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+OPTIONS = {
+    "load_format": "dummy",
+    "num_pages": 600,
+    "max_model_len": 512,
+    "max_running_requests": 64,
+    "cuda_graph_bs": (1, 4, 16, 64),
+    "cuda_graph_prefill_tokens": (64, 512),
+    "progress": False,
+}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "product", "max_rank", "num_slots", "tolerance"),
-    [
-        (torch.float32, torch.float32, 16, 5, 1e-4),
-        (torch.float16, torch.float16, 64, 5, 4e-3),
-        (torch.bfloat16, torch.float32, 256, 5, 2e-2),
-        (torch.bfloat16, torch.bfloat16, 8, 64, 2e-2),
-    ],
-    ids=str,
-)
-def test_types_ranks_and_slots(device, dtype, product, max_rank, num_slots, tolerance):
-    for num_tokens in (1, 40, 300):
-        lora_checks.check_add(
-            device,
-            dtype,
-            num_tokens,
-            576,
-            (320, 64, 64),
-            product_dtype=product,
-            max_rank=max_rank,
-            num_slots=num_slots,
-            tolerance=tolerance,
-        )
+def _write(llm: LLM, directory: Path, seed: int, rank: int) -> dict[str, torch.Tensor]:
+    """A random adapter of all layers; what it adds to each weight, in float32."""
+    model = llm.engine.core.loaded.model
+    generator = torch.Generator("cuda").manual_seed(seed)
+    tensors, deltas, kinds = {}, {}, set()
+    for name, linear in adaptable(model).items():
+        rows = linear.parts or (linear.weight.size(0),)
+        for layer, num_rows in zip(model.config.family.tensors.of(name), rows, strict=True):
+            inner = linear.weight.size(1)
+            a = torch.randn(rank, inner, generator=generator, device="cuda") * inner**-0.5
+            b = torch.randn(num_rows, rank, generator=generator, device="cuda") * 0.2
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = a.cpu()
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = b.cpu()
+            deltas[f"{layer}.weight"] = 2 * b @ a
+            kinds.add(layer.rpartition(".")[2])
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(kinds)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return deltas
 
 
-@pytest.mark.parametrize("max_rank", [16, 64])
-@pytest.mark.parametrize(
-    ("size", "flags"),
-    [
-        ((6144, 4096), {"norm": True}),
-        ((4096, 14336), {"residual": True}),
-        ((3072, 1024), {"norm": True, "gated": True}),
-        ((200, 1000), {"bias": True}),
-    ],
-    ids=str,
-)
-def test_one_token_by_a_fused_kernel(device, size, flags, max_rank):
-    tile = gemv_tile(MatrixShape(*size, flags.get("gated", False)), gpu_of(device))
-    shape = (1, *size)
-    lora_checks.check_fused(device, torch.bfloat16, shape, tile, max_rank=max_rank, tolerance=1e-2, **flags)
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3-0.6b", "float32"), ("qwen3-0.6b", "bfloat16")])
+def test_real_shapes_answer_as_engines_with_merged_weights(tmp_path, name, dtype):
+    """Three adapters and none over one batch, in every form of a step; references have the sum of weights."""
+    prompts = prompts_of((5, 300, 33, 120, 64, 3, 17, 200) * 2, vocabulary=150_000)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    model = str(MODELS / name)
+    with LLM(model, dtype=dtype, enable_lora=True, max_loras=3, max_lora_rank=16, **OPTIONS) as llm:
+        deltas = [_write(llm, tmp_path / str(at), at, (16, 8, 5)[at]) for at in range(3)]
+        asked = [LoRARequest(str(at), at + 1, str(tmp_path / str(at))) for at in range(3)]
+        each = [None, *asked] * 4
+        found = llm.generate(prompts, params, lora_request=each)
+        alone = [llm.generate([prompts[at]], params, lora_request=[each[at]])[0] for at in range(8)]
+        report = llm.graph_report()
+        assert not report.eager_steps
+        assert sum(g.replays for g in report.graphs if "lora" in str(g.descriptor)) > 12
+    for kind in (None, 0, 1, 2):
+        with LLM(model, dtype=dtype, **OPTIONS) as reference:
+            if kind is not None:
+                weights = checkpoint_tensors(reference.engine.core.loaded.model)
+                new = {key: weights[key].float() + delta for key, delta in deltas[kind].items()}
+                reference.update_weights({key: value.to(weights[key].dtype) for key, value in new.items()})
+            own = [at for at in range(16) if each[at] is (None if kind is None else asked[kind])]
+            wanted = reference.generate([prompts[at] for at in own], params)
+        outputs = [(found[at], right) for at, right in zip(own, wanted, strict=True)]
+        outputs += [(alone[at], right) for at, right in zip(own, wanted, strict=True) if at < 8]
+        equal = 0
+        for output, right in outputs:
+            mine, theirs = output.outputs[0], right.outputs[0]
+            equal += mine.token_ids == theirs.token_ids
+            first = abs(mine.cumulative_logprob - theirs.cumulative_logprob)
+            if dtype == "float32":
+                assert mine.token_ids == theirs.token_ids
+                assert first < 1e-2
+        assert equal >= len(outputs) // 2
 
 
-@pytest.mark.parametrize(("shape", "tile"), _of_kind(CudaGemvTile, FragmentsTile, StreamedTile), ids=str)
-def test_tokens_by_fused_kernels(device, shape, tile):
-    if not compiled.is_supported(device):
-        pytest.skip("needs Hopper and NVRTC")
-    flags = {"norm": True} if shape.in_features <= shape.out_features else {"residual": True}
-    for num_tokens in (1,) if isinstance(tile, CudaGemvTile) else (2, 16):
-        sizes = (num_tokens, shape.out_features, shape.in_features)
-        lora_checks.check_fused(
-            device, torch.bfloat16, sizes, tile, gated=shape.gated, tolerance=2e-2, **flags
-        )
-
-
-@pytest.mark.parametrize(
-    ("shape", "tile"), [each for each in _of_kind(SkinnyTile, WideTile) if each[0].gated], ids=str
-)
-def test_gates_behind_products(device, shape, tile):
-    if isinstance(tile, WideTile) and not compiled.has_warpgroup_products(device):
-        pytest.skip("needs Hopper and NVRTC")
-    sizes = (tile.tokens - 3, shape.out_features, shape.in_features)
-    lora_checks.check_fused(device, torch.bfloat16, sizes, tile, gated=True, tolerance=2e-2)
-
-
-@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, 1), (40, 64), (256, 4), (257, 9), (8192, 64)])
-def test_every_token_is_in_one_block_of_its_slot(device, num_tokens, num_slots):
-    torch.manual_seed(0)
-    slots = lora_checks.random_slots(device, num_tokens, num_slots)
-    rows = Rows.of(slots, num_slots)
-    order, found = rows.order.tolist(), {}
-    for slot, begin, end in rows.blocks.t().tolist():
-        if slot >= 0:
-            assert 0 < end - begin <= division.tokens_together(num_tokens)
-            found.setdefault(slot, []).extend(order[begin:end])
-    wanted = {}
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            wanted.setdefault(slot, []).append(token)
-    assert found == wanted
+def test_base_requests_have_the_bits_of_an_engine_without(tmp_path):
+    """In a batch without adapters: the graphs are the same."""
+    prompts = prompts_of((5, 300, 33, 120), vocabulary=150_000)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=5)
+    model = str(MODELS / "qwen3-0.6b")
+    found = []
+    for more in ({}, {"enable_lora": True}):
+        with LLM(model, **OPTIONS, **more) as llm:
+            found.append([output.outputs[0].logprobs for output in llm.generate(prompts, params)])
+    assert found[0] == found[1]

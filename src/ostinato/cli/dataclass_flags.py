@@ -25,7 +25,7 @@ _PACKAGE = Path(__file__).parents[1]
 _SHAPES = (
     ("Mapping[str", "json"),
     ("Mapping", "biases"),
-    ("Sequence[str", "texts"),
+    ("[str", "texts"),
     ("tuple[Any", "texts"),
 )
 """How a value is typed, by what stands in the type of a field."""
@@ -117,7 +117,7 @@ class Flag:
         except (ValueError, TypeError):
             flag = "--" + self.name.replace("_", "-")
             raise typer.BadParameter(f"{flag}: {given!r} is not {_HOW_TO_WRITE[self._shape]}") from None
-        return given
+        return tuple(given) if self.kind.startswith("tuple[str") else given
 
 
 _HOW_TO_WRITE = {

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ostinato.graphs import Report
+from ostinato.models.adapters.adapter import Adapter
 from ostinato.models.weight_update import NamedTensors
 from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
+from .adapters.lora_request import LoRARequest
 from .delivery.output_stream import OutputStream
 from .delivery.served_completion import ServedCompletion
 from .llm import LLM
@@ -90,7 +92,7 @@ class AsyncLLM(AsyncTrainerServices):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -100,14 +102,21 @@ class AsyncLLM(AsyncTrainerServices):
         Leaving the loop early, or cancelling the task, aborts the request. RequestError if it is refused or
         fails.
         """
-        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, priority=priority)
+        refuse_given(tokenization_kwargs=tokenization_kwargs, priority=priority)
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
         asked = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
         check_params(asked)
         params = asked.clone()
         name: asyncio.Future[str] = loop.create_future()
-        self._do(lambda engine: self._add(engine, prompt, params, request_id, loop, arrived, name))
+        read = None if lora_request is None else await self._read(lora_request)
+
+        def add(engine: TextEngine) -> str:
+            with engine.turn:
+                adapter = engine.version_of(lora_request, read)
+                return engine.add(prompt, params, request_id, adapter).request_id
+
+        self._do(lambda engine: self._add(engine, add, params, loop, arrived, name))
         try:
             await name
             while True:
@@ -128,16 +137,23 @@ class AsyncLLM(AsyncTrainerServices):
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """The answer to one conversation, as `generate`; `options` are those of `LLM.chat`."""
         prompt = self._llm.chat_prompt(messages, **options)
-        async with contextlib.aclosing(self.generate(prompt, sampling_params, request_id)) as outputs:
+        work = self.generate(prompt, sampling_params, request_id, lora_request=lora_request)
+        async with contextlib.aclosing(work) as outputs:
             async for output in outputs:
                 yield output
 
     async def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
         """What `LLM.encode` finds, once; `pooling_params.task` says what is wanted (default: embed)."""
         wanted = pooling_params if pooling_params.task else replace(pooling_params, task="embed")
@@ -145,9 +161,10 @@ class AsyncLLM(AsyncTrainerServices):
         reader.check(wanted)
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
+        read = None if lora_request is None else await self._read(lora_request)
 
         def add(engine: TextEngine) -> ServedCompletion:
-            name = engine.add_embedding(prompt, request_id)
+            name = engine.add_embedding(prompt, request_id, engine.version_of(lora_request, read))
             self._listeners[name], self._names[arrived] = (loop, arrived), name
             return engine.served_embedding(name)
 
@@ -204,6 +221,32 @@ class AsyncLLM(AsyncTrainerServices):
             await self._operated(self._llm.trainer_link.receive(inside(weights, "update_info")))
             return None
         return await self._call(lambda _: self._llm.update_weights(weights, version=version))
+
+    async def _read(self, asked: LoRARequest) -> Adapter | None:
+        """What has to be read for this adapter, beside the engine's steps; None: nothing."""
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, not {type(asked).__name__}")
+        path = await self._call(lambda engine: engine.adapters.path_to_read(asked))
+        if path is None:
+            return None
+        return await asyncio.to_thread(self._llm.engine.adapters.read, path)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLM.add_lora`; requests go on while it is read."""
+        read = await self._read(lora_request)
+        return await self._call(lambda engine: engine.adapters.load(lora_request, read))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """As `LLM.remove_lora`."""
+        return await self._call(lambda _: self._llm.remove_lora(lora_id))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """As `LLM.pin_lora`."""
+        return await self._call(lambda _: self._llm.pin_lora(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """As `LLM.list_loras`."""
+        return await self._call(lambda _: self._llm.list_loras())
 
     async def is_sleeping(self) -> bool:
         """As `LLM.is_sleeping`."""
@@ -393,15 +436,14 @@ class AsyncLLM(AsyncTrainerServices):
     def _add(
         self,
         engine: TextEngine,
-        prompt: Prompt,
+        add: Callable[[TextEngine], str],
         params: SamplingParams,
-        request_id: str | None,
         loop: asyncio.AbstractEventLoop,
         arrived: _Inbox,
         name: asyncio.Future[str],
     ) -> None:
         try:
-            served = engine.add(prompt, params, request_id).request_id
+            served = add(engine)
         except Exception as error:  # of whatever the caller gave us: it is the caller's
             _call(loop, _settle, name, error)
             return

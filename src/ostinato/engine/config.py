@@ -21,6 +21,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "float": (float, int),
     "tuple[int, ...]": (tuple,),
     "tuple[Any, ...]": (tuple,),
+    "tuple[str, ...]": (tuple,),
     "Mapping[str, Any]": (Mapping,),
 }
 _AT_LEAST_ONE = (
@@ -32,7 +33,11 @@ _AT_LEAST_ONE = (
     "cuda_graph_memory_mb",
     "grammar_memory_mb",
     "grammar_processes",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
 )
+MAX_LORA_RANK = 256
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -133,6 +138,20 @@ class EngineConfig:
     cuda_graph_prefill_tokens."""
     max_cudagraph_capture_size: int | None = None
     """vLLM's limit, in tokens: cuts both default lists. Larger steps run without a graph."""
+    enable_lora: bool = False
+    """Serve LoRA adapters beside the model: one more graph for each captured size."""
+    max_loras: int = 4
+    """Different adapters in one step: slots on the device. Requests with further ones wait."""
+    max_lora_rank: int = 16
+    """The highest rank of an adapter, at most 256; every slot has room for it."""
+    max_cpu_loras: int | None = None
+    """Adapters kept on the host, those on the device among them; others are read again when they are asked
+    for. Default: max_loras, at least 8."""
+    lora_modules: tuple[str, ...] | None = None
+    """Adapters to load at the start: name=directory, or {"name": ..., "path": ...}. With some, enable_lora is
+    on."""
+    cudagraph_specialize_lora: bool = True
+    """Keep graphs without adapters for steps without; otherwise all steps run from the graphs with."""
     enable_sleep_mode: bool = False
     """Allocate weights, KV cache and memory of graphs so that `sleep` can give them back to the device."""
     hostile_wake: bool = False
@@ -169,10 +188,20 @@ class EngineConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         check_capture_sizes(self)
+        self._check_adapters()
         if self.hostile_wake and not self.enable_sleep_mode:
             raise ConfigError("hostile_wake is about memory that sleeps: it needs enable_sleep_mode")
         if self.batch_invariant:
             self._check_batch_invariant()
+
+    def _check_adapters(self) -> None:
+        if self.max_lora_rank > MAX_LORA_RANK:
+            raise ConfigError(f"max_lora_rank must be at most {MAX_LORA_RANK}, not {self.max_lora_rank}")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}): what is on the "
+                "device is on the host as well"
+            )
 
     def _check_types(self) -> None:
         for entry in fields(self):
@@ -202,6 +231,11 @@ class EngineConfig:
             memory_mb=self.grammar_memory_mb,
             processes=self.grammar_processes,
         )
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether requests may have adapters."""
+        return self.enable_lora or bool(self.lora_modules)
 
     @property
     def is_eager(self) -> bool:
@@ -275,6 +309,19 @@ class ResolvedConfig:
         if self.config.steps_ahead is not None:
             return self.config.steps_ahead
         return 1 if self.device.type == "cuda" else 0
+
+    @property
+    def lora_cases(self) -> tuple[int, ...]:
+        """Numbers of adapters that there are graphs for."""
+        asked = self.config
+        if not asked.serves_adapters:
+            return (0,)
+        return (0, asked.max_loras) if asked.cudagraph_specialize_lora else (asked.max_loras,)
+
+    @property
+    def max_adapters_on_host(self) -> int:
+        """Adapters kept there while nobody uses them."""
+        return self.config.max_cpu_loras or max(8, self.config.max_loras)
 
     @property
     def max_step_tokens(self) -> int:

@@ -44,9 +44,12 @@ import torch
 
 from ostinato.cache.pages import PageAllocator
 from ostinato.graphs import OstinatoError, Report, frozen_gc
+from ostinato.models.adapters.reading import AdapterReader
 from ostinato.models.errors import WeightsError
 from ostinato.models.weight_update import NamedTensors, TornWeightsError
 
+from .adapters.first_adapters import load_first_adapters
+from .adapters.served_adapters import ServedAdapters
 from .loading.device_memory import DeviceMemory
 from .loading.load import LoadedModel, ModelLoadError, allocate_kv
 from .loading.memory_plan import MemoryPlan
@@ -100,13 +103,19 @@ class EngineCore:
         memory = loaded.memory
         with nullcontext() if memory is None else memory.static_buffers():
             of_graphs = None if memory is None else memory.of_graphs
-            self.runner = ModelRunner(loaded.model, kv, loaded.attention, config, of_graphs)
+            self.runner = ModelRunner(loaded.model, kv, loaded.attention, config, of_graphs, loaded.adapters)
             self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
         if memory is not None:
             memory.clear_at_wake(kv)
         self.sleeper = Sleeper(None if memory is None else memory.saver, config.device)
         """What is away while the engine sleeps, and whether it may take a step."""
         self.weights = ServedWeights(loaded.model, self.sleeper)
+        self.adapters = None
+        if loaded.adapters is not None:
+            reader = AdapterReader(loaded.model, config.config.max_lora_rank)
+            self.adapters = ServedAdapters(reader, loaded.adapters, config.max_adapters_on_host)
+            load_first_adapters(self.adapters, config.config.lora_modules or ())
+        """What requests may have added to the weights; None where no adapters are served."""
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_running=config.max_running_requests,
@@ -119,6 +128,7 @@ class EngineCore:
                 window=window_of(loaded.model.config.layer_windows, config.max_model_len),
             ),
             PageAllocator(kv.num_pages),
+            None if self.adapters is None else self.adapters.slots,
         )
         self.following = Following(
             self.scheduler,
@@ -177,6 +187,9 @@ class EngineCore:
             )
         if request.params is not None:
             self._check(request, request.params)
+        if request.adapter is not None:
+            assert self.adapters is not None
+            self.adapters.check_runs(request.adapter)
         if request.grammar is not None:
             self.following.add(request)
         else:
@@ -269,10 +282,15 @@ class EngineCore:
 
     def wake_up(self, tags: Sequence[str] | None, *, resumes: bool = True) -> SleepReport:
         """Take memory back; when all of it is there, a pause is over too, if `resumes`."""
-        report = self.sleeper.wake_up(tags, lambda: self.weights.are_gone(DROPPED))
+        report = self.sleeper.wake_up(tags, self._weights_are_gone)
         if resumes and not self.sleeper.is_sleeping:
             self.scheduler.resume()
         return report
+
+    def _weights_are_gone(self) -> None:
+        self.weights.are_gone(DROPPED)
+        if self.adapters is not None:
+            self.adapters.contents_are_gone()
 
     def update_weights(self, new: NamedTensors | str | Path, version: str | None) -> WeightsReport:
         """Write new weights in place and forget prefixes that were computed with the old ones; requests go on
@@ -307,8 +325,10 @@ class EngineCore:
         runner = self.runner
         tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
         outputs = (runner.logits, runner.hidden)
+        of_adapters = {} if runner.adapters is None else {"adapters": runner.adapters.num_bytes}
         found = {
             "weights": sum(tensor.nbytes for tensor in tensors),
+            **of_adapters,
             "kv": runner.kv.num_bytes,
             "inputs": runner.graphs.buffers.bytes + runner.rows.num_bytes,
             "outputs": sum(tensor.nbytes for tensor in outputs),
@@ -323,9 +343,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
-        scheduler = self.scheduler
-        for request in [*scheduler.running, *scheduler.waiting, *scheduler.parked, *scheduler.held]:
-            scheduler.abort(request.request_id)
+        self.scheduler.abort_all()
         self.following.close()
         self._drain()
         self._arrived.clear()
@@ -371,6 +389,9 @@ class EngineCore:
         self.runner.returned.settle()
         self.runner.update_pages(step.page_updates)
         self.runner.update_prefix(step)
+        self.runner.join(step.joined)
+        if self.adapters is not None:
+            self.adapters.send()
         if self.sampler is not None:
             self.sampler.join(step.joined)
             self.following.join(step.joined)

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
@@ -16,6 +17,7 @@ from ostinato.graphs import Report
 from ostinato.models.shared_weights import shared_weights
 from ostinato.models.weight_update import NamedTensors
 
+from .adapters.lora_request import AskedAdapters, LoRARequest, one_adapter_each
 from .delivery.request_progress import RequestProgress, Shown
 from .interrupts import HeldSignals
 from .outputs import CompletionOutput, RequestOutput
@@ -84,7 +86,7 @@ class LLM(EngineServices, TrainerServices):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: Shown = None,
-        lora_request: None = None,
+        lora_request: AskedAdapters = None,
         priority: list[int] | None = None,
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
@@ -94,11 +96,11 @@ class LLM(EngineServices, TrainerServices):
 
         Of a list, a prompt that cannot be served comes back with `error` set, which is logged, and the others
         are served; a single prompt raises RequestError. `use_tqdm` (vLLM's name) shows a bar over the
-        prompts, or is what makes one; default: for lists, when standard error is a terminal. The last four
-        are vLLM's and refused by name, priorities unless they are 0.
+        prompts, or is what makes one; default: for lists, when standard error is a terminal. `lora_request`:
+        an adapter for all prompts, or a list with one or None for each. The last three are vLLM's and refused
+        by name, priorities unless they are 0.
         """
         refuse_given(
-            lora_request=lora_request,
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -106,14 +108,15 @@ class LLM(EngineServices, TrainerServices):
         listed, alone = listed_prompts(prompts)
         params = _one_each(self._chosen(sampling_params), len(listed))
         shown = use_tqdm if use_tqdm is not None or not alone else False
-        return self._run(listed, params, strict=alone, shown=shown)
+        adapters = one_adapter_each(lora_request, len(listed))
+        return self._run(listed, params, adapters, strict=alone, shown=shown)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Shown = None,
-        lora_request: None = None,
+        lora_request: AskedAdapters = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -130,11 +133,7 @@ class LLM(EngineServices, TrainerServices):
         has no place for them; `chat_template_kwargs` are variables for it. Contents that are lists of parts
         are joined to one text, unless `chat_template_content_format` is openai.
         """
-        refuse_given(
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
-        )
+        refuse_given(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         conversations, alone = listed_conversations(messages)
         writer = self._writer(
             chat_template=chat_template,
@@ -146,24 +145,32 @@ class LLM(EngineServices, TrainerServices):
         )
         params = _one_each(self._chosen(sampling_params), len(conversations))
         shown = use_tqdm if use_tqdm is not None or not alone else False
-        return self._run(conversations, params, strict=alone, shown=shown, encode=writer.prompt)
+        adapters = one_adapter_each(lora_request, len(conversations))
+        return self._run(conversations, params, adapters, strict=alone, shown=shown, encode=writer.prompt)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: AskedAdapters = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, `params.beam_width` of them, best first."""
-        refuse_given(lora_request=lora_request)
         engine = self.engine
         listed, _ = listed_prompts(prompts)
+        # Loaded once: what is asked for step by step is then there.
+        [adapter] = one_adapter_each(lora_request, 1) if isinstance(lora_request, LoRARequest) else [None]
+        if lora_request is not None and adapter is None:
+            raise RequestError("beam_search takes one lora_request for all prompts")
+        if adapter is not None:
+            engine.version_of(adapter)
+            adapter = replace(adapter, load_inplace=False)
         ids = [engine.token_ids_of(prompt) for prompt in listed]
 
         def step(beams: list[dict[str, Any]], wanted: SamplingParams) -> list[RequestOutput]:
             each = [wanted] * len(beams)
-            return self._run(beams, each, strict=False, shown=False, is_told=False)
+            adapters = [adapter] * len(beams)
+            return self._run(beams, each, adapters, strict=False, shown=False, is_told=False)
 
         eos = engine.core.loaded.eos_token_ids
         search = BeamSearch(params, step, eos, self.config.max_logprobs)
@@ -177,15 +184,18 @@ class LLM(EngineServices, TrainerServices):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: AskedAdapters = None,
     ) -> list[str]:
         """Queue prompts for `wait_for_completion`; their ids. RequestError, and nothing is queued, if one of
         them cannot be served."""
         listed, _ = listed_prompts(prompts)
         params = _one_each(self._chosen(sampling_params), len(listed))
+        adapters = one_adapter_each(lora_request, len(listed))
         outputs: list[RequestOutput] = []
         with HeldSignals(), self.engine.awaiting() as added:
-            for prompt, wanted in zip(listed, params, strict=True):
-                outputs.append(self._begin(prompt, wanted, added, lambda given: given, strict=True))
+            for prompt, wanted, asked in zip(listed, params, adapters, strict=True):
+                outputs.append(self._begin(prompt, wanted, asked, added, lambda given: given, strict=True))
             self._queued += outputs
             added.clear()
         return [output.request_id for output in outputs]
@@ -199,14 +209,20 @@ class LLM(EngineServices, TrainerServices):
             self._finish(unfinished, len(queued), use_tqdm, signals)
         return queued
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         engine, sent = self.engine, 0
         name = engine.new_id()
         try:
-            with HeldSignals():
-                output = engine.add(prompt, params, name)
+            with HeldSignals(), engine.turn:
+                output = engine.add(prompt, params, name, engine.version_of(lora_request))
             while True:
                 # Another call may have finished it, so what is left is looked for first.
                 with engine.turn:
@@ -231,14 +247,14 @@ class LLM(EngineServices, TrainerServices):
         *,
         use_tqdm: Shown = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: AskedAdapters = None,
         tokenization_kwargs: None = None,
         pooling: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Vectors, in `outputs.embedding`: of the last token (`pooling="last"`) or the mean of all
         (`"mean"`), of length 1 unless `pooling_params` say otherwise."""
-        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self.reader(use_tqdm, pooling).embed(prompts, pooling_params)
+        refuse_given(tokenization_kwargs=tokenization_kwargs)
+        return self.reader(use_tqdm, pooling, lora_request).embed(prompts, pooling_params)
 
     def encode(
         self,
@@ -246,13 +262,13 @@ class LLM(EngineServices, TrainerServices):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: Shown = None,
-        lora_request: None = None,
+        lora_request: AskedAdapters = None,
         pooling_task: str | None = None,
         tokenization_kwargs: None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What `embed` or `classify` find (`pooling_task`), as tensors in `outputs.data`."""
-        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self.reader(use_tqdm).encode(prompts, pooling_params, pooling_task)
+        refuse_given(tokenization_kwargs=tokenization_kwargs)
+        return self.reader(use_tqdm, lora_request=lora_request).encode(prompts, pooling_params, pooling_task)
 
     def classify(
         self,
@@ -260,12 +276,12 @@ class LLM(EngineServices, TrainerServices):
         *,
         use_tqdm: Shown = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: AskedAdapters = None,
         tokenization_kwargs: None = None,
     ) -> list[ClassificationRequestOutput]:
         """How likely each class is, in `outputs.probs`; for models with such a head."""
-        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self.reader(use_tqdm).classify(prompts, pooling_params)
+        refuse_given(tokenization_kwargs=tokenization_kwargs)
+        return self.reader(use_tqdm, lora_request=lora_request).classify(prompts, pooling_params)
 
     def score(
         self,
@@ -275,14 +291,15 @@ class LLM(EngineServices, TrainerServices):
         *,
         use_tqdm: Shown = None,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: AskedAdapters = None,
         tokenization_kwargs: None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts go together, one with all or pair by pair, in `outputs.score`: what a model with a
         head of one label says of each pair, otherwise the cosine of the texts' vectors."""
-        refuse_given(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self.reader(use_tqdm).score(data_1, data_2, pooling_params, chat_template)
+        refuse_given(tokenization_kwargs=tokenization_kwargs)
+        reader = self.reader(use_tqdm, lora_request=lora_request)
+        return reader.score(data_1, data_2, pooling_params, chat_template)
 
     def reward(self, prompts: Prompt | Sequence[Prompt], **_: Any) -> None:
         """vLLM's, of single tokens: refused, with what to use instead."""
@@ -318,9 +335,10 @@ class LLM(EngineServices, TrainerServices):
         return self.engine.core.startup.read()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes by what they are for: weights, kv, inputs, outputs, sampling, activations (of all graphs, in
-        their shared pool), workspace (of libraries, counters of kernels) and graphs (what the driver holds
-        for them). Where a rehearsal has sized the KV cache, also what it had predicted of the last three."""
+        """Bytes by what they are for: weights, adapters (where they are served), kv, inputs, outputs,
+        sampling, activations (of all graphs, in their shared pool), workspace (of libraries, counters of
+        kernels) and graphs (what the driver holds for them). Where a rehearsal has sized the KV cache, also
+        what it had predicted of the last three."""
         return self.engine.core.memory()
 
     def verify(self, seed: int = 0, *, progress: bool | None = None) -> EngineVerification:
@@ -439,6 +457,7 @@ class LLM(EngineServices, TrainerServices):
         self,
         prompts: Sequence[Any],
         params: Iterable[SamplingParams],
+        adapters: Iterable[LoRARequest | None],
         *,
         strict: bool,
         shown: Shown,
@@ -450,8 +469,8 @@ class LLM(EngineServices, TrainerServices):
         outputs: list[RequestOutput] = []
         # After an interrupt nothing of this call stays behind.
         with HeldSignals() as signals, engine.awaiting() as unfinished:
-            for prompt, wanted in zip(prompts, params, strict=True):
-                outputs.append(self._begin(prompt, wanted, unfinished, encode, strict=strict))
+            for prompt, wanted, asked in zip(prompts, params, adapters, strict=True):
+                outputs.append(self._begin(prompt, wanted, asked, unfinished, encode, strict=strict))
                 signals.let_through()
             self._finish(unfinished, len(outputs), shown, signals)
         if engine.is_closed:
@@ -478,6 +497,7 @@ class LLM(EngineServices, TrainerServices):
         self,
         prompt: Any,
         params: SamplingParams,
+        asked: LoRARequest | None,
         unfinished: set[str],
         encode: Callable[[Any], Prompt],
         *,
@@ -487,7 +507,7 @@ class LLM(EngineServices, TrainerServices):
         engine, name = self.engine, self.engine.new_id()
         try:
             with engine.turn:
-                output = engine.add(encode(prompt), params, name)
+                output = engine.add(encode(prompt), params, name, engine.version_of(asked))
                 unfinished.add(name)
                 return output
         except RequestError as error:

@@ -15,9 +15,13 @@ from typing import Any
 import numpy as np
 
 from ostinato.graphs import ConfigError
+from ostinato.models.adapters.adapter import Adapter
 from ostinato.models.weight_update import NamedTensors
 from ostinato.text.errors import TokenizerError
 
+from .adapters.lora_request import LoRARequest
+from .adapters.served_adapters import ServedAdapters
+from .adapters.version import AdapterVersion
 from .bad_words import token_sequences
 from .config import EngineConfig
 from .core import EngineCore
@@ -123,7 +127,30 @@ class TextEngine:
 
     # -- requests in -------------------------------------------------------------------------------
 
-    def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
+    @property
+    def adapters(self) -> ServedAdapters:
+        """Those that requests may ask for; RequestError where there are none."""
+        if self.core.adapters is None:
+            raise RequestError("no adapters are served: start the engine with enable_lora=True")
+        return self.core.adapters
+
+    def version_of(self, asked: LoRARequest | None, read: Adapter | None = None) -> AdapterVersion | None:
+        """What to give to `add` for a request with this adapter, loaded if it is not; `read`: what was found
+        where `ServedAdapters.path_to_read` said, if somebody has looked."""
+        if asked is None:
+            return None
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, not {type(asked).__name__}")
+        with self.turn:
+            return self.adapters.version_of(asked, read)
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        adapter: AdapterVersion | None = None,
+    ) -> RequestOutput:
         """Queue a prompt; RequestError if it cannot be served. The output grows in place with each `step`."""
         params = self._checked(params)
         with self.turn:
@@ -133,17 +160,22 @@ class TextEngine:
             whole = _output(name, text, ids)
             if params.prompt_logprobs is not None:
                 whole.prompt_logprobs = [None] * len(ids)
-            self._serve([self._completion(whole, ids, params, index, salt) for index in range(params.n)])
+            self._serve(
+                [self._completion(whole, ids, params, index, salt, adapter) for index in range(params.n)]
+            )
             return whole
 
-    def add_embedding(self, prompt: Prompt, request_id: str | None = None) -> str:
+    def add_embedding(
+        self, prompt: Prompt, request_id: str | None = None, adapter: AdapterVersion | None = None
+    ) -> str:
         """Queue a prompt to embed; its id."""
         with self.turn:
             name = self._name(request_id)
             text, ids = self._encoded(prompt)
             whole, output = _output(name, text, ids), CompletionOutput(0)
             whole.outputs.append(output)
-            self._serve([ServedCompletion(Request(name, ids, None), whole, output, output.token_ids)])
+            request = Request(name, ids, None, adapter=adapter)
+            self._serve([ServedCompletion(request, whole, output, output.token_ids)])
             return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -179,7 +211,13 @@ class TextEngine:
         return ids[-kept:]
 
     def _completion(
-        self, whole: RequestOutput, ids: IntArray, params: SamplingParams, index: int, salt: str | None
+        self,
+        whole: RequestOutput,
+        ids: IntArray,
+        params: SamplingParams,
+        index: int,
+        salt: str | None,
+        adapter: AdapterVersion | None,
     ) -> ServedCompletion:
         name = f"{whole.request_id}.{index}" if params.n > 1 else whole.request_id
         own = self._seeded(params, index)
@@ -188,7 +226,7 @@ class TextEngine:
         if text is not None:
             output.text = text
         whole.outputs.append(output)
-        request = Request(name, ids, own, self._eos, self.core.following.text(params), salt)
+        request = Request(name, ids, own, self._eos, self.core.following.text(params), salt, adapter)
         return ServedCompletion(
             request,
             whole,
@@ -407,15 +445,17 @@ class TextEngine:
         prompts: Sequence[Prompt],
         shown: Shown = False,
         let_through: Callable[[], None] = lambda: None,
+        adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[PromptOutcome]:
-        """What the model makes of these prompts, for vectors and scores; `shown`: a bar over them.
+        """What the model makes of these prompts, each with its adapter, for vectors and scores; `shown`: a
+        bar over them.
 
         `let_through` is called between steps and may raise.
         """
         kept: list[ServedCompletion | str] = []
         with self.awaiting() as awaited:
-            for prompt in prompts:
-                kept.append(self._begin_embedding(prompt, awaited))
+            for prompt, asked in zip(prompts, adapters or [None] * len(prompts), strict=True):
+                kept.append(self._begin_embedding(prompt, awaited, asked))
             with RequestProgress(len(kept), shown) as bar:
                 bar.update(len(kept) - len(awaited), 0)
                 while awaited:
@@ -425,11 +465,14 @@ class TextEngine:
                     let_through()
         return [self.outcome_of(entry) for entry in kept]
 
-    def _begin_embedding(self, prompt: Prompt, awaited: set[str]) -> ServedCompletion | str:
+    def _begin_embedding(
+        self, prompt: Prompt, awaited: set[str], asked: LoRARequest | None
+    ) -> ServedCompletion | str:
         """Queue a prompt and note its name, or say why not."""
         try:
             with self.turn:
-                [served] = self._served[self.add_embedding(prompt)]
+                adapter = self.version_of(asked)
+                [served] = self._served[self.add_embedding(prompt, adapter=adapter)]
                 awaited.add(served.whole.request_id)
                 return served
         except RequestError as error:

@@ -79,8 +79,7 @@ class Service:
         if not healthy or self.model is None:
             detail = f": {self.engine.progress}" if state == EngineState.LOADING else ""
             raise unavailable(f"the server is {state}{detail}")
-        self.model.check_name(name)
-        return self.model
+        return self.model.named(name)
 
     def admit(self, count: int) -> None:
         """Let `count` engine requests in, or answer 429."""

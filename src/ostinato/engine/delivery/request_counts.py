@@ -35,11 +35,12 @@ class RequestCounts:
         self.output_lengths = Buckets(_TOKENS)
         self._waiting: deque[tuple[Request, RequestTimes]] = deque()
         self._parked: list[tuple[Request, RequestTimes]] = []
-        """The same of those under grammars, who have no place in the order while theirs is compiled."""
+        """The same of those who may have no place in the order: under grammars, while theirs is compiled, and
+        with adapters, while there is no slot."""
 
     def queued(self, request: Request, times: RequestTimes) -> None:
         """A request waits for its first step; several of one prompt share their times."""
-        if request.grammar is None:
+        if request.grammar is None and request.adapter is None:
             self._waiting.append((request, times))
         else:
             self._parked.append((request, times))

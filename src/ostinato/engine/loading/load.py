@@ -15,6 +15,7 @@ from ostinato.cache.kv import KVCache, KVCacheError, KVShape
 from ostinato.graphs import OstinatoError
 from ostinato.kernels import triton_start
 from ostinato.kernels.attention import AttentionBackend, BackendError, get_backend
+from ostinato.models.adapters.stacks import AdapterStacks
 from ostinato.models.config import ModelConfig
 from ostinato.models.errors import DownloadError, ModelError
 from ostinato.models.locate import locate_model
@@ -60,6 +61,8 @@ class LoadedModel:
     """Who gives memory for weights and KV cache."""
     memory: SavedMemory | None = None
     """Of an engine in sleep mode: all that it allocates for good."""
+    adapters: AdapterStacks | None = None
+    """Slots of adapters, where they are served."""
 
 
 def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
@@ -99,6 +102,10 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
             tokenizer = reading.result()
         if memory is not None:
             memory.take_over_buffers(model)
+        adapters = None
+        if asked.serves_adapters:
+            slots, rank = asked.max_loras, asked.max_lora_rank
+            adapters = AdapterStacks(model, slots, rank, arenas("weights", config.device))
         eos = set(tokenizer.eos_token_ids) if tokenizer else set[int]()
         if tokenizer is None or asked.tokenizer is not None:
             eos.update(_eos_token_ids(directory))
@@ -113,7 +120,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
     logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
     names = frozenset(eos)
     return LoadedModel(
-        directory, config, model, attention, tokenizer, beside_it, names, sampling, arenas, memory
+        directory, config, model, attention, tokenizer, beside_it, names, sampling, arenas, memory, adapters
     )
 
 

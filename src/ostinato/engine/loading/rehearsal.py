@@ -47,7 +47,7 @@ def _rehearse(loaded: LoadedModel, times: StartupTimes) -> MemoryPlan:
     with times.phase("compile"):
         kv = KVCache(kv_shape(loaded.model, config), 2, config.device)
         before = DeviceMemory.now(config.device)
-        runner = ModelRunner(loaded.model, kv, loaded.attention, config)
+        runner = ModelRunner(loaded.model, kv, loaded.attention, config, adapters=loaded.adapters)
         sampler = Sampler(runner) if loaded.model.config.has_lm_head else None
         buffers = DeviceMemory.now(config.device).less(before).allocated
         _compile(runner, sampler)

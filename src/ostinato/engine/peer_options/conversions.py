@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ostinato.graphs.errors import ConfigError
@@ -26,6 +27,7 @@ _GRAPH_KEYS = {
     "cudagraph_mode": "cuda_graph_mode",
     "cudagraph_capture_sizes": "cudagraph_capture_sizes",
     "max_cudagraph_capture_size": "max_cudagraph_capture_size",
+    "cudagraph_specialize_lora": "cudagraph_specialize_lora",
 }
 _COMPILER_KEYS = frozenset(
     {"mode", "level", "backend", "use_inductor", "inductor_compile_config", "custom_ops", "pass_config"}
@@ -106,6 +108,18 @@ def hf_overrides(value: Any) -> Converted:
     if not isinstance(value, Mapping):
         raise ConfigError(f"hf_overrides is a mapping of fields of config.json, not {value!r}")
     return {"hf_overrides": dict(value)} if value else {}
+
+
+def lora_modules(value: Any) -> Converted:
+    """Adapters to load: a list of name=directory, of JSON texts or of objects, or directories by name."""
+    if isinstance(value, Mapping):
+        listed = [{"name": name, "path": path} for name, path in value.items()]
+    elif isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"lora_modules is a list of name=directory, not {value!r}")
+    else:
+        listed = list(value)
+    texts = [json.dumps(entry) if isinstance(entry, Mapping) else str(entry) for entry in listed]
+    return {"lora_modules": tuple(texts)} if texts else {}
 
 
 def attention_config(value: Any) -> Converted:

@@ -1,6 +1,7 @@
 """Options about the model and the engine."""
 
 from . import conversions
+from .lora_rows import ADAPTERS
 from .option import PeerOption, acts, harmless, mapped, refused
 
 BOTH = "vllm sglang"
@@ -100,12 +101,6 @@ MODEL: tuple[PeerOption, ...] = (
     ),
     refused("model_loader_extra_config", BOTH, "json", "{}", "safetensors files are read, nothing else"),
     acts("max_logprobs", "vllm", "int", "20", "most log probabilities per token; -1 for all"),
-    refused("enable_lora", BOTH, "flag", "", "merge the adapter into the model first"),
-    harmless("max_loras", "vllm", "int", "1", "there are no adapters", tunes=True),
-    harmless("max_lora_rank", "vllm", "int", "16", "there are no adapters", tunes=True),
-    harmless("max_cpu_loras", "vllm", "int", "2", "there are no adapters", tunes=True),
-    refused("lora_paths", "sglang", "texts", "a=b", "merge the adapter into the model first"),
-    refused("lora_modules", "vllm", "texts", "a=b", "merge the adapter into the model first"),
     harmless("limit_mm_per_prompt", "vllm", "json", '{"image": 1}', TEXT_ONLY, tunes=True),
     harmless("allowed_local_media_path", "vllm", "text", "/", TEXT_ONLY, same=("",), tunes=True),
     harmless("allowed_media_domains", "vllm", "texts", "x.y", TEXT_ONLY, tunes=True),
@@ -315,4 +310,4 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     ),
 )
 
-ENGINE_ROWS = MODEL + MEMORY_AND_STEPS + GRAPHS_AND_KERNELS + SEVERAL_GPUS
+ENGINE_ROWS = MODEL + ADAPTERS + MEMORY_AND_STEPS + GRAPHS_AND_KERNELS + SEVERAL_GPUS

@@ -33,6 +33,8 @@ class DecodeBatch:
         """int32 [R]."""
         self.tenancies: IntArray = rows.tenancy[self._places]
         """int64 [R]."""
+        self.num_adapters = rows.num_adapters(self._places)
+        """Different ones."""
         self.shared_prefix = 0
         """Tokens that all of them begin with, in the same pages..."""
         self.num_twins: int | None = None

@@ -34,6 +34,8 @@ import numpy as np
 from ostinato.grammars.followed_text import FollowedText
 from ostinato.text.grammar import Mask
 
+from ..adapters.slots import NO_SLOT
+from ..adapters.version import AdapterVersion
 from ..sampling_params import RequestError, SamplingParams
 from ..token_ids import IntArray, token_array
 from .token_rules import TokenRules
@@ -86,6 +88,8 @@ class Request:
     """Which tokens may come next, for a text that must look a certain way."""
     cache_salt: str | None = None
     """Only requests with the same one find each other's prefixes in the cache."""
+    adapter: AdapterVersion | None = None
+    """What is added to the model's weights for it."""
     arrival_time: float = field(default_factory=time.monotonic)
     """When it arrived, for latencies; the order of service is the order of `Scheduler.add`."""
 
@@ -172,6 +176,11 @@ class Request:
     def pages(self) -> list[int]:
         """Its pages in the order of positions, while it runs; 0 for one that it has given back. A copy."""
         return [] if self._rows is None else self._rows.pages_of(self.row)
+
+    @property
+    def adapter_slot(self) -> int:
+        """Where its adapter is on the device, while it runs."""
+        return NO_SLOT if self._rows is None else int(self._rows.adapter_slots[self.row])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -262,6 +271,10 @@ class RequestRows:
         words."""
         self.num_waiting = 0
         """How many do."""
+        self.adapter_slots = np.full(rows, NO_SLOT, dtype=np.int32)
+        """Where its adapter is on the device."""
+        self.num_adapted = 0
+        """How many have one."""
         self.tenancy = np.zeros(rows, dtype=np.int64)
         """Changes whenever the row changes hands."""
 
@@ -270,7 +283,7 @@ class RequestRows:
         """Rows without a tenant."""
         return len(self._free)
 
-    def move_in(self, request: Request, max_tokens: int) -> None:
+    def move_in(self, request: Request, max_tokens: int, adapter_slot: int = NO_SLOT) -> None:
         """Give a row to a request of which nothing is computed, to end at a length of `max_tokens`."""
         row, prompt, output = self._free.pop(), request.prompt_ids, request._settled_output
         length = len(prompt) + len(output)
@@ -284,6 +297,8 @@ class RequestRows:
         self.max_tokens[row] = max_tokens
         self.waits[row] = request.waits_for_tokens
         self.num_waiting += request.waits_for_tokens
+        self.adapter_slots[row] = adapter_slot
+        self.num_adapted += adapter_slot != NO_SLOT
         self._set_stops(row, request)
         request.row, request._rows = row, self
 
@@ -295,6 +310,8 @@ class RequestRows:
         self.requests[row] = None
         self.num_waiting -= request.waits_for_tokens
         self.waits[row] = False
+        self.num_adapted -= int(self.adapter_slots[row] != NO_SLOT)
+        self.adapter_slots[row] = NO_SLOT
         self.tenancy[row] += 1
         self._free.append(row)
 
@@ -311,9 +328,18 @@ class RequestRows:
             self.requests[row] = by_row.get(row)
             if row not in by_row:
                 self.waits[row] = False
+                self.adapter_slots[row] = NO_SLOT
                 self.tenancy[row] += 1
         self.num_waiting = sum(request.waits_for_tokens for request in tenants)
+        self.num_adapted = int(np.count_nonzero(self.adapter_slots != NO_SLOT))
         self._free = [row for row in range(len(self.requests) - 1, 0, -1) if row not in by_row]
+
+    def num_adapters(self, rows: IntArray) -> int:
+        """How many different adapters the tenants of these rows have."""
+        if not self.num_adapted:
+            return 0
+        slots = self.adapter_slots[rows]
+        return len(np.unique(slots[slots != NO_SLOT]))
 
     def never_commit(self, row: int) -> None:
         """Keep the pages of this tenant out of the prefix cache."""

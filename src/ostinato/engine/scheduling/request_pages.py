@@ -209,7 +209,8 @@ def _needs_all(request: Request) -> bool:
 
 
 def _salt(request: Request) -> bytes:
-    return b"" if request.cache_salt is None else request.cache_salt.encode(errors="surrogatepass")
+    own = b"" if request.cache_salt is None else request.cache_salt.encode(errors="surrogatepass")
+    return own if request.adapter is None else request.adapter.salt + own
 
 
 def most_pages_at_once(config: SchedulerConfig, pages: PageAllocator) -> int | None:

@@ -52,6 +52,8 @@ class ScheduledStep:
     """int64 [R]: the tenancy of each row, see RequestRows."""
     shared_prefix: int = 0
     """So many tokens all requests of a decode step begin with, in the same pages; 0 if nobody asks."""
+    num_adapters: int = 0
+    """Different adapters that its requests have."""
 
     @property
     def items(self) -> list[tuple[Request, int]]:

@@ -38,6 +38,7 @@ import numpy as np
 from ostinato.cache.pages import PageAllocator
 from ostinato.grammars.followed_text import FollowedText
 
+from ..adapters.slots import AdapterSlots
 from .decode_batch import DecodeBatch
 from .request import (
     RESERVED_ROW,
@@ -51,14 +52,17 @@ from .request import (
 from .request_pages import RequestPages, longest_request
 from .scheduled_step import CompletedStep, ScheduledStep
 from .scheduler_config import SchedulerConfig
+from .slot_line import SlotLine
 from .step_maker import StepMaker
 
 
 class Scheduler:
     """Waiting and running requests, and what the next step computes."""
 
-    def __init__(self, config: SchedulerConfig, pages: PageAllocator) -> None:
-        """Schedule over these pages, which nobody else may use."""
+    def __init__(
+        self, config: SchedulerConfig, pages: PageAllocator, slots: AdapterSlots | None = None
+    ) -> None:
+        """Schedule over these pages, and slots of adapters, which nobody else may use."""
         self.config = config
         self.pages = pages
         self.max_len = longest_request(config, pages)
@@ -70,6 +74,8 @@ class Scheduler:
         """Requests with a row, oldest first."""
         self.parked: dict[Request, None] = {}
         """Requests that can neither run nor wait for their turn: what may come next is not known yet."""
+        self.line = SlotLine(slots, config.max_running)
+        """Requests that wait for a slot of their adapter; see Note [Adapters and the fair order]."""
         self.held: dict[Request, None] = {}
         """Requests that came during `drain`, oldest first: they do not even wait for their turn."""
         self.left_grammars: list[FollowedText] = []
@@ -109,8 +115,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row, parked and held ones among them."""
-        return len(self.waiting) + len(self.parked) + len(self.held)
+        """Requests without a row, whatever they wait for."""
+        return len(self.waiting) + len(self.parked) + len(self.held) + len(self.line.waiting)
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -166,6 +172,8 @@ class Scheduler:
             raise RequestError(f"request {request.request_id} is being served already: choose another id")
         self._check_fits(request)
         self._unfinished[request.request_id] = request
+        if request.adapter is not None:
+            request.adapter.num_users += 1
         request.is_late = self._is_draining
         if parked:
             self.parked[request] = None
@@ -184,7 +192,11 @@ class Scheduler:
         del self.parked[request]
         if not request.num_preemptions:
             self._queue(request)
-            return
+        else:
+            self._queue_first(request)
+
+    def _queue_first(self, request: Request) -> None:
+        """All that wait are behind it, and get new numbers."""
         behind = list(self.waiting)
         self.waiting.clear()
         self._head_is_blocked = False
@@ -207,6 +219,11 @@ class Scheduler:
         self.finish(request, FinishReason.ABORT)
         return True
 
+    def abort_all(self) -> None:
+        """End all requests now."""
+        for request_id in list(self._unfinished):
+            self.abort(request_id)
+
     def finish(
         self,
         request: Request,
@@ -222,6 +239,8 @@ class Scheduler:
             self._leave(request)
         elif request in self.parked:
             del self.parked[request]
+        elif request in self.line.waiting:
+            self.line.remove(request)
         elif request in self.held:
             del self.held[request]
         else:
@@ -229,6 +248,8 @@ class Scheduler:
             self._head_is_blocked = False
         if request.grammar is not None:
             self.left_grammars.append(request.grammar)
+        if request.adapter is not None:
+            request.adapter.num_users -= 1
         del self._unfinished[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
@@ -311,7 +332,7 @@ class Scheduler:
         """
         ended = tuple(self._unfinished.values()) if step is None else self._concerned_by(step)
         # Nor does anybody know where those are to go on who were between two places.
-        placed = {*self.running, *self.waiting, *self.parked, *self.held, *ended}
+        placed = {*self.running, *self.waiting, *self.line.waiting, *self.parked, *self.held, *ended}
         ended += tuple(request for request in self._unfinished.values() if request not in placed)
         for request in ended:
             if request.grammar is not None and request.grammar not in self.left_grammars:
@@ -326,14 +347,18 @@ class Scheduler:
         self.waiting = deque(request for request in self.waiting if not request.is_finished)
         self.parked = {request: None for request in self.parked if not request.is_finished}
         self.held = {request: None for request in self.held if not request.is_finished}
-        placed_now = (*self.running, *self.waiting, *self.parked, *self.held)
+        self.rows.restore(self.running)
+        self.line.restore(self.rows.adapter_slots.tolist())
+        placed_now = (*self.running, *self.waiting, *self.line.waiting, *self.parked, *self.held)
         self._unfinished = {request.request_id: request for request in placed_now}
+        for adapter in {request.adapter for request in (*ended, *placed_now)} - {None}:
+            assert adapter is not None
+            adapter.num_users = sum(request.adapter is adapter for request in placed_now)
         self._decoding = [request for request in self._decoding if not request.is_finished]
         if self._prefilling is not None and self._prefilling.is_finished:
             self._prefilling = None
         self._decode_batch = None
         self._joined.clear()
-        self.rows.restore(self.running)
         self._taken.restore(self.running)
         self._head_is_blocked = False
         return ended
@@ -356,7 +381,9 @@ class Scheduler:
         assert all(self.rows.requests[request.row] is request for request in self.running)
         orders = [request.order for request in (*self.running, *self.waiting)]
         assert orders == sorted(set(orders)), "running requests come before waiting ones, each in order"
-        assert len(self._unfinished) == len(orders) + len(self.parked) + len(self.held)
+        apart = len(self.parked) + len(self.held) + len(self.line.waiting)
+        assert len(self._unfinished) == len(orders) + apart
+        self.line.check_integrity(self.rows.adapter_slots.tolist())
         decoding = [request.order for request in self._decoding]
         assert decoding == sorted(decoding), "those that decode are in order"
         assert self._prefilling is None or self._prefilling is self.running[-1], "the youngest prefills"
@@ -446,8 +473,15 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[tuple[Request, int]]:
         chunks: list[tuple[Request, int]] = []
-        while self.waiting and budget and self.rows.num_free and not self._head_is_blocked:
+        while budget and self.rows.num_free and not self._head_is_blocked:
+            if self.line.is_due(self.waiting[0] if self.waiting else None):
+                self._queue_first(self.line.recall())
+            if not self.waiting:
+                break
             request = self.waiting[0]
+            if not self.line.admits(request):
+                self.line.set_aside(self.waiting.popleft())
+                continue
             prefix = self._taken.cached_prefix(request)
             remaining = request.num_tokens - len(prefix) * self.pages.page_size
             if remaining > budget and not self.config.chunked_prefill:
@@ -480,7 +514,7 @@ class Scheduler:
         assert self.waiting.popleft() is request
         if request.num_preemptions == 0:
             request.num_cached_tokens = len(prefix) * self.pages.page_size
-        self.rows.move_in(request, self._end_length(request))
+        self.rows.move_in(request, self._end_length(request), self.line.move_in(request))
         self._taken.start(request, prefix, count)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
@@ -507,7 +541,9 @@ class Scheduler:
         """Whether the next step may compute a part of a prompt."""
         if self._prefilling is not None:
             return True
-        return bool(self.waiting and self.rows.num_free and not self._head_is_blocked)
+        if not self.rows.num_free or self._head_is_blocked:
+            return False
+        return bool(self.waiting) or self.line.is_due(None)
 
     def _steady_step(self, batch: DecodeBatch) -> ScheduledStep:
         """What `schedule` would come to, known beforehand: see Note [Steady steps] in decode_batch."""
@@ -532,6 +568,7 @@ class Scheduler:
             self._decoding.remove(request)
             self._decode_batch = None
         self._taken.leave(request)
+        self.line.move_out(int(self.rows.adapter_slots[request.row]))
         self.rows.move_out(request)
         self._head_is_blocked = False
 

@@ -62,6 +62,7 @@ class StepMaker:
             page_updates=page_updates,
             tenancies=state.tenancy[rows],
             shared_prefix=0 if chunks else shared_prefix,
+            num_adapters=state.num_adapters(rows),
         )
 
     def steady(self, batch: DecodeBatch, page_updates: tuple[PageUpdate, ...]) -> ScheduledStep:
@@ -79,6 +80,7 @@ class StepMaker:
             page_updates=page_updates,
             tenancies=batch.tenancies,
             shared_prefix=batch.shared_prefix,
+            num_adapters=batch.num_adapters,
         )
 
     def _next_index(self) -> int:

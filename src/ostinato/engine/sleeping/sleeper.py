@@ -27,6 +27,7 @@ SCHEDULING = "scheduling"
 
 _TAG_OF: dict[str, Tag] = {
     "weights": "weights",
+    "adapters": "weights",
     "kv": "kv_cache",
     "inputs": "graphs",
     "outputs": "graphs",

@@ -40,11 +40,12 @@ from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.attention.query_tiles import Queries, query_class
 from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.variants import kernel_class
+from ostinato.models.adapters.stacks import AdapterStacks
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Attend, StepAttention, Transformer
 
 from ..config import ResolvedConfig
-from ..scheduling.request import IntArray
+from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate, ScheduledStep
 from . import shared_prefix
 from .device_rows import DeviceRows
@@ -100,9 +101,11 @@ class ModelRunner:
         attention: AttentionBackend,
         config: ResolvedConfig,
         memory: Memory | None = None,
+        adapters: AdapterStacks | None = None,
     ) -> None:
-        """`memory`: what graphs are made of, if not torch's."""
+        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are."""
         self.model = model
+        self.adapters = adapters
         self.kv = kv
         self.config = config
         self._attention = attention
@@ -112,7 +115,7 @@ class ModelRunner:
         budget = config.config.cuda_graph_memory_mb
         self.pool = GraphPool(device, budget=budget * 2**20 if budget else None, memory=memory)
         self.rows = DeviceRows(
-            row_fields(config.page_columns),
+            row_fields(config.page_columns, has_adapters=adapters is not None),
             config.max_rows,
             self.pool,
             GraphMode.FULL_DECODE_ONLY if self._has_graphs and device.type == "cuda" else GraphMode.NONE,
@@ -160,6 +163,7 @@ class ModelRunner:
             config.decode_ladder,
             config.token_ladder,
             max_reqs=config.max_running_requests,
+            lora_cases=config.lora_cases,
             context_buckets=config.context_buckets,
             cascade=asked.enable_cascade_attention
             and self._attention.reads_prefix_once
@@ -198,6 +202,8 @@ class ModelRunner:
         static = {"page_table": self.page_table, "prefix_lens": self.rows["prefix_lens"]}
         static |= {"lengths": self.lengths, "last_tokens": self.last_tokens}
         static |= {"began": self.began, **self.returned.state}
+        if self.adapters is not None:
+            static |= {"adapter_slots": self.rows["adapter_slots"], **self.adapters.named_tensors()}
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
         return runner
 
@@ -206,7 +212,7 @@ class ModelRunner:
         num_tokens, is_decode = key.descriptor.num_tokens, key.descriptor.is_uniform
         device = self.config.device
         if device.type != "cuda":
-            return key.mode, is_decode, key.descriptor.cascade
+            return key.mode, is_decode, key.descriptor.cascade, key.descriptor.lora
         kernels = kernel_class(
             self.model.products_of(num_tokens, key.descriptor.num_reqs),
             num_tokens,
@@ -216,6 +222,7 @@ class ModelRunner:
             device,
             is_decode=is_decode,
             is_cascade=key.descriptor.cascade,
+            num_slots=key.descriptor.lora,
         )
         queries = queries_of(self.model.config, self.config, key.descriptor)
         attention = None if is_decode else query_class(queries, gpu_of(device))
@@ -238,6 +245,12 @@ class ModelRunner:
             lengths = np.array([len(each) for each in pages])
             columns = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths - firsts, lengths)
             self.rows.write_cells("page_table", np.repeat(rows, lengths), columns, np.concatenate(pages))
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """Enter the adapters of newcomers; `rows.send` brings them to the device."""
+        if self.adapters is not None:
+            for request in requests:
+                self.rows.write("adapter_slots", request.row, request.adapter_slot)
 
     def update_prefix(self, step: ScheduledStep) -> None:
         """Enter what the step's requests share, if it pays to know; `rows.send` brings it to the device."""
@@ -287,7 +300,9 @@ class ModelRunner:
         """One step from this very graph, whichever `run` would take; the line it may write is not counted."""
         self._host = None if graph.key.mode is GraphMode.FULL else host_lengths(step)
         self._held = _NOTHING
-        shape = BatchShape(step.total_tokens, step.num_requests, graph.descriptor.query_len)
+        shape = BatchShape(
+            step.total_tokens, step.num_requests, graph.descriptor.query_len, lora=step.num_adapters
+        )
         self.graphs.buffers.fill(inputs_of(step), shape, graph.descriptor, poison=poison)
         self.graphs.launch(graph)
         return self.logits[: step.num_requests]
@@ -322,7 +337,9 @@ class ModelRunner:
         # Bits depend on shapes, so that invariance means: no step gets a shape of its own.
         is_decode = step.is_uniform_decode and not self.config.config.batch_invariant
         query_len = 1 if is_decode else None
-        shape = BatchShape(step.total_tokens, step.num_requests, query_len, context=context)
+        shape = BatchShape(
+            step.total_tokens, step.num_requests, query_len, lora=step.num_adapters, context=context
+        )
         self._why_no_cascade = None
         if self._wants_cascade(step):
             cascade = replace(shape, cascade=True)
@@ -368,7 +385,11 @@ class ModelRunner:
             max_context=max_context(self.config, descriptor),
             prefix_lens=self.rows["prefix_lens"] if descriptor.cascade else None,
         )
-        hidden = self.model(input_ids, positions, self._attention_over(batch))
+        adapters = None
+        if descriptor.lora:
+            assert self.adapters is not None
+            adapters = self.adapters.of_tokens(self.rows["adapter_slots"].index_select(0, token_rows))
+        hidden = self.model(input_ids, positions, self._attention_over(batch), adapters)
         if not descriptor.is_uniform:
             self.hidden[: input_ids.size(0)].copy_(hidden)
             hidden = hidden.index_select(0, (query_starts + query_lens - 1).clamp(min=0))

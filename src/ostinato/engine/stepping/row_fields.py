@@ -2,6 +2,8 @@
 
 import torch
 
+from ostinato.kernels.lora import NO_ADAPTER
+
 from .device_rows import RowField
 
 MAX_BIASES = 512
@@ -10,10 +12,12 @@ MAX_BANNED = 16
 """End-of-sequence and stop tokens that min_tokens can hold off."""
 
 
-def row_fields(page_columns: int) -> tuple[RowField, ...]:
+def row_fields(page_columns: int, *, has_adapters: bool = False) -> tuple[RowField, ...]:
     """The fields of a row, for requests of at most `page_columns` pages."""
     real, integer = torch.float32, torch.int32
+    of_adapters = (RowField("adapter_slots", integer, initial=NO_ADAPTER),) if has_adapters else ()
     return (
+        *of_adapters,
         RowField("lengths", integer, advances=True),
         RowField("last_tokens", torch.int64, advances=True),
         RowField("page_table", integer, page_columns),

@@ -6,6 +6,7 @@ from typing import Any
 
 from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
+from ..adapters.lora_request import AskedAdapters, LoRARequest
 from ..delivery.request_progress import Shown
 from ..sampling_params import RequestError, SamplingParams
 from ..text_engine import TextEngine
@@ -101,9 +102,37 @@ class EngineServices:
         with self.engine.turn:
             return self.engine.profiler.stop()
 
-    def reader(self, shown: Shown = False, pooling: str | None = None) -> Reader:
+    def reader(
+        self, shown: Shown = False, pooling: str | None = None, lora_request: AskedAdapters = None
+    ) -> Reader:
         """What reads prompts for `embed` and its like; `shown`: a bar over them."""
-        return Reader(self.engine, pooling or self._options.pooling, shown)
+        return Reader(self.engine, pooling or self._options.pooling, shown, lora_request)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter now, in place of the one before with `load_inplace`. False if it was there."""
+        with self.engine.turn:
+            return self.engine.adapters.load(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; False if there is none of this number, RequestError while requests use it."""
+        with self.engine.turn:
+            name = self.engine.adapters.name_of(lora_id)
+            if name is not None:
+                self.engine.adapters.remove(name)
+            return name is not None
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Let an adapter keep its slot on the device when nobody uses it; False if there is none."""
+        with self.engine.turn:
+            name = self.engine.adapters.name_of(lora_id)
+            if name is not None:
+                self.engine.adapters.pin(name)
+            return name is not None
+
+    def list_loras(self) -> set[int]:
+        """The numbers of all adapters that are loaded."""
+        with self.engine.turn:
+            return {each.lora_int_id for each in self.engine.adapters.listed()}
 
 
 class OwnEngine(EngineServices):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..adapters.lora_request import LoRARequest
 from ..delivery.output_stream import OutputStream
 from ..delivery.served_completion import ServedCompletion
 from ..interrupts import HeldSignals
@@ -68,7 +69,7 @@ class LLMEngine:
         prompt: Any,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: None = None,
         trace_headers: None = None,
         priority: int = 0,
@@ -76,7 +77,6 @@ class LLMEngine:
         """Queue a request; RequestError if it cannot be served. The order of service is that of these calls;
         `arrival_time` is for `metrics`."""
         refuse_given(
-            lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
             priority=priority,
@@ -88,13 +88,13 @@ class LLMEngine:
             wanted = params if params.task else replace(params, task="embed")
             self._services.reader().check(wanted)
             with HeldSignals(), engine.turn:
-                name = engine.add_embedding(prompt, request_id)
+                name = engine.add_embedding(prompt, request_id, engine.version_of(lora_request))
                 self._read[name] = engine.served_embedding(name), wanted
             return name
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams or PoolingParams, not {params!r}")
-        with HeldSignals():
-            output = engine.add(prompt, params, request_id)
+        with HeldSignals(), engine.turn:
+            output = engine.add(prompt, params, request_id, engine.version_of(lora_request))
             self._watched[output.request_id] = _Watched(output, OutputStream(params))
         if arrival_time is not None and output.metrics is not None:
             output.metrics.arrival_time = arrival_time
@@ -164,6 +164,22 @@ class LLMEngine:
         """As `LLM.reset_prefix_cache`."""
         return self._services.reset_prefix_cache(reset_running_requests)
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLM.add_lora`."""
+        return self._services.add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """As `LLM.remove_lora`."""
+        return self._services.remove_lora(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """As `LLM.pin_lora`."""
+        return self._services.pin_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """As `LLM.list_loras`."""
+        return self._services.list_loras()
+
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """As `LLM.start_profile`."""
         self._services.start_profile(profile_prefix)
@@ -181,7 +197,6 @@ class LLMEngine:
 def refuse_given(**given: Any) -> None:
     """RequestError for keywords of vLLM's that ask for what does not exist here."""
     reasons = {
-        "lora_request": "merge the adapter into the model first",
         "tokenization_kwargs": "tokenize the prompt yourself: {'prompt_token_ids': [...]}",
         "mm_processor_kwargs": "models here take text only",
         "priority": "requests are served in the order of their arrival",

@@ -55,6 +55,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "inputs": (_PROMPTS,),
     "logger": ("engine.vllm_api.printing init_logger",),
     "logprobs": ("engine.outputs Logprob",),
+    "lora": (),
+    "lora.request": ("engine.adapters.lora_request LoRARequest",),
     "outputs": (_OUTPUTS, _POOLED),
     "pooling_params": ("engine.vllm_api.pooling_params PoolingParams",),
     "sampling_params": (

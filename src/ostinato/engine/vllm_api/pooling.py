@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adapters.lora_request import AskedAdapters, one_adapter_each
 from ..delivery.pooling import check_pooling, pooled
 from ..delivery.request_progress import Shown
 from ..delivery.served_completion import ServedCompletion
@@ -42,12 +43,15 @@ _WITHOUT = {
 class Reader:
     """Reads prompts with an engine."""
 
-    def __init__(self, engine: TextEngine, pooling: str, shown: Shown) -> None:
+    def __init__(
+        self, engine: TextEngine, pooling: str, shown: Shown, lora_request: AskedAdapters = None
+    ) -> None:
         """`pooling`: where the state of a prompt comes from, last or mean. `shown`: a bar over prompts."""
         check_pooling(pooling)
         self._engine = engine
         self._pooling = pooling
         self._shown = shown
+        self._lora_request = lora_request
 
     def embed(self, prompts: Any, params: Any) -> list[EmbeddingRequestOutput]:
         """Vectors."""
@@ -156,7 +160,8 @@ class Reader:
     def _states(self, prompts: list[Any], alone: bool = False) -> list[PromptOutcome]:
         shown = self._shown if self._shown is not None or not alone else False
         with HeldSignals() as signals:
-            return self._engine.states_of(prompts, shown, signals.let_through)
+            adapters = one_adapter_each(self._lora_request, len(prompts))
+            return self._engine.states_of(prompts, shown, signals.let_through, adapters)
 
     # -- from states to numbers --------------------------------------------------------------------
 

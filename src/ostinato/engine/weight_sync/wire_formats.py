@@ -61,6 +61,8 @@ def sglang_tensors(payloads: object, load_format: object) -> Pairs:
     found = described(data)
     if load_format == "flattened_bucket":
         return _bucket(found)
+    if isinstance(found, dict):
+        found = list(found.items())
     if not isinstance(found, list | tuple):
         raise TransferError(f"named tensors are a list of pairs, not {type(found).__name__}")
     return [_pair(each) for each in found]

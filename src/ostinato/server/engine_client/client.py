@@ -268,17 +268,24 @@ class EngineClient:
     # -- asking ------------------------------------------------------------------------------------
 
     def generate(
-        self, prompt_ids: list[int], params: SamplingParams, listener: Listener, cache_salt: str | None = None
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        listener: Listener,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Ask for one completion; its id."""
         id = self._listen(listener)
-        self._living().send(Generate(id, prompt_ids, params, cache_salt))
+        self._living().send(Generate(id, prompt_ids, params, cache_salt, adapter))
         return id
 
-    def embed(self, prompt_ids: list[int], pooling: str, listener: Listener) -> int:
+    def embed(
+        self, prompt_ids: list[int], pooling: str, listener: Listener, adapter: str | None = None
+    ) -> int:
         """Ask for one vector; its id."""
         id = self._listen(listener)
-        self._living().send(Embed(id, prompt_ids, pooling))
+        self._living().send(Embed(id, prompt_ids, pooling, adapter))
         return id
 
     def forget(self, ids: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from ..wire.messages import (
     decode_command,
     encode,
 )
+from .adapter_controls import AdapterControls
 from .control_calls import ControlCalls
 from .engine_controls import EngineControls
 from .heartbeat import Heartbeat
@@ -32,6 +33,10 @@ from .weight_controls import WeightControls
 
 STATISTICS_EVERY = 0.5
 """Seconds between two messages of statistics."""
+
+
+FILES_EVERY = 2
+"""Milliseconds between two looks for an adapter that is being read, if there is nothing else to do."""
 
 
 class EngineServer:
@@ -49,9 +54,12 @@ class EngineServer:
         self._commands = commands
         self._events = events
         self._heartbeat = heartbeat
-        controls = EngineControls(llm, self._engine, self._tell_step)
-        named = {**controls.by_name(), **WeightControls(llm).by_name()}
-        self._calls = ControlCalls(named, settle=self._settle, reply=self._answer, heartbeat=heartbeat)
+        controls = {
+            **EngineControls(llm, self._engine, self._tell_step).by_name(),
+            **WeightControls(llm).by_name(),
+            **AdapterControls(llm.engine.core).by_name(),
+        }
+        self._calls = ControlCalls(controls, settle=self._settle, reply=self._answer, heartbeat=heartbeat)
         self._standing = Standing()
         self._arrivals = zmq.Poller()
         self._arrivals.register(commands, zmq.POLLIN)
@@ -65,6 +73,7 @@ class EngineServer:
         while not self._stopping:
             self._obey()
             self._calls.carry_on()
+            self._tell(self._engine.carry_on())
             if self._engine.is_busy:
                 with self._statistics.step():
                     brought = self._engine.step()
@@ -88,7 +97,7 @@ class EngineServer:
         """Carry out all that has arrived; with nothing to step, wait for something to arrive."""
         if not self._engine.is_busy:
             self._heartbeat.at_rest()
-            self._arrivals.poll(int(STATISTICS_EVERY * 1000))
+            self._arrivals.poll(FILES_EVERY if self._engine.waits_for_files else int(STATISTICS_EVERY * 1000))
         self._heartbeat.at_work()
         while not self._stopping:
             try:

@@ -88,6 +88,8 @@ def _serve(
 
 
 def _ready(llm: Any) -> Ready:
+    from .adapter_controls import adapter_list
+
     core, report = llm.engine.core, llm.graph_report()
     shape = core.loaded.model.config
     return Ready(
@@ -107,6 +109,7 @@ def _ready(llm: Any) -> Ready:
         f"captured in {report.capture_ms / 1000:.1f} s",
         can_sleep=core.loaded.memory is not None,
         max_logprobs=core.config.config.max_logprobs,
+        adapters=adapter_list(core),
     )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
+from ostinato.engine.adapters.lora_request import LoRARequest
+from ostinato.engine.adapters.version import AdapterVersion
 from ostinato.engine.core import EngineCore
 from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
@@ -14,8 +17,10 @@ from ostinato.engine.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.request import Request, RequestStatus
 from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.engine.token_ids import token_array
+from ostinato.models.adapters.adapter import Adapter
 
 from ..wire.messages import Embed, Generate, News, Standing, StepNews, TokenLogprobs
+from .adapter_reading import AdapterReading
 
 
 class ServedEngine:
@@ -35,6 +40,8 @@ class ServedEngine:
         """Those not seen running yet, in their order, which is also the order of their first steps."""
         self._parked: set[Request] = set()
         """Those that wait for their grammars before they wait for their turn."""
+        self._adapted: set[Request] = set()
+        """Those with adapters, who may wait for a slot besides."""
         self._queued: dict[int, float] = {}
         """How long those waited that have had no news yet."""
         self._begun: set[int] = set()
@@ -42,6 +49,11 @@ class ServedEngine:
         self._batch: tuple[Request, ...] = ()
         self._batch_ids: list[int] = []
         """Of the last step; while the same requests go on, nothing about them has to be worked out."""
+        self._reading = None if core.adapters is None else AdapterReading(core.adapters)
+        self._unread: set[int] = set()
+        """Requests whose adapters are being read."""
+        self._aborted_unread: set[int] = set()
+        self._refused_late: list[list[News]] = []
         # Requests without a seed get one from here: a run with the same requests repeats itself.
         self._seeds = np.random.default_rng(core.config.config.seed)
 
@@ -56,18 +68,80 @@ class ServedEngine:
         params = command.params
         if params.seed is None and not params.is_greedy:
             params.seed = int(self._seeds.integers(2**62))
-        return self._add(command.id, command.prompt_ids, params, command.cache_salt)
+
+        def add(adapter: AdapterVersion | None) -> News | None:
+            return self._add(command.id, command.prompt_ids, params, command.cache_salt, adapter)
+
+        return self._with_adapter(command.id, command.adapter, add)
 
     def embed(self, command: Embed) -> News | None:
         """Queue an embedding; news only if it is refused."""
-        refused = self._add(command.id, command.prompt_ids, None)
-        if refused is None:
-            self._poolings[command.id] = command.pooling
-        return refused
+
+        def add(adapter: AdapterVersion | None) -> News | None:
+            refused = self._add(command.id, command.prompt_ids, None, None, adapter)
+            if refused is None:
+                self._poolings[command.id] = command.pooling
+            return refused
+
+        return self._with_adapter(command.id, command.adapter, add)
+
+    def _with_adapter(
+        self, id: int, name: str | None, add: Callable[[AdapterVersion | None], News | None]
+    ) -> News | None:
+        """Queue a request as soon as its adapter is on the host."""
+        if name is None:
+            return add(None)
+        adapters, reading = self.core.adapters, self._reading
+        asked = None if adapters is None else adapters.named(name)
+        if asked is None or adapters is None or reading is None:
+            return self._refused(id, f"the adapter {name!r} is not loaded")
+        told: list[News] = []
+
+        def go_on(asked: LoRARequest, read: Adapter | None) -> None:
+            if id in self._aborted_unread:
+                self._aborted_unread.discard(id)
+                return
+            self._unread.discard(id)
+            try:
+                refused = add(adapters.version_of(asked, read))
+            except RequestError as error:
+                refused = self._refused(id, str(error))
+            if refused is not None:
+                told.append(refused)
+
+        if reading.when_there(asked, go_on):
+            return told[0] if told else None
+        self._unread.add(id)
+        self._refused_late.append(told)
+        return None
+
+    @property
+    def waits_for_files(self) -> bool:
+        """Whether `carry_on` should be called soon."""
+        return self._reading is not None and self._reading.is_under_way
+
+    def carry_on(self) -> list[News]:
+        """Queue requests whose adapters were read, between two steps; news of those that are refused."""
+        if self._reading is None or not self._reading.is_under_way:
+            return []
+        self._reading.carry_on()
+        news = [each for told in self._refused_late for each in told]
+        for told in self._refused_late:
+            told.clear()
+        if not self._reading.is_under_way:
+            self._refused_late.clear()
+        return news
+
+    def _refused(self, id: int, why: str) -> News:
+        self._arrived.pop(id, None)
+        return News(id, finish_reason="error", error=why, refused=True)
 
     def abort(self, ids: list[int]) -> list[News]:
         """End these requests; news of those that were unfinished."""
-        ended = [id for id in ids if self.core.abort(str(id))]
+        unread = self._unread.intersection(ids)
+        self._unread -= unread
+        self._aborted_unread |= unread
+        ended = [id for id in ids if id in unread or self.core.abort(str(id))]
         for id in ended:
             self._poolings.pop(id, None)
             self._begun.discard(id)
@@ -116,10 +190,19 @@ class ServedEngine:
             released = {request for request in self._parked if request not in self.core.scheduler.parked}
             self._parked -= released
             self._waiting.extend(sorted(released, key=lambda request: request.order))
+        if self._adapted:
+            # Whoever waits for a slot of its adapter is passed by others.
+            begun = {each for each in self._adapted if each.status is not RequestStatus.WAITING}
+            self._adapted -= begun
+            for request in begun:
+                self._note_first_step(request, began)
         while self._waiting and self._waiting[0].status is not RequestStatus.WAITING:
-            id = int(self._waiting.popleft().request_id)
-            if (arrived := self._arrived.pop(id, None)) is not None:
-                self._queued[id] = max(0.0, began - arrived)
+            self._note_first_step(self._waiting.popleft(), began)
+
+    def _note_first_step(self, request: Request, began: float) -> None:
+        id = int(request.request_id)
+        if (arrived := self._arrived.pop(id, None)) is not None:
+            self._queued[id] = max(0.0, began - arrived)
 
     def _sort(self, progress: Progress, told: StepNews) -> None:
         """Tell plain tokens of those that have begun in two lists, and everything else as news."""
@@ -140,7 +223,12 @@ class ServedEngine:
         self._batch, self._batch_ids = requests, ids
 
     def _add(
-        self, id: int, prompt_ids: list[int], params: SamplingParams | None, cache_salt: str | None = None
+        self,
+        id: int,
+        prompt_ids: list[int],
+        params: SamplingParams | None,
+        cache_salt: str | None,
+        adapter: AdapterVersion | None,
     ) -> News | None:
         why = self.core.sleeper.why_no_step
         if why is not None and not self.core.is_paused:
@@ -150,16 +238,17 @@ class ServedEngine:
         try:
             eos = self.core.loaded.eos_token_ids
             grammar = None if params is None else self.core.following.text(params)
-            request = Request(str(id), token_array(prompt_ids), params, eos, grammar, cache_salt)
+            request = Request(str(id), token_array(prompt_ids), params, eos, grammar, cache_salt, adapter)
             self.core.add(request)
             self._arrived.setdefault(id, time.perf_counter())
-            if grammar is None:
+            if adapter is not None:
+                self._adapted.add(request)
+            elif grammar is None:
                 self._waiting.append(request)
             else:
                 self._parked.add(request)
         except (RequestError, OverflowError) as error:
-            self._arrived.pop(id, None)
-            return News(id, finish_reason="error", error=str(error), refused=True)
+            return self._refused(id, str(error))
         return None
 
     def _news(self, request: Request, token: int | None, extras: Extras | None, has_ended: bool) -> News:

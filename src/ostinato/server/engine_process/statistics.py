@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ostinato.engine.llm import LLM
+from ostinato.engine.scheduling.request import Request
 from ostinato.graphs import Report
 
 from ..wire.messages import GraphCounters, Statistics
@@ -61,6 +62,9 @@ class StatisticsTaker:
             memory_bytes=_taken(llm.memory_report()),
             page_size=pages.page_size,
             device_bytes=_device_bytes(core.config.device),
+            max_adapters=core.config.config.max_loras if core.adapters is not None else 0,
+            running_adapters=_adapters_of(scheduler.running),
+            waiting_adapters=_adapters_of([*scheduler.waiting, *scheduler.line.waiting]),
         )
 
     def _idle_share(self) -> float:
@@ -75,6 +79,10 @@ class StatisticsTaker:
 def _taken(memory: dict[str, int]) -> dict[str, int]:
     """Without what was predicted of it."""
     return {name: size for name, size in memory.items() if not name.startswith("predicted_")}
+
+
+def _adapters_of(requests: Iterable[Request]) -> list[str]:
+    return sorted({request.adapter.name for request in requests if request.adapter is not None})
 
 
 def _device_bytes(device: torch.device) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from ..openai.body import REFUSALS
 from ..openai.errors import ApiError
 from ..openai.generation import ClientGone
 from ..service import Service
+from .adapters import adapter_routes
 from .administration import admin_routes
 from .answer_count import AnswerCount
 from .api_document import schemas
@@ -49,6 +50,7 @@ def make_app(service: Service) -> FastAPI:
         generating_routes,
         native_routes,
         admin_routes,
+        adapter_routes,
         sleep_routes,
         memory_routes,
         weight_routes,

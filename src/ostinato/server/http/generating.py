@@ -6,6 +6,7 @@ import asyncio
 from functools import partial
 
 from fastapi import APIRouter, Request
+from msgspec import structs
 from starlette.responses import Response
 
 from ..openai.chat import ChatWriter, answers_of, call_parser
@@ -128,8 +129,10 @@ def generating_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/models", responses=answers(ModelList))
     async def models() -> Response:
-        """The served model."""
-        return json_response(ModelList([_card(service.serving())]))
+        """The served model and its adapters."""
+        model = service.serving()
+        adapters = [_card(model.named(name)) for name in model.adapters]
+        return json_response(ModelList([_card(model), *adapters]))
 
     @routes.get("/v1/models/{name:path}", responses=answers(ModelCard))
     async def model(name: str) -> Response:
@@ -178,4 +181,7 @@ def _check_stream_options(body: Sampling) -> None:
 
 
 def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(model.name, model.created, model.ready.max_model_len)
+    card = ModelCard(model.name, model.created, model.ready.max_model_len)
+    if model.adapter is None:
+        return card
+    return structs.replace(card, root=model.adapters[model.adapter].path, parent=model.base_name)

@@ -42,6 +42,12 @@ ADMIN_PATHS = WEIGHT_PATHS | frozenset(
         "/graphs",
         "/start_profile",
         "/stop_profile",
+        # adapters
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/load_lora_adapter",
+        "/load_lora_adapter_from_tensors",
+        "/unload_lora_adapter",
         # sleep and pause, as vLLM has them
         "/abort_requests",
         "/get_world_size",

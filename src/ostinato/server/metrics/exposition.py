@@ -6,6 +6,7 @@ graphs have is ours.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from ..wire.messages import Statistics
 
 OURS = "ostinato:"
+
+
+def _adapters(statistics: Statistics) -> tuple[str, str]:
+    return ",".join(statistics.running_adapters), ",".join(statistics.waiting_adapters)
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:
@@ -135,6 +140,15 @@ class ServerCollector(Collector):
             ("gen_throughput", "Generated tokens per second, now.", self._service.history.rates[0]),
         ):
             yield self._one(GaugeMetricFamily, self._shared, name, text, value)
+        if statistics.max_adapters:
+            yield self._labelled(
+                GaugeMetricFamily,
+                self._shared,
+                "lora_requests_info",
+                "Adapters of running and of waiting requests; the value is the time.",
+                ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+                [((str(statistics.max_adapters), *_adapters(statistics)), time.time())],
+            )
         for name, text, value in (
             ("num_preemptions", "Requests that lost their pages.", statistics.preemptions),
             ("num_retracted_requests", "The same as num_preemptions.", statistics.preemptions),

@@ -76,7 +76,7 @@ REFUSALS = {
     "image_data": "only text is read here",
     "input_embeds": "only text and token ids are read here",
     "kv_transfer_params": "the KV cache is not handed to others",
-    "lora_path": "no adapter is served here",
+    "lora_path": "name the adapter in model",
     "logits_processors": "programs of clients are not run: use logit_bias",
     "prediction": "predicted outputs are not used",
     "previous_response_id": "responses are not stored: send the earlier items in input",

@@ -72,6 +72,7 @@ class Completion:
         self._keeps_output = keeps_output
         self._shape_param = shape_param
         self._cache_salt = cache_salt
+        self._adapter = model.adapter
         self._wakes_every = wakes_every
         self._on_token = on_token
         self._piece = Piece()
@@ -108,7 +109,7 @@ class Completion:
         if params.stop or params.n != 1:
             # Stop strings stay here, and the seed is the only thing that tells completions of a prompt apart.
             params = params.verified(stop=None, n=1)
-        self._id = engine.generate(self.prompt_ids, params, self, self._cache_salt)
+        self._id = engine.generate(self.prompt_ids, params, self, self._cache_salt, self._adapter)
 
     def abort(self) -> None:
         """Have the engine end it; it then finishes with `abort`."""

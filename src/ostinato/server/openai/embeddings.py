@@ -61,7 +61,7 @@ async def embed(
     if body.dimensions is not None and body.dimensions > size:
         message = f"dimensions: the vectors of this model have {size} numbers, not {body.dimensions}"
         raise ApiError(400, message, param="dimensions")
-    vectors = await vectors_of(prompts, body.pooling or "last", engine)
+    vectors = await vectors_of(prompts, body.pooling or "last", engine, model.adapter)
     tokens = sum(map(len, prompts))
     written = _as_base64 if body.encoding_format == "base64" else _as_numbers
     data = [
@@ -71,13 +71,15 @@ async def embed(
     return EmbeddingBody(model.name, data, EmbeddingUsage(tokens, tokens))
 
 
-async def vectors_of(prompts: list[list[int]], pooling: str, engine: EngineClient) -> list[Vector]:
+async def vectors_of(
+    prompts: list[list[int]], pooling: str, engine: EngineClient, adapter: str | None
+) -> list[Vector]:
     """The vectors of all prompts, each of length 1. Cancelling it aborts what is unfinished."""
     listeners = [_Vector() for _ in prompts]
     ids: list[int] = []
     try:
         for prompt, listener in zip(prompts, listeners, strict=True):
-            ids.append(engine.embed(prompt, pooling, listener))
+            ids.append(engine.embed(prompt, pooling, listener, adapter))
         return [np.frombuffer(await listener.result, dtype="<f4") for listener in listeners]
     except EngineGone as error:
         raise unavailable(str(error)) from error

@@ -216,6 +216,10 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_model_len: int
     object: Literal["model"] = "model"
     owned_by: str = "ostinato"
+    root: str | msgspec.UnsetType = msgspec.UNSET
+    """Of an adapter: its directory."""
+    parent: str | msgspec.UnsetType = msgspec.UNSET
+    """Of an adapter: the model that it changes."""
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Sequence
@@ -34,8 +35,12 @@ class ServedModel:
     """Turns what clients send into token ids that the engine accepts, or refuses it."""
 
     def __init__(self, name: str, ready: Ready, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
-        self.name = name
+        self.name = self.base_name = name
         self.ready = ready
+        self.adapter: str | None = None
+        """The adapter that a request has named, in a view of the model for it."""
+        self.adapters = {each.name: each for each in ready.adapters}
+        """All that are loaded."""
         self.tokenizer = tokenizer
         self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self.created = int(time.time())
@@ -62,11 +67,30 @@ class ServedModel:
     def _limit(self) -> TextLimit:
         return TextLimit(self.max_prompt_tokens, most_bytes_per_token(self.need_tokenizer("prompt").backend))
 
-    def check_name(self, name: str | None) -> None:
-        """404 for a model that is not served here."""
-        if name is not None and name != self.name:
+    def named(self, name: str | None) -> ServedModel:
+        """The model as a request means it, perhaps with an adapter; 404 for one that is not served here."""
+        if name is None or name == self.name:
+            return self
+        base, _, behind = name.rpartition(":")
+        adapter = name if name in self.adapters else behind if base == self.name else None
+        if adapter not in self.adapters:
             message = f"the model {name!r} does not exist; this server has {self.name!r}"
+            message += "".join(f", {known!r}" for known in self.adapters)
             raise ApiError(404, message, param="model", code="model_not_found")
+        return self._with_adapter(adapter, name)
+
+    def with_adapter(self, adapter: str | None, param: str) -> ServedModel:
+        """The model with the adapter of this name; 400 if it is not loaded."""
+        if adapter is None:
+            return self
+        if adapter not in self.adapters:
+            raise ApiError(400, f"{param}: the adapter {adapter!r} is not loaded", param=param)
+        return self._with_adapter(adapter, adapter)
+
+    def _with_adapter(self, adapter: str, name: str) -> ServedModel:
+        view = copy.copy(self)
+        view.name, view.adapter = name, adapter
+        return view
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer; 400 where the model has none."""

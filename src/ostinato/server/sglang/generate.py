@@ -40,11 +40,17 @@ async def generations_of(
     if len(each) != len(prompts):
         message = f"sampling_params: there are {len(each)} of them for {len(prompts)} prompts"
         raise ApiError(400, message, param="sampling_params")
+    named = body.lora_path
+    adapters = named if isinstance(named, list) else [named] * len(prompts)
+    if len(adapters) != len(prompts):
+        message = f"lora_path: there are {len(adapters)} of them for {len(prompts)} prompts"
+        raise ApiError(400, message, param="lora_path")
     found: list[Completion] = []
-    for prompt, sampling in zip(prompts, each, strict=True):
+    for prompt, sampling, adapter in zip(prompts, each, adapters, strict=True):
+        adapted = model.with_adapter(adapter, "lora_path")
         try:
             asked = _as_completion(prompt, sampling, body)
-            for completion in await completions_of(asked, model, wakes_every, on_token):
+            for completion in await completions_of(asked, adapted, wakes_every, on_token):
                 completion.index = len(found)
                 found.append(completion)
         except ApiError as error:

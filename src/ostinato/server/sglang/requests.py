@@ -56,6 +56,8 @@ class GenerateRequest(Body):
     """From where in the prompt log probabilities are wanted; -1: of the answer only."""
     top_logprobs_num: Annotated[int, Field(ge=0, le=20)] | None = None
     return_text_in_logprobs: bool | None = None
+    lora_path: Text | Annotated[list[Text | None], Field(max_length=256)] | None = None
+    """The name of an adapter that is loaded, for all prompts, or one or null for each."""
     log_metrics: bool | None = None
     """Changes nothing: metrics count all requests."""
 

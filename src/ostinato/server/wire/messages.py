@@ -24,6 +24,8 @@ class Generate(msgspec.Struct, tag=True, array_like=True, frozen=True):
     params: SamplingParams
     cache_salt: str | None = None
     """Only requests with the same one share prefixes."""
+    adapter: str | None = None
+    """By name."""
 
 
 class Embed(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -32,6 +34,7 @@ class Embed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     id: int
     prompt_ids: list[int]
     pooling: str
+    adapter: str | None = None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -100,6 +103,15 @@ class Loading(msgspec.Struct, tag=True, array_like=True, frozen=True):
     text: str
 
 
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """One adapter that is loaded."""
+
+    name: str
+    id: int
+    path: str
+    pinned: bool
+
+
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The engine serves. What the HTTP process must know of it."""
 
@@ -122,6 +134,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Per token; -1: of the whole vocabulary."""
     has_logits_processors: bool = False
     """Whether classes of the server's owner change logits."""
+    adapters: list[AdapterInfo] = []
+    """Loaded at the start."""
 
 
 class Fault(StrEnum):
@@ -219,6 +233,10 @@ class Statistics(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Tokens of a page."""
     device_bytes: tuple[int, int]
     """Memory of the device, and what of it is free; zeros where it cannot be asked."""
+    max_adapters: int = 0
+    """In one step; 0: none are served."""
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
 
 
 Event = StepNews | Loading | Ready | Reply | Standing | Beat | Failed | Statistics

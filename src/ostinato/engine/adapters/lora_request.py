@@ -1,0 +1,74 @@
+"""`LoRARequest`: which adapter a request wants, under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..sampling_params import RequestError
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter by name and number. Both are of one adapter only, until it is removed."""
+
+    lora_name: str
+    lora_int_id: int
+    """At least 1."""
+    lora_path: str = ""
+    """A directory that PEFT wrote; may be left out of an adapter that is loaded."""
+    load_inplace: bool = False
+    """Read it again, in place of what was loaded under this name. Requests under way keep what they have."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise RequestError(f"lora_name is a text that is not empty, not {self.lora_name!r}")
+        number = self.lora_int_id
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise RequestError(f"lora_int_id is an integer of at least 1, not {number!r}")
+        object.__setattr__(self, "lora_path", str(self.lora_path or ""))
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.lora_name
+
+    @property
+    def adapter_id(self) -> int:
+        """Its number."""
+        return self.lora_int_id
+
+    @property
+    def path(self) -> str:
+        """Its directory."""
+        return self.lora_path
+
+
+AskedAdapters = LoRARequest | Sequence[LoRARequest | None] | None
+"""One for all prompts, one for each, or none."""
+
+
+def one_adapter_each(given: Any, count: int) -> list[LoRARequest | None]:
+    """What each of so many prompts asks for; RequestError for anything else. Whatever is to be loaded in
+    place is loaded once for all of them."""
+    if given is None or isinstance(given, LoRARequest):
+        return _loaded_once([given] * count)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise RequestError(f"lora_request must be a LoRARequest or a list, not {type(given).__name__}")
+    for at, one in enumerate(given):
+        if one is not None and not isinstance(one, LoRARequest):
+            raise RequestError(f"lora_request[{at}] must be a LoRARequest, not {type(one).__name__}")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} lora_requests were given for {count} prompts")
+    return _loaded_once(given)
+
+
+def _loaded_once(asked: Sequence[LoRARequest | None]) -> list[LoRARequest | None]:
+    seen: set[LoRARequest] = set()
+    found: list[LoRARequest | None] = []
+    for one in asked:
+        found.append(replace(one, load_inplace=False) if one in seen and one is not None else one)
+        if one is not None:
+            seen.add(one)
+    return found

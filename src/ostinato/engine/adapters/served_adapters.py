@@ -1,0 +1,252 @@
+"""The adapters that an engine knows: loaded, replaced, removed, pinned; more on the host than on the device.
+
+Reading files is kept apart from taking in what was read (`read` and `load`): the first may be done in any
+thread beside the engine's steps, all else belongs between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ostinato.models.adapters.adapter import Adapter
+from ostinato.models.adapters.errors import AdapterError
+from ostinato.models.adapters.reading import AdapterReader
+from ostinato.models.adapters.stacks import AdapterStacks
+
+from ..sampling_params import RequestError
+from .lora_request import LoRARequest
+from .slots import AdapterSlots
+from .version import AdapterVersion
+
+
+@dataclass(eq=False)
+class _Known:
+    """An adapter by name; its contents may have been given up to make room on the host."""
+
+    lora_int_id: int
+    path: str
+    """Where it can be read again; empty: nowhere."""
+    digest: bytes
+    version: AdapterVersion
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """What `list_adapters` tells of one."""
+
+    name: str
+    lora_int_id: int
+    path: str
+    is_pinned: bool
+    is_on_device: bool
+    num_requests: int
+    """Unfinished ones."""
+
+
+class ServedAdapters:
+    """Of one engine."""
+
+    def __init__(self, reader: AdapterReader, stacks: AdapterStacks, max_on_host: int) -> None:
+        self._reader, self._stacks = reader, stacks
+        self._max_on_host = max_on_host
+        self.slots = AdapterSlots(stacks.num_slots)
+        """Who has which slot."""
+        self._known: dict[str, _Known] = {}
+        """The least recently asked for first."""
+        self._num_versions = 0
+
+    # -- reading, in any thread --------------------------------------------------------------------
+
+    def read(self, path: str) -> Adapter:
+        """The adapter in a directory; RequestError if it cannot be served."""
+        try:
+            return self._reader.read(path)
+        except AdapterError as error:
+            raise RequestError(str(error)) from error
+
+    def made_of(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
+        """The adapter of these tensors and of what its adapter_config.json would hold."""
+        try:
+            return self._reader.made_of(config, tensors, name)
+        except AdapterError as error:
+            raise RequestError(str(error)) from error
+
+    # -- between two steps -------------------------------------------------------------------------
+
+    def path_to_read(self, asked: LoRARequest) -> str | None:
+        """What has to be read before `load` or `version_of` can take this adapter; None: nothing."""
+        known = self._of(asked)
+        if known is None or asked.load_inplace:
+            path = asked.lora_path or (known.path if known is not None else "")
+            if not path:
+                raise RequestError(
+                    f"adapter {asked.lora_name!r} is not loaded, and no lora_path says where it is"
+                )
+            return path
+        return known.path if known.version.adapter is None else None
+
+    def version_of(self, asked: LoRARequest, read: Adapter | None = None) -> AdapterVersion:
+        """What a request that asks for this adapter computes with; loaded, if it is not. `read`: what
+        `path_to_read` asked for, if somebody has read it already."""
+        if read is not None and not asked.lora_path and asked.lora_name not in self._known:
+            self._of(asked)
+            self._put(asked, "", read)
+        elif (path := self.path_to_read(asked)) is not None:
+            self._take_in(asked, path, self.read(path) if read is None else read)
+        self._known[asked.lora_name] = known = self._known.pop(asked.lora_name)  # the last one asked for
+        self._make_room(keep=known)
+        return known.version
+
+    def named(self, name: str) -> LoRARequest | None:
+        """What to ask for to get the adapter of this name; None if it is not loaded."""
+        known = self._known.get(name)
+        return None if known is None else LoRARequest(name, known.lora_int_id, known.path)
+
+    def load(self, asked: LoRARequest, read: Adapter | None = None, *, pinned: bool = False) -> bool:
+        """Load an adapter. Whether something was loaded: False if it was there."""
+        is_new = asked.load_inplace or asked.lora_name not in self._known
+        version = self.version_of(asked, read)
+        if pinned:
+            self._pin(asked.lora_name, version)
+        return is_new
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter; RequestError while requests use it, or if there is none."""
+        known = self._known.get(name)
+        if known is None:
+            raise RequestError(f"there is no adapter {name!r}")
+        if known.version.num_users:
+            count = known.version.num_users
+            raise RequestError(
+                f"adapter {name!r} is in use by {count} unfinished request{'s' if count > 1 else ''}: wait "
+                "for them or abort them, then remove it"
+            )
+        del self._known[name]
+        self.slots.retire(known.version)
+
+    def pin(self, name: str) -> None:
+        """Let an adapter keep its slot on the device, and its place on the host."""
+        known = self._known.get(name)
+        if known is None:
+            raise RequestError(f"there is no adapter {name!r}")
+        self._pin(name, known.version)
+
+    def _pin(self, name: str, version: AdapterVersion) -> None:
+        others = [known.version for each, known in self._known.items() if each != name]
+        if 1 + sum(other.is_pinned for other in others) == len(self.slots.tenants):
+            waiting = [other.name for other in others if other.num_users and not other.is_pinned]
+            if waiting:
+                raise RequestError(
+                    f"adapter {name!r} cannot be pinned: no slot would be left for requests of "
+                    f"{waiting[0]!r}; raise max_loras"
+                )
+        self.slots.pin(version)
+
+    def name_of(self, lora_int_id: int) -> str | None:
+        """Whose number this is."""
+        return next((n for n, known in self._known.items() if known.lora_int_id == lora_int_id), None)
+
+    def listed(self) -> list[LoadedAdapter]:
+        """All that are known, in the order of their numbers."""
+        found = [
+            LoadedAdapter(
+                name,
+                known.lora_int_id,
+                known.path,
+                known.version.is_pinned,
+                self.slots.slot_of(known.version) is not None,
+                known.version.num_users,
+            )
+            for name, known in self._known.items()
+        ]
+        return sorted(found, key=lambda each: each.lora_int_id)
+
+    def free_id(self) -> int:
+        """A number that no adapter has."""
+        return 1 + max((known.lora_int_id for known in self._known.values()), default=0)
+
+    def check_runs(self, version: AdapterVersion) -> None:
+        """RequestError if a request with this version could never run."""
+        pinned = [known.version for known in self._known.values() if known.version.is_pinned]
+        if not version.is_pinned and len(pinned) >= len(self.slots.tenants):
+            raise RequestError(
+                f"adapter {version.name!r} has no slot: all {len(pinned)} are kept for pinned adapters; "
+                "raise max_loras, or remove one of them"
+            )
+
+    def send(self) -> None:
+        """Write what slots have got anew, behind the steps launched so far."""
+        for slot, version in list(self.slots.unwritten.items()):
+            assert version.adapter is not None, "whoever has a slot stays on the host"
+            self._stacks.write(slot, version.adapter)
+            self.slots.written(slot)
+
+    def contents_are_gone(self) -> None:
+        """The memory of the slots was dropped: all are written again before the next step."""
+        self._stacks.clear()
+        self.slots.contents_are_gone()
+
+    # -- the books ---------------------------------------------------------------------------------
+
+    def _of(self, asked: LoRARequest) -> _Known | None:
+        """The adapter that is meant; RequestError where name, number or path are those of another."""
+        known = self._known.get(asked.lora_name)
+        owner = self.name_of(asked.lora_int_id)
+        if owner is not None and owner != asked.lora_name:
+            raise RequestError(f"lora_int_id {asked.lora_int_id} is taken by adapter {owner!r}")
+        if known is None:
+            return None
+        if known.lora_int_id != asked.lora_int_id:
+            raise RequestError(
+                f"adapter {asked.lora_name!r} is loaded under lora_int_id {known.lora_int_id}, not "
+                f"{asked.lora_int_id}"
+            )
+        if asked.lora_path and asked.lora_path != known.path and not asked.load_inplace:
+            raise RequestError(
+                f"the name {asked.lora_name!r} is taken by the adapter of {known.path or 'given tensors'}: "
+                "remove that first, or load with load_inplace"
+            )
+        return known
+
+    def _take_in(self, asked: LoRARequest, path: str, adapter: Adapter) -> None:
+        known = self._known.get(asked.lora_name)
+        if known is not None and not asked.load_inplace:
+            # Given up for want of room, and read again.
+            if adapter.digest != known.digest:
+                raise RequestError(
+                    f"adapter {asked.lora_name!r} has changed in {path} since it was loaded: load it again "
+                    "with load_inplace"
+                )
+            known.version.adapter = adapter
+            return
+        self._put(asked, path, adapter)
+
+    def _put(self, asked: LoRARequest, path: str, adapter: Adapter) -> None:
+        """Make this the adapter of a name and a number, in place of the one before, if there was one."""
+        before = self._known.get(asked.lora_name)
+        self._num_versions += 1
+        version = AdapterVersion(asked.lora_name, self._num_versions, adapter)
+        if before is not None:
+            is_pinned = before.version.is_pinned
+            self.slots.retire(before.version)
+            if is_pinned:
+                self.slots.pin(version)
+            del self._known[asked.lora_name]
+        self._known[asked.lora_name] = _Known(asked.lora_int_id, path, adapter.digest, version)
+
+    def _make_room(self, keep: _Known) -> None:
+        """Give up what nobody uses and can be read again, the least recently asked for first."""
+        held = [known for known in self._known.values() if known.version.adapter is not None]
+        excess = len(held) - self._max_on_host
+        for known in held:
+            if excess <= 0:
+                return
+            version = known.version
+            is_needed = version.num_users or version.is_pinned or not known.path or known is keep
+            if not is_needed and self.slots.slot_of(version) is None:
+                version.adapter = None
+                excess -= 1

@@ -1,0 +1,92 @@
+"""Who runs with which adapter, and who waits for a slot of one.
+
+Note [Adapters and the fair order]
+A batch has as many different adapters as there are slots. Whoever comes to the head of the queue and finds no
+slot is set aside, so that others go on: those without an adapter, and those whose adapter has a slot. That
+could go on forever, so the first of those set aside is passed by so many at most as may run at a time; then
+nobody with an adapter is admitted until it has its slot. Those that run end, so a slot comes free, and it
+goes to the head of the queue with the next number of the order: all of Note [Fair order] holds from there on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ..adapters.slots import NO_SLOT, AdapterSlots
+from .request import Request
+
+
+class SlotLine:
+    """The slots of running requests, and the requests that wait for one."""
+
+    def __init__(self, slots: AdapterSlots | None, max_passed: int) -> None:
+        """`slots`: None where no request has an adapter."""
+        self._slots = slots
+        self._max_passed = max_passed
+        self._num_passed = 0
+        self._recalled: Request | None = None
+        self.waiting: deque[Request] = deque()
+        """Set aside, the first to be recalled first."""
+
+    def admits(self, request: Request) -> bool:
+        """Whether a request at the head of the queue finds its slot."""
+        if request.adapter is None:
+            return True
+        assert self._slots is not None
+        is_held_back = self.waiting and self._num_passed >= self._max_passed
+        if is_held_back and request is not self._recalled:
+            return False
+        return self._slots.can_take(request.adapter)
+
+    def set_aside(self, request: Request) -> None:
+        """It waits for a slot; whoever has run before goes first."""
+        if request.num_preemptions or request is self._recalled:
+            self.waiting.appendleft(request)
+        else:
+            self.waiting.append(request)
+
+    def is_due(self, head: Request | None) -> bool:
+        """Whether the first of those set aside should go to the head of the queue, where `head` is now."""
+        if not self.waiting or (head is not None and head is self._recalled):
+            return False
+        first = self.waiting[0]
+        assert self._slots is not None
+        assert first.adapter is not None
+        return self._slots.can_take(first.adapter)
+
+    def recall(self) -> Request:
+        """Take out the first of those set aside."""
+        self._recalled = self.waiting.popleft()
+        self._num_passed = 0
+        return self._recalled
+
+    def remove(self, request: Request) -> None:
+        """It has ended."""
+        self.waiting.remove(request)
+
+    def move_in(self, request: Request) -> int:
+        """Its slot, from now on."""
+        if request is self._recalled:
+            self._recalled = None
+        if request.adapter is None:
+            return NO_SLOT
+        assert self._slots is not None
+        self._num_passed += bool(self.waiting)
+        return self._slots.take(request.adapter)
+
+    def move_out(self, slot: int) -> None:
+        """A request with this slot has left."""
+        if slot != NO_SLOT:
+            assert self._slots is not None
+            self._slots.leave(slot)
+
+    def restore(self, slots: list[int]) -> None:
+        """Make the books anew: requests with these slots run."""
+        self.waiting = deque(request for request in self.waiting if not request.is_finished)
+        if self._slots is not None:
+            self._slots.restore(slot for slot in slots if slot != NO_SLOT)
+
+    def check_integrity(self, slots: list[int]) -> None:
+        """Raise unless requests with exactly these slots run."""
+        if self._slots is not None:
+            self._slots.check_integrity(slot for slot in slots if slot != NO_SLOT)

@@ -1,0 +1,29 @@
+"""An adapter on the host: the two matrices of every layer that it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ostinato.kernels.lora import LowRank
+
+Parts = tuple[LowRank | None, ...]
+"""Of a linear layer, in the order in which checkpoint layers lie in it; None: unchanged."""
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """In the dtype of its model, in pinned memory where the model is on a GPU."""
+
+    layers: Mapping[str, Parts]
+    """By the name of the linear layer (`layers.0.self_attn.qkv_proj`); without those it leaves alone."""
+    rank: int
+    """The largest."""
+    digest: bytes
+    """Equal for adapters that compute the same."""
+
+    @property
+    def num_bytes(self) -> int:
+        """On the host."""
+        matrices = [each for parts in self.layers.values() for each in parts if each is not None]
+        return sum(each.a.nbytes + each.b.nbytes for each in matrices)

@@ -1,0 +1,183 @@
+"""`adapter_config.json`: which layers an adapter changes, and by how much.
+
+Whatever would change what the adapter computes and is not done here is refused by name, a field that nobody
+knew when this was written among it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+
+_USED = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
+        *("exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"),
+    }
+)
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type"),
+        *("peft_version", "lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+        *("ensure_weight_tying", "unsloth_version", "unsloth_fixed"),
+    }
+)
+"""About training, or beside a switch that is refused."""
+_REFUSED = {
+    "use_dora": "DoRA scales the rows of the base weights: merge the adapter into the model",
+    "modules_to_save": "whole layers were trained beside it: merge the adapter into the model",
+    "lora_bias": "its layers have a bias of their own",
+    "trainable_token_indices": "it changes embeddings",
+    "layer_replication": "it repeats layers of the model",
+    "target_parameters": "it changes parameters that are no linear layers",
+    "alora_invocation_tokens": "it begins to act in the middle of a prompt",
+    "use_qalora": "it pools its inputs",
+    "megatron_config": "it is for layers of Megatron",
+    "arrow_config": "it routes between adapters",
+}
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")
+_ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """What of an `adapter_config.json` decides on the numbers."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    target_modules: str | tuple[str, ...] | None
+    exclude_modules: str | tuple[str, ...] | None
+    layers_to_transform: tuple[int, ...]
+    layers_pattern: tuple[str, ...]
+
+    @classmethod
+    def load(cls, directory: Path) -> PeftConfig:
+        """From the file in a directory."""
+        file = directory / CONFIG_FILE
+        if not directory.is_dir():
+            raise AdapterError(f"there is no adapter in {directory}: no such directory")
+        try:
+            raw = json.loads(file.read_bytes())
+        except FileNotFoundError:
+            raise AdapterError(f"{directory} is no adapter of PEFT: it has no {CONFIG_FILE}") from None
+        except (OSError, ValueError) as error:
+            raise AdapterError(f"{file} cannot be read: {error}") from error
+        return cls.of(raw, str(file))
+
+    @classmethod
+    def of(cls, raw: object, where: str) -> PeftConfig:
+        """From what such a file holds; `where` says of which adapter, in errors."""
+        if not isinstance(raw, Mapping):
+            raise AdapterError(f"{where} holds no object")
+        _refuse(raw, where)
+        try:
+            return cls(
+                r=_positive(raw.get("r", 8)),
+                lora_alpha=_number(raw.get("lora_alpha", 8)),
+                use_rslora=bool(raw.get("use_rslora")),
+                rank_pattern={str(k): _positive(v) for k, v in (raw.get("rank_pattern") or {}).items()},
+                alpha_pattern={str(k): _number(v) for k, v in (raw.get("alpha_pattern") or {}).items()},
+                target_modules=_names(raw.get("target_modules")),
+                exclude_modules=_names(raw.get("exclude_modules")),
+                layers_to_transform=_integers(raw.get("layers_to_transform")),
+                layers_pattern=_listed(raw.get("layers_pattern")),
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise AdapterError(f"{where}: a field is not what PEFT writes: {error}") from error
+
+    def rank_of(self, module: str) -> int:
+        """Of the matrices of a layer, by its full name."""
+        return self.rank_pattern.get(_pattern_of(module, self.rank_pattern), self.r)
+
+    def scaling_of(self, module: str) -> float:
+        """What the product of the matrices of a layer is multiplied with."""
+        alpha = self.alpha_pattern.get(_pattern_of(module, self.alpha_pattern), self.lora_alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targeted(self, modules: Iterable[str]) -> set[str]:
+        """Which of these linear layers, by their full names, the adapter changes."""
+        return {module for module in modules if self._is_target(module)}
+
+    def _is_target(self, module: str) -> bool:
+        if self.exclude_modules is not None and _is_named(module, self.exclude_modules):
+            return False
+        if self.target_modules is None or self.target_modules == _ALL_LINEAR:
+            return self.target_modules is not None
+        if not _is_named(module, self.target_modules):
+            return False
+        if not self.layers_to_transform or isinstance(self.target_modules, str):
+            return True
+        patterns = self.layers_pattern or (r"[^.]*",)
+        found = [re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module) for pattern in patterns]
+        index = next((match.group(1) for match in found if match is not None), None)
+        return index is not None and int(index) in self.layers_to_transform
+
+
+def _refuse(raw: Mapping[str, Any], where: str) -> None:
+    kind = raw.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise AdapterError(f"{where}: peft_type {kind!r} is not supported, only LORA")
+    if raw.get("bias") not in (None, "none"):
+        raise AdapterError(f"{where}: bias {raw['bias']!r} is not supported: biases were trained beside it")
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise AdapterError(
+            f"{where}: init_lora_weights {start!r} is not supported: it changes the base weights; convert "
+            "the adapter to plain LoRA when saving it"
+        )
+    for name, value in raw.items():
+        if name in _USED or name in _WITHOUT_EFFECT or value in (None, False, 0, "") or value in ([], {}):
+            continue
+        why = _REFUSED.get(name, "no adapter with it is known here")
+        raise AdapterError(f"{where}: {name} is not supported: {why}")
+
+
+def _pattern_of(module: str, patterns: Mapping[str, object]) -> str:
+    """PEFT's rule: a pattern stands for the end of a module's name."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+
+
+def _is_named(module: str, names: str | tuple[str, ...]) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _names(given: Any) -> str | tuple[str, ...] | None:
+    if given is None or isinstance(given, str):
+        return given or None
+    return tuple(map(str, given)) or None
+
+
+def _listed(given: Any) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) and given else tuple(map(str, given or ()))
+
+
+def _integers(given: Any) -> tuple[int, ...]:
+    return (given,) if isinstance(given, int) else tuple(map(int, given or ()))
+
+
+def _positive(given: Any) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"a rank is an integer of at least 1, not {given!r}")
+    return given
+
+
+def _number(given: Any) -> float:
+    if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
+        raise ValueError(f"an alpha is a number, not {given!r}")
+    return float(given)

@@ -1,0 +1,482 @@
+"""Adapters in the engine: every answer is that of the model with its adapter merged into it."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.small_adapters import adapter_tensors, write_adapter
+from ostinato import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
+from ostinato.graphs import ConfigError
+
+from .conftest import prompts_of
+from .lora_world import GREEDY, LoraWorld
+
+SMALL = {
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "max_loras": 2,
+    "max_running_requests": 4,
+    "num_pages": 40,
+    "cuda_graph_bs": (4,),
+    "cuda_graph_prefill_tokens": (16,),
+    "chunked_prefill_size": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> LoraWorld:
+    return LoraWorld.make(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def engine(world: LoraWorld) -> Iterator[LLM]:
+    with LLM(world.base.directory, max_cpu_loras=2, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(engine: LLM) -> Iterator[LLM]:
+    """The shared engine, without adapters at the beginning and without a trace at the end."""
+    yield engine
+    core = engine.engine.core
+    assert not core.has_work
+    core.scheduler.check_integrity()
+    for lora_id in engine.list_loras():
+        assert engine.remove_lora(lora_id)
+    assert core.adapters is not None
+    assert core.adapters.slots.tenants == [None, None]
+    assert not core.adapters.slots.unwritten
+
+
+def lora_replays(llm: LLM) -> dict[bool, int]:
+    """Replays of graphs with and without adapters."""
+    counts = {True: 0, False: 0}
+    for graph in llm.graph_report().graphs:
+        counts["lora" in str(graph.descriptor)] += graph.replays
+    return counts
+
+
+@pytest.mark.parametrize("mode", ["none", "piecewise", "full", "full-decode-only", "full-and-piecewise"])
+def test_mixed_batches_answer_as_the_merged_models(world: LoraWorld, mode: str) -> None:
+    """Three adapters and none over two slots, prompts in chunks, too few pages for all, prefixes shared."""
+    beginning = prompts_of([32], seed=1)[0]["prompt_token_ids"]
+    prompts = [
+        {"prompt_token_ids": [*beginning, *rest["prompt_token_ids"]]}
+        for rest in prompts_of([3, 9, 14, 1, 20, 6, 11, 2])
+    ]
+    numbers: list[int | None] = [0, None, 1, 2, 0, 1, None, 2]
+    with LLM(world.base.directory, cuda_graph_mode=mode, **{**SMALL, "num_pages": 12}) as llm:
+        world.check(llm, prompts, numbers, 24)
+        outputs = world.check(llm, prompts, numbers, 24)
+        scheduler = llm.engine.core.scheduler
+        assert scheduler.num_preemptions, "the pages were not scarce"
+        assert any(output.num_cached_tokens for output in outputs)
+        scheduler.check_integrity()
+        replays, report = lora_replays(llm), llm.graph_report()
+        if mode == "none":
+            assert set(report.eager_steps) == {"disabled"}
+        else:
+            assert replays[True] > 10
+            assert set(report.eager_steps) <= ({"mixed-batch"} if mode == "full-decode-only" else set())
+    for number in (0, 1, 2):
+        assert any(world.expected(number, p) != world.expected(None, p) for p in prompts), "changes nothing"
+
+
+def test_qwen3_with_an_adapter(tmp_path: Path) -> None:
+    world = LoraWorld.make(tmp_path, "Qwen3", head_dim=16)
+    with LLM(world.base.directory, **SMALL) as llm:
+        world.check(llm, prompts_of([5, 12, 20, 7]), [1, None, 3, 1])
+
+
+def test_without_adapters_in_a_batch_the_plain_graphs_run(world: LoraWorld, llm: LLM) -> None:
+    before = lora_replays(llm)
+    world.check(llm, prompts_of([5, 9]), [None, None])
+    after = lora_replays(llm)
+    assert after[True] == before[True]
+    assert after[False] > before[False]
+    keys = [str(graph.descriptor) for graph in llm.graph_report().graphs]
+    assert sum("lora" in key for key in keys) * 2 == len(keys)
+
+
+def test_without_specialisation_all_steps_run_from_graphs_with_adapters(world: LoraWorld) -> None:
+    with LLM(world.base.directory, compilation_config={"cudagraph_specialize_lora": False}, **SMALL) as llm:
+        world.check(llm, prompts_of([5, 9, 4]), [None, 1, None])
+        world.check(llm, prompts_of([5, 9]), [None, None])
+        assert lora_replays(llm)[False] == 0
+        assert all("lora" in str(graph.descriptor) for graph in llm.graph_report().graphs)
+
+
+def test_requests_without_an_adapter_have_the_bits_of_an_engine_without(world: LoraWorld, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=5)
+    prompts = prompts_of([7, 18, 5, 11], seed=9)
+    plain = {name: value for name, value in SMALL.items() if "lora" not in name}
+    with LLM(world.base.directory, **plain) as other:
+        expected = [output.outputs[0].logprobs for output in other.generate(prompts, params)]
+    llm.reset_prefix_cache()
+    alone = llm.generate(prompts, params)
+    assert [output.outputs[0].logprobs for output in alone] == expected
+    llm.reset_prefix_cache()
+    beside = llm.generate(prompts, params, lora_request=[None, world.asked(1), None, world.asked(3)])
+    for at in (0, 2):
+        assert beside[at].outputs[0].logprobs == expected[at]
+    assert beside[1].outputs[0].logprobs != expected[1]
+
+
+def test_more_adapters_than_slots_and_than_places_on_the_host(world: LoraWorld, llm: LLM) -> None:
+    for seed in (1, 2):
+        prompts = prompts_of([4, 9, 6, 11, 5, 8, 3], seed=seed)
+        world.check(llm, prompts, [0, 1, 2, 3, 4, None, 0])
+    adapters = llm.engine.adapters
+    assert llm.list_loras() == {1, 2, 3, 4, 5}
+    on_host = [known for known in adapters._known.values() if known.version.adapter is not None]
+    world.check(llm, prompts_of([4]), [4])
+    assert len(on_host) >= 2
+    assert sum(known.version.adapter is not None for known in adapters._known.values()) == 2
+
+
+def test_a_pinned_adapter_keeps_its_slot(world: LoraWorld, llm: LLM) -> None:
+    assert llm.add_lora(world.asked(0))  # type: ignore[arg-type]
+    assert not llm.add_lora(world.asked(0))  # type: ignore[arg-type]
+    assert llm.pin_lora(1)
+    world.check(llm, prompts_of([4, 5, 6, 7]), [0, 1, 2, 3])
+    world.check(llm, prompts_of([4, 5]), [1, 2])
+    pinned, *others = llm.engine.adapters.listed()
+    assert (pinned.is_pinned, pinned.is_on_device) == (True, True)
+    assert sum(each.is_on_device for each in others) == 1
+    assert not llm.pin_lora(99)
+    # The last slot cannot be pinned while somebody else needs it, and who finds none is refused.
+    assert llm.pin_lora(2)
+    with pytest.raises(RequestError, match="all 2 are kept for pinned adapters"):
+        llm.generate(prompts_of([4])[0], GREEDY, lora_request=world.asked(2))
+    world.check(llm, prompts_of([4, 5, 6]), [0, 1, None])
+
+
+def test_a_replaced_adapter_serves_new_requests_and_old_ones_keep_theirs(
+    world: LoraWorld, llm: LLM, tmp_path: Path
+) -> None:
+    place = tmp_path / "changing"
+    shutil.copytree(world.path(0), place)
+    [prompt] = prompts_of([35], seed=3)
+    asked = LoRARequest("changing", 7, str(place))
+    stepwise = llm.llm_engine
+    stepwise.add_request("old", prompt, GREEDY, lora_request=asked)
+    for _ in range(4):
+        stepwise.step()
+    shutil.rmtree(place)
+    shutil.copytree(world.path(1), place)
+    again = LoRARequest("changing", 7, str(place), load_inplace=True)
+    stepwise.add_request("new", prompt, GREEDY, lora_request=again)
+    stepwise.add_request("also new", prompt, GREEDY, lora_request=asked)
+    found: dict[str, Any] = {}
+    while stepwise.has_unfinished_requests():
+        found |= {output.request_id: output for output in stepwise.step()}
+    assert found["old"].outputs[0].token_ids == world.expected(0, prompt)
+    for name in ("new", "also new"):
+        assert found[name].outputs[0].token_ids == world.expected(1, prompt)
+    assert world.expected(0, prompt) != world.expected(1, prompt)
+
+
+def test_the_same_name_loaded_again_finds_no_old_pages(world: LoraWorld, llm: LLM) -> None:
+    [prompt] = prompts_of([40], seed=4)
+
+    def cached(asked: LoRARequest | None, number: int | None) -> int:
+        [output] = llm.generate([prompt], GREEDY, lora_request=asked)
+        assert output.outputs[0].token_ids == world.expected(number, prompt)
+        assert output.num_cached_tokens is not None
+        return output.num_cached_tokens
+
+    llm.reset_prefix_cache()
+    assert cached(None, None) == 0
+    name = LoRARequest("x", 1, world.path(0))
+    assert cached(name, 0) == 0
+    assert cached(name, 0) == 32
+    assert cached(LoRARequest("x", 1, world.path(0), load_inplace=True), 0) == 0
+    assert cached(LoRARequest("x", 1, world.path(2), load_inplace=True), 2) == 0
+    assert cached(LoRARequest("x", 1), 2) == 32
+    assert llm.remove_lora(1)
+    assert cached(LoRARequest("x", 1, world.path(3)), 3) == 0
+    assert cached(None, None) == 32
+
+
+def test_a_salt_of_a_client_is_no_adapter(world: LoraWorld, llm: LLM) -> None:
+    [prompt] = prompts_of([40], seed=5)
+    llm.generate([prompt], GREEDY, lora_request=world.asked(0))
+    version = llm.engine.adapters._known["adapter-0"].version
+    salted = {**prompt, "cache_salt": version.salt.decode(errors="surrogateescape")}
+    [output] = llm.generate([salted], GREEDY)
+    assert output.num_cached_tokens == 0
+    assert output.outputs[0].token_ids == world.expected(None, prompt)
+
+
+def test_an_adapter_that_changed_on_disk_is_not_read_behind_ones_back(
+    world: LoraWorld, llm: LLM, tmp_path: Path
+) -> None:
+    place = tmp_path / "changing"
+    shutil.copytree(world.path(0), place)
+    asked = LoRARequest("changing", 9, str(place))
+    llm.add_lora(asked)
+    world.check(llm, prompts_of([4, 5]), [1, 2])
+    world.check(llm, prompts_of([4, 5]), [3, 4])  # it had to make room on the host
+    shutil.rmtree(place)
+    shutil.copytree(world.path(1), place)
+    with pytest.raises(RequestError, match=r"has changed in .* since it was loaded"):
+        llm.generate(prompts_of([4])[0], GREEDY, lora_request=asked)
+    [prompt] = prompts_of([4])
+    [output] = llm.generate([prompt], GREEDY, lora_request=LoRARequest("changing", 9, str(place), True))
+    assert output.outputs[0].token_ids == world.expected(1, prompt)
+
+
+def test_an_adapter_in_use_is_not_removed(world: LoraWorld, llm: LLM) -> None:
+    stepwise, [prompt] = llm.llm_engine, prompts_of([9])
+    stepwise.add_request("running", prompt, GREEDY, lora_request=world.asked(0))
+    stepwise.step()
+    with pytest.raises(RequestError, match="'adapter-0' is in use by 1 unfinished request"):
+        llm.remove_lora(1)
+    stepwise.abort_request("running")
+    assert llm.remove_lora(1)
+    assert not llm.remove_lora(1)
+    with pytest.raises(RequestError, match="'adapter-0' is not loaded"):
+        llm.generate(prompt, GREEDY, lora_request=LoRARequest("adapter-0", 1))
+
+
+def _edited(place: Path, world: LoraWorld, change: Any, **fields: Any) -> str:
+    shutil.copytree(world.path(0), place)
+    config = json.loads((place / "adapter_config.json").read_text()) | fields
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    if change is not None:
+        tensors = load_file(place / "adapter_model.safetensors")
+        change(tensors)
+        save_file(tensors, place / "adapter_model.safetensors")
+    return str(place)
+
+
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "rank": (None, {"r": 9}, "rank 9, at most 8 are served: raise max_lora_rank"),
+    "rank of tensors": (None, {"r": 5}, r"matrix A of layer .* has shape \[4, 32\], not \[5, 32\]"),
+    "dora": (None, {"use_dora": True}, "use_dora is not supported"),
+    "bias": (None, {"bias": "all"}, "bias 'all' is not supported"),
+    "modules_to_save": (None, {"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+    "pissa": (None, {"init_lora_weights": "pissa"}, "'pissa' is not supported"),
+    "kind": (None, {"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+    "unknown field": (None, {"new_feature": 3}, "new_feature is not supported"),
+    "field": (None, {"r": "four"}, "a rank is an integer"),
+    "alpha": (None, {"lora_alpha": None}, "an alpha is a number"),
+    "no tensors": (lambda t: [t.pop(name) for name in list(t)], {}, "has no matrices at all"),
+    "half": (lambda t: t.pop(f"{LAYER}.lora_B.weight"), {}, "has no matrix B"),
+    "layer": (
+        lambda t: [t.pop(f"{LAYER}.lora_{which}.weight") for which in "AB"],
+        {},
+        "1 layers that its target_modules name have no tensors",
+    ),
+    "more layers": (None, {"target_modules": ["v_proj"]}, "are not among its target_modules"),
+    "shape": (
+        lambda t: t.update({f"{LAYER}.lora_A.weight": torch.zeros(4, 31)}),
+        {},
+        r"has shape \[4, 31\], not \[4, 32\]",
+    ),
+    "dtype": (
+        lambda t: t.update({f"{LAYER}.lora_A.weight": torch.zeros(4, 32, dtype=torch.int8)}),
+        {},
+        "is torch.int8",
+    ),
+    "unknown target": (
+        lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}),
+        {},
+        "lm_head is no layer of LlamaForCausalLM that an adapter can change; target modules can be down_proj",
+    ),
+    "embeddings": (
+        lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 32)}),
+        {},
+        "adapters of embeddings are not supported",
+    ),
+    "magnitudes": (
+        lambda t: t.update({f"{LAYER}.lora_magnitude_vector": torch.zeros(32)}),
+        {},
+        "DoRA is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_adapter_is_refused_and_changes_nothing(
+    world: LoraWorld, llm: LLM, tmp_path: Path, case: str
+) -> None:
+    change, fields, text = BROKEN[case]
+    path = _edited(tmp_path / "broken", world, change, **fields)
+    llm.add_lora(LoRARequest("good", 1, world.path(0)))
+    with pytest.raises(RequestError, match=text):
+        llm.add_lora(LoRARequest("broken", 2, path))
+    with pytest.raises(RequestError, match=text):
+        llm.add_lora(LoRARequest("good", 1, path, load_inplace=True))
+    assert llm.list_loras() == {1}
+    if case == "shape":
+        [prompt] = prompts_of([6])
+        refused, served = llm.generate(
+            [prompt, prompt], GREEDY, lora_request=[LoRARequest("broken", 2, path), LoRARequest("good", 1)]
+        )
+        assert refused.error is not None
+        assert served.outputs[0].token_ids == world.expected(0, prompt)
+
+
+def test_files_that_are_missing_or_no_files(world: LoraWorld, llm: LLM, tmp_path: Path) -> None:
+    def refused(path: Path, text: str) -> None:
+        with pytest.raises(RequestError, match=text):
+            llm.add_lora(LoRARequest("x", 1, str(path)))
+
+    refused(tmp_path / "nowhere", "no such directory")
+    refused(tmp_path, "it has no adapter_config.json")
+    (tmp_path / "adapter_config.json").write_text("{")
+    refused(tmp_path, "cannot be read")
+    shutil.copy(Path(world.path(0)) / "adapter_config.json", tmp_path)
+    refused(tmp_path, "has neither adapter_model.safetensors nor adapter_model.bin")
+    (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    refused(tmp_path, "is not a readable file of tensors")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"abc")
+    refused(tmp_path, "is not a readable safetensors file")
+    assert llm.list_loras() == set()
+
+
+def test_names_and_numbers_are_of_one_adapter(world: LoraWorld, llm: LLM) -> None:
+    llm.add_lora(LoRARequest("a", 1, world.path(0)))
+    for asked, text in [
+        (LoRARequest("b", 1, world.path(1)), "lora_int_id 1 is taken by adapter 'a'"),
+        (LoRARequest("a", 2, world.path(0)), "'a' is loaded under lora_int_id 1, not 2"),
+        (LoRARequest("a", 1, world.path(1)), "the name 'a' is taken by the adapter of .*load_inplace"),
+        (LoRARequest("c", 3), "'c' is not loaded, and no lora_path says where it is"),
+    ]:
+        with pytest.raises(RequestError, match=text):
+            llm.add_lora(asked)
+    for wrong in [("", 1), ("a", 0), ("a", True), ("a", "1")]:
+        with pytest.raises(RequestError):
+            LoRARequest(*wrong)  # type: ignore[arg-type]
+    prompts = prompts_of([3, 4])
+    with pytest.raises(RequestError, match="2 lora_requests were given for 1 prompts"):
+        llm.generate(prompts[:1], GREEDY, lora_request=[None, None])
+    with pytest.raises(RequestError, match="lora_request must be a LoRARequest"):
+        llm.generate(prompts, GREEDY, lora_request="a")  # type: ignore[arg-type]
+    assert llm.list_loras() == {1}
+
+
+def test_an_engine_without_adapters_says_how_to_have_them(tiny: Any, world: LoraWorld) -> None:
+    with pytest.raises(ConfigError, match=r"max_cpu_loras \(1\) is below max_loras"):
+        LLM(tiny.directory, enable_lora=True, max_cpu_loras=1)
+    with pytest.raises(ConfigError, match="max_lora_rank must be at most 256"):
+        LLM(tiny.directory, enable_lora=True, max_lora_rank=512)
+    with LLM(tiny.directory, disable_cuda_graph=True, num_pages=20) as llm:
+        with pytest.raises(RequestError, match="start the engine with enable_lora=True"):
+            llm.generate(prompts_of([3])[0], GREEDY, lora_request=world.asked(0))
+        with pytest.raises(RequestError, match="enable_lora=True"):
+            llm.list_loras()
+
+
+def test_adapters_of_the_start(world: LoraWorld) -> None:
+    eager = {"disable_cuda_graph": True, "num_pages": 20, "max_lora_rank": 8}
+    both = {"zero": world.path(0), "one": world.path(1)}
+    with LLM(world.base.directory, lora_paths=both, **eager) as llm:  # SGLang's name
+        assert [each.name for each in llm.engine.adapters.listed()] == ["zero", "one"]
+        [prompt] = prompts_of([5])
+        [output] = llm.generate([prompt], GREEDY, lora_request=LoRARequest("one", 2))
+        assert output.outputs[0].token_ids == world.expected(1, prompt)
+    for module, text in [("x=/nowhere", "no such directory"), ("{", "is no JSON"), ("=y", "is not name=")]:
+        with pytest.raises(ConfigError, match=f"lora_modules: .*{text}"):
+            LLM(world.base.directory, lora_modules=[module], **eager)
+
+
+def test_everything_else_takes_an_adapter_along(world: LoraWorld, llm: LLM) -> None:
+    [prompt] = prompts_of([12], seed=8)
+    asked = world.asked(3)
+    several = llm.generate(prompt, SamplingParams(n=2, max_tokens=4, seed=1), lora_request=asked)
+    assert len(several[0].outputs) == 2
+    hidden = world.adapted[3].reference.model(torch.tensor([prompt["prompt_token_ids"]])).last_hidden_state
+    [embedded] = llm.embed([prompt], lora_request=asked)
+    vector = torch.nn.functional.normalize(hidden[0, -1], dim=0)
+    torch.testing.assert_close(torch.tensor(embedded.outputs.embedding), vector, rtol=1e-3, atol=1e-4)
+    assert llm.embed([prompt])[0].outputs.embedding != embedded.outputs.embedding
+    [scored] = llm.generate(
+        [prompt], SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0), lora_request=asked
+    )
+    ids = torch.tensor([prompt["prompt_token_ids"]])
+    logits = world.adapted[3].reference(ids).logits[0].log_softmax(-1)
+    for at, entry in enumerate(scored.prompt_logprobs[1:], 1):
+        token = prompt["prompt_token_ids"][at]
+        assert entry[token].logprob == pytest.approx(logits[at - 1, token].item(), abs=1e-3)
+
+
+def test_an_adapter_in_async_calls(world: LoraWorld) -> None:
+    prompts = prompts_of([5, 9, 14])
+
+    async def serve() -> None:
+        async with AsyncLLM(world.base.directory, disable_cuda_graph=True, max_lora_rank=8, **{
+            name: SMALL[name] for name in ("enable_lora", "max_loras", "num_pages")
+        }) as llm:  # fmt: skip
+
+            async def one(prompt: Any, number: int | None) -> None:
+                async for output in llm.generate(prompt, GREEDY, lora_request=world.asked(number)):
+                    last = output
+                assert last.outputs[0].token_ids == world.expected(number, prompt)
+
+            await asyncio.gather(*(one(*each) for each in zip(prompts, (0, None, 1), strict=True)))
+            assert await llm.add_lora(world.asked(2))  # type: ignore[arg-type]
+            assert await llm.list_loras() == {1, 2, 3}
+            assert await llm.pin_lora(3)
+            assert await llm.remove_lora(1)
+            with pytest.raises(RequestError, match="no such directory"):
+                await llm.add_lora(LoRARequest("x", 9, "/nowhere"))
+            refused = llm.generate(prompts[0], GREEDY, lora_request=LoRARequest("x", 9, "/nowhere"))
+            with pytest.raises(RequestError, match="no such directory"):
+                await anext(refused)
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_are_there_after_sleep(world: LoraWorld, level: int) -> None:
+    prompts = prompts_of([5, 9, 14])
+    options = {**SMALL, "enable_sleep_mode": True, "hostile_wake": True}
+    with LLM(world.base.directory, **options) as llm:
+        world.check(llm, prompts, [0, 1, None])
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.update_weights(world.base.directory)
+        world.check(llm, prompts, [None, 0, 1])
+        world.check(llm, prompts, [2, 0, 3])
+
+
+def test_tensors_in_place_of_files(world: LoraWorld, llm: LLM) -> None:
+    adapters = llm.engine.adapters
+    tensors = adapter_tensors(world.base.reference, seed=50, targets=("v_proj",))
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["v_proj"]}
+    made = adapters.made_of("given", config, tensors)
+    given = LoRARequest("given", 9)
+    assert adapters.load(given, made)
+    for tensor in tensors.values():
+        tensor.zero_()  # whoever gave them may go on with them
+    [prompt] = prompts_of([6])
+    [first] = llm.generate([prompt], GREEDY, lora_request=given)
+    assert first.outputs[0].token_ids != world.expected(None, prompt)
+    world.check(llm, prompts_of([4, 5, 6, 7]), [0, 1, 2, 3])
+    [again] = llm.generate([prompt], GREEDY, lora_request=given)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+def test_bf16_is_as_near_to_float32_as_the_merged_model(world: LoraWorld, tmp_path: Path) -> None:
+    """One token's logits; the engine's own tolerance of bfloat16."""
+    place = tmp_path / "adapter"
+    model = write_adapter(place, world.base.reference, seed=77, rank=8)
+    [prompt] = prompts_of([24])
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
+    with LLM(world.base.directory, dtype="bfloat16", **SMALL) as llm:
+        [output] = llm.generate([prompt], params, lora_request=LoRARequest("x", 1, str(place)))
+    expected = model(torch.tensor([prompt["prompt_token_ids"]])).logits[0, -1].log_softmax(-1)
+    for token, found in output.outputs[0].logprobs[0].items():
+        assert abs(found.logprob - expected[token].item()) < 0.3

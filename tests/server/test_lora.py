@@ -1,0 +1,209 @@
+"""Adapters over HTTP: named as models, loaded and unloaded as vLLM and SGLang do it."""
+
+import base64
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from .server_process import ServerProcess
+
+SIZES = {
+    "self_attn.q_proj": (64, 320),
+    "self_attn.v_proj": (32, 320),
+    "self_attn.o_proj": (320, 64),
+    "mlp.up_proj": (16, 320),
+    "mlp.gate_proj": (16, 320),
+    "mlp.down_proj": (320, 16),
+}
+
+
+def write_adapter(directory: Path, seed: int, rank: int = 4) -> str:
+    """One that changes what the scripted model says."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer, (out, inner) in SIZES.items():
+        name = f"base_model.model.model.layers.0.{layer}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, inner, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=generator)
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [
+        layer.rpartition(".")[2] for layer in SIZES
+    ]}  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(folder / name, seed) for seed, name in enumerate("xyz")}
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, adapters: dict[str, str]) -> Iterator[ServerProcess]:
+    modules = [f"x={adapters['x']}", json.dumps({"name": "y", "path": adapters["y"]})]
+    flags = ("--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", "8")
+    with ServerProcess(model, *flags, "--lora-modules", *modules) as server:
+        yield server
+
+
+def text_of(server: ServerProcess, model: str | None, prompt: str = "ab", **more: Any) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": 6, "temperature": 0, **more}
+    answer = server.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == (model or "scripted")
+    found: str = answer.json()["choices"][0]["text"]
+    return found
+
+
+def test_a_model_names_its_adapter(served: ServerProcess) -> None:
+    base, x, y = (text_of(served, name) for name in (None, "x", "y"))
+    assert base == "cdefgh"
+    assert len({base, x, y}) == 3
+    assert text_of(served, "scripted:x") == x
+    assert text_of(served, "scripted") == base
+    body = {"text": ["ab", "ab", "ab"], "sampling_params": {"temperature": 0, "max_new_tokens": 6}}
+    found = served.post("/generate", {**body, "lora_path": ["x", None, "y"]}).json()
+    assert [each["text"] for each in found] == [x, base, y]
+    found = served.post("/generate", {**body, "text": "ab", "lora_path": "y"}).json()
+    assert found["text"] == y
+    messages = [{"role": "user", "content": "hi"}]
+    chats = [
+        served.post("/v1/chat/completions", {"model": name, "messages": messages, "max_tokens": 4}).json()
+        for name in ("scripted", "x")
+    ]
+    assert [chat["model"] for chat in chats] == ["scripted", "x"]
+    assert chats[0]["choices"][0]["message"]["content"] != chats[1]["choices"][0]["message"]["content"]
+    vectors = [
+        served.post("/v1/embeddings", {"model": name, "input": "ab"}).json()["data"][0]["embedding"]
+        for name in ("scripted", "x", "y")
+    ]
+    assert vectors[0] != vectors[1] != vectors[2] != vectors[0]
+
+
+def test_adapters_are_listed(served: ServerProcess, adapters: dict[str, str]) -> None:
+    cards = served.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["scripted", "x", "y"]
+    assert "parent" not in cards[0]
+    assert (cards[1]["parent"], cards[1]["root"]) == ("scripted", adapters["x"])
+    assert served.get("/v1/models/x").json() == cards[1]
+    assert served.get("/v1/models/z").status_code == 404
+    metrics = served.get("/metrics").text
+    [line] = [line for line in metrics.splitlines() if line.startswith("ostinato:lora_requests_info{")]
+    assert 'max_lora="1"' in line
+    assert "running_lora_adapters=" in line
+
+
+def test_unknown_adapters_are_no_models(served: ServerProcess) -> None:
+    for name in ("z", "scripted:z", "other:x", "x:y", ":x"):
+        answer = served.post("/v1/completions", {"model": name, "prompt": "ab"})
+        assert answer.status_code == 404, name
+        assert answer.json()["error"]["code"] == "model_not_found"
+    body = {"text": "ab", "lora_path": "z"}
+    assert served.post("/generate", body).json()["error"]["param"] == "lora_path"
+    body = {"text": ["ab"], "lora_path": ["x", "y"]}
+    assert "2 of them for 1 prompts" in served.post("/generate", body).json()["error"]["message"]
+
+
+def test_load_replace_and_unload_as_vllm(served: ServerProcess, adapters: dict[str, str]) -> None:
+    x, y = text_of(served, "x"), text_of(served, "y")
+    load = {"lora_name": "new", "lora_path": adapters["z"]}
+    answer = served.post("/v1/load_lora_adapter", load)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'new' added successfully.")
+    z = text_of(served, "new")
+    assert z not in (x, y)
+    again = served.post("/v1/load_lora_adapter", load)
+    assert again.status_code == 400
+    assert "loaded already: give load_inplace" in again.json()["error"]["message"]
+    replaced = {"lora_name": "new", "lora_path": adapters["x"], "load_inplace": True}
+    assert served.post("/v1/load_lora_adapter", replaced).status_code == 200
+    assert text_of(served, "new") == x
+    answer = served.post("/v1/unload_lora_adapter", {"lora_name": "new"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'new' removed successfully.")
+    assert served.post("/v1/completions", {"model": "new", "prompt": "ab"}).status_code == 404
+    assert served.post("/v1/unload_lora_adapter", {"lora_name": "new"}).status_code == 404
+    assert [text_of(served, name) for name in ("x", "y")] == [x, y]
+
+
+def test_load_and_unload_as_sglang(served: ServerProcess, adapters: dict[str, str]) -> None:
+    answer = served.post("/load_lora_adapter", {"lora_name": "s", "lora_path": adapters["z"]})
+    assert answer.status_code == 200
+    assert answer.json()["success"] is True
+    assert set(answer.json()["loaded_adapters"]) == {"x", "y", "s"}
+    assert answer.json()["loaded_adapters"]["s"]["lora_path"] == adapters["z"]
+    again = served.post("/load_lora_adapter", {"lora_name": "s", "lora_path": adapters["z"]})
+    assert (again.status_code, again.json()["success"]) == (400, False)
+    assert "loaded already" in again.json()["error_message"]
+    answer = served.post("/unload_lora_adapter", {"lora_name": "s"})
+    assert set(answer.json()["loaded_adapters"]) == {"x", "y"}
+    assert served.post("/unload_lora_adapter", {"lora_name": "s"}).json()["success"] is False
+
+
+def test_an_adapter_from_tensors(served: ServerProcess, adapters: dict[str, str]) -> None:
+    tensors = load_file(Path(adapters["z"]) / "adapter_model.safetensors")
+    config = json.loads((Path(adapters["z"]) / "adapter_config.json").read_text())
+    served.post("/v1/load_lora_adapter", {"lora_name": "file", "lora_path": adapters["z"]})
+    z = text_of(served, "file")
+    served.post("/v1/unload_lora_adapter", {"lora_name": "file"})
+    for given in (tensors, list(tensors.items())):
+        pickled = base64.b64encode(pickle.dumps(given)).decode()
+        body = {"lora_name": "given", "config_dict": config, "serialized_tensors": pickled}
+        answer = served.post("/load_lora_adapter_from_tensors", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["loaded_adapters"]["given"]["lora_path"] == "__tensor__"
+        assert text_of(served, "given") == z
+        assert served.post("/load_lora_adapter_from_tensors", body).json()["success"] is False
+        assert served.post("/unload_lora_adapter", {"lora_name": "given"}).json()["success"] is True
+    hostile = base64.b64encode(b"cos\nsystem\n(S'true'\ntR.").decode()
+    body = {"lora_name": "bad", "config_dict": config, "serialized_tensors": hostile}
+    assert served.post("/load_lora_adapter_from_tensors", body).status_code == 400
+
+
+def test_what_cannot_be_loaded_changes_nothing(
+    served: ServerProcess, adapters: dict[str, str], tmp_path: Path
+) -> None:
+    def refused(body: dict[str, Any], text: str) -> None:
+        answer = served.post("/v1/load_lora_adapter", body)
+        assert answer.status_code == 400
+        assert text in answer.json()["error"]["message"]
+
+    refused({"lora_name": "n", "lora_path": "/nowhere"}, "no such directory")
+    refused({"lora_name": "x", "lora_path": "/nowhere", "load_inplace": True}, "no such directory")
+    refused({"lora_name": "scripted", "lora_path": adapters["x"]}, "the name of the model itself")
+    refused({"lora_name": "n"}, "lora_path")
+    refused({"lora_name": "n", "lora_path": write_adapter(tmp_path / "r", 1, rank=9)}, "raise max_lora_rank")
+    assert [card["id"] for card in served.get("/v1/models").json()["data"]] == ["scripted", "x", "y"]
+
+
+def test_an_adapter_in_use_is_not_unloaded_and_others_go_on(served: ServerProcess) -> None:
+    x = text_of(served, "x")
+    body = {"model": "x", "prompt": "ab", "max_tokens": 240, "ignore_eos": True, "temperature": 0}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json={**body, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        text = next(line for line in lines if line)[6:]
+        refused = served.post("/v1/unload_lora_adapter", {"lora_name": "x"})
+        assert refused.status_code == 400
+        assert "is in use by 1 unfinished request" in refused.json()["error"]["message"]
+        # There is one slot: whoever has another adapter waits, whoever has none does not.
+        assert text_of(served, None) == "cdefgh"
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    whole = json.loads(text)["choices"][0]["text"] + "".join(e["choices"][0]["text"] for e in events)
+    assert whole.startswith(x)
+    assert served.post("/v1/unload_lora_adapter", {"lora_name": "x"}).status_code == 200
+
+
+def test_adapters_are_for_admins(model: Path, server: ServerProcess) -> None:
+    from_page = {"Origin": "http://elsewhere.example"}
+    answer = server.post("/v1/load_lora_adapter", {"lora_name": "n", "lora_path": "/x"}, headers=from_page)
+    assert answer.status_code == 403
+    answer = server.post("/v1/load_lora_adapter", {"lora_name": "n", "lora_path": "/x"})
+    assert answer.status_code == 400
+    assert "start the server with --enable-lora" in answer.json()["error"]["message"]
