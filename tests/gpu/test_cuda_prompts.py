@@ -64,7 +64,7 @@ def test_long_contexts_are_right(device, context, queries):
     out = attended(case, (case.k_cache, case.v_cache))
     pages = case.batch.page_table[case.batch.req_rows[0]].long()
     k, v = (cache[pages].flatten(0, 1).double() for cache in (case.k_cache, case.v_cache))
-    for token in {0, queries // 3, queries // 2 + 1, queries - 1}:
+    for token in {0, queries // 3, queries // 2, queries - 1}:
         seen = context - queries + token + 1
         q = case.q[token].double().view(heads[1], -1, heads[2])
         weights = torch.einsum("hgd,khd->hgk", q, k[:seen]).mul(case.scale).softmax(-1)
@@ -90,28 +90,36 @@ def test_a_request_has_the_same_bits_in_any_company_and_however_its_prompt_is_cu
         assert torch.equal(alone, together[first:last])
 
 
+def test_who_takes_a_tile_does_not_change_its_bits(device):
+    """Programs draw tiles in an order that is never the same; some come first in a program, others later."""
+    case = case_of(device, [(5000, 4000), (3000, 1500)], LLAMA)
+    caches = written_caches(case)
+    wanted = attended(case, caches)
+    assert all(torch.equal(attended(case, caches), wanted) for _ in range(20))
+
+
 def test_one_graph_serves_any_division_of_its_tokens(device):
-    """Also after another kernel has used the same counters."""
-    first = case_of(device, [(900, 500), (40, 40)], QWEN3)
-    second = case_of(device, [(300, 37), (700, 503)], QWEN3, seed=1)
-    caches = written_caches(first)
-    attended(first, caches)
+    case = case_of(device, [(900, 500), (540, 40), (300, 1)], QWEN3)
+    caches = written_caches(case)
+    batch = case.batch
+    attended(case, caches)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attended(first, caches)
-    wanted = attended(second, caches)
-    for name in ("req_rows", "seq_lens", "query_starts", "query_lens"):
-        getattr(first.batch, name).copy_(getattr(second.batch, name))
-    width = min(first.batch.page_table.size(1), second.batch.page_table.size(1))
-    pages = min(caches[0].size(0) - 1, 10_000)
-    assert pages > 0
-    first.batch.page_table[:, :width].copy_(second.batch.page_table[:, :width] % pages)
-    second.batch.page_table[:, :width].copy_(first.batch.page_table[:, :width])
-    first.q.copy_(second.q)
-    wanted = attended(second, caches)
-    for _ in range(3):
-        graph.replay()
-        assert torch.equal(out, wanted)
+        out = attended(case, caches)
+    for contexts, lengths in (((900, 500, 300), (37, 500, 4)), ((41, 540, 1), (41, 499, 1))):
+        starts = (0, lengths[0], lengths[0] + lengths[1])
+        for buffer, values in (
+            (batch.seq_lens, contexts),
+            (batch.query_lens, lengths),
+            (batch.query_starts, starts),
+        ):
+            buffer[:3].copy_(torch.tensor(values))
+        wanted = attended(case, caches).clone()
+        for _ in range(3):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, wanted)
+            assert not out[sum(lengths) :].any()
 
 
 def test_the_backend_uses_it_where_contexts_are_not_cut(device, monkeypatch):

@@ -15,6 +15,9 @@
 #define __grid_constant__
 #define __expf expf
 #define __fdividef(x, y) ((x) / (y))
+#define __fmaf_rn fmaf
+#define __fmul_rn(x, y) ((x) * (y))
+#define __fadd_rn(x, y) ((x) + (y))
 #define rsqrtf(x) (1.f / sqrtf(x))
 #define __shared__ static  // one for all programs: of use where they run one after the other
 

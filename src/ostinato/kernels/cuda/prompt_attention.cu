@@ -220,7 +220,8 @@ struct Team {
     return (block + 1) * KEYS - 1 > first || (window > 0 && block * KEYS <= last - window);
   }
 
-  // Scores to weights, which stay in their place; by what the sums so far shrink.
+  // Scores to weights, which stay in their place; by what the sums so far shrink. This is compiled several times: with
+  // roundings that are said, all of them give the same bits.
   __device__ __forceinline__ void weigh(float scale, float (&factor)[2]) {
     float base[2];
 #pragma unroll
@@ -230,16 +231,16 @@ struct Team {
       for (int i = 0; i < KEYS / 8; ++i) now = fmaxf(now, fmaxf(scores[i * 4 + half * 2], scores[i * 4 + half * 2 + 1]));
       now = fmaxf(now, __shfl_xor_sync(kAll, now, 1));
       now = fmaxf(now, __shfl_xor_sync(kAll, now, 2));
-      base[half] = now == nothing() ? 0.f : now * scale;
-      factor[half] = exp2_of(most[half] * scale - base[half]);
+      base[half] = now == nothing() ? 0.f : __fmul_rn(now, scale);
+      factor[half] = exp2_of(__fmaf_rn(most[half], scale, -base[half]));
       most[half] = now;
-      total[half] *= factor[half];
+      total[half] = __fmul_rn(total[half], factor[half]);
     }
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       const int half = i / 2 % 2;
-      scores[i] = exp2_of(scores[i] * scale - base[half]);
-      total[half] += scores[i];
+      scores[i] = exp2_of(__fmaf_rn(scores[i], scale, -base[half]));
+      total[half] = __fadd_rn(total[half], scores[i]);
     }
   }
 
@@ -250,7 +251,7 @@ struct Team {
 
   __device__ __forceinline__ void shrink_sums(const float (&factor)[2]) {
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = __fmul_rn(sums[i], factor[i / 2 % 2]);
   }
 
   // Scores of a block, and sums of the one before it. No branch while products are on their way: the compiler would
@@ -353,7 +354,7 @@ struct Team {
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 8; ++i)
         *(uint32*)(shared.piece(place, row + half * 8, i) + lane % 4 * 4) =
-            rounded(sums[i * 4 + half * 2] * share, sums[i * 4 + half * 2 + 1] * share);
+            rounded(__fmul_rn(sums[i * 4 + half * 2], share), __fmul_rn(sums[i * 4 + half * 2 + 1], share));
     }
     meet();
 #pragma unroll
