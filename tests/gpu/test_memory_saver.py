@@ -117,7 +117,6 @@ def test_contents_come_back_while_other_memory_is_taken_and_written(device):
         assert is_intact(tables, 9)
         assert all(map(is_intact, weights, range(len(weights))))
     assert seen == [True] * 3
-    del weights, tables, kv
     saver.close()
 
 
