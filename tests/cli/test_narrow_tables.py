@@ -57,7 +57,7 @@ def test_benchmarks_are_readable_at_80_columns(name: str, tables: Any) -> None:
 
 def test_the_report_of_graphs_fits_80_columns() -> None:
     usual = GraphRow(
-        "piecewise", "decode 256x1 context<=8192", 256, 256, 31, 1_345, 1 << 24, 562.2, 6, 10**4, 0.5
+        "piecewise", "decode 256x1 context<=8192", 256, 256, 31, 1_345, 1 << 24, 562.2, 6, 10**4, 0.5, 1 << 24
     )
     huge = GraphRow(
         "piecewise", "decode 256x1 context<=131072", 256, 256, 31, 12_345, 1 << 34, 5625.2, 6, 10**6, 1

@@ -31,7 +31,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(tmp_path_factory.mktemp("deep"), "Llama", num_hidden_layers=4)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(deep: TinyModel) -> Any:
     with LLM(deep.directory, progress=False, dtype="float32", **SMALL) as llm:
         yield llm

@@ -11,7 +11,7 @@ from contract.steps import key, x_field
 from memory.known_numbers import MIB, filled, free_bytes, is_intact, leave_garbage
 from memory.test_saver import *  # noqa: F403
 from ostinato.graphs import CaptureOptions, CudaGraphRunner, GraphPool, InputBuffers
-from ostinato.memory import Content, GraphMemory, SaverMemoryError
+from ostinato.memory import Content, GraphMemory, MemorySaver, SaverMemoryError
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -96,6 +96,28 @@ def test_too_little_memory_in_a_region_is_torchs_error_and_nothing_breaks(saver,
     with pytest.raises(torch.OutOfMemoryError), saver.region("weights"):
         torch.empty(1 << 50, dtype=torch.uint8, device=device)
     assert is_intact(filled(saver, 16, "weights", "data"))
+
+
+@pytest.mark.alone
+def test_contents_come_back_while_other_memory_is_taken_and_written(device):
+    """Without hostile contents, which have to be there before anything else."""
+    saver = MemorySaver(device)
+    weights = [filled(saver, size, "weights", "data", seed) for seed, size in enumerate((300, 2, 129, 64))]
+    tables = filled(saver, 32, "graphs", "once", 9)
+    kv = saver.empty((2048 * MIB,), torch.uint8, "kv_cache", "scratch")
+    saver.on_resume("kv_cache", kv.zero_)
+    seen = []
+    saver.on_resume("weights", lambda: seen.append(all(map(is_intact, weights, range(len(weights))))))
+    for cycle in range(3):
+        released = saver.pause().released
+        leave_garbage(device, released)
+        saver.resume(["graphs", "kv_cache"] if cycle == 1 else None)
+        saver.resume()
+        assert not kv.any()
+        assert is_intact(tables, 9)
+        assert all(map(is_intact, weights, range(len(weights))))
+    assert seen == [True] * 3
+    saver.close()
 
 
 # -- graphs ----------------------------------------------------------------------------------------

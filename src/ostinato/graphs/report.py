@@ -132,8 +132,9 @@ class Report:
     def table(self) -> "Group":
         """The report as something `rich` prints, narrow enough for 80 columns.
 
-        `parts` are segments, MiB how much the pool grew (and was expected to), ms the time of the recording,
-        saves the padded tokens that the graph saves in an average step.
+        `seg` are segments, MiB how much the pool grew and `plan` how much it was expected to, ms the time of
+        the recording, `saves` the padded tokens that the graph saves in an average step, `runs` its replays
+        and `waste` the share of padding in them.
         """
         from rich.console import Group
         from rich.table import Table
@@ -146,8 +147,8 @@ class Report:
         for heading in ("mode", "batch"):
             table.add_column(heading, no_wrap=True)
         is_predicted = any(row.predicted_bytes is not None for row in self.graphs)
-        expected = ("expected",) if is_predicted else ()
-        for heading in ("parts", "nodes", "MiB", *expected, "ms", "saves", "replays", "padding"):
+        plan = ("plan",) if is_predicted else ()
+        for heading in ("seg", "nodes", "MiB", *plan, "ms", "saves", "runs", "waste"):
             table.add_column(heading, justify="right")
         for row in self.graphs:
             nodes = "?" if row.nodes is None else f"{row.nodes:,}"
@@ -156,7 +157,7 @@ class Report:
                 nodes,
                 f"{row.bytes / 2**20:,.1f}",
                 *([_mib(row.predicted_bytes)] if is_predicted else []),
-                f"{row.capture_ms:.1f}",
+                f"{row.capture_ms:.{0 if row.capture_ms >= 100 else 1}f}",
                 f"{row.padding_saved:.1f}",
                 f"{row.replays:,}",
             )

@@ -194,6 +194,7 @@ class MemorySaver:
         if self.hostile:
             self._mappings.fill(blocks, HOSTILE)
         with self._mappings.copying_in(restored, self._backups):
+            clock.lap("copy")
             self._mappings.map([kind for kind in kinds if kind not in first])
             clock.lap("take")
             waiting = {kind.tag for kind in copied}
