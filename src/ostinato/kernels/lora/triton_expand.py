@@ -58,7 +58,8 @@ def _expand(
     w = tl.load(weights, mask=(n < tl.where(rank > 0, end, 0))[:, None], other=0.0)
     token, real = tokens_of(blocks, order, block, num_blocks, tokens)
     wait_for_previous(dependent)
-    while slot >= 0:
+    # Blocks without tokens are the last ones. (Not a `while`: Triton 3.6 fails on one that carries weights.)
+    for before in range(block, tl.where(slot >= 0, num_blocks, 0), tl.num_programs(0)):
         source = shrunk + token[:, None] * width + part * room + r[None, :]
         target = product + token[:, None] * out_features + n[None, :]
         inside = real[:, None] & in_part[None, :]
@@ -74,7 +75,7 @@ def _expand(
         if not is_new:
             acc += tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, acc.to(product.dtype.element_ty), inside)
-        block += tl.num_programs(0)
+        block = before + tl.num_programs(0)
         token, real = tokens_of(blocks, order, block, num_blocks, tokens)
         slot, rank = slot_and_rank(blocks, ranks, block, num_blocks)
         weights = b + (tl.maximum(slot, 0).to(tl.int64) * out_features + n[:, None]) * room + r[None, :]

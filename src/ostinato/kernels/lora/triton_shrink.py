@@ -76,7 +76,8 @@ def _shrink(
     w = tl.load(weights, mask=(k < tl.where(first_rank < rank, in_features, 0))[None, :], other=0.0)
     token, real = tokens_of(blocks, order, block, num_blocks, tokens)
     wait_for_previous(dependent)
-    while slot >= 0:
+    # Blocks without tokens are the last ones. (Not a `while`: Triton 3.6 fails on one that carries weights.)
+    for before in range(block, tl.where(slot >= 0, num_blocks, 0), tl.num_programs(0)):
         acc = tl.zeros([tokens, together], tl.float32)
         acc = _add_product(acc, x, token * x_stride, real, norm_weight, w, k, in_features, norm)
         if share > columns:
@@ -92,7 +93,7 @@ def _shrink(
                 )
         target = shrunk + (split * num_tokens + token)[:, None] * width + row[None, :]
         tl.store(target, acc, real[:, None])
-        block += tl.num_programs(0)
+        block = before + tl.num_programs(0)
         token, real = tokens_of(blocks, order, block, num_blocks, tokens)
         slot, rank = slot_and_rank(blocks, ranks, block, num_blocks)
         weights = a + (tl.maximum(slot, 0).to(tl.int64) * width + row[:, None]) * in_features + k[None, :]
