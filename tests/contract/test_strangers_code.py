@@ -930,9 +930,9 @@ def test_a_large_vocabulary_does_not_make_the_first_call_slow(device):
         module = nn.Linear(WIDTH, WIDTH).to(device)
         module.vocabulary = {f"token {i}": i for i in range(entries)}
         f = wrap(module, LADDER)
-        began = time.perf_counter()
+        began = time.process_time()
         f(randn(3, WIDTH, device=device))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     assert seconds[2] < seconds[1] + 1, "it is looked at once and passed over"
 
 

@@ -11,7 +11,7 @@ from .expected_steps import Step, expected_steps
 from .test_scheduler import Engine
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_the_steps_are_those_of_the_rules(data: st.DataObject) -> None:
     """Requests of all lengths at once, on many pages or few: step by step as the rules say."""

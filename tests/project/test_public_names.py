@@ -63,10 +63,10 @@ def run_alone(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "import ostinato; assert ostinato.graphs.graphed is ostinato.graphed; from ostinato import graphed",
+        "import ostinato; assert not hasattr(ostinato, 'x'); "
+        "assert {'LLM', 'graphed', 'graphs', '__version__'} <= {*dir(ostinato)}; "
+        "assert ostinato.graphs.graphed is ostinato.graphed; from ostinato import graphed",
         "from ostinato import *; LLM, SamplingParams, graphed, CudaGraphRunner, graphs",
-        "import ostinato; assert not hasattr(ostinato, 'x')",
-        "import ostinato; assert {'LLM', 'graphed', 'graphs', '__version__'} <= {*dir(ostinato)}",
     ],
 )
 def test_the_package_shows_its_names_in_a_fresh_process(code: str) -> None:

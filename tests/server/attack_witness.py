@@ -1,39 +1,36 @@
 """What a bystander sees of an attacked server: a process of its own, so that the attack costs it nothing.
 
 It asks for `/health` again and again, reads one stream after the other, and does both with a control too: a
-process that answers at once and one that sends a byte every 10 ms. What the control takes is the machine's
-doing, not the server's; so is how much longer a piece of work takes than it would with a core to itself. It
-ends when its standard input does, and prints what it saw as JSON.
+process that answers at once and one that sends a byte every 10 ms. It also counts what share of the cores
+went to processes that have nothing to do with the test: what the server and its attackers take themselves is
+no excuse. It ends when its standard input does, and prints what it saw as JSON.
 """
 
 import contextlib
 import http.client
 import json
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 PAUSE = 0.05
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main(port: int, wants_stream: bool) -> None:
     """Watch until told to stop."""
+    test = os.getppid()
     answering, ticking = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     for listening, act in ((answering, answer), (ticking, tick)):
         if not os.fork():
             serve(listening, act)
-    slowdowns, told = os.pipe()  # behind the others: nobody else shall hold its end open
-    burning = os.fork()
-    if not burning:
-        os.close(slowdowns)
-        burn(told)
-    os.close(told)
     done = threading.Event()
-    seen: dict[str, list[float]] = {name: [] for name in ("health", "control", "gap", "first", "control_gap")}
+    names = ("health", "control", "gap", "first", "control_gap", "others")
+    seen: dict[str, list[float]] = {name: [] for name in names}
     failures: list[str] = []
 
     def watch_health() -> None:
@@ -60,9 +57,20 @@ def main(port: int, wants_stream: bool) -> None:
                 seen["control_gap"].append(now - last)
                 last = now
 
+    def watch_others() -> None:
+        busy, ours = busy_seconds(), seconds_of_tree(test)
+        began = time.monotonic()
+        while not done.wait(1.0):
+            now, then = time.monotonic(), began
+            new_busy, new_ours, began = busy_seconds(), seconds_of_tree(test), now
+            spent = max(0.0, (new_busy - busy) - max(0.0, new_ours - ours))
+            seen["others"].append(min(1.0, spent / ((now - then) * (os.cpu_count() or 1))))
+            busy, ours = new_busy, new_ours
+
     watches: list[Callable[[], None]] = [
         watch_health,
         watch_control,
+        watch_others,
         *([watch_stream] if wants_stream else []),
     ]
     threads = [threading.Thread(target=watch, daemon=True) for watch in watches]
@@ -74,8 +82,6 @@ def main(port: int, wants_stream: bool) -> None:
         thread.join(5)
     worst = {name: max(found, default=0.0) for name, found in seen.items()}
     counts = {f"num_{name}": len(found) for name, found in seen.items()}
-    os.kill(burning, signal.SIGTERM)
-    worst["slowdown"] = max([1.0, *map(float, os.fdopen(slowdowns).read().split())])
     print(
         json.dumps({**worst, **counts, "failures": failures[:5], "num_failures": len(failures)}), flush=True
     )
@@ -139,16 +145,29 @@ def serve(listening: socket.socket, act: Callable[[socket.socket], None]) -> Non
     os._exit(0)
 
 
-def burn(told: int) -> None:
-    """Work for 20 ms of CPU time now and then, and tell how many times as long that took."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        began, busy = time.monotonic(), time.thread_time()
-        while time.thread_time() - busy < 0.02:
-            pass
-        os.write(told, b"%.2f\n" % ((time.monotonic() - began) / 0.02))
-        time.sleep(0.2)
-    os._exit(0)
+def busy_seconds() -> float:
+    """Of all cores, since the machine began; what a hypervisor gave to others included."""
+    user, nice, system, _, _, *interrupts = map(
+        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+    )
+    return (user + nice + system + sum(interrupts)) / TICKS
+
+
+def seconds_of_tree(root: int) -> float:
+    """Of a process and all below it, those that have ended included."""
+    parents, seconds = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+            seconds[int(folder.name)] = sum(map(int, fields[11:15])) / TICKS
+
+    def is_below(process: int) -> bool:
+        while process not in (root, 0) and process in parents:
+            process = parents[process]
+        return process == root
+
+    return sum(taken for process, taken in seconds.items() if is_below(process))
 
 
 def answer(connection: socket.socket) -> None:

@@ -17,7 +17,9 @@ from .server_process import ServerProcess
 HEALTH_SECONDS = 0.5
 GAP_SECONDS = 1.0
 MOST_SLOWDOWN = 6.0
-"""On a machine that is busier than this, nothing can be said."""
+"""On a machine that is busier with other things than this, nothing can be said."""
+QUIET = 0.1
+"""Where others take less of the cores, the limits are as they stand."""
 
 
 class Witness:
@@ -45,10 +47,15 @@ class Witness:
         print("seen:", {name: round(value, 3) for name, value in self.seen.items() if name != "failures"})
 
     def check(self) -> None:
-        """Nobody was held up, beyond what the machine itself did."""
+        """Nobody was held up, beyond what processes outside the test did.
+
+        If these took a share of the cores, all that the server does takes so much longer, and a control that
+        does next to nothing tells how late it is woken.
+        """
         seen = self.seen
-        noise = max(seen["control"], seen["control_gap"])
-        slowdown = min(seen["slowdown"], MOST_SLOWDOWN)
+        is_quiet = seen["others"] < QUIET
+        slowdown = 1.0 if is_quiet else 1 / max(1 - seen["others"], 1 / MOST_SLOWDOWN)
+        noise = 0.0 if is_quiet else max(seen["control"], seen["control_gap"])
         assert not seen["failures"], seen
         assert seen["num_health"] >= 3, seen
         assert seen["health"] <= HEALTH_SECONDS * slowdown + noise, seen

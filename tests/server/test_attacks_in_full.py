@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from .attacks import (
     PATHOLOGICAL,
@@ -29,7 +30,6 @@ from .attacks import (
     settled,
     wait_for_ends,
 )
-from .scripted_model import write_scripted_model
 from .server_process import SMALL, ServerProcess
 from .test_attacks import BODY, LONG, REFUSED_TEXTS
 
@@ -250,10 +250,21 @@ def test_signals_at_any_moment_of_the_start(model: Path) -> None:
 
 
 def test_two_first_starts_on_one_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    model = write_scripted_model(tmp_path / "model")
-    first, second = ServerProcess(model), ServerProcess(model)
+    """Of a file that has to be converted first: one of them does it, and both serve the result."""
+    from models.small_gguf import write_gguf
+    from models.small_models import reference_model
+
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("OSTINATO_CACHE", str(cache))
+    reference = reference_model("llama")
+    file = write_gguf(reference, tmp_path / "model.gguf")
+    prompt = [3, 1, 4, 1, 5]
+    wanted = reference.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    flags = ("--max-model-len", "64")
+    first, second = ServerProcess(file, *flags), ServerProcess(file, *flags)
     with first, second:
         for server in (first, second):
-            assert server.post("/v1/completions", BODY).json()["choices"][0]["text"] == "bcd"
+            [choice] = server.post("/v1/completions", body).json()["choices"]
+            assert choice["token_ids"] == wanted[0, len(prompt) :].tolist()
+    assert len(list((cache / "gguf").iterdir())) == 1, "one result, and nothing half done beside it"

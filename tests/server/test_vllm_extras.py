@@ -1,5 +1,8 @@
 """vLLM's extras that act on tokens and on the prefix cache, in requests to a server."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from .server_process import ServerProcess
@@ -93,3 +96,15 @@ def test_extras_that_cannot_act_are_refused(
     answer = server.post("/v1/completions", {**TEXT, **extras})
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_servers_own_logits_processors(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    with ServerProcess(model, "--logits-processors", "server.forcing_processor:Forcing") as server:
+        assert text_of(server, vllm_xargs={"target": ord("x")}) == "xxxxx"
+        assert text_of(server) == "bcdef"
+        answer = server.post("/v1/completions", {**TEXT, "vllm_xargs": {"target": "x"}})
+        assert answer.status_code == 400
+        assert "target must be a token id" in answer.text
+        assert text_of(server) == "bcdef"

@@ -11,6 +11,7 @@ regions, so the same journal undoes that as well, without being active during it
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from .dispatch_mode import DispatchMode
-from .memory import byte_range, is_foreign, storage_address, tensors_of
+from .memory import byte_range, is_foreign, is_plain, storage_address, tensors_of
 
 aten = torch.ops.aten
 
@@ -38,11 +39,13 @@ _LIFTS = (aten.lift_fresh.default, aten.lift.default)
 """What makes a tensor of a number or a list."""
 
 
+@cache
 def writes(func: Any) -> bool:
     """Whether an op writes any of its arguments."""
     return func._schema.is_mutable or func.namespace == "c10d" or func in _UNDECLARED_WRITES
 
 
+@cache
 def draws(func: Any) -> bool:
     """Whether an op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
@@ -51,8 +54,8 @@ def draws(func: Any) -> bool:
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors an op is going to write, by its schema."""
     if func.namespace == "c10d":  # in-place collectives carry no alias annotation
-        return list(tensors_of((args, kwargs)))
-    written = list(tensors_of([args[i] for i in _UNDECLARED_WRITES.get(func, ()) if i < len(args)]))
+        return tensors_of((args, kwargs))
+    written = tensors_of([args[i] for i in _UNDECLARED_WRITES.get(func, ()) if i < len(args)])
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -79,60 +82,40 @@ def _besides_tensors(value: Any) -> str:
     return repr(value) if plain else type(value).__name__
 
 
-class WriteJournal(DispatchMode):
-    """Active as a context manager; `undo()` restores what was written, as often as it is called."""
+class SavedWrites:
+    """Regions that were there before a run, saved before the run writes them; it sees each call twice.
+
+    `undo()` restores them, as often as it is called.
+    """
 
     def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
         """`ignore`: memory whose contents nobody needs; writes that stay within it are not saved."""
         super().__init__()
         self._ignored = [byte_range(tensor) for tensor in ignore]
-        # Memory allocated while active, by address. What existed before is never freed and reused for it
+        # Memory allocated meanwhile, by address. What existed before is never freed and reused for it
         # without becoming new, so an address is enough to tell the two apart.
-        self._created: dict[int, StorageWeakRef] = {}
-        self._made: list[weakref.ref[torch.Tensor]] = []
+        self._created: set[int] = set()
         self._undo: list[Callable[[], Any]] = []
-        self.reads: dict[int, weakref.ref[torch.Tensor]] = {}
-        """What was there before and is used, by the address of its storage: the tensor seen first."""
         self.written: set[int] = set()
-        """Addresses of the storages among them that are written."""
+        """Addresses of the storages from before that are written."""
         self.draws_from_default = False
         """Whether random numbers are drawn from a generator that nobody passes."""
         self.generators: dict[torch.Generator, torch.Tensor] = {}
-        self.unplain: str | None = None
-        """What kind of tensors without memory of the ordinary kind are used, if any are."""
-        self.work: list[tuple[Any, str]] = []
-        """The ops in order, with what they were given besides tensors."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = list(tensors_of((args, kwargs)))
-        if any(is_foreign(tensor) for tensor in given):
-            return NotImplemented
-        for tensor in given:
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                self.unplain = "nested" if tensor.is_nested else str(tensor.layout)
-                return func(*args, **kwargs)
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call is about to be made."""
         if draws(func):
             self._note_draw([*args, *kwargs.values()])
-        if func.namespace != "profiler":
-            is_made_of_numbers = func in _LIFTS and args[0].device.type == "cpu" and args[0].numel() < 64
-            besides = str(args[0].tolist()) if is_made_of_numbers else _besides_tensors((args, kwargs))
-            self.work.append((func, besides))
-        known = {storage_address(tensor): tensor for tensor in given}
-        for address, tensor in known.items():
-            if address not in self._created:
-                self.reads.setdefault(address, weakref.ref(tensor))
-        for tensor in written_arguments(func, args, kwargs) if writes(func) else ():
-            self._save(func, tensor, args)
-        result = func(*args, **kwargs)
-        for tensor in tensors_of(result):
-            if is_foreign(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-                continue
-            if storage_address(tensor) not in known:
-                self._created[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
-            if storage_address(tensor) in self._created:
-                self._made.append(weakref.ref(tensor))
-        return result
+        if writes(func):
+            for tensor in written_arguments(func, args, kwargs):
+                self._save(func, tensor, args)
+
+    def after(self, given: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """It was made with these tensors and gave those; which of them lie in memory of their own."""
+        known = {storage_address(tensor) for tensor in given}
+        new = [tensor for tensor in results if storage_address(tensor) not in known]
+        self._created.update(map(storage_address, new))
+        return new
 
     @property
     def draws_random(self) -> bool:
@@ -145,14 +128,6 @@ class WriteJournal(DispatchMode):
         for generator in passed:
             if generator not in self.generators:
                 self.generators[generator] = generator.get_state()
-
-    def survivors(self) -> set[int]:
-        """Addresses of what was made while active and still lives: state that the step keeps."""
-        return {address for address, ref in self._created.items() if address and not ref.expired()}
-
-    def kept(self) -> set[int]:
-        """Those of them that somebody holds in Python: libraries keep memory of their own, too."""
-        return {storage_address(tensor) for ref in self._made if (tensor := ref()) is not None}
 
     def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         if storage_address(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
@@ -182,3 +157,51 @@ class WriteJournal(DispatchMode):
                 restore()
         for generator, state in self.generators.items():
             generator.set_state(state)
+
+
+class WriteJournal(SavedWrites, DispatchMode):
+    """Active as a context manager; it sees every call itself and takes notes."""
+
+    def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
+        """`ignore`: as above."""
+        super().__init__(ignore)
+        self._refs: dict[int, StorageWeakRef] = {}
+        self._made: list[weakref.ref[torch.Tensor]] = []
+        self.reads: dict[int, weakref.ref[torch.Tensor]] = {}
+        """What was there before and is used, by the address of its storage: the tensor seen first."""
+        self.unplain: str | None = None
+        """What kind of tensors without memory of the ordinary kind are used, if any are."""
+        self.work: list[tuple[Any, str]] = []
+        """The ops in order, with what they were given besides tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
+        if any(is_foreign(tensor) for tensor in given):
+            return NotImplemented
+        for tensor in given:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                self.unplain = "nested" if tensor.is_nested else str(tensor.layout)
+                return func(*args, **kwargs)
+        if func.namespace != "profiler":
+            is_made_of_numbers = func in _LIFTS and args[0].device.type == "cpu" and args[0].numel() < 64
+            besides = str(args[0].tolist()) if is_made_of_numbers else _besides_tensors((args, kwargs))
+            self.work.append((func, besides))
+        for address, tensor in {storage_address(tensor): tensor for tensor in given}.items():
+            if address not in self._created:
+                self.reads.setdefault(address, weakref.ref(tensor))
+        self.before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        plain = [tensor for tensor in tensors_of(result) if is_plain(tensor)]
+        for tensor in self.after(given, plain):
+            self._refs[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        self._made += [weakref.ref(tensor) for tensor in plain if storage_address(tensor) in self._created]
+        return result
+
+    def survivors(self) -> set[int]:
+        """Addresses of what was made while active and still lives: state that the step keeps."""
+        return {address for address, ref in self._refs.items() if address and not ref.expired()}
+
+    def kept(self) -> set[int]:
+        """Those of them that somebody holds in Python: libraries keep memory of their own, too."""
+        return {storage_address(tensor) for ref in self._made if (tensor := ref()) is not None}

@@ -1,6 +1,6 @@
 """Tensors and the memory behind them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,10 +57,20 @@ def is_foreign(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of the ordinary kind."""
+    return not is_foreign(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors among the arguments or results of an ATen call (nested lists and tuples only)."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(item)
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, list | tuple | dict):
+                found += tensors_of(item)
+    return found

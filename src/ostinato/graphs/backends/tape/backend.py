@@ -8,7 +8,7 @@ import torch
 
 from ...blame import calling_line
 from ...errors import CaptureError
-from ...journal import WriteJournal
+from ...journal import SavedWrites
 from ...memory import is_foreign
 from ...options import CaptureOptions
 from ...trees import Structure, flatten
@@ -41,16 +41,13 @@ class TapeSession:
         self._memory = memory
         self._options = options
         self._recorder = Recorder()
-        self._journal: WriteJournal | None = None
         self._open = ExitStack()
         self._kept: list[tuple[Kept, list[Any], Structure]] = []
 
     def begin(self) -> None:
         assert not torch.is_inference_mode_enabled(), "record under no_grad instead of inference_mode"
         self._rng_state = torch.get_rng_state()
-        self._journal = WriteJournal()
         self._open.enter_context(answering_capture_queries(self._is_recording))
-        self._open.enter_context(self._journal)
         self._open.enter_context(self._recorder)
         self._open.enter_context(RefusalMode(self._is_recording))
         self._recorder.start_segment()
@@ -104,15 +101,14 @@ class TapeSession:
         return self._recorder.keep(leaf)
 
     def _close(self) -> None:
-        """Stop recording and put everything outside back. The journal goes too: it refers to tensors of the
-        step, which must not look alive because of us."""
+        """Stop recording and put everything outside back. What was saved goes too: it refers to tensors of
+        the step, which must not look alive because of us."""
         self._recorder.stop_segment()
         self._open.close()
-        if self._journal is not None:
-            self._journal.undo()
-            if self._journal.draws_from_default:
-                torch.set_rng_state(self._rng_state)
-            self._journal = None
+        saved, self._recorder.saved = self._recorder.saved, SavedWrites()
+        saved.undo()
+        if saved.draws_from_default:
+            torch.set_rng_state(self._rng_state)
 
 
 class TapeBackend:

@@ -3,6 +3,7 @@
 A generated binding (`torch.mul`, `Tensor.copy_`) parses its arguments in C++ and costs 2 us where the same
 `OpOverload` costs 6 to 7. Which overload a binding comes to depends on its arguments, so every call is tried
 once, stopped before it runs: a binding is taken if it comes to the wanted overload with the same arguments.
+That depends on the kinds of the tensors and the values of all else, so it is tried once for each of these.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,7 +79,48 @@ class _Stop(DispatchMode):
         raise _Stopped(func, args, kwargs or {})
 
 
+_MOST_TRIALS = 1 << 14
+_trials: dict[Any, bool] = {}
+"""Whether a binding comes to an overload, by `_form` of the calls."""
+
+
 def _comes_to(binding: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[Any, ...]) -> bool:
+    func, _, named = wanted
+    try:
+        key = (binding, func, _form((args, kwargs, named), []))
+    except _Unknown:
+        return _try(binding, args, kwargs, wanted)
+    if key not in _trials:
+        if len(_trials) >= _MOST_TRIALS:
+            _trials.clear()
+        _trials[key] = _try(binding, args, kwargs, wanted)
+    return _trials[key]
+
+
+class _Unknown(Exception):
+    """An argument of a kind that nothing is kept for."""
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _form(value: Any, seen: list[torch.Tensor]) -> Any:
+    """Arguments with tensors replaced by their kind, and by which of those seen before they are."""
+    if isinstance(value, torch.Tensor):
+        place = next((at for at, other in enumerate(seen) if other is value), len(seen))
+        if place == len(seen):
+            seen.append(value)
+        return type(value), value.dtype, value.dim() == 0, value.is_conj(), place
+    if isinstance(value, list | tuple):
+        return type(value), tuple([_form(item, seen) for item in value])
+    if isinstance(value, dict):
+        return dict, tuple([(name, _form(item, seen)) for name, item in value.items()])
+    if not isinstance(value, _PLAIN):
+        raise _Unknown
+    return type(value), value
+
+
+def _try(binding: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[Any, ...]) -> bool:
     try:
         with _Stop():
             binding(*args, **kwargs)

@@ -40,7 +40,7 @@ def _run_and_copy(run: Callable[[], Any], copy: Callable[[torch.Tensor], Any]) -
 
 
 def _run_and_copy_some(run: Callable[[], Any], copies: list[tuple[int, Callable[..., Any]]]) -> None:
-    results = list(tensors_of(run()))
+    results = tensors_of(run())
     for index, copy in copies:
         copy(results[index])
 
@@ -89,7 +89,7 @@ class Emitter:
         if func.namespace == "c10d":
             return partial(_run_and_await_work, plain)
         if func.namespace in _FUNCTIONAL_COLLECTIVES:
-            written = list(tensors_of(args)) if func._schema.is_mutable else []
+            written = tensors_of(args) if func._schema.is_mutable else []
             return self._copied(op, partial(_run_and_await, plain, written))
         return self._into_place(op, args, kwargs) or self._copied(op, fast_call(func, args, kwargs) or plain)
 

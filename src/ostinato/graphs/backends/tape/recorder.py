@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ...dispatch_mode import DispatchMode
-from ...journal import written_arguments
-from ...memory import is_foreign, tensors_of
+from ...journal import SavedWrites, written_arguments
+from ...memory import is_foreign, is_plain, tensors_of
 from .refusals import check_op
 from .storages import StorageTable, TensorSpec, map_leaves
 
@@ -28,10 +28,12 @@ class RecordedOp:
 
 
 class Recorder(DispatchMode):
-    """Active between `begin` and `finish`; while `active` is off it lets everything pass."""
+    """Active between `begin` and `finish`; while `active` is off it records nothing. What is written is saved
+    in either case."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.saved = SavedWrites()
         self.active = False
         self.storages = StorageTable()
         self.segments: list[list[RecordedOp]] = []
@@ -46,22 +48,30 @@ class Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active:
-            return func(*args, **kwargs)
-        inputs = list(tensors_of((args, kwargs)))
+        inputs = tensors_of((args, kwargs))
         if any(is_foreign(tensor) for tensor in inputs):
             return NotImplemented
+        if not self.active:
+            return self._call(func, args, kwargs, inputs)
         check_op(func, args, kwargs, self.storages)
         writes = func._schema.is_mutable
         # An op may resize what it writes (out= of the wrong size): replay needs the geometry after that.
         frozen = None if writes else self._freeze_inputs(args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs, inputs)
         if writes:
             for tensor in written_arguments(func, args, kwargs):
                 if (record := self.storages.known(tensor)) is not None:
                     record.written = True
             frozen = self._freeze_inputs(args, kwargs)
         self._record(func, frozen, inputs, result)
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        if not all(map(is_plain, given)):
+            return func(*args, **kwargs)
+        self.saved.before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.saved.after(given, [tensor for tensor in tensors_of(result) if is_plain(tensor)])
         return result
 
     def keep(self, tensor: torch.Tensor) -> TensorSpec:
@@ -78,7 +88,7 @@ class Recorder(DispatchMode):
         return map_leaves((args, kwargs), torch.Tensor, freeze)
 
     def _record(self, func: Any, frozen: Any, inputs: list[torch.Tensor], result: Any) -> None:
-        outputs = list(tensors_of(result))
+        outputs = tensors_of(result)
         if not outputs and (not inputs or (func._schema.returns and not func._schema.is_mutable)):
             return  # no device work: a profiler mark, a question about metadata
         storages = self.storages

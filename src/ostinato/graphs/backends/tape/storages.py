@@ -54,7 +54,7 @@ def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: map_leaves(item, kind, change) for key, item in value.items()}
     if type(value) is tuple:
-        return tuple(map_leaves(item, kind, change) for item in value)
+        return tuple([map_leaves(item, kind, change) for item in value])
     return value
 
 
