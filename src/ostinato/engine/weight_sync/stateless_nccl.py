@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .broadcast_groups import Place, side_stream, told
+from .broadcast_groups import Place, awaited, side_stream
 from .errors import TransferError
 from .foreign_pickles import Call, Name, described
 from .nccl_library import ID_BYTES, Communicator
-from .patience import within
+from .patience import Patience
 
 _ID_KEY = "broadcast_from/0/0"
 _ID_NAMES = {
@@ -33,15 +33,15 @@ _ID_NAMES = {
 class StatelessGroup:
     """Through which vLLM's `NCCLTrainerWeightTransferEngine` sends."""
 
-    def __init__(self, place: Place, device: torch.device, seconds: float) -> None:
+    def __init__(self, place: Place, device: torch.device, patience: Patience) -> None:
         """Meet the others; TransferTimeout if they do not come."""
         if device.type != "cuda":
             raise TransferError("NCCL is for GPUs, and this engine is on a CPU")
         self.device = device
         self._stream = side_stream(device)
-        self._seconds = seconds
+        self._patience = patience
         what = f"the meeting at {place.address}:{place.port}"
-        self._communicator = told(what, lambda: within(seconds, what, lambda: self._joined(place)))
+        self._communicator = awaited(patience, what, lambda: self._joined(place))
 
     def _joined(self, place: Place) -> Communicator:
         store = dist.TCPStore(
@@ -49,7 +49,7 @@ class StatelessGroup:
             place.port,
             world_size=place.world_size,
             is_master=False,
-            timeout=datetime.timedelta(seconds=self._seconds),
+            timeout=datetime.timedelta(seconds=self._patience.seconds),
             use_libuv=False,
         )
         communicator = Communicator(unique_id(store.get(_ID_KEY)), place.rank, place.world_size, self.device)
@@ -61,9 +61,7 @@ class StatelessGroup:
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Wait for a broadcast and put it there."""
-        told(
-            "a broadcast", lambda: within(self._seconds, "a broadcast", lambda: self._receive(tensor, source))
-        )
+        awaited(self._patience, "a broadcast", lambda: self._receive(tensor, source))
 
     def _receive(self, tensor: Tensor, source: int) -> None:
         with self.arriving():
@@ -76,7 +74,7 @@ class StatelessGroup:
 
     def abort(self) -> None:
         """Leave; what is under way does not come any more."""
-        within(self._seconds, "leaving a group", self._communicator.abort)
+        awaited(self._patience, "leaving a group", self._communicator.abort)
 
 
 def unique_id(pickled: bytes) -> bytes:
