@@ -93,7 +93,7 @@ def _fate(row: PeerOption) -> str:
             return "becomes several"
         case Effect.HARMLESS if row.tunes:
             return "accepted, with a word"
-        case Effect.HARMLESS if set(row.same) == {True, False}:
+        case Effect.HARMLESS if sorted(map(str, row.same)) == ["False", "True"]:
             return "accepted"
         case Effect.HARMLESS:
             values = row.same if len(row.same) < 6 else (f"{row.same[0]} to {row.same[-1]}",)

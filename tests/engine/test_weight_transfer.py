@@ -12,9 +12,17 @@ import pytest
 import torch
 
 from engine.conftest import TinyModel, prompts_of
-from engine.trainer_process import Trainer, bucket_entry, flattened, free_port, serialized
+from engine.trainer_process import (
+    Trainer,
+    bucket_entry,
+    flattened,
+    free_port,
+    nccl_id_class,
+    serialized,
+)
 from ostinato import LLM, AsyncLLM, SamplingParams
 from ostinato.engine.weight_sync.errors import TransferError, TransferTimeout
+from ostinato.engine.weight_sync.stateless_nccl import unique_id
 from ostinato.engine.weight_sync.trainer_link import TrainerLink, done_here
 from ostinato.models.errors import WeightsError
 from ostinato.models.weights import checkpoint_tensors
@@ -306,6 +314,15 @@ def test_shared_memory_that_is_shorter_than_said_or_gone(llm: LLM, trainer: Trai
         with pytest.raises(TransferError, match=said):
             done_here(llm.trainer_link.update_from_tensors([text], None, None))
     assert (tokens(llm), llm.weight_version) == (first[1], "first")
+
+
+def test_the_id_of_vllms_group_is_read_and_nothing_else() -> None:
+    id = nccl_id_class().from_buffer_copy(bytes(range(128)))  # type: ignore[attr-defined]
+    assert unique_id(pickle.dumps(id)) == bytes(range(128))
+    shorter = pickle.dumps(id).replace(b"C\x80", b"C\x7f")
+    for bad in (pickle.dumps(b"x" * 128), pickle.dumps(eval), b"", shorter):
+        with pytest.raises(TransferError):
+            unique_id(bad)
 
 
 def test_one_transfer_at_a_time(llm: LLM, trainer: Trainer) -> None:

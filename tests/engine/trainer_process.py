@@ -8,6 +8,7 @@ classes are given the names under which these would pickle them.
 from __future__ import annotations
 
 import base64
+import ctypes
 import dataclasses
 import io
 import json
@@ -93,6 +94,37 @@ def bucket_entry() -> type:
     return sglang_class("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata", fields)
 
 
+def nccl_id_class() -> type:
+    """vLLM's, as it is pickled."""
+    module, name = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
+    sglang_class(module, name, ())
+    fields = {"_fields_": [("internal", ctypes.c_byte * 128)], "__module__": module}
+    made = type(name, (ctypes.Structure,), fields)
+    setattr(sys.modules[module], name, made)
+    return made
+
+
+def name_gpus_by_uuid() -> None:
+    """As SGLang has torch reduce tensors: under a name of its own, with a UUID for the number of a GPU."""
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    module = "sglang.srt.utils.patch_torch"
+    sglang_class(module, "Unused", ())
+    rebuild = types.FunctionType((lambda *_: None).__code__, {}, "_rebuild_cuda_tensor_modified")
+    rebuild.__module__, rebuild.__qualname__ = module, rebuild.__name__
+    sys.modules[module].__dict__[rebuild.__name__] = rebuild
+
+    def reduced(tensor: Any) -> Any:
+        _, arguments = reduce_tensor(tensor)
+        uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)
+        return rebuild, (*arguments[:6], uuid, *arguments[7:])
+
+    ForkingPickler.register(torch.Tensor, reduced)
+
+
 def serialized(given: Any) -> str:
     """As SGLang's clients do it."""
     from multiprocessing.reduction import ForkingPickler
@@ -106,13 +138,46 @@ class _Script:
     def __init__(self) -> None:
         self._tensors: dict[str, Any] = {}
         self._group: Any = None
+        self._communicator: Any = None
         self._kept: list[Any] = []
+        self._lent: list[Any] = []
 
-    def load(self, file: str, dtype: str = "float32") -> int:
+    def load(self, file: str, device: str = "cpu") -> int:
         import torch
 
-        self._tensors = {name: each.to(getattr(torch, dtype)) for name, each in torch.load(file).items()}
+        self._tensors = {name: each.to(device) for name, each in torch.load(file).items()}
         return len(self._tensors)
+
+    def overwrite(self) -> None:
+        """Use the memory of what was sent for something else, as soon as it was answered."""
+        import torch
+
+        for tensor in self._lent:
+            tensor.fill_(torch.finfo(tensor.dtype).max if tensor.is_floating_point() else 255)
+        torch.cuda.synchronize()
+        self._kept.clear()
+        self._lent.clear()
+        torch.cuda.ipc_collect()
+
+    def handles(self, packed: bool, names: list[str] | None = None) -> dict[str, Any]:
+        """An `update_info` of vLLM's IPC transfer."""
+        import torch
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        tensors = {name: self._tensors[name].clone() for name in names or self._tensors}
+        told = self.announce(names)
+        uuid = str(torch.cuda.get_device_properties(0).uuid)
+        if packed:
+            flat = [each.view(-1).view(torch.uint8) for each in tensors.values()]
+            told["tensor_sizes"] = [each.numel() for each in flat]
+            self._lent.append(torch.cat([*flat, torch.zeros(1000, dtype=torch.uint8, device="cuda")]))
+            given: Any = {uuid: reduce_tensor(self._lent[-1])[1]}
+        else:
+            self._lent += tensors.values()
+            given = [{uuid: reduce_tensor(each)[1]} for each in tensors.values()]
+        torch.cuda.synchronize()
+        told["dtype_names"] = told.pop("dtypes")
+        return {**told, "ipc_handles_pickled": base64.b64encode(pickle.dumps(given)).decode()}
 
     def serialize(self, kind: str, names: list[str] | None = None) -> str:
         import torch.multiprocessing
@@ -125,6 +190,10 @@ class _Script:
         if kind == "bucket":
             given = flattened(tensors, bucket_entry())
         self._kept.append(given)
+        self._lent += [given["flattened_tensor"]] if kind == "bucket" else tensors.values()
+        if self._lent[-1].is_cuda:
+            torch.cuda.synchronize()
+            name_gpus_by_uuid()
         return serialized(given)
 
     def announce(self, names: list[str] | None = None) -> dict[str, Any]:
@@ -135,7 +204,7 @@ class _Script:
             "shapes": [list(each.shape) for each in tensors.values()],
         }
 
-    def meet(self, port: int, name: str) -> None:
+    def meet(self, port: int, name: str, backend: str = "gloo") -> None:
         """Make a group as SGLang's clients do: beside torch's own registry."""
         import torch.distributed.distributed_c10d as c10d
 
@@ -143,9 +212,26 @@ class _Script:
         store, rank, size = next(iter(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timeout)))
         store = c10d.PrefixStore(name, store)
         self._group, _ = c10d._new_process_group_helper(
-            size, rank, [], c10d.Backend("gloo"), store, group_name=name, timeout=timeout
+            size, rank, [], c10d.Backend(backend), store, group_name=name, timeout=timeout
         )
         c10d._world.pg_group_ranks[self._group] = {0: 0, 1: 1}
+
+    def meet_as_vllm(self, port: int) -> None:
+        """Rank 0 of vLLM's stateless group."""
+        import torch
+        import torch.distributed as dist
+
+        from ostinato.engine.weight_sync.nccl_library import Communicator
+
+        store = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False, use_libuv=False)
+        id = nccl_id_class()()
+        assert ctypes.CDLL("libnccl.so.2").ncclGetUniqueId(ctypes.byref(id)) == 0
+        store.set("broadcast_from/0/0", pickle.dumps(id))
+        self._communicator = Communicator(bytes(id), 0, 2, torch.device("cuda", 1))
+        with torch.cuda.device(1):
+            self._communicator.sum_floats(torch.zeros(1, device="cuda"))
+            torch.cuda.synchronize()
+        self._kept.append(store)
 
     def meet_plainly(self, port: int) -> None:
         import torch.distributed as dist
@@ -170,7 +256,11 @@ class _Script:
         elif packed is not None:
             chosen = self._packed(chosen, packed)
         for tensor in chosen:
-            dist.broadcast(tensor.contiguous(), 0, group=self._group)
+            if self._communicator is not None:
+                self._communicator.broadcast(tensor.contiguous(), 0)
+                torch.cuda.synchronize()
+            else:
+                dist.broadcast(tensor.contiguous(), 0, group=self._group)
 
     def _packed(self, tensors: list[Any], limit: int) -> list[Any]:
         import torch

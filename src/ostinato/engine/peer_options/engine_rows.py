@@ -310,7 +310,7 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     acts("worker_extension_cls", "vllm", "text", "x.Y", "methods for `collective_rpc`"),
     harmless(
         *("weight_transfer_config", "vllm", "json", '{"backend": "nccl"}'),
-        "`init_info` says how weights come: with an address through a group, without by IPC",
+        "nccl and ipc: `init_info` says which, with an address or without",
         same=({"backend": "nccl"}, {"backend": "ipc"}),
     ),
 )

@@ -58,6 +58,10 @@ class AttentionConfig(OptionGroup):
     """Which kernels attend."""
 
 
+class WeightTransferConfig(OptionGroup):
+    """How a trainer's weights come."""
+
+
 class CUDAGraphMode(Enum):
     """vLLM's names of modes."""
 

@@ -45,7 +45,7 @@ def _default(row: PeerOption, rows: dict[str, PeerOption]) -> Any:
     if row.effect is Effect.HARMLESS:
         if row.kind == "flag":
             return False if False in row.same or row.tunes else None
-        return row.same[0] if row.same else None
+        return row.same[0] if row.same and row.kind != "json" else None
     if row.effect is Effect.ACTS:
         return _OURS[row.name].default if row.name in _OURS else None
     shares = [other for other in rows.values() if other.becomes == row.becomes]

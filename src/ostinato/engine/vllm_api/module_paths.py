@@ -31,14 +31,18 @@ _ENGINE = "engine.vllm_api.llm_engine LLMEngine"
 _ASYNC = "engine.async_llm AsyncLLM"
 _CONFIGS = (
     "engine.vllm_api.config_objects CompilationConfig CompilationLevel CompilationMode CUDAGraphMode "
-    "PoolerConfig ProfilerConfig StructuredOutputsConfig AttentionConfig"
+    "PoolerConfig ProfilerConfig StructuredOutputsConfig AttentionConfig WeightTransferConfig"
 )
 _SHOWN = "engine.vllm_api.printing print_embeddings random_uuid"
+
+_TRANSFER = "engine.vllm_api.transfer_requests WeightTransferInitRequest WeightTransferUpdateRequest"
 
 PATHS: dict[str, tuple[str, ...]] = {
     "beam_search": (_BEAMS, _BEAMS_FOUND),
     "config": (_CONFIGS,),
     "distributed": ("engine.vllm_api.cleaning cleanup_dist_env_and_memory",),
+    "distributed.weight_transfer": (_TRANSFER,),
+    "distributed.weight_transfer.base": (_TRANSFER,),
     "engine.arg_utils": (_ARGUMENTS,),
     "engine.async_llm_engine": (_ASYNC, "engine.async_llm AsyncLLMEngine"),
     "engine.llm_engine": (_ENGINE,),

@@ -32,17 +32,9 @@ class Communicator:
             self._call("ncclCommInitRank", ctypes.byref(self._handle), world_size, id, rank)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor with the source's, byte by byte; on the current stream."""
-        self._call(
-            "ncclBroadcast",
-            ctypes.c_void_p(0),
-            ctypes.c_void_p(tensor.data_ptr()),
-            ctypes.c_size_t(tensor.nbytes),
-            _BYTES,
-            source,
-            self._handle,
-            self._stream,
-        )
+        """Fill a tensor with the source's, byte by byte; on the current stream. The source sends its own."""
+        place, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+        self._call("ncclBroadcast", place, place, count, _BYTES, source, self._handle, self._stream)
 
     def sum_floats(self, tensor: Tensor) -> None:
         """Add up float32 of all ranks, in place; on the current stream."""

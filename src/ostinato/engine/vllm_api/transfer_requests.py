@@ -1,0 +1,20 @@
+"""What vLLM's calls about a trainer's weights are given, as objects; a dictionary is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class WeightTransferInitRequest:
+    """For `init_weight_transfer_engine`."""
+
+    init_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class WeightTransferUpdateRequest:
+    """For `update_weights`: a part of an update."""
+
+    update_info: dict[str, Any] = field(default_factory=dict)
