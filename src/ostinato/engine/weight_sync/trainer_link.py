@@ -280,13 +280,15 @@ class _Transfer:
 
     def pairs(self, link: TrainerLink, update_info: object) -> Operation[Pairs]:
         handles = {"ipc_handles", "ipc_handles_pickled", "tensor_sizes", "num_updates_list"}
-        given = _checked_keys(update_info, {"names", "dtype_names", "shapes"} | handles, "update_info")
+        known = {"names", "dtype_names", "shapes", *handles, "packed"}
+        given = _checked_keys(update_info, known, "update_info")
         entries = announced(given.get("names"), given.get("dtype_names"), given.get("shapes"))
         link.check_amount(entries)
         group = self.group
         if group is None:
             return (yield lambda: self._copied(given, link.device))
-        packed = self._packed_bytes if self._is_packed else None
+        # TRL's async_grpo says it with each update, as vLLM 0.22 had it.
+        packed = self._packed_bytes if given.get("packed", self._is_packed) else None
         try:
             return (yield lambda: received(group, entries, 0, packed))
         except Exception:
