@@ -23,7 +23,7 @@ from engine.trainer_process import (
 )
 from ostinato import LLM, AsyncLLM, SamplingParams
 from ostinato.engine.weight_sync.errors import TransferError, TransferTimeout
-from ostinato.engine.weight_sync.stateless_nccl import unique_id
+from ostinato.engine.weight_sync.stateless_nccl import pickled_id, unique_id
 from ostinato.engine.weight_sync.trainer_link import TrainerLink, done_here
 from ostinato.models.errors import WeightsError
 from ostinato.models.weights import checkpoint_tensors
@@ -333,6 +333,8 @@ def test_shared_memory_that_is_shorter_than_said_or_gone(llm: LLM, trainer: Trai
 def test_the_id_of_vllms_group_is_read_and_nothing_else() -> None:
     id = nccl_id_class().from_buffer_copy(bytes(range(128)))  # type: ignore[attr-defined]
     assert unique_id(pickle.dumps(id)) == bytes(range(128))
+    assert bytes(pickle.loads(pickled_id(bytes(range(128))))) == bytes(range(128)), "as vLLM reads it"
+    assert unique_id(pickled_id(bytes(range(128)))) == bytes(range(128))
     shorter = pickle.dumps(id).replace(b"C\x80", b"C\x7f")
     for bad in (pickle.dumps(b"x" * 128), pickle.dumps(eval), b"", shorter):
         with pytest.raises(TransferError):

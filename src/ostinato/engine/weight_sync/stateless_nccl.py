@@ -7,6 +7,7 @@ up one number (vLLM's `StatelessProcessGroup` and `PyNcclCommunicator`).
 from __future__ import annotations
 
 import datetime
+import pickle
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -85,3 +86,25 @@ def unique_id(pickled: bytes) -> bytes:
         ):
             return found
     raise TransferError("what the trainer has left in the store is no id of NCCL")
+
+
+def pickled_id(id: bytes) -> bytes:
+    """The same the other way, for a trainer's vLLM to read."""
+    return (
+        b"\x80\x04"
+        + b"".join(f"c{module}\n{name}\n".encode() for module, name in _ID_NAMES)
+        + (b"}C\x80" + id + b"\x86\x86R.")
+    )
+
+
+def text_of(pickled: bytes) -> str:
+    """A text that another rank has left."""
+    found = described(pickled, {})
+    if not isinstance(found, str):
+        raise TransferError("what another rank has left in the store is no text")
+    return found
+
+
+def pickled_text(text: str) -> bytes:
+    """The other way."""
+    return pickle.dumps(text)
