@@ -6,7 +6,7 @@
 A GRPO-like loop in one process. Each cycle: several answers to every prompt, from the engine's graphs; the engine
 sleeps; a training step, captured too, runs in the memory that came free; the new weights go to where the engine's
 lie; the engine wakes up, and its graphs answer with them. The reward can be verified by anyone: what share of an
-answer's tokens repeats the prompt's last one. `--frozen` is the control: the same loop, with a learning rate of 0.
+answer's tokens is even. `--frozen` is the control: the same loop, with a learning rate of 0.
 
 With `--share-weights` the trainer's parameters are the engine's, at one address, and nothing is copied.
 Needs transformers (for the trainer's model), and matplotlib for `--picture`.
@@ -125,9 +125,9 @@ class Rollout:
     tokens: int
 
 
-def reward_of(prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """What share of the answer repeats the prompt's last token."""
-    return sum(token == prompt[-1] for token in answer) / len(answer)
+def reward_of(answer: Sequence[int]) -> float:
+    """What share of the answer's tokens is even."""
+    return sum(token % 2 == 0 for token in answer) / len(answer)
 
 
 def roll_out(llm: LLM, settings: Settings, generator: torch.Generator, seed: int) -> list[Rollout]:
@@ -149,12 +149,14 @@ def roll_out(llm: LLM, settings: Settings, generator: torch.Generator, seed: int
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     rows = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        rewards = [reward_of(prompt, answer.token_ids) for answer in output.outputs]
+        rewards = [reward_of(answer.token_ids) for answer in output.outputs]
         mean = sum(rewards) / len(rewards)
         spread = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
         for answer, reward in zip(output.outputs, rewards, strict=True):
             assert answer.logprobs is not None
-            likely = [said[token].logprob for token, said in zip(answer.token_ids, answer.logprobs, strict=True)]
+            likely = [
+                said[token].logprob for token, said in zip(answer.token_ids, answer.logprobs, strict=True)
+            ]
             rows.append((prompt, answer.token_ids, likely, (reward - mean) / (spread + 1e-4), reward))
     rows.sort(key=lambda row: len(row[0]))
     return [_batch(rows[at : at + settings.rows]) for at in range(0, len(rows), settings.rows)]
@@ -205,7 +207,9 @@ class Trainer:
 
     def prepare(self, micro_batches: int) -> None:
         """When parameters are where they stay."""
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
         self.step = graphed_train_step(
             self.model,
             grpo_loss,
@@ -354,7 +358,9 @@ def draw(loops: list[dict[str, Any]], file: Path) -> None:
     colours = {"rollout": "tab:blue", "asleep": "tab:grey", "trained": "tab:orange", "wake_up": "tab:green"}
     for phase, colour in colours.items():
         at = [number for number, sample in enumerate(samples) if sample["phase"] == phase]
-        memory.scatter([times[n] for n in at], [held[n] for n in at], color=colour, label=phase, zorder=3, s=12)
+        memory.scatter(
+            [times[n] for n in at], [held[n] for n in at], color=colour, label=phase, zorder=3, s=12
+        )
     memory.set(xlabel="seconds", ylabel="MiB held", title="One device, two halves")
     memory.legend()
     for loop in loops:
@@ -377,7 +383,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for number in range(arguments.cycles):
             cycle = loop.cycle(number)
             seconds = " ".join(f"{phase} {spent:.2f}" for phase, spent in cycle["seconds"].items())
-            print(f"cycle {number:3}  reward {cycle['reward']:.3f}  loss {cycle['loss']:+.4f}  {seconds}", flush=True)
+            print(
+                f"cycle {number:3}  reward {cycle['reward']:.3f}  loss {cycle['loss']:+.4f}  {seconds}",
+                flush=True,
+            )
         described = {
             "seed": arguments.seed,
             "frozen": arguments.frozen,
@@ -395,14 +404,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """As the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shape", default="tiny", choices=list(SHAPES))
     parser.add_argument("--cycles", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--frozen", action="store_true", help="the control: nothing is learnt")
     parser.add_argument("--share-weights", action="store_true", help="one set of weights for both halves")
-    parser.add_argument("--tear-down", action="store_true", help="close the engine instead of letting it sleep")
+    parser.add_argument(
+        "--tear-down", action="store_true", help="close the engine instead of letting it sleep"
+    )
     parser.add_argument("--compare", action="store_true", help="with a new engine, in the end")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--picture", type=Path, help="draw memory over time and rewards")

@@ -574,12 +574,48 @@ def test_rows_without_a_sequence(device):
     assert replays(step) == 39
 
 
+def test_a_model_that_knows_one_length_only(device):
+    """Images: their channels are the length, and nobody can leave one out."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5)).to(
+        device
+    )
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, ladder=[3])
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    losses = [float(step(images, torch.arange(4, device=device))) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert replays(step) == 5
+
+
+def test_a_recurrent_model(device):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+            self.cells = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, ids):
+            return self.head(self.cells(self.embedding(ids))[0])
+
+    ours, theirs = twins(Recurrent().to(device))
+    batches = make_batches(device, [8] * 5)
+    step = captured(ours, optimizer_of("adamw", ours, device))
+    losses = [float(step(*batch)) for batch in batches]
+    eager = train_eagerly(theirs, optimizer_of("adamw", theirs, device, reference=True), batches)
+    assert losses == pytest.approx(eager, rel=1e-5)
+    assert replays(step) == 4
+
+
 def test_settings_are_refused_by_name(device):
     model = make_model(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for wrong in ({"accumulate": 0}, {"clip_norm": 0.0}, {"autocast": True}, {"ladder": []}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             captured(model, optimizer, **wrong)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        captured(model, torch.optim.LBFGS(model.parameters()))
+    sparse = nn.Sequential(nn.Embedding(VOCABULARY, 8, sparse=True), nn.Linear(8, VOCABULARY)).to(device)
+    with pytest.raises(ConfigError, match=r"0\.weight has a sparse gradient"):
+        captured(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))(*one_batch(device))
     with pytest.raises(BatchError, match="length"):
         captured(model, optimizer)(torch.zeros(3, device=device), torch.zeros(3, device=device))
     assert fast_options().strict

@@ -296,7 +296,8 @@ class TrainStep:
         trial = PaddingTrial(self._loss, self._runner_state(), self._pool.backend, self._options)
         kind, refusal = trial.kind_of(inputs, targets)
         if refusal is not None:
-            logger.warning("only lengths that are rungs are served from graphs: %s", refusal)
+            level = logging.WARNING if len(self._ladder) > 1 else logging.INFO
+            logger.log(level, "only lengths that are rungs are served from graphs: %s", refusal)
         does = [Kind.UPDATE] if self._accumulate == 1 else list(Kind)
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
