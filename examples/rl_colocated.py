@@ -3,13 +3,13 @@
     python examples/rl_colocated.py                          a tiny model on a CPU, a few minutes
     python examples/rl_colocated.py --device cuda --shape 0.6b --cycles 3 --compare
 
-A GRPO-like loop in one process. Each cycle: several answers to every prompt, from the engine's graphs; the engine
-sleeps; a training step, captured too, runs in the memory that came free; the new weights go to where the engine's
-lie; the engine wakes up, and its graphs answer with them. The reward can be verified by anyone: what share of an
-answer's tokens is even. `--frozen` is the control: the same loop, with a learning rate of 0.
+A GRPO-like loop in one process. Each cycle: several answers to every prompt, from the engine's graphs; the
+engine sleeps; a training step, captured too, runs in the memory that came free; the new weights go to where
+the engine's lie; the engine wakes up, and its graphs answer with them. The reward can be verified by anyone:
+what share of an answer's tokens is even. `--frozen` is the control: the same loop with a learning rate of 0.
 
-With `--share-weights` the trainer's parameters are the engine's, at one address, and nothing is copied.
-Needs transformers (for the trainer's model), and matplotlib for `--picture`.
+With `--share-weights` the trainer's parameters are the engine's tensors. Needs transformers (for the
+trainer's model), and matplotlib for `--picture`.
 """
 
 import argparse
@@ -105,14 +105,14 @@ class Memory:
         return pages * 4096
 
 
-def make_model(folder: Path, shape: str, seed: int, dtype: torch.dtype) -> None:
+def make_model(folder: Path, shape: str, seed: int) -> None:
     """A model with random weights, as a checkpoint."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape])).to(dtype).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape])).save_pretrained(folder)
 
 
 @dataclass
@@ -154,9 +154,8 @@ def roll_out(llm: LLM, settings: Settings, generator: torch.Generator, seed: int
         spread = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
         for answer, reward in zip(output.outputs, rewards, strict=True):
             assert answer.logprobs is not None
-            likely = [
-                said[token].logprob for token, said in zip(answer.token_ids, answer.logprobs, strict=True)
-            ]
+            said = zip(answer.token_ids, answer.logprobs, strict=True)
+            likely = [found[token].logprob for token, found in said]
             rows.append((prompt, answer.token_ids, likely, (reward - mean) / (spread + 1e-4), reward))
     rows.sort(key=lambda row: len(row[0]))
     return [_batch(rows[at : at + settings.rows]) for at in range(0, len(rows), settings.rows)]
@@ -188,8 +187,8 @@ def grpo_loss(outputs: Any, targets: dict[str, torch.Tensor], mask: torch.Tensor
 
 
 class Trainer:
-    """A model of transformers, its optimizer and its captured step. Activations lie in a pool that can be given
-    back while the engine works."""
+    """A model of transformers, its optimizer and its captured step. Activations lie in a pool that can be
+    given back while the engine works."""
 
     def __init__(self, folder: Path, device: torch.device, settings: Settings, *, rate: float) -> None:
         from transformers import AutoModelForCausalLM
@@ -221,14 +220,12 @@ class Trainer:
             pool=GraphPool(self._device, memory=GraphMemory(self.saver)),
         )
 
-    def train(self, rollouts: list[Rollout]) -> float:
-        """One update; the mean loss."""
-        losses = []
+    def train(self, rollouts: list[Rollout]) -> None:
+        """One update."""
         for rollout in rollouts:
             inputs = {"input_ids": rollout.inputs.to(self._device), "use_cache": False}
             targets = {name: tensor.to(self._device) for name, tensor in rollout.targets.items()}
-            losses.append(self.step(inputs, targets))
-        return float(torch.stack(losses).mean())
+            self.step(inputs, targets)
 
 
 class Loop:
@@ -271,13 +268,13 @@ class Loop:
         times: dict[str, float] = {}
         rollouts = self._timed(times, "rollout", lambda: self._roll_out(number))
         self._timed(times, "sleep", self._sleep)
-        loss = self._timed(times, "train", lambda: self._train(rollouts))
+        self._timed(times, "train", lambda: self._train(rollouts))
         self._timed(times, "wake_up", self._wake_up)
         rewards = [reward for rollout in rollouts for reward in rollout.rewards]
         cycle = {
             "cycle": number,
             "reward": sum(rewards) / len(rewards),
-            "loss": loss,
+            "grad_norm": float(self.trainer.step.grad_norm),
             "tokens": sum(rollout.tokens for rollout in rollouts),
             "seconds": times,
             "weights": self.llm.weight_version,
@@ -312,14 +309,13 @@ class Loop:
             self.llm.sleep(level=2)
         self.memory.note("asleep")
 
-    def _train(self, rollouts: list[Rollout]) -> float:
+    def _train(self, rollouts: list[Rollout]) -> None:
         self.trainer.saver.resume()
-        loss = self.trainer.train(rollouts)
+        self.trainer.train(rollouts)
         self.memory.note("trained")
         self.trainer.saver.pause()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return loss
 
     def _wake_up(self) -> None:
         new = {} if self._arguments.share_weights else dict(self.trainer.model.state_dict())
@@ -377,16 +373,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All cycles of one seed."""
     torch.manual_seed(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
-        made_as = torch.float32
-        make_model(Path(folder), arguments.shape, arguments.seed, made_as)
+        make_model(Path(folder), arguments.shape, arguments.seed)
         loop = Loop(arguments, Path(folder))
         for number in range(arguments.cycles):
             cycle = loop.cycle(number)
             seconds = " ".join(f"{phase} {spent:.2f}" for phase, spent in cycle["seconds"].items())
-            print(
-                f"cycle {number:3}  reward {cycle['reward']:.3f}  loss {cycle['loss']:+.4f}  {seconds}",
-                flush=True,
-            )
+            shown = f"reward {cycle['reward']:.3f}  gradients {cycle['grad_norm']:.3f}"
+            print(f"seed {arguments.seed} cycle {number:3}  {shown}  {seconds}", flush=True)
         described = {
             "seed": arguments.seed,
             "frozen": arguments.frozen,
@@ -409,8 +402,8 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shape", default="tiny", choices=list(SHAPES))
-    parser.add_argument("--cycles", type=int, default=60)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--cycles", type=int, default=25)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--frozen", action="store_true", help="the control: nothing is learnt")
     parser.add_argument("--share-weights", action="store_true", help="one set of weights for both halves")
     parser.add_argument(
@@ -423,8 +416,8 @@ def main() -> None:
     if arguments.device == "cpu":
         torch.set_num_threads(1)  # tiny tensors gain nothing from more
     loops = []
-    for arguments.seed in arguments.seeds:
-        loops.append(run(arguments))
+    for seed in arguments.seeds:
+        loops.append(run(argparse.Namespace(**{**vars(arguments), "seed": seed})))
     if arguments.json:
         arguments.json.write_text(json.dumps(loops, indent=1) + "\n")
     if arguments.picture:

@@ -27,10 +27,11 @@ class StaticOptimizer:
     """Wraps a user's optimizer, which stays his: flags and learning rates are set in its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(
-                f"{type(optimizer).__name__} computes the loss as often as it likes, by a closure: no captured step "
-                f"can do that"
+                f"{type(optimizer).__name__} computes the loss as often as it likes, by a closure: no "
+                f"captured step can do that"
             )
         self._optimizer = optimizer
         self._device = device
