@@ -95,6 +95,15 @@ class Memory:
         at = time.perf_counter() - self.began
         self.samples.append({"seconds": at, "phase": phase, "bytes": self.held()})
 
+    def halves(self) -> dict[str, int]:
+        """What each half holds when it works, and the most of both at one time."""
+        before = self.samples[0]["bytes"]
+        engine = max(s["bytes"] for s in self.samples if s["phase"] == "engine") - before
+        asleep = min(s["bytes"] for s in self.samples if s["phase"] == "asleep") - before
+        training = max(s["bytes"] for s in self.samples if s["phase"] == "trained") - before
+        peak = max(s["bytes"] for s in self.samples if s["phase"] not in ("engine", "trainer")) - before
+        return {"engine": engine, "asleep": asleep, "training": training, "peak": peak}
+
     def held(self) -> int:
         """Bytes."""
         if self.device.type == "cuda":
@@ -201,6 +210,7 @@ class Trainer:
     def share(self, llm: LLM) -> None:
         """Let every parameter be the engine's tensor of that name."""
         views = llm.shared_weights()
+        self.model.to(next(iter(views.values())).dtype)
         for name, parameter in self.model.named_parameters():
             parameter.data = views[name]
 
@@ -255,7 +265,7 @@ class Loop:
         return LLM(
             str(self._folder),
             device=self._arguments.device,
-            dtype="bfloat16" if on_gpu and not self._arguments.share_weights else "auto",
+            dtype="bfloat16" if on_gpu else "auto",
             max_model_len=512 if on_gpu else 64,
             max_running_requests=self.settings.prompts * self.settings.answers,
             enable_sleep_mode=True,
@@ -387,7 +397,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "torn_down": arguments.tear_down,
             "cycles": loop.cycles,
             "memory": loop.memory.samples,
+            "bytes": loop.memory.halves(),
         }
+        megabytes = {half: f"{bytes_ / 2**20:,.0f} MiB" for half, bytes_ in described["bytes"].items()}
+        print("memory:", ", ".join(f"{half} {size}" for half, size in megabytes.items()))
         if arguments.compare:
             described["equals_a_new_engine"] = loop.compare()
             print("a new engine with these weights says the same:", described["equals_a_new_engine"])

@@ -71,6 +71,17 @@ def run_both(
     return step, losses, eager, ours, theirs
 
 
+def assert_same(device, losses, eager, ours, theirs):
+    """Bit for bit on a CPU. On a GPU a library may choose another kernel while a graph is recorded."""
+    if device.type == "cpu":
+        assert losses == eager
+        assert same_parameters(ours, theirs)
+        return
+    assert losses == pytest.approx(eager, rel=1e-4)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 OBSTACLES = {
     "adamw": {},
     "sgd with momentum": {"optimizer": "sgd"},
@@ -94,8 +105,7 @@ OBSTACLES = {
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_losses_equal_eager_training(device, obstacle):
     step, losses, eager, ours, theirs = run_both(device, **OBSTACLES[obstacle])
-    assert losses == eager
-    assert same_parameters(ours, theirs)
+    assert_same(device, losses, eager, ours, theirs)
     accumulate = OBSTACLES[obstacle].get("accumulate", 1)
     assert replays(step) == STEPS - accumulate, step.report()
 
@@ -104,8 +114,7 @@ def test_losses_equal_eager_training(device, obstacle):
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_losses_equal_eager_training_over_200_steps(device, obstacle):
     _, losses, eager, ours, theirs = run_both(device, steps=200, **OBSTACLES[obstacle])
-    assert losses == eager
-    assert same_parameters(ours, theirs)
+    assert_same(device, losses, eager, ours, theirs)
     assert sum(losses[-20:]) < 0.8 * sum(losses[:20])
 
 
@@ -226,8 +235,7 @@ def test_a_scaler_follows_overflows_on_the_device(device):
         scaler=scalers[1],
         clip_norm=1.0,
     )
-    assert losses == eager
-    assert same_parameters(ours, theirs)
+    assert_same(device, losses, eager, ours, theirs)
     assert scalers[0].state_dict() == scalers[1].state_dict()
     assert step.skipped > 0
     assert replays(step) > 10
@@ -252,7 +260,7 @@ def test_a_last_accumulation_may_be_shorter(device, how):
         assert step.flush()
     assert not step.flush()
     train_eagerly(theirs, optimizer_of("adamw", theirs, device, reference=True), batches, accumulate=4)
-    assert same_parameters(ours, theirs)
+    assert_same(device, [], [], ours, theirs)
     assert step.optimizer_steps == 3
 
 
@@ -343,7 +351,7 @@ def test_what_has_no_graph_runs_eagerly_with_a_reason(device):
     batches = [one_batch(device), one_batch(device, 11), one_batch(device, rows=3), one_batch(device)]
     losses = [float(step(*batch)) for batch in batches]
     optimizer = optimizer_of("adamw", theirs, device, reference=True)
-    assert losses == train_eagerly(theirs, optimizer, batches)
+    assert_same(device, losses, train_eagerly(theirs, optimizer, batches), ours, theirs)
     assert reasons(step) == {"larger-than-max": 1, "unseen-signature": 1}
     step.capture(*one_batch(device, rows=3))
     step(*one_batch(device, rows=3))
@@ -537,7 +545,7 @@ def test_checkpointed_regions_keep_what_they_draw(device, reentrant):
         step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1))
         outcomes.append([float(step(*batch)) for batch in batches])
         assert replays(step) == 5
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == pytest.approx(outcomes[1], rel=0 if device.type == "cpu" else 1e-5)
     torch.manual_seed(2)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True)
     assert outcomes[0] == pytest.approx(train_eagerly(theirs, optimizer, batches), rel=1e-5)

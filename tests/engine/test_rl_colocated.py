@@ -78,7 +78,9 @@ def test_the_reward_rises_over_seeds_and_nothing_is_captured_again() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_shared_weights_and_new_engines_learn_the_same() -> None:
-    plain, shared, torn = (cycles(cycles=4, **how) for how in ({}, {"share_weights": True}, {"tear_down": True}))
+    plain, shared, torn = (
+        cycles(cycles=4, **how) for how in ({}, {"share_weights": True}, {"tear_down": True})
+    )
     rewards = [[cycle["reward"] for cycle in loop["cycles"]] for loop in (plain, shared, torn)]
     assert rewards[0] == rewards[1] == rewards[2]
     assert shared["equals_a_new_engine"]

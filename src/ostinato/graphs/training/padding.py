@@ -26,7 +26,7 @@ class PaddingTrial:
     def __init__(
         self, loss: Loss, state: Mapping[str, torch.Tensor], backend: Backend, options: CaptureOptions
     ) -> None:
-        self._loss = loss
+        self._loss = loss.uncompiled()
         self._trials = Trials(backend, state=state, generators=options.generators)
 
     def kind_of(self, inputs: Any, targets: Any) -> tuple[BatchKind, str | None]:
