@@ -27,6 +27,7 @@ import torch
 from ostinato import LLM, SamplingParams
 from ostinato.graphs import GraphPool, TrainStep, graphed_train_step
 from ostinato.memory import GraphMemory, MemorySaver
+from ostinato.tools.machine import machine
 
 TINY = {
     "vocab_size": 16,
@@ -417,7 +418,8 @@ def main() -> None:
     parser.add_argument("--shape", default="tiny", choices=list(SHAPES))
     parser.add_argument("--cycles", type=int, default=25)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--frozen", action="store_true", help="the control: nothing is learnt")
+    parser.add_argument("--frozen", action="store_true", help="only the control: nothing is learnt")
+    parser.add_argument("--control", action="store_true", help="also the control, with the first seed")
     parser.add_argument("--share-weights", action="store_true", help="one set of weights for both halves")
     parser.add_argument(
         "--tear-down", action="store_true", help="close the engine instead of letting it sleep"
@@ -431,8 +433,18 @@ def main() -> None:
     loops = []
     for seed in arguments.seeds:
         loops.append(run(argparse.Namespace(**{**vars(arguments), "seed": seed})))
+    if arguments.control:
+        loops.append(
+            run(argparse.Namespace(**{**vars(arguments), "seed": arguments.seeds[0], "frozen": True}))
+        )
     if arguments.json:
-        arguments.json.write_text(json.dumps(loops, indent=1) + "\n")
+        described = {
+            "example": "rl_colocated",
+            "machine": machine(),
+            "shape": arguments.shape,
+            "loops": loops,
+        }
+        arguments.json.write_text(json.dumps(described, indent=1) + "\n")
     if arguments.picture:
         draw(loops, arguments.picture)
 
