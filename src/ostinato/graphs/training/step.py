@@ -227,11 +227,12 @@ class TrainStep:
         runner = entry.runner
         reason = self._why_not()
         if reason is None:
-            self.check_addresses()
-            if not runner.decide(shape).is_eager:
+            decision = runner.decide(shape)
+            if not decision.is_eager:
+                self.check_addresses()
                 loss: torch.Tensor = runner.run(batch, shape)
                 return loss.clone()
-            reason = runner.decide(shape).reason
+            reason = decision.reason
         return self._eagerly(runner, batch, shape, reason)
 
     def _eagerly(
