@@ -81,9 +81,14 @@ def make_step(kind: str, device: torch.device) -> Step:
     model = Gpt().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     if kind.startswith("ours"):
-        called = torch.compile(model) if kind.endswith("compiled") else model
+        wrapped: Any = torch.compile if kind.endswith("compiled") else lambda function: function
         return graphed_train_step(
-            called, loss_fn, optimizer, ladder=[LENGTH], clip_norm=1.0, autocast=torch.bfloat16
+            wrapped(model),
+            wrapped(loss_fn),
+            optimizer,
+            ladder=[LENGTH],
+            clip_norm=1.0,
+            autocast=torch.bfloat16,
         )
     modes: dict[str, Any] = {"compiled": "default", "reduce-overhead": "reduce-overhead"}
 

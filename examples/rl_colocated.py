@@ -3,13 +3,13 @@
     python examples/rl_colocated.py                          a tiny model on a CPU, a few minutes
     python examples/rl_colocated.py --device cuda --shape 0.6b --cycles 3 --compare
 
-A GRPO-like loop in one process. Each cycle: several answers to every prompt, from the engine's graphs; the engine
-sleeps; a training step, captured too, runs in the memory that came free; the new weights go to where the engine's
-lie; the engine wakes up, and its graphs answer with them. The reward can be verified by anyone: what share of an
-answer's tokens repeats the prompt's last one. `--frozen` is the control: the same loop, with a learning rate of 0.
+A GRPO-like loop in one process. Each cycle: several answers to every prompt, from the engine's graphs; the
+engine sleeps; a training step, captured too, runs in the memory that came free; the new weights go to where
+the engine's lie; the engine wakes up, and its graphs answer with them. The reward can be verified by anyone:
+what share of an answer's tokens is even. `--frozen` is the control: the same loop with a learning rate of 0.
 
-With `--share-weights` the trainer's parameters are the engine's, at one address, and nothing is copied.
-Needs transformers (for the trainer's model), and matplotlib for `--picture`.
+With `--share-weights` the trainer's parameters are the engine's tensors. Needs transformers (for the
+trainer's model), and matplotlib for `--picture`.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import torch
 from ostinato import LLM, SamplingParams
 from ostinato.graphs import GraphPool, TrainStep, graphed_train_step
 from ostinato.memory import GraphMemory, MemorySaver
+from ostinato.tools.machine import machine
 
 TINY = {
     "vocab_size": 16,
@@ -95,6 +96,15 @@ class Memory:
         at = time.perf_counter() - self.began
         self.samples.append({"seconds": at, "phase": phase, "bytes": self.held()})
 
+    def halves(self) -> dict[str, int]:
+        """What each half holds when it works, and the most of both at one time."""
+        before = self.samples[0]["bytes"]
+        engine = max(s["bytes"] for s in self.samples if s["phase"] == "engine") - before
+        asleep = min(s["bytes"] for s in self.samples if s["phase"] == "asleep") - before
+        training = max(s["bytes"] for s in self.samples if s["phase"] == "trained") - before
+        peak = max(s["bytes"] for s in self.samples if s["phase"] not in ("engine", "trainer")) - before
+        return {"engine": engine, "asleep": asleep, "training": training, "peak": peak}
+
     def held(self) -> int:
         """Bytes."""
         if self.device.type == "cuda":
@@ -105,14 +115,14 @@ class Memory:
         return pages * 4096
 
 
-def make_model(folder: Path, shape: str, seed: int, dtype: torch.dtype) -> None:
+def make_model(folder: Path, shape: str, seed: int) -> None:
     """A model with random weights, as a checkpoint."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape])).to(dtype).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape])).save_pretrained(folder)
 
 
 @dataclass
@@ -125,9 +135,9 @@ class Rollout:
     tokens: int
 
 
-def reward_of(prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """What share of the answer repeats the prompt's last token."""
-    return sum(token == prompt[-1] for token in answer) / len(answer)
+def reward_of(answer: Sequence[int]) -> float:
+    """What share of the answer's tokens is even."""
+    return sum(token % 2 == 0 for token in answer) / len(answer)
 
 
 def roll_out(llm: LLM, settings: Settings, generator: torch.Generator, seed: int) -> list[Rollout]:
@@ -149,12 +159,13 @@ def roll_out(llm: LLM, settings: Settings, generator: torch.Generator, seed: int
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     rows = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        rewards = [reward_of(prompt, answer.token_ids) for answer in output.outputs]
+        rewards = [reward_of(answer.token_ids) for answer in output.outputs]
         mean = sum(rewards) / len(rewards)
         spread = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
         for answer, reward in zip(output.outputs, rewards, strict=True):
             assert answer.logprobs is not None
-            likely = [said[token].logprob for token, said in zip(answer.token_ids, answer.logprobs, strict=True)]
+            said = zip(answer.token_ids, answer.logprobs, strict=True)
+            likely = [found[token].logprob for token, found in said]
             rows.append((prompt, answer.token_ids, likely, (reward - mean) / (spread + 1e-4), reward))
     rows.sort(key=lambda row: len(row[0]))
     return [_batch(rows[at : at + settings.rows]) for at in range(0, len(rows), settings.rows)]
@@ -186,8 +197,8 @@ def grpo_loss(outputs: Any, targets: dict[str, torch.Tensor], mask: torch.Tensor
 
 
 class Trainer:
-    """A model of transformers, its optimizer and its captured step. Activations lie in a pool that can be given
-    back while the engine works."""
+    """A model of transformers, its optimizer and its captured step. Activations lie in a pool that can be
+    given back while the engine works."""
 
     def __init__(self, folder: Path, device: torch.device, settings: Settings, *, rate: float) -> None:
         from transformers import AutoModelForCausalLM
@@ -200,12 +211,15 @@ class Trainer:
     def share(self, llm: LLM) -> None:
         """Let every parameter be the engine's tensor of that name."""
         views = llm.shared_weights()
+        self.model.to(next(iter(views.values())).dtype)
         for name, parameter in self.model.named_parameters():
             parameter.data = views[name]
 
     def prepare(self, micro_batches: int) -> None:
         """When parameters are where they stay."""
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
         self.step = graphed_train_step(
             self.model,
             grpo_loss,
@@ -217,14 +231,12 @@ class Trainer:
             pool=GraphPool(self._device, memory=GraphMemory(self.saver)),
         )
 
-    def train(self, rollouts: list[Rollout]) -> float:
-        """One update; the mean loss."""
-        losses = []
+    def train(self, rollouts: list[Rollout]) -> None:
+        """One update."""
         for rollout in rollouts:
             inputs = {"input_ids": rollout.inputs.to(self._device), "use_cache": False}
             targets = {name: tensor.to(self._device) for name, tensor in rollout.targets.items()}
-            losses.append(self.step(inputs, targets))
-        return float(torch.stack(losses).mean())
+            self.step(inputs, targets)
 
 
 class Loop:
@@ -254,7 +266,7 @@ class Loop:
         return LLM(
             str(self._folder),
             device=self._arguments.device,
-            dtype="bfloat16" if on_gpu and not self._arguments.share_weights else "auto",
+            dtype="bfloat16" if on_gpu else "auto",
             max_model_len=512 if on_gpu else 64,
             max_running_requests=self.settings.prompts * self.settings.answers,
             enable_sleep_mode=True,
@@ -267,13 +279,13 @@ class Loop:
         times: dict[str, float] = {}
         rollouts = self._timed(times, "rollout", lambda: self._roll_out(number))
         self._timed(times, "sleep", self._sleep)
-        loss = self._timed(times, "train", lambda: self._train(rollouts))
+        self._timed(times, "train", lambda: self._train(rollouts))
         self._timed(times, "wake_up", self._wake_up)
         rewards = [reward for rollout in rollouts for reward in rollout.rewards]
         cycle = {
             "cycle": number,
             "reward": sum(rewards) / len(rewards),
-            "loss": loss,
+            "grad_norm": float(self.trainer.step.grad_norm),
             "tokens": sum(rollout.tokens for rollout in rollouts),
             "seconds": times,
             "weights": self.llm.weight_version,
@@ -308,14 +320,13 @@ class Loop:
             self.llm.sleep(level=2)
         self.memory.note("asleep")
 
-    def _train(self, rollouts: list[Rollout]) -> float:
+    def _train(self, rollouts: list[Rollout]) -> None:
         self.trainer.saver.resume()
-        loss = self.trainer.train(rollouts)
+        self.trainer.train(rollouts)
         self.memory.note("trained")
         self.trainer.saver.pause()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return loss
 
     def _wake_up(self) -> None:
         new = {} if self._arguments.share_weights else dict(self.trainer.model.state_dict())
@@ -354,7 +365,9 @@ def draw(loops: list[dict[str, Any]], file: Path) -> None:
     colours = {"rollout": "tab:blue", "asleep": "tab:grey", "trained": "tab:orange", "wake_up": "tab:green"}
     for phase, colour in colours.items():
         at = [number for number, sample in enumerate(samples) if sample["phase"] == phase]
-        memory.scatter([times[n] for n in at], [held[n] for n in at], color=colour, label=phase, zorder=3, s=12)
+        memory.scatter(
+            [times[n] for n in at], [held[n] for n in at], color=colour, label=phase, zorder=3, s=12
+        )
     memory.set(xlabel="seconds", ylabel="MiB held", title="One device, two halves")
     memory.legend()
     for loop in loops:
@@ -371,13 +384,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All cycles of one seed."""
     torch.manual_seed(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
-        made_as = torch.float32
-        make_model(Path(folder), arguments.shape, arguments.seed, made_as)
+        make_model(Path(folder), arguments.shape, arguments.seed)
         loop = Loop(arguments, Path(folder))
         for number in range(arguments.cycles):
             cycle = loop.cycle(number)
             seconds = " ".join(f"{phase} {spent:.2f}" for phase, spent in cycle["seconds"].items())
-            print(f"cycle {number:3}  reward {cycle['reward']:.3f}  loss {cycle['loss']:+.4f}  {seconds}", flush=True)
+            shown = f"reward {cycle['reward']:.3f}  gradients {cycle['grad_norm']:.3f}"
+            print(f"seed {arguments.seed} cycle {number:3}  {shown}  {seconds}", flush=True)
         described = {
             "seed": arguments.seed,
             "frozen": arguments.frozen,
@@ -385,7 +398,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "torn_down": arguments.tear_down,
             "cycles": loop.cycles,
             "memory": loop.memory.samples,
+            "bytes": loop.memory.halves(),
         }
+        megabytes = {half: f"{bytes_ / 2**20:,.0f} MiB" for half, bytes_ in described["bytes"].items()}
+        print("memory:", ", ".join(f"{half} {size}" for half, size in megabytes.items()))
         if arguments.compare:
             described["equals_a_new_engine"] = loop.compare()
             print("a new engine with these weights says the same:", described["equals_a_new_engine"])
@@ -395,14 +411,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """As the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shape", default="tiny", choices=list(SHAPES))
-    parser.add_argument("--cycles", type=int, default=60)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--frozen", action="store_true", help="the control: nothing is learnt")
+    parser.add_argument("--cycles", type=int, default=25)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--frozen", action="store_true", help="only the control: nothing is learnt")
+    parser.add_argument("--control", action="store_true", help="also the control, with the first seed")
     parser.add_argument("--share-weights", action="store_true", help="one set of weights for both halves")
-    parser.add_argument("--tear-down", action="store_true", help="close the engine instead of letting it sleep")
+    parser.add_argument(
+        "--tear-down", action="store_true", help="close the engine instead of letting it sleep"
+    )
     parser.add_argument("--compare", action="store_true", help="with a new engine, in the end")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--picture", type=Path, help="draw memory over time and rewards")
@@ -410,10 +431,20 @@ def main() -> None:
     if arguments.device == "cpu":
         torch.set_num_threads(1)  # tiny tensors gain nothing from more
     loops = []
-    for arguments.seed in arguments.seeds:
-        loops.append(run(arguments))
+    for seed in arguments.seeds:
+        loops.append(run(argparse.Namespace(**{**vars(arguments), "seed": seed})))
+    if arguments.control:
+        loops.append(
+            run(argparse.Namespace(**{**vars(arguments), "seed": arguments.seeds[0], "frozen": True}))
+        )
     if arguments.json:
-        arguments.json.write_text(json.dumps(loops, indent=1) + "\n")
+        described = {
+            "example": "rl_colocated",
+            "machine": machine(),
+            "shape": arguments.shape,
+            "loops": loops,
+        }
+        arguments.json.write_text(json.dumps(described, indent=1) + "\n")
     if arguments.picture:
         draw(loops, arguments.picture)
 

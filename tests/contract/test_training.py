@@ -71,6 +71,17 @@ def run_both(
     return step, losses, eager, ours, theirs
 
 
+def assert_same(device, losses, eager, ours, theirs):
+    """Bit for bit on a CPU. On a GPU a library may choose another kernel while a graph is recorded."""
+    if device.type == "cpu":
+        assert losses == eager
+        assert same_parameters(ours, theirs)
+        return
+    assert losses == pytest.approx(eager, rel=1e-4)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 OBSTACLES = {
     "adamw": {},
     "sgd with momentum": {"optimizer": "sgd"},
@@ -94,8 +105,7 @@ OBSTACLES = {
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_losses_equal_eager_training(device, obstacle):
     step, losses, eager, ours, theirs = run_both(device, **OBSTACLES[obstacle])
-    assert losses == eager
-    assert same_parameters(ours, theirs)
+    assert_same(device, losses, eager, ours, theirs)
     accumulate = OBSTACLES[obstacle].get("accumulate", 1)
     assert replays(step) == STEPS - accumulate, step.report()
 
@@ -104,8 +114,7 @@ def test_losses_equal_eager_training(device, obstacle):
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_losses_equal_eager_training_over_200_steps(device, obstacle):
     _, losses, eager, ours, theirs = run_both(device, steps=200, **OBSTACLES[obstacle])
-    assert losses == eager
-    assert same_parameters(ours, theirs)
+    assert_same(device, losses, eager, ours, theirs)
     assert sum(losses[-20:]) < 0.8 * sum(losses[:20])
 
 
@@ -226,8 +235,7 @@ def test_a_scaler_follows_overflows_on_the_device(device):
         scaler=scalers[1],
         clip_norm=1.0,
     )
-    assert losses == eager
-    assert same_parameters(ours, theirs)
+    assert_same(device, losses, eager, ours, theirs)
     assert scalers[0].state_dict() == scalers[1].state_dict()
     assert step.skipped > 0
     assert replays(step) > 10
@@ -252,7 +260,7 @@ def test_a_last_accumulation_may_be_shorter(device, how):
         assert step.flush()
     assert not step.flush()
     train_eagerly(theirs, optimizer_of("adamw", theirs, device, reference=True), batches, accumulate=4)
-    assert same_parameters(ours, theirs)
+    assert_same(device, [], [], ours, theirs)
     assert step.optimizer_steps == 3
 
 
@@ -343,7 +351,7 @@ def test_what_has_no_graph_runs_eagerly_with_a_reason(device):
     batches = [one_batch(device), one_batch(device, 11), one_batch(device, rows=3), one_batch(device)]
     losses = [float(step(*batch)) for batch in batches]
     optimizer = optimizer_of("adamw", theirs, device, reference=True)
-    assert losses == train_eagerly(theirs, optimizer, batches)
+    assert_same(device, losses, train_eagerly(theirs, optimizer, batches), ours, theirs)
     assert reasons(step) == {"larger-than-max": 1, "unseen-signature": 1}
     step.capture(*one_batch(device, rows=3))
     step(*one_batch(device, rows=3))
@@ -537,7 +545,7 @@ def test_checkpointed_regions_keep_what_they_draw(device, reentrant):
         step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1))
         outcomes.append([float(step(*batch)) for batch in batches])
         assert replays(step) == 5
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == pytest.approx(outcomes[1], rel=0 if device.type == "cpu" else 1e-5)
     torch.manual_seed(2)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True)
     assert outcomes[0] == pytest.approx(train_eagerly(theirs, optimizer, batches), rel=1e-5)
@@ -574,12 +582,48 @@ def test_rows_without_a_sequence(device):
     assert replays(step) == 39
 
 
+def test_a_model_that_knows_one_length_only(device):
+    """Images: their channels are the length, and nobody can leave one out."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5)).to(
+        device
+    )
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, ladder=[3])
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    losses = [float(step(images, torch.arange(4, device=device))) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert replays(step) == 5
+
+
+def test_a_recurrent_model(device):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+            self.cells = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, ids):
+            return self.head(self.cells(self.embedding(ids))[0])
+
+    ours, theirs = twins(Recurrent().to(device))
+    batches = make_batches(device, [8] * 5)
+    step = captured(ours, optimizer_of("adamw", ours, device))
+    losses = [float(step(*batch)) for batch in batches]
+    eager = train_eagerly(theirs, optimizer_of("adamw", theirs, device, reference=True), batches)
+    assert losses == pytest.approx(eager, rel=1e-5)
+    assert replays(step) == 4
+
+
 def test_settings_are_refused_by_name(device):
     model = make_model(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for wrong in ({"accumulate": 0}, {"clip_norm": 0.0}, {"autocast": True}, {"ladder": []}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             captured(model, optimizer, **wrong)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        captured(model, torch.optim.LBFGS(model.parameters()))
+    sparse = nn.Sequential(nn.Embedding(VOCABULARY, 8, sparse=True), nn.Linear(8, VOCABULARY)).to(device)
+    with pytest.raises(ConfigError, match=r"0\.weight has a sparse gradient"):
+        captured(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))(*one_batch(device))
     with pytest.raises(BatchError, match="length"):
         captured(model, optimizer)(torch.zeros(3, device=device), torch.zeros(3, device=device))
     assert fast_options().strict

@@ -49,6 +49,12 @@ def test_bf16_is_within_the_noise_of_two_eager_runs(device):
     assert replays(step) == 199
 
 
+def test_everything_together_is_exact(device):
+    _, losses, eager, ours, theirs = run_both(device, steps=200, **OBSTACLES["all"])  # noqa: F405
+    assert losses == eager
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
 def test_a_compiled_model_is_captured_compiled(device):
     batches = make_batches(device, [32] * 20, rows=4)
     ours, theirs = twins(make_model(device, width=64, layers=2))

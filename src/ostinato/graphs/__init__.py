@@ -37,7 +37,8 @@ if TYPE_CHECKING:  # isort: off
     from .report import Report as Report
     from .runner import CudaGraphRunner as CudaGraphRunner
     from .training.callables import make_graphed_callables as make_graphed_callables
-    from .training.step import TrainStep as TrainStep, graphed_train_step as graphed_train_step
+    from .training.graphed_train_step import graphed_train_step as graphed_train_step
+    from .training.step import TrainStep as TrainStep
     from .wrapping.graphed import graphed as graphed
 
 _PUBLIC = {
@@ -61,7 +62,8 @@ _PUBLIC = {
     "report": "Report",
     "runner": "CudaGraphRunner",
     "training.callables": "make_graphed_callables",
-    "training.step": "TrainStep graphed_train_step",
+    "training.graphed_train_step": "graphed_train_step",
+    "training.step": "TrainStep",
     "wrapping.graphed": "graphed",
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names.split()}

@@ -105,7 +105,7 @@ class Trimmer:
         if self._refusal or self._sizes <= {(1, 1)}:
             return False
         if len(self._sizes) < 2:
-            return bool(self._seen)
+            return any(seen.dims or not seen.is_tensor for seen in self._seen)
         same: set[Follows] = {(Extent.TOKEN, 1), (Extent.REQUEST, 1)} if tokens_are_requests else set()
         dims = [dim for seen in self._seen for dim in seen.dims]
         return any(dim is not None and len(dim) > 1 and dim != same for dim in dims)

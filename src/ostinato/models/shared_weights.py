@@ -1,4 +1,4 @@
-"""The weights of a model as tensors that somebody else may train: at the same addresses, nothing is copied."""
+"""The weights of a model as tensors that somebody else may train, at the same addresses."""
 
 import torch
 from torch import Tensor

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..capturing.gate import is_recording
-from ..errors import CaptureError
+from ..errors import CaptureError, ConfigError
 
 
 class Gradients:
@@ -66,6 +66,11 @@ class Gradients:
             self._add(loss)
         else:
             self._replace(loss)
+        for name, parameter in self._named:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise ConfigError(
+                    f"{name} has a sparse gradient, which has no fixed address: use sparse=False"
+                )
 
     def _add(self, loss: torch.Tensor) -> None:
         before = {parameter: static._version for parameter, static in self._static.items()}

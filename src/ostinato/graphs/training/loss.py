@@ -43,6 +43,12 @@ class Loss:
         real = mask.reshape(*mask.shape, *(1,) * (loss.dim() - 2)).expand_as(loss)
         return torch.where(real, loss, 0).sum() / real.sum()
 
+    def uncompiled(self) -> "Loss":
+        """The same, before torch.compile: a look at other lengths need not be compiled."""
+        model = getattr(self.model, "_orig_mod", self.model)
+        loss_fn = getattr(self.loss_fn, "_torchdynamo_orig_callable", self.loss_fn)
+        return Loss(model, loss_fn, self._autocast)
+
     def outputs(self, inputs: Any) -> Any:
         """What the model says: a mapping are its keywords, a tuple or list its arguments."""
         with self._casting():

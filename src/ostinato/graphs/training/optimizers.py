@@ -7,6 +7,7 @@ parameters and state in the pool, where activations are dead by then. Trial runs
 leave parameters and state as they are without a copy of those outside.
 """
 
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,12 @@ class StaticOptimizer:
     """Wraps a user's optimizer, which stays his: flags and learning rates are set in its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(optimizer).__name__} computes the loss as often as it likes, by a closure: no "
+                f"captured step can do that"
+            )
         self._optimizer = optimizer
         self._device = device
         self._is_fused = _can_be_fused(optimizer)

@@ -26,7 +26,7 @@ class PaddingTrial:
     def __init__(
         self, loss: Loss, state: Mapping[str, torch.Tensor], backend: Backend, options: CaptureOptions
     ) -> None:
-        self._loss = loss
+        self._loss = loss.uncompiled()
         self._trials = Trials(backend, state=state, generators=options.generators)
 
     def kind_of(self, inputs: Any, targets: Any) -> tuple[BatchKind, str | None]:
@@ -38,7 +38,10 @@ class PaddingTrial:
         masked = takes_mask or per_position
         kind = BatchKind(inputs, targets, target_pad=0 if masked else IGNORED, with_length=masked)
         if masked or refusal is None:
-            refusal = self._why_not(kind, *kind.matched(inputs, targets))
+            try:
+                refusal = self._why_not(kind, *kind.matched(inputs, targets))
+            except Exception as error:
+                refusal = f"the model or the loss fails at another length ({type(error).__name__}: {error})"
         return kind, refusal
 
     def _look(self, kind: BatchKind, batch: Batch) -> tuple[bool, str | None]:

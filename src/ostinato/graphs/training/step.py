@@ -227,11 +227,12 @@ class TrainStep:
         runner = entry.runner
         reason = self._why_not()
         if reason is None:
-            self.check_addresses()
-            if not runner.decide(shape).is_eager:
+            decision = runner.decide(shape)
+            if not decision.is_eager:
+                self.check_addresses()
                 loss: torch.Tensor = runner.run(batch, shape)
                 return loss.clone()
-            reason = runner.decide(shape).reason
+            reason = decision.reason
         return self._eagerly(runner, batch, shape, reason)
 
     def _eagerly(
@@ -296,7 +297,8 @@ class TrainStep:
         trial = PaddingTrial(self._loss, self._runner_state(), self._pool.backend, self._options)
         kind, refusal = trial.kind_of(inputs, targets)
         if refusal is not None:
-            logger.warning("only lengths that are rungs are served from graphs: %s", refusal)
+            level = logging.WARNING if len(self._ladder) > 1 else logging.INFO
+            logger.log(level, "only lengths that are rungs are served from graphs: %s", refusal)
         does = [Kind.UPDATE] if self._accumulate == 1 else list(Kind)
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
@@ -357,51 +359,3 @@ class TrainStep:
             release_unused()
         self._places.note()
         self._baked = self._surroundings()
-
-
-def graphed_train_step(
-    model: Any,
-    loss_fn: Callable[..., torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    *,
-    ladder: Ladder | Sequence[int],
-    accumulate: int = 1,
-    clip_norm: float | None = None,
-    schedule: Schedule | None = None,
-    autocast: torch.dtype | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    pool: GraphPool | None = None,
-    options: CaptureOptions | None = None,
-) -> TrainStep:
-    """A training step replayed from graphs: forward, loss, backward, clipping, optimizer and schedule.
-
-    `step = graphed_train_step(model, loss_fn, optimizer, ladder=[128, 256]); loss = step(inputs, targets)`.
-    Tensors are [batch, length, ...]. `ladder`: the lengths to capture; others are padded to the next one, and
-    longer ones run eagerly. What is padded is left out of the loss, see `Loss`; where that cannot be, only
-    lengths of the ladder are served from graphs. The first update runs eagerly, since it makes the
-    optimizer's state; then everything is captured.
-
-    `accumulate`: micro-batches for one update; their gradients are averaged. `clip_norm`: largest norm of all
-    gradients. `schedule(i)`: learning rate of update i, or one for each group; without it the groups' own,
-    which may change at any time. `autocast`: the type to compute in. `scaler`: its scale follows overflows on
-    the device. An update with gradients that are not finite is skipped, `step.skipped` counts.
-    `pool`: memory shared with other graphs.
-    """
-    if accumulate < 1:
-        raise ConfigError(f"accumulate must be 1 or more, not {accumulate}")
-    if clip_norm is not None and clip_norm <= 0:
-        raise ConfigError(f"clip_norm must be positive, not {clip_norm}")
-    if autocast is not None and not isinstance(autocast, torch.dtype):
-        raise ConfigError(f"autocast is a type such as torch.bfloat16, not {autocast!r}")
-    loss = Loss(model, loss_fn, autocast)
-    return TrainStep(
-        loss,
-        optimizer,
-        Ladder.of(ladder),
-        accumulate=accumulate,
-        clip_norm=clip_norm,
-        schedule=schedule,
-        scaler=scaler if scaler is not None and scaler.is_enabled() else None,
-        pool=pool,
-        options=options or CaptureOptions(),
-    )

@@ -25,6 +25,8 @@ _CONSTANTS = {"zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1}
 _COPIES = {"clone", "_to_copy", "lift_fresh_copy"}
 # The position of the value among the arguments.
 _FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+# What a training step needs of them they return only where gradients are on.
+_LOOK_AT_GRAD_MODE = {"mkldnn_rnn_layer"}
 _FUNCTIONAL_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd"}
 
 
@@ -50,6 +52,11 @@ def _run_and_await(run: Callable[[], Any], written: list[torch.Tensor]) -> Any:
     for tensor in (*tensors_of(result), *written):
         torch.ops._c10d_functional.wait_tensor(tensor)
     return result
+
+
+def _run_with_gradients(run: Callable[[], Any]) -> Any:
+    with torch.enable_grad():
+        return run()
 
 
 def _run_and_await_work(run: Callable[[], Any]) -> None:
@@ -86,6 +93,8 @@ class Emitter:
             return None
         args, kwargs = self._thaw(op.args), self._thaw(op.kwargs)
         plain = partial(func._op, *args, **kwargs)
+        if _name(func) in _LOOK_AT_GRAD_MODE:
+            return self._copied(op, partial(_run_with_gradients, plain))
         if func.namespace == "c10d":
             return partial(_run_and_await_work, plain)
         if func.namespace in _FUNCTIONAL_COLLECTIVES:
