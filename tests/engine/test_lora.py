@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from models.small_adapters import adapter_tensors, write_adapter
 from ostinato import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
-from ostinato.graphs import ConfigError
+from ostinato.graphs import ConfigError, VerifyError
 
 from .conftest import prompts_of
 from .lora_world import GREEDY, LoraWorld
@@ -449,6 +449,19 @@ def test_adapters_are_there_after_sleep(world: LoraWorld, level: int) -> None:
             llm.update_weights(world.base.directory)
         world.check(llm, prompts, [None, 0, 1])
         world.check(llm, prompts, [2, 0, 3])
+
+
+def test_verify_finds_graphs_that_mix_adapters_up(world: LoraWorld, llm: LLM, monkeypatch: Any) -> None:
+    world.check(llm, prompts_of([5, 9, 4]), [0, 1, None])
+    outcome = llm.verify(progress=False)
+    assert any("lora" in check.graph for check in outcome.checks)
+    world.check(llm, prompts_of([5, 9, 4]), [1, None, 0])  # everything is as it was
+    stacks = llm.engine.core.runner.adapters
+    assert stacks is not None
+    real = stacks.write
+    monkeypatch.setattr(stacks, "write", lambda slot, adapter: real(1 - slot, adapter))
+    with pytest.raises(VerifyError, match="lora"):
+        llm.verify(progress=False)
 
 
 def test_tensors_in_place_of_files(world: LoraWorld, llm: LLM) -> None:
