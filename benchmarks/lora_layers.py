@@ -2,8 +2,9 @@
 
 python benchmarks/lora_layers.py benchmarks/results/lora-layers-h200.json [--model llama-3.1-8b] [--rank 16]
 
-Cases of each batch, in turns: no adapters at all; the graph for adapters with none in the batch; four adapters,
-of four slots and of 64; and, for the parts of the cost, the kernels of adapters alone.
+Cases of each batch, in turns: no adapters at all; the graph for adapters with none in the batch; four
+adapters, of four slots and of 64; and, for the parts of the cost, the kernels of adapters alone. What a step
+does once (`rows`) is apart.
 """
 
 import argparse
@@ -68,7 +69,8 @@ def measured(step: LayerStep, batch_size: int, all_stacks: dict[int, dict[str, S
     none = torch.full_like(slots, NO_ADAPTER)
 
     def case(num_slots: int, rows: Tensor) -> Callable[[], Any]:
-        return lambda: step.run_layers(Adapters(all_stacks[num_slots], Rows.of(rows, num_slots)))
+        adapters = Adapters(all_stacks[num_slots], Rows.of(rows, num_slots))
+        return lambda: step.run_layers(adapters)
 
     few, many = min(all_stacks), max(all_stacks)
     us = in_turns(

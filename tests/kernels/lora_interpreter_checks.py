@@ -9,8 +9,10 @@ from unittest.mock import patch
 import torch
 
 from kernels import lora_checks, unchanged
+from ostinato.kernels.linear import triton_linear
 from ostinato.kernels.linear.tiles import GemvTile, SkinnyTile
-from ostinato.kernels.lora import Rows, division
+from ostinato.kernels.lora import Adapted, Rows, division
+from ostinato.kernels.lora.deltas import Shrunk
 
 ALL = sys.argv[1:] == ["all"]
 
@@ -82,9 +84,34 @@ def check_fused_products() -> None:
         )
 
 
+def check_declarations() -> None:
+    """What is changed is said to be changed, and nothing else is."""
+    tests, ops = ("test_schema", "test_faketensor"), torch.ops.ostinato
+    stack = lora_checks.random_stack("cpu", torch.float32, 32, (16, 8))
+    slots = torch.tensor([0, 1, 0], dtype=torch.int32)
+    rows, x = Rows.in_blocks(slots, 5), torch.randn(3, 32)
+    shrunk = Shrunk.of(x, Adapted(stack, rows))
+    shrunk.deltas()
+    torch.library.opcheck(ops.lora_group.default, (slots, 5, 16, 3), test_utils=tests)
+    grouped = (stack.ranks, rows.order, rows.blocks)
+    torch.library.opcheck(ops.lora_shrink.default, (x, None, stack.a, 16, *grouped), test_utils=tests)
+    expanded = (shrunk.sums, stack.b, 16, 24, *grouped, torch.randn(3, 24), False)
+    torch.library.opcheck(ops.lora_expand.default, expanded, test_utils=tests)
+    pieces = (shrunk.tensors, 16, 24)
+    weight, one = torch.randn(24, 32), slots[:1]
+    with patch.object(triton_linear, "choose", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
+        gated = (x, weight, None, *pieces)
+        torch.library.opcheck(ops.multiply_and_gate_adapted.default, gated, test_utils=tests)
+    with patch.object(triton_linear, "choose", lambda *_: GemvTile(8, 32, 4)):
+        shrunk = Shrunk.of(x[:1], Adapted(stack, Rows.in_blocks(one, 5)))
+        operands = (x[:1], weight, None, None, 1e-5, False, None, torch.float32, shrunk.tensors, 16, 24)
+        torch.library.opcheck(ops.project_few_adapted_tokens.default, operands, test_utils=tests)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     checks = [check_grouping, check_adding, check_fused_products, check_rows_that_lie_apart]
+    checks.append(check_declarations)
     for check in checks[:2] if unchanged.is_brief() else checks:
         check()
         print(check.__name__, flush=True)

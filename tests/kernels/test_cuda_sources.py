@@ -93,6 +93,28 @@ def compiled_for_hopper(shape: MatrixShape, tile: CudaTile, tokens: int) -> tupl
     return compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
 
 
+@pytest.mark.parametrize("kind", [CudaGemvTile, FragmentsTile, StreamedTile, WideTile])
+def test_a_kernel_that_adds_adapters_compiles_and_asks_for_no_more_memory_before_the_wait(kind):
+    """What they add was written by the kernel before."""
+    shape, tile, tokens = next(entry for entry in MEASURED if isinstance(entry[1], kind))
+    form = {"norm": has_norm(shape), "residual": not has_norm(shape), "adapted": True}
+    match tile:
+        case CudaGemvTile():
+            kernel = gemv_kernel(tile, shape, **form)
+        case FragmentsTile():
+            kernel = fragments_kernel(tile, shape, tokens, **form)
+        case StreamedTile():
+            kernel = streamed_kernel(tile, shape, tokens, **form)
+        case _:
+            kernel = wide_kernel(tile, shape, scaled=has_norm(shape), added=not has_norm(shape), adapted=True)
+    options = [*compiled._options(HOPPER, kernel._constants), "--ptxas-options=-v"]
+    code, said = compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 64
+    before, wait, _ = machine_code(code).partition("ACQBULK")
+    assert wait
+    assert "STRONG" not in "".join(re.findall(r"\bLDG\S*", before))
+
+
 def machine_code(code: bytes) -> str:
     """The instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -21,7 +21,9 @@ FLOATS = ("shrunk",)
 SIZES = ("num_tokens", "num_blocks", "x_stride")
 
 
-def compiled(gpu: Gpu, kernel: Any, constants: dict[str, Any]) -> Any:
+def compiled(
+    gpu: Gpu, kernel: Any, constants: dict[str, Any], num_stages: int = 1, element: str = "*bf16"
+) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -30,7 +32,7 @@ def compiled(gpu: Gpu, kernel: Any, constants: dict[str, Any]) -> Any:
     names = [name for name in kernel.arg_names if name not in constants]
     kinds = dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(FLOATS, "*fp32")
     kinds |= dict.fromkeys(SIZES, "i32")
-    types = {name: kinds.get(name, "*bf16") for name in names} | dict.fromkeys(constants, "constexpr")
+    types = {name: kinds.get(name, element) for name in names} | dict.fromkeys(constants, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     # Rows begin at multiples of 16 bytes, as a launch would find out.
     aligned = {
@@ -40,7 +42,7 @@ def compiled(gpu: Gpu, kernel: Any, constants: dict[str, Any]) -> Any:
     }
     source = ASTSource(kernel, types, constexprs=places, attrs=aligned)
     target = GPUTarget("cuda", gpu.capability[0] * 10 + gpu.capability[1], 32)
-    found = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3})
+    found = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": num_stages})
     assert found.metadata.shared <= gpu.shared_bytes
     return found
 
@@ -65,19 +67,36 @@ def shrink_constants(num_tokens: int, in_features: int, parts: int, *, norm: boo
     }
 
 
+def compiled_pair(gpu: Gpu, num_tokens: int, element: str) -> tuple[Any, Any]:
+    """Shrink and expand, for the QKV projection of Llama-3.1-8B."""
+    how = division(num_tokens, 4096)
+    num_stages = min(how.num_stages, 3 if element == "*bf16" else 2)
+    shrunk = shrink_constants(num_tokens, 4096, 3, norm=num_tokens <= 16)
+    expanded = {"out_features": 6144, "second": 4096, "third": 5120, "width": 48, "room": 16}
+    expanded |= {"splits": how.splits, "tokens": max(16, how.tokens), "together": 16, "rows": _ROWS}
+    return (
+        compiled(gpu, _shrink, shrunk, num_stages, element),
+        compiled(gpu, _expand, {**expanded, "is_new": num_tokens <= 64}, 1, element),
+    )
+
+
 @pytest.mark.parametrize(
     "gpu", [HOPPER, *(pytest.param(g, marks=pytest.mark.slow) for g in GPUS if g != HOPPER)], ids=str
 )
 def test_kernels_compile(gpu):
-    """As for Llama-3.1-8B: one token, some, a prompt."""
+    """One token, some, a prompt: beside kernels of products shared memory is rare."""
     compiled(gpu, _group, {"slots_room": 64, "size": 16, "chunk": 128, "blocks_room": 32})
-    for num_tokens, norm in ((1, True), (4096, False)):
-        found = compiled(gpu, _shrink, shrink_constants(num_tokens, 4096, 3, norm=norm))
-        if gpu.capability >= (9, 0):
-            ptx = found.asm["ptx"]
-            before, _ = ptx.split("griddepcontrol.wait", 1)
+    for num_tokens, most in ((1, 2 << 10), (32, 36 << 10), (4096, gpu.shared_bytes)):
+        shrink, expand = compiled_pair(gpu, num_tokens, "*bf16")
+        assert shrink.metadata.shared <= most
+        assert expand.metadata.shared <= 16 << 10
+        for kernel in (shrink, expand) if gpu.capability >= (9, 0) else ():
+            before, _ = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
             assert "ld.global" in before, "weights are asked for before the wait"
-        how = division(num_tokens, 4096)
-        expanded = {"out_features": 6144, "second": 4096, "third": 5120, "width": 48, "room": 16}
-        expanded |= {"splits": how.splits, "tokens": how.tokens, "together": 16, "rows": _ROWS}
-        compiled(gpu, _expand, expanded | {"is_new": num_tokens == 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_float32_has_room_too(gpu):
+    for num_tokens in (1, 32, 200, 4096):
+        compiled_pair(gpu, num_tokens, "*fp32")

@@ -2,9 +2,9 @@
 
 Tokens of one slot are taken in blocks:
 
-    tokens                1 to 16    to 64    to 256    more
-    of a block            16         16       16        64
-    programs that share   up to 32   8        4         1         the columns of `a`, each with its own sums
+    tokens                  1      2 to 64    to 256    more
+    of a block              1      16         16        64
+    columns of a program    512    512        1,024     all     of `a`; each program has sums of its own
 
 How many blocks there are is known on the device alone. Most slots are empty in most steps, and a program for
 every block that there might be would cost more than the work: so few programs take blocks in turn.
@@ -18,8 +18,8 @@ from ..host_sizes import cdiv, next_power_of_2
 _MOST_DECODE_TOKENS = 256
 TOKENS_TO_COUNT = 128
 """At a time, of all tokens, by the kernel that finds the blocks."""
-_COLUMNS = 256
-"""That a program of few tokens takes at a time."""
+_MOST_SPLITS = 32
+"""Whoever reads sums adds them all."""
 
 
 class Division(NamedTuple):
@@ -31,10 +31,14 @@ class Division(NamedTuple):
     """At a time."""
     splits: int
     """Programs that share the columns; whoever reads their sums adds them, in order."""
+    num_stages: int
+    """Columns that are on their way: 1 where all of a program's are, in registers, before it waits."""
 
 
 def tokens_together(num_tokens: int) -> int:
     """Of a block."""
+    if num_tokens == 1:
+        return 1  # for which tensor cores would only cost shared memory, of which a GEMV leaves little
     return 16 if num_tokens <= _MOST_DECODE_TOKENS else 64
 
 
@@ -53,9 +57,9 @@ def division(num_tokens: int, in_features: int) -> Division:
     """For few tokens many programs with few columns each: nothing but latency takes time there."""
     size = tokens_together(num_tokens)
     if size > 16:
-        return Division(size, 64, 1)
-    most = 32 if num_tokens <= 16 else 8 if num_tokens <= 64 else 4
-    return Division(size, _COLUMNS, min(most, cdiv(in_features, 2 * _COLUMNS)))
+        return Division(size, 128, 1, num_stages=3)
+    columns, share, num_stages = (512, 512, 1) if num_tokens <= 64 else (256, 1024, 3)
+    return Division(size, columns, min(_MOST_SPLITS, cdiv(in_features, share)), num_stages)
 
 
 def blocks_together(num_tokens: int, num_blocks: int) -> int:

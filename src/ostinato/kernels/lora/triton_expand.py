@@ -64,8 +64,9 @@ def _expand(
         inside = real[:, None] & in_part[None, :]
         acc = tl.zeros([tokens, rows], tl.float32)
         for start in range(0, rank, together):
-            if start > 0:
-                w = tl.load(weights + start, mask=in_part[:, None], other=0.0)
+            if room > together:
+                rows_of_b = b + (slot.to(tl.int64) * out_features + n[:, None]) * room + r[None, :]
+                w = tl.load(rows_of_b + start, mask=in_part[:, None], other=0.0)
             v = tl.zeros([tokens, together], tl.float32)
             for split in tl.static_range(splits):
                 v += tl.load(source + split * num_tokens * width + start, mask=real[:, None], other=0.0)
@@ -115,11 +116,12 @@ def expand(
         width=shrunk.size(2),
         room=b.size(2),
         splits=shrunk.size(0),
-        tokens=tokens_together(num_tokens),
+        tokens=max(16, tokens_together(num_tokens)),
         together=RANKS_TOGETHER,
         rows=_ROWS,
         is_new=is_new,
         num_warps=4,
+        num_stages=1,
         enable_fp_fusion=True,
         **dependent_launch.options(product.device),
     )

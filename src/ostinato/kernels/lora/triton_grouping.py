@@ -90,6 +90,7 @@ def group(slots: Tensor, num_slots: int, size: int, num_blocks: int) -> tuple[Te
         chunk=TOKENS_TO_COUNT,
         blocks_room=blocks_together(num_tokens, num_blocks),
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return order, blocks
 

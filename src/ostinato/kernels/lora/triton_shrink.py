@@ -25,13 +25,22 @@ from .triton_grouping import slot_and_rank, tokens_of
 
 
 @triton.jit
-def _add_product(acc, source, norm_weight, w, start, k, real, in_features: tl.constexpr, norm: tl.constexpr):
-    in_row = start + k < in_features
-    v = tl.load(source + start, mask=real[:, None] & in_row[None, :], other=0.0)
+def _add_product(acc, x, token, real, norm_weight, w, k, in_features: tl.constexpr, norm: tl.constexpr):
+    """Sums of w [ranks, columns] times columns k of the tokens' rows, which begin at places `token`."""
+    in_row = k < in_features
     if norm:
-        g = tl.load(norm_weight + start + k, mask=in_row, other=0.0).to(tl.float32)
-        v = (v.to(tl.float32) * g[None, :]).to(v.dtype)
-    return tl.dot(v, tl.trans(w), acc, input_precision="ieee")
+        g = tl.load(norm_weight + k, mask=in_row, other=0.0).to(tl.float32)
+    if token.shape[0] == 1:
+        v = tl.load(x + tl.sum(token, 0) + k, mask=in_row, other=0.0)
+        if norm:
+            v = (v.to(tl.float32) * g).to(v.dtype)
+        acc += tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], 1)[None, :]
+    else:
+        v = tl.load(x + token[:, None] + k[None, :], mask=real[:, None] & in_row[None, :], other=0.0)
+        if norm:
+            v = (v.to(tl.float32) * g[None, :]).to(v.dtype)
+        acc = tl.dot(v, tl.trans(w), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_blocks"))
@@ -68,16 +77,19 @@ def _shrink(
     token, real = tokens_of(blocks, order, block, num_blocks, tokens)
     wait_for_previous(dependent)
     while slot >= 0:
-        source = x + token[:, None] * x_stride + k[None, :]
         acc = tl.zeros([tokens, together], tl.float32)
-        acc = _add_product(acc, source, norm_weight, w, 0, k, real, in_features, norm)
-        # An adapter that has no such ranks here leaves zeros, which nobody reads.
-        for start in range(columns, tl.where(first_rank < rank, share, 0), columns):
-            if even:
-                w = tl.load(weights + start)
-            else:
-                w = tl.load(weights + start, mask=(start + k < in_features)[None, :], other=0.0)
-            acc = _add_product(acc, source, norm_weight, w, start, k, real, in_features, norm)
+        acc = _add_product(acc, x, token * x_stride, real, norm_weight, w, k, in_features, norm)
+        if share > columns:
+            rows_of_a = a + (slot.to(tl.int64) * width + row[:, None]) * in_features + k[None, :]
+            # An adapter that has no such ranks here leaves zeros, which nobody reads.
+            for start in range(columns, tl.where(first_rank < rank, share, 0), columns):
+                if even:
+                    w = tl.load(rows_of_a + start)
+                else:
+                    w = tl.load(rows_of_a + start, mask=(start + k < in_features)[None, :], other=0.0)
+                acc = _add_product(
+                    acc, x, token * x_stride, real, norm_weight, w, start + k, in_features, norm
+                )
         target = shrunk + (split * num_tokens + token)[:, None] * width + row[None, :]
         tl.store(target, acc, real[:, None])
         block += tl.num_programs(0)
@@ -122,7 +134,7 @@ def shrink(
         splits=how.splits,
         norm=norm_weight is not None,
         num_warps=4,
-        num_stages=3,
+        num_stages=min(how.num_stages, 3 if x.element_size() == 2 else 2),
         enable_fp_fusion=True,
         **dependent_launch.options(x.device),
     )
