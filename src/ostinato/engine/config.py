@@ -144,8 +144,8 @@ class EngineConfig:
     """Adapters kept on the host, those on the device among them; others are read again when they are asked
     for. Default: max_loras, at least 8."""
     lora_modules: tuple[str, ...] | None = None
-    """Adapters to load at the start: name=directory, or {"name": ..., "path": ...}. With some, enable_lora is
-    on."""
+    """Adapters to load at the start: name=directory, or a JSON object with name, path and pinned. With some,
+    enable_lora is on."""
     cudagraph_specialize_lora: bool = True
     """Keep graphs without adapters for steps without; otherwise all steps run from the graphs with."""
     enable_sleep_mode: bool = False
