@@ -89,6 +89,7 @@ def test_mixed_batches_answer_as_the_merged_models(world: LoraWorld, mode: str) 
         assert any(world.expected(number, p) != world.expected(None, p) for p in prompts), "changes nothing"
 
 
+@pytest.mark.slow
 def test_qwen3_with_an_adapter(tmp_path: Path) -> None:
     world = LoraWorld.make(tmp_path, "Qwen3", head_dim=16)
     with LLM(world.base.directory, **SMALL) as llm:
@@ -105,6 +106,7 @@ def test_without_adapters_in_a_batch_the_plain_graphs_run(world: LoraWorld, llm:
     assert sum("lora" in key for key in keys) * 2 == len(keys)
 
 
+@pytest.mark.slow
 def test_without_specialisation_all_steps_run_from_graphs_with_adapters(world: LoraWorld) -> None:
     with LLM(world.base.directory, compilation_config={"cudagraph_specialize_lora": False}, **SMALL) as llm:
         world.check(llm, prompts_of([5, 9, 4]), [None, 1, None])
@@ -127,6 +129,7 @@ def test_requests_without_an_adapter_have_the_bits_of_an_engine_without(world: L
     for at in (0, 2):
         assert beside[at].outputs[0].logprobs == expected[at]
     assert beside[1].outputs[0].logprobs != expected[1]
+    assert [output.lora_request for output in beside] == [None, world.asked(1), None, world.asked(3)]
 
 
 def test_more_adapters_than_slots_and_than_places_on_the_host(world: LoraWorld, llm: LLM) -> None:
@@ -437,7 +440,7 @@ def test_an_adapter_in_async_calls(world: LoraWorld) -> None:
     asyncio.run(serve())
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_adapters_are_there_after_sleep(world: LoraWorld, level: int) -> None:
     prompts = prompts_of([5, 9, 14])
     options = {**SMALL, "enable_sleep_mode": True, "hostile_wake": True}
@@ -481,6 +484,7 @@ def test_tensors_in_place_of_files(world: LoraWorld, llm: LLM) -> None:
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_bf16_is_as_near_to_float32_as_the_merged_model(world: LoraWorld, tmp_path: Path) -> None:
     """One token's logits; the engine's own tolerance of bfloat16."""
