@@ -370,7 +370,7 @@ def test_names_and_numbers_are_of_one_adapter(world: LoraWorld, llm: LLM) -> Non
 
 def test_an_engine_without_adapters_says_how_to_have_them(tiny: Any, world: LoraWorld) -> None:
     with pytest.raises(ConfigError, match=r"max_cpu_loras \(1\) is below max_loras"):
-        LLM(tiny.directory, enable_lora=True, max_cpu_loras=1)
+        LLM(tiny.directory, enable_lora=True, max_loras=2, max_cpu_loras=1)
     with pytest.raises(ConfigError, match="max_lora_rank must be at most 256"):
         LLM(tiny.directory, enable_lora=True, max_lora_rank=512)
     with LLM(tiny.directory, disable_cuda_graph=True, num_pages=20) as llm:
