@@ -71,4 +71,5 @@ def test_compiled_code_is_found_on_disk(tmp_path, monkeypatch):
 CONSTANTS = {
     "IN": 512, "ROWS": 32, "SLICES": 1, "WARPS": 8, "HELD": 4, "REGISTERS": 160, "TOKENS": 8,
     "SHARED_BYTES": 48 << 10, "GATED": 0, "NORM": 0, "BIAS": 0, "RESIDUAL": 0, "OUT_FLOAT": 0,
+    "ADAPTED": 0,
 }  # fmt: skip

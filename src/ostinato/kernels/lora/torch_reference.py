@@ -6,13 +6,14 @@ from torch import Tensor
 from .rows import Rows
 from .stack import Stack
 
-_MOST_GATHERED = 16
-"""Tokens that each bring their own copy of an adapter's matrices; with more, every slot takes all tokens."""
+_MOST_GATHERED_BYTES = 64 << 20
+"""Of copies of adapters' matrices, one for each token; with more, every slot takes all tokens."""
 
 
 def add_in_torch(x: Tensor, product: Tensor, stack: Stack, rows: Rows) -> None:
     """See `low_rank.add`."""
-    if x.size(0) <= _MOST_GATHERED:
+    copied = x.size(0) * (stack.a.nbytes + stack.b.nbytes) // stack.num_slots
+    if x.size(0) <= 4 * stack.num_slots and copied <= _MOST_GATHERED_BYTES:
         delta = _gathered(x, stack, rows.slots.clamp(min=0).long())
         is_changed = rows.slots.ge(0).unsqueeze(1)
         product.copy_(torch.where(is_changed, product + delta, product))
