@@ -5,6 +5,7 @@ import base64
 import pickle
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.trainer_process import (
 )
 from ostinato import LLM, AsyncLLM, SamplingParams
 from ostinato.engine.weight_sync.errors import TransferError, TransferTimeout
-from ostinato.engine.weight_sync.stateless_nccl import unique_id
+from ostinato.engine.weight_sync.stateless_nccl import pickled_id, unique_id
 from ostinato.engine.weight_sync.trainer_link import TrainerLink, done_here
 from ostinato.models.errors import WeightsError
 from ostinato.models.weights import checkpoint_tensors
@@ -145,12 +146,12 @@ def test_a_trainer_that_does_not_come_is_waited_for_no_longer_than_agreed(llm: L
     link = TrainerLink(llm.engine.core.loaded.model, llm._apply, 0.5)
     with pytest.raises(TransferError, match="meeting"):
         done_here(link.join("nobody", "127.0.0.1", free_port(), 1, 2, "gloo"))
-    link._seconds = 10
+    link._patience.seconds = 10
     port = free_port()
     trainer.begin("meet", port=port, name="late")
     done_here(link.join("late", "127.0.0.1", port, 1, 2, "gloo"))
     trainer.end()
-    link._groups["late"]._seconds = 0.5  # type: ignore[attr-defined]
+    link._patience.seconds = 0.5
     began = time.monotonic()
     with pytest.raises(TransferTimeout, match="a broadcast"):
         done_here(link.update_from_group("late", [NORM], ["float32"], [[32]], None, None))
@@ -158,6 +159,19 @@ def test_a_trainer_that_does_not_come_is_waited_for_no_longer_than_agreed(llm: L
     with pytest.raises(TransferError, match="there is no group 'late'"):
         done_here(link.update_from_group("late", [NORM], ["float32"], [[32]], None, None))
     assert (tokens(llm), llm.weight_version) == (first[1], "first")
+
+
+def test_a_later_meeting_ends_the_wait_for_an_earlier_one(llm: LLM, trainer: Trainer, second) -> None:
+    link = llm.trainer_link
+    with ThreadPoolExecutor() as threads:
+        nobody = threads.submit(done_here, link.join("group", "127.0.0.1", free_port(), 1, 2, "gloo"))
+        time.sleep(0.1)
+        group_of(llm, trainer, "group")
+        with pytest.raises(TransferError, match="given up for a later call"):
+            nobody.result()
+    update_from(link, trainer, "group", bucket=False)
+    assert tokens(llm) == second[1]
+    done_here(link.leave("group"))
 
 
 def test_three_calls_of_vllm(llm: LLM, trainer: Trainer, first, second) -> None:
@@ -319,6 +333,8 @@ def test_shared_memory_that_is_shorter_than_said_or_gone(llm: LLM, trainer: Trai
 def test_the_id_of_vllms_group_is_read_and_nothing_else() -> None:
     id = nccl_id_class().from_buffer_copy(bytes(range(128)))  # type: ignore[attr-defined]
     assert unique_id(pickle.dumps(id)) == bytes(range(128))
+    assert bytes(pickle.loads(pickled_id(bytes(range(128))))) == bytes(range(128)), "as vLLM reads it"
+    assert unique_id(pickled_id(bytes(range(128)))) == bytes(range(128))
     shorter = pickle.dumps(id).replace(b"C\x80", b"C\x7f")
     for bad in (pickle.dumps(b"x" * 128), pickle.dumps(eval), b"", shorter):
         with pytest.raises(TransferError):

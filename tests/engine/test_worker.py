@@ -2,12 +2,16 @@
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from ostinato.distributed.device_communicators.pynccl import PyNcclCommunicator
+from ostinato.distributed.utils import StatelessProcessGroup
 
 from engine.conftest import TinyModel, prompts_of
-from ostinato import LLM, AsyncLLM, SamplingParams
+from engine.trainer_process import free_port
+from ostinato import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
 from ostinato.engine.sampling_params import RequestError
 from ostinato.graphs import ConfigError
 from ostinato.models.errors import WeightsError
@@ -106,6 +110,31 @@ def test_calls_that_cannot_be(llm: LLM) -> None:
 def test_classes_that_cannot_be(tiny: TinyModel, path: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         LLM(tiny.directory, worker_extension_cls=path, **OPTIONS)
+
+
+def test_an_engine_whose_worker_nobody_could_call(tiny: TinyModel) -> None:
+    with pytest.raises(ConfigError, match="for LLM and AsyncLLM"):
+        LLMEngine.from_engine_args(EngineArgs(tiny.directory, worker_extension_cls=EXTENSION))
+
+
+def test_groups_that_extensions_make_themselves() -> None:
+    """As TRL's does: the worker is rank 0, the trainer the last one and the source."""
+    port = free_port()
+    sent = [torch.arange(6.0), torch.ones(2, 3)]
+
+    def rank(number: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        group = StatelessProcessGroup.create(host="127.0.0.1", port=port, rank=number, world_size=2)
+        communicator = PyNcclCommunicator(group, device="cpu")
+        for tensor in tensors:
+            communicator.broadcast(tensor, src=1)
+            communicator.group.barrier()
+        return tensors
+
+    with ThreadPoolExecutor() as threads:
+        worker = threads.submit(rank, 0, [torch.zeros(6), torch.zeros(2, 3)])
+        threads.submit(rank, 1, sent).result()
+        received = worker.result()
+    assert all(torch.equal(one, two) for one, two in zip(received, sent, strict=True))
 
 
 def test_the_same_with_coroutines(tiny: TinyModel) -> None:

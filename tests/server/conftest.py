@@ -17,8 +17,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sleepy(model: Path) -> Iterator[ServerProcess]:
-    """One server whose memory comes and goes, with hostile contents, for tests that leave it awake."""
-    with ServerProcess(model, "--enable-sleep-mode", "--hostile-wake") as server:
+    """One server whose memory comes and goes, with hostile contents, for tests that leave it awake; it was
+    started as trainers start vLLM, so that whoever may use it is its admin."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_SERVER_DEV_MODE", "1")
+        started = ServerProcess(model, "--enable-sleep-mode", "--hostile-wake")
+    with started as server:
         yield server
 
 

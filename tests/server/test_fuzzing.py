@@ -65,8 +65,8 @@ def check(case: Any, answer: Any) -> None:
 
 
 def test_requests_made_from_the_document(server: ServerProcess) -> None:
-    statuses, successes = fuzz(server, 6)
-    assert sum(statuses.values()) > 80
+    statuses, successes = fuzz(server, 4)
+    assert sum(statuses.values()) > 150
     assert {"/v1/models", "/detokenize", "/v1/embeddings", "/rerank", "/graphs"} <= successes.keys()
     assert sum(successes.values()) >= 20
     server.wait_until_idle()

@@ -12,6 +12,11 @@ import httpx
 import openai
 import pytest
 
+from ostinato.graphs.errors import ConfigError
+from ostinato.server.config import ServerConfig
+from ostinato.server.http.keys import KeyCheck
+from ostinato.server.openai.errors import ApiError
+
 from .server_process import ServerProcess
 
 KEYS = {"Authorization": "Bearer first"}
@@ -121,6 +126,31 @@ def test_admin_without_a_key_is_for_loopback_alone(server: ServerProcess) -> Non
         assert answer.json()["error"]["code"] == "admin_only"
 
 
+def test_open_admin_endpoints_still_want_the_key_of_the_api() -> None:
+    open_to_all = KeyCheck(nothing, ServerConfig(open_admin=True, api_key="secret"))
+    scope = {"type": "http", "path": "/sleep", "client": ("10.0.0.1", 1), "headers": []}
+    with pytest.raises(ApiError, match="an API key is needed"):
+        open_to_all._check(scope)
+    open_to_all._check({**scope, "headers": [(b"authorization", b"Bearer secret")]})
+    KeyCheck(nothing, ServerConfig(open_admin=True))._check(scope)
+    with pytest.raises(ApiError, match="loopback only"):
+        KeyCheck(nothing, ServerConfig())._check(scope)
+    with pytest.raises(ConfigError, match="one of them"):
+        ServerConfig(open_admin=True, admin_key="secret")
+
+
+async def nothing(*_: object) -> None:
+    raise AssertionError
+
+
+def test_memory_that_cannot_be_given_back_is_named_with_the_flag_for_it(server: ServerProcess) -> None:
+    for path in ("/sleep", "/release_memory_occupation"):
+        answer = server.post(path, {})
+        assert answer.status_code == 400
+        assert "enable_sleep_mode" in answer.json()["error"]["message"]
+    assert server.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
 def test_body_and_prompt_limits(guarded: ServerProcess) -> None:
     answer = guarded.post("/v1/completions", {"prompt": "x" * 200_000}, headers=KEYS)
     assert answer.status_code == 413
@@ -157,6 +187,7 @@ def test_the_queue_is_bounded_and_requests_time_out(guarded: ServerProcess) -> N
         guarded.post("/continue_generation", headers=ADMIN)
     assert [answer.status_code for answer in answers] == [504] * 3
     assert all(answer.json()["error"]["code"] == "timeout" for answer in answers)
+    assert all("generation is paused" in answer.json()["error"]["message"] for answer in answers)
     ids = [answer.headers["x-request-id"] for answer in answers]
     assert len(set(ids)) == 3
     for id in ids:
@@ -230,7 +261,10 @@ def test_engine_is_restarted_if_asked_for(guarded: ServerProcess) -> None:
             while client.get("/health").status_code != status:
                 assert time.monotonic() < end
                 time.sleep(0.02)
+            if status == 503:
+                assert client.post("/pause", headers=ADMIN).status_code == 503
     assert guarded.engine_pid != before
+    assert guarded.get("/is_paused", headers=ADMIN).json() == {"is_paused": False}
     answer = guarded.post("/v1/completions", BODY, headers=KEYS)
     assert answer.json()["choices"][0]["text"] == "bcd"
     assert 'ostinato:engine_restarts_total{model_name="scripted"} 1.0' in guarded.get("/metrics").text

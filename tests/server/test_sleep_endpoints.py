@@ -172,14 +172,27 @@ def test_mistakes_are_named_and_change_nothing(server: ServerProcess) -> None:
         ("/release_memory_occupation", {"tags": ["cuda"]}, 400, "there is no tag 'cuda'"),
         ("/release_memory_occupation", {"tag": ["weights"]}, 400, "tag"),
         ("/pause_generation", {"mode": "wait"}, 400, "mode"),
-        ("/flush_cache?timeout=-1", None, 400, "timeout"),
+        ("/flush_cache?timeout=-1", None, 400, "timeout: "),
+        ("/wake_up?tags=%ED%A0%80", None, 400, "there is no tag"),
+        ("/sleep", {"options": {"level": 2**70}}, 400, "cannot be passed on"),
+        ("/continue_generation", {"": 1}, 400, "a field without a name is not supported"),
         ("/sleep", {"model": "another"}, 404, "another"),
     ):
         answer = server.post(path, body)
         assert answer.status_code == status, (path, answer.text)
         assert message in answer.json()["error"]["message"], path
+    half = b'{"options": {"tags": ["\\ud800"]}}'
+    answer = httpx.post(f"{server.url}/wakeup", content=half, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
     assert not is_sleeping(server)
     assert server.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_trainer_on_another_machine_is_let_in_where_the_server_was_started_for_it(
+    server: ServerProcess,
+) -> None:
+    for headers in ({"Host": "trainer.example"}, {"X-Forwarded-For": "10.0.0.1"}):
+        assert server.get("/is_sleeping", headers=headers).status_code == 200
 
 
 def test_rays_and_vllms_other_calls(server: ServerProcess) -> None:

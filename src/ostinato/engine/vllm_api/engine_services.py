@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ostinato.graphs import ConfigError
 from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
 from ..adapters.lora_request import AskedAdapters, LoRARequest
@@ -141,6 +142,8 @@ class OwnEngine(EngineServices):
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """As `LLM`."""
         config, self._options = llm_options(model, options)
+        if config.worker_extension_cls is not None:
+            raise ConfigError("worker_extension_cls is for LLM and AsyncLLM: nobody could call it here")
         self._engine = TextEngine(config)
 
     @property

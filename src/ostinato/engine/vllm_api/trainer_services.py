@@ -14,7 +14,7 @@ from ..outputs import RequestOutput
 from ..sampling_params import RequestError
 from ..sleeping.served_weights import WeightsReport
 from ..text_engine import TextEngine
-from ..weight_sync.patience import within
+from ..weight_sync.patience import Patience
 from ..weight_sync.trainer_link import TrainerLink, done_here
 from .worker import Worker, WorkerModel, make_worker
 
@@ -93,7 +93,7 @@ class TrainerServices:
         if timeout is None:
             return [self.between_steps(call)]
         what = f"collective_rpc({getattr(method, '__name__', method)!r})"
-        return [within(timeout, what, lambda: self.between_steps(call))]
+        return [Patience(timeout).within(what, lambda: self.between_steps(call))]
 
     def apply_model(self, func: Callable[[WorkerModel], _Found]) -> list[_Found]:
         """Call a function with the model, between two steps."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import TransferError
-from .patience import within
+from .patience import Patience
 
 BACKENDS = ("gloo", "nccl")
 DEFAULT_NAMES = ("default_pg", "0")
@@ -76,7 +76,7 @@ class TorchGroup:
     """A process group of torch, broken after the first failure."""
 
     def __init__(
-        self, place: Place, names: tuple[str, str], backend: str, device: torch.device, seconds: float
+        self, place: Place, names: tuple[str, str], backend: str, device: torch.device, patience: Patience
     ) -> None:
         """Meet the others; TransferTimeout if they do not come. `names`: see Note [The same group]."""
         if backend not in BACKENDS:
@@ -87,15 +87,13 @@ class TorchGroup:
             raise TransferError("this torch has no torch.distributed")
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._stream = side_stream(self.device)
-        self._seconds = seconds
+        self._patience = patience
         what = f"the meeting of group {names[1]!r} at {place.address}:{place.port}"
-        self._group = told(what, lambda: within(seconds, what, lambda: _made(place, names, backend, seconds)))
+        self._group = awaited(patience, what, lambda: _made(place, names, backend, patience.seconds))
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Wait for a broadcast and put it there."""
-        told(
-            "a broadcast", lambda: within(self._seconds, "a broadcast", lambda: self._receive(tensor, source))
-        )
+        awaited(self._patience, "a broadcast", lambda: self._receive(tensor, source))
 
     def _receive(self, tensor: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
@@ -113,7 +111,7 @@ class TorchGroup:
         """Leave; what is under way does not come any more."""
         # Of gloo's nothing can be broken off: whoever still waits drops the group at the end of its patience.
         if self.device.type == "cuda":
-            within(self._seconds, "leaving a group", self._group.abort)
+            awaited(self._patience, "leaving a group", self._group.abort)
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -137,10 +135,10 @@ def _made(place: Place, names: tuple[str, str], backend: str, seconds: float) ->
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def told(what: str, function: Callable[[], _Found]) -> _Found:
+def awaited(patience: Patience, what: str, function: Callable[[], _Found]) -> _Found:
     """Whatever torch.distributed raises is about the other side, or about what we were told of it."""
     try:
-        return function()
+        return patience.within(what, function)
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, TransferError):
             raise

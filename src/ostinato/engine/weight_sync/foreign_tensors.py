@@ -145,8 +145,6 @@ def _of_file(manager: object, file: object, num_bytes: int) -> torch.UntypedStor
     is_manager = isinstance(manager, bytes) and _MANAGER.fullmatch(manager)
     if not is_manager or not isinstance(file, bytes) or not _SHARED_FILE.fullmatch(file):
         raise TransferError("shared memory is named as torch does it, and this is not")
-    if not num_bytes:
-        return torch.UntypedStorage(0)
     try:
         there = os.stat(f"/dev/shm{os.fsdecode(file)}").st_size - _HEADER_BYTES
     except OSError as error:

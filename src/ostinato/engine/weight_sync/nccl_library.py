@@ -58,6 +58,14 @@ class Communicator:
             raise TransferError(f"{name} failed: {words(code).decode()}")
 
 
+def new_id() -> bytes:
+    """Of a communicator that others are to join."""
+    id = _UniqueId()
+    if code := _library().ncclGetUniqueId(ctypes.byref(id)):
+        raise TransferError(f"ncclGetUniqueId failed: {code}")
+    return bytes(id)
+
+
 def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libnccl.so.2")

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .errors import TransferTimeout
+from .errors import TransferError, TransferTimeout
 
 _Found = TypeVar("_Found")
+_LOOK_SECONDS = 0.05
 
 
-def within(seconds: float, what: str, function: Callable[[], _Found]) -> _Found:
-    """What `function` returns. TransferTimeout if it takes longer: it goes on, and nobody looks at it."""
-    outcome: list[Any] = []
+class Patience:
+    """Of one who waits for one thing at a time."""
 
-    def run() -> None:
-        try:
-            outcome.extend((function(), None))
-        except Exception as error:
-            outcome.extend((None, error))
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._is_given_up = threading.Event()
 
-    thread = threading.Thread(target=run, name="ostinato-transfer", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TransferTimeout(f"{what} took longer than {seconds:g} s")
-    found, error = outcome
-    if error is not None:
-        raise error
-    result: _Found = found
-    return result
+    def within(self, what: str, function: Callable[[], _Found]) -> _Found:
+        """What `function` returns. TransferTimeout if it takes longer, TransferError after `give_up`: it goes
+        on, and nobody looks at it."""
+        self._is_given_up.clear()
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                outcome.extend((function(), None))
+            except Exception as error:
+                outcome.extend((None, error))
+
+        thread = threading.Thread(target=run, name="ostinato-transfer", daemon=True)
+        thread.start()
+        end = time.monotonic() + self.seconds
+        while thread.is_alive():
+            if self._is_given_up.is_set():
+                raise TransferError(f"{what} was given up for a later call")
+            if time.monotonic() >= end:
+                raise TransferTimeout(f"{what} took longer than {self.seconds:g} s")
+            thread.join(min(_LOOK_SECONDS, max(0.0, end - time.monotonic())))
+        found, error = outcome
+        if error is not None:
+            raise error
+        result: _Found = found
+        return result
+
+    def give_up(self) -> None:
+        """Wait no longer."""
+        self._is_given_up.set()

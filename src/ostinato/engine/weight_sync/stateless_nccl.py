@@ -7,6 +7,7 @@ up one number (vLLM's `StatelessProcessGroup` and `PyNcclCommunicator`).
 from __future__ import annotations
 
 import datetime
+import pickle
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .broadcast_groups import Place, side_stream, told
+from .broadcast_groups import Place, awaited, side_stream
 from .errors import TransferError
 from .foreign_pickles import Call, Name, described
 from .nccl_library import ID_BYTES, Communicator
-from .patience import within
+from .patience import Patience
 
 _ID_KEY = "broadcast_from/0/0"
 _ID_NAMES = {
@@ -33,15 +34,15 @@ _ID_NAMES = {
 class StatelessGroup:
     """Through which vLLM's `NCCLTrainerWeightTransferEngine` sends."""
 
-    def __init__(self, place: Place, device: torch.device, seconds: float) -> None:
+    def __init__(self, place: Place, device: torch.device, patience: Patience) -> None:
         """Meet the others; TransferTimeout if they do not come."""
         if device.type != "cuda":
             raise TransferError("NCCL is for GPUs, and this engine is on a CPU")
         self.device = device
         self._stream = side_stream(device)
-        self._seconds = seconds
+        self._patience = patience
         what = f"the meeting at {place.address}:{place.port}"
-        self._communicator = told(what, lambda: within(seconds, what, lambda: self._joined(place)))
+        self._communicator = awaited(patience, what, lambda: self._joined(place))
 
     def _joined(self, place: Place) -> Communicator:
         store = dist.TCPStore(
@@ -49,7 +50,7 @@ class StatelessGroup:
             place.port,
             world_size=place.world_size,
             is_master=False,
-            timeout=datetime.timedelta(seconds=self._seconds),
+            timeout=datetime.timedelta(seconds=self._patience.seconds),
             use_libuv=False,
         )
         communicator = Communicator(unique_id(store.get(_ID_KEY)), place.rank, place.world_size, self.device)
@@ -61,9 +62,7 @@ class StatelessGroup:
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Wait for a broadcast and put it there."""
-        told(
-            "a broadcast", lambda: within(self._seconds, "a broadcast", lambda: self._receive(tensor, source))
-        )
+        awaited(self._patience, "a broadcast", lambda: self._receive(tensor, source))
 
     def _receive(self, tensor: Tensor, source: int) -> None:
         with self.arriving():
@@ -76,7 +75,7 @@ class StatelessGroup:
 
     def abort(self) -> None:
         """Leave; what is under way does not come any more."""
-        within(self._seconds, "leaving a group", self._communicator.abort)
+        awaited(self._patience, "leaving a group", self._communicator.abort)
 
 
 def unique_id(pickled: bytes) -> bytes:
@@ -87,3 +86,25 @@ def unique_id(pickled: bytes) -> bytes:
         ):
             return found
     raise TransferError("what the trainer has left in the store is no id of NCCL")
+
+
+def pickled_id(id: bytes) -> bytes:
+    """The same the other way, for a trainer's vLLM to read."""
+    return (
+        b"\x80\x04"
+        + b"".join(f"c{module}\n{name}\n".encode() for module, name in _ID_NAMES)
+        + (b"}C\x80" + id + b"\x86\x86R.")
+    )
+
+
+def text_of(pickled: bytes) -> str:
+    """A text that another rank has left."""
+    found = described(pickled, {})
+    if not isinstance(found, str):
+        raise TransferError("what another rank has left in the store is no text")
+    return found
+
+
+def pickled_text(text: str) -> bytes:
+    """The other way."""
+    return pickle.dumps(text)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from ostinato.models.weights import checkpoint_tensors
 from ..sleeping.served_weights import WeightsReport
 from .broadcast_groups import DEFAULT_NAMES, BroadcastGroup, Place, TorchGroup
 from .errors import TransferError
+from .patience import Patience
 from .received_weights import Landing, check_amount, received
 from .stateless_nccl import StatelessGroup
 from .weight_checks import WeightChecks
@@ -43,6 +45,7 @@ _WHOLE = 2**62
 """Bytes at a time: all."""
 _PACKED_BYTES = 2**30
 """vLLM's, where nobody says."""
+_GIVING_UP_SECONDS = 5.0
 _BY_GROUP = {"master_address", "master_port", "rank_offset", "world_size"}
 _BY_EITHER = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
 
@@ -76,7 +79,8 @@ class TrainerLink:
 
     def __init__(self, model: Transformer, apply: Apply, seconds: float) -> None:
         """`apply` writes weights, all or none, as `LLM.update_weights`; a trainer has `seconds` to come."""
-        self._model, self._apply, self._seconds = model, apply, seconds
+        self._model, self._apply = model, apply
+        self._patience = Patience(seconds)
         self._groups: dict[str, BroadcastGroup] = {}
         self._transfer: _Transfer | None = None
         self._arrived: dict[str, Tensor] | None = None
@@ -110,11 +114,12 @@ class TrainerLink:
         if not isinstance(group_name, str) or not group_name:
             raise TransferError(f"a group's name is a text, not {group_name!r}")
         place = Place(address, port, rank_offset, world_size)
+        yield self._give_up_others
         with self._alone():
             if (old := self._groups.pop(group_name, None)) is not None:
                 yield lambda: _left(old)
             self._groups[group_name] = yield lambda: TorchGroup(
-                place, (group_name, group_name), backend, self._device, self._seconds
+                place, (group_name, group_name), backend, self._device, self._patience
             )
 
     def leave(self, group_name: str) -> Operation[None]:
@@ -168,6 +173,7 @@ class TrainerLink:
         if not isinstance(packed_bytes, int) or packed_bytes < 1:
             raise TransferError(f"packed_buffer_size_bytes is a number of at least 1, not {packed_bytes!r}")
         is_packed = bool(given.get("packed", False))
+        yield self._give_up_others
         with self._alone():
             old, self._transfer = self._transfer, None
             if old is not None and old.group is not None:
@@ -185,8 +191,8 @@ class TrainerLink:
 
     def _met(self, place: Place) -> BroadcastGroup:
         if self._device.type == "cuda":
-            return StatelessGroup(place, self._device, self._seconds)
-        return TorchGroup(place, DEFAULT_NAMES, "gloo", self._device, self._seconds)
+            return StatelessGroup(place, self._device, self._patience)
+        return TorchGroup(place, DEFAULT_NAMES, "gloo", self._device, self._patience)
 
     def start(self) -> None:
         """Begin an update; of one that was not finished nothing is left."""
@@ -247,6 +253,13 @@ class TrainerLink:
         finally:
             self._busy.release()
 
+    def _give_up_others(self) -> None:
+        """Whoever meets us anew has lost what we may be waiting for, or is somebody else."""
+        end = time.monotonic() + _GIVING_UP_SECONDS
+        while self._busy.locked() and time.monotonic() < end:
+            self._patience.give_up()
+            time.sleep(0.01)
+
     def close(self) -> None:
         """Leave all groups."""
         groups = [*self._groups.values()]
@@ -267,13 +280,15 @@ class _Transfer:
 
     def pairs(self, link: TrainerLink, update_info: object) -> Operation[Pairs]:
         handles = {"ipc_handles", "ipc_handles_pickled", "tensor_sizes", "num_updates_list"}
-        given = _checked_keys(update_info, {"names", "dtype_names", "shapes"} | handles, "update_info")
+        known = {"names", "dtype_names", "shapes", *handles, "packed"}
+        given = _checked_keys(update_info, known, "update_info")
         entries = announced(given.get("names"), given.get("dtype_names"), given.get("shapes"))
         link.check_amount(entries)
         group = self.group
         if group is None:
             return (yield lambda: self._copied(given, link.device))
-        packed = self._packed_bytes if self._is_packed else None
+        # TRL's async_grpo says it with each update, as vLLM 0.22 had it.
+        packed = self._packed_bytes if given.get("packed", self._is_packed) else None
         try:
             return (yield lambda: received(group, entries, 0, packed))
         except Exception:

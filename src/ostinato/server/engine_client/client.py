@@ -305,10 +305,16 @@ class EngineClient:
         Nobody limits the time: a call may have to wait for requests, or for another process.
         """
         connection = self._living()
+        try:
+            arguments = packed(payload)
+        except (OverflowError, UnicodeEncodeError) as error:  # JSON knows larger numbers and half characters
+            raise EngineCallError(
+                f"the arguments of {name} cannot be passed on: {error}", Fault.CALLER
+            ) from None
         number = next(self._ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        connection.send(Call(number, name, packed(payload)))
+        connection.send(Call(number, name, arguments))
         return await future
 
     def _listen(self, listener: Listener) -> int:

@@ -124,16 +124,18 @@ def _first_problem(problems: Any) -> ApiError:
     """The problem that says most: an unknown field before a wrong value, and ours before the library's."""
     order = {"extra_forbidden": 0, "value_error": 1}
     problem = min(problems, key=lambda each: order.get(each["type"], 2))
-    # Among the names of fields are those of the kinds that a value was tried as, such as list[Text].
-    *around, last = [str(part) for part in problem["loc"]] or [""]
-    path = [part for part in around if part != "body" and (part.isdigit() or _FIELD.fullmatch(part))]
-    path += [last] if last not in ("", "body") else []
+    # The first is body or query. Among the names of fields are those of the kinds that a value was tried as,
+    # such as list[Text].
+    *around, last = [str(part) for part in problem["loc"][1:]] or [""]
+    path = [part for part in around if part.isdigit() or _FIELD.fullmatch(part)]
+    path += [last] if last else []
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem['ctx']['error']}", code="invalid_json")
     where = ".".join(path) or "the body"
     if problem["type"] == "extra_forbidden":
-        why = REFUSALS.get(path[-1], "there is no such field, or not in this server")
-        return ApiError(400, f"{where} is not supported: {why}", param=where, code="unsupported_field")
+        why = REFUSALS.get(last, "there is no such field, or not in this server")
+        named = where if last else "a field without a name"
+        return ApiError(400, f"{named} is not supported: {why}", param=where, code="unsupported_field")
     said = problem["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{where}: {said}", param=path[0] if path else None, code="invalid_value")
 

@@ -1,0 +1,113 @@
+"""vLLM's groups for code of trainers that makes them itself: `StatelessProcessGroup`, `PyNcclCommunicator`.
+
+They speak with vLLM's own, in both roles, on GPUs. On a CPU, where vLLM's is switched off, a communicator is
+gloo's and speaks with another one of ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import uuid
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..weight_sync.errors import TransferError
+from ..weight_sync.nccl_library import Communicator, new_id
+from ..weight_sync.stateless_nccl import pickled_id, pickled_text, text_of, unique_id
+
+
+class StatelessProcessGroup:
+    """Ranks that meet in a store which rank 0 keeps."""
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
+        self.rank, self.world_size, self.store = rank, world_size, store
+        self._num_sent = 0
+        self._num_received = [0] * world_size
+
+    @staticmethod
+    def create(
+        host: str, port: int, rank: int, world_size: int, *, store_timeout: float = 300
+    ) -> StatelessProcessGroup:
+        """Wait for rank 0; it waits for nobody."""
+        limit = datetime.timedelta(seconds=store_timeout)
+        is_first = rank == 0
+        store = dist.TCPStore(
+            host, port, world_size, is_first, limit, wait_for_workers=not is_first, use_libuv=False
+        )
+        return StatelessProcessGroup(rank, world_size, store)
+
+    def sent(self, pickled: bytes) -> None:
+        """Leave something for all others."""
+        self.store.set(f"broadcast_from/{self.rank}/{self._num_sent}", pickled)
+        self._num_sent += 1
+
+    def received(self, source: int) -> bytes:
+        """The next that a rank has left for all."""
+        found: bytes = self.store.get(f"broadcast_from/{source}/{self._num_received[source]}")
+        self._num_received[source] += 1
+        return found
+
+    def barrier(self, timeout: float = 30.0) -> None:
+        """Wait until all ranks have come; rank 0 until all have gone on."""
+        if self.rank == 0:
+            name = f"barrier_{uuid.uuid4()}"
+            self.sent(pickled_text(name))
+        else:
+            name = text_of(self.received(0))
+        for phase in ("arrival", "departure") if self.rank == 0 else ("arrival",):
+            self.store.set(f"{phase}_{name}_{self.rank}", b"1")
+            keys = [f"{phase}_{name}_{rank}" for rank in range(self.world_size)]
+            self.store.wait(keys, datetime.timedelta(seconds=timeout))
+        if self.rank:
+            self.store.set(f"departure_{name}_{self.rank}", b"1")
+
+
+class PyNcclCommunicator:
+    """Broadcasts between the ranks of a group, each on a GPU of its own."""
+
+    def __init__(self, group: StatelessProcessGroup, device: int | str | torch.device) -> None:
+        """Wait for all ranks."""
+        self.group, self.rank, self.world_size = group, group.rank, group.world_size
+        self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        self.available, self.disabled = True, False
+        if self.device.type != "cuda":
+            store = dist.PrefixStore("gloo", group.store)
+            limit = datetime.timedelta(seconds=300)
+            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=limit)
+            return
+        if self.rank == 0:
+            id = new_id()
+            group.sent(pickled_id(id))
+        else:
+            id = unique_id(group.received(0))
+        self._communicator = Communicator(id, self.rank, self.world_size, self.device)
+        self._communicator.sum_floats(torch.zeros(1, device=self.device))
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def broadcast(self, tensor: Tensor, src: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Send a tensor, or fill it with the source's; on a GPU without waiting for it."""
+        if tensor.device.type != self.device.type or not tensor.is_contiguous():
+            raise TransferError(
+                f"a broadcast takes contiguous tensors on {self.device}, not on {tensor.device}"
+            )
+        if self.device.type != "cuda":
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = src, 0
+            self._gloo.broadcast([tensor], options).wait()
+            return
+        with torch.cuda.stream(stream or torch.cuda.current_stream(self.device)):
+            self._communicator.broadcast(tensor, src)
+
+    def destroy(self) -> None:
+        """Leave."""
+        if self.device.type == "cuda":
+            self._communicator.abort()
+
+
+def get_world_group() -> SimpleNamespace:
+    """The group of an engine's workers: one."""
+    return SimpleNamespace(rank=0, local_rank=0, world_size=1, rank_in_group=0, ranks=[0])
