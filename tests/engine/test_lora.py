@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from models.small_adapters import adapter_tensors, write_adapter
 from ostinato import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
-from ostinato.graphs import ConfigError
+from ostinato.graphs import ConfigError, VerifyError
 
 from .conftest import prompts_of
 from .lora_world import GREEDY, LoraWorld
@@ -89,6 +89,7 @@ def test_mixed_batches_answer_as_the_merged_models(world: LoraWorld, mode: str) 
         assert any(world.expected(number, p) != world.expected(None, p) for p in prompts), "changes nothing"
 
 
+@pytest.mark.slow
 def test_qwen3_with_an_adapter(tmp_path: Path) -> None:
     world = LoraWorld.make(tmp_path, "Qwen3", head_dim=16)
     with LLM(world.base.directory, **SMALL) as llm:
@@ -105,6 +106,7 @@ def test_without_adapters_in_a_batch_the_plain_graphs_run(world: LoraWorld, llm:
     assert sum("lora" in key for key in keys) * 2 == len(keys)
 
 
+@pytest.mark.slow
 def test_without_specialisation_all_steps_run_from_graphs_with_adapters(world: LoraWorld) -> None:
     with LLM(world.base.directory, compilation_config={"cudagraph_specialize_lora": False}, **SMALL) as llm:
         world.check(llm, prompts_of([5, 9, 4]), [None, 1, None])
@@ -127,6 +129,7 @@ def test_requests_without_an_adapter_have_the_bits_of_an_engine_without(world: L
     for at in (0, 2):
         assert beside[at].outputs[0].logprobs == expected[at]
     assert beside[1].outputs[0].logprobs != expected[1]
+    assert [output.lora_request for output in beside] == [None, world.asked(1), None, world.asked(3)]
 
 
 def test_more_adapters_than_slots_and_than_places_on_the_host(world: LoraWorld, llm: LLM) -> None:
@@ -367,7 +370,7 @@ def test_names_and_numbers_are_of_one_adapter(world: LoraWorld, llm: LLM) -> Non
 
 def test_an_engine_without_adapters_says_how_to_have_them(tiny: Any, world: LoraWorld) -> None:
     with pytest.raises(ConfigError, match=r"max_cpu_loras \(1\) is below max_loras"):
-        LLM(tiny.directory, enable_lora=True, max_cpu_loras=1)
+        LLM(tiny.directory, enable_lora=True, max_loras=2, max_cpu_loras=1)
     with pytest.raises(ConfigError, match="max_lora_rank must be at most 256"):
         LLM(tiny.directory, enable_lora=True, max_lora_rank=512)
     with LLM(tiny.directory, disable_cuda_graph=True, num_pages=20) as llm:
@@ -437,7 +440,7 @@ def test_an_adapter_in_async_calls(world: LoraWorld) -> None:
     asyncio.run(serve())
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_adapters_are_there_after_sleep(world: LoraWorld, level: int) -> None:
     prompts = prompts_of([5, 9, 14])
     options = {**SMALL, "enable_sleep_mode": True, "hostile_wake": True}
@@ -449,6 +452,19 @@ def test_adapters_are_there_after_sleep(world: LoraWorld, level: int) -> None:
             llm.update_weights(world.base.directory)
         world.check(llm, prompts, [None, 0, 1])
         world.check(llm, prompts, [2, 0, 3])
+
+
+def test_verify_finds_graphs_that_mix_adapters_up(world: LoraWorld, llm: LLM, monkeypatch: Any) -> None:
+    world.check(llm, prompts_of([5, 9, 4]), [0, 1, None])
+    outcome = llm.verify(progress=False)
+    assert any("lora" in check.graph for check in outcome.checks)
+    world.check(llm, prompts_of([5, 9, 4]), [1, None, 0])  # everything is as it was
+    stacks = llm.engine.core.runner.adapters
+    assert stacks is not None
+    real = stacks.write
+    monkeypatch.setattr(stacks, "write", lambda slot, adapter: real(1 - slot, adapter))
+    with pytest.raises(VerifyError, match="lora"):
+        llm.verify(progress=False)
 
 
 def test_tensors_in_place_of_files(world: LoraWorld, llm: LLM) -> None:
@@ -468,6 +484,7 @@ def test_tensors_in_place_of_files(world: LoraWorld, llm: LLM) -> None:
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_bf16_is_as_near_to_float32_as_the_merged_model(world: LoraWorld, tmp_path: Path) -> None:
     """One token's logits; the engine's own tolerance of bfloat16."""

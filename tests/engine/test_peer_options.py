@@ -112,6 +112,7 @@ def test_keywords_of_vllm_are_understood() -> None:
         "mem_fraction": 0.5,
         "max_running_requests": 4,
         "chunked_prefill_size": 64,
+        "enable_lora": False,
         "disable_cuda_graph": True,
         "dtype": "float16",
         "max_model_len": 64,

@@ -114,7 +114,9 @@ class AsyncLLM(AsyncTrainerServices):
         def add(engine: TextEngine) -> str:
             with engine.turn:
                 adapter = engine.version_of(lora_request, read)
-                return engine.add(prompt, params, request_id, adapter).request_id
+                output = engine.add(prompt, params, request_id, adapter)
+                output.lora_request = lora_request
+                return output.request_id
 
         self._do(lambda engine: self._add(engine, add, params, loop, arrived, name))
         try:

@@ -140,16 +140,17 @@ class EngineConfig:
     """vLLM's limit, in tokens: cuts both default lists. Larger steps run without a graph."""
     enable_lora: bool = False
     """Serve LoRA adapters beside the model: one more graph for each captured size."""
-    max_loras: int = 4
-    """Different adapters in one step: slots on the device. Requests with further ones wait."""
+    max_loras: int | None = None
+    """Different adapters in one step: slots on the device. Requests with further ones wait. Default: 4, or
+    max_cpu_loras if that is less."""
     max_lora_rank: int = 16
     """The highest rank of an adapter, at most 256; every slot has room for it."""
     max_cpu_loras: int | None = None
     """Adapters kept on the host, those on the device among them; others are read again when they are asked
     for. Default: max_loras, at least 8."""
     lora_modules: tuple[str, ...] | None = None
-    """Adapters to load at the start: name=directory, or {"name": ..., "path": ...}. With some, enable_lora is
-    on."""
+    """Adapters to load at the start: name=directory, or a JSON object with name, path and pinned. With some,
+    enable_lora is on."""
     cudagraph_specialize_lora: bool = True
     """Keep graphs without adapters for steps without; otherwise all steps run from the graphs with."""
     enable_sleep_mode: bool = False
@@ -197,7 +198,7 @@ class EngineConfig:
     def _check_adapters(self) -> None:
         if self.max_lora_rank > MAX_LORA_RANK:
             raise ConfigError(f"max_lora_rank must be at most {MAX_LORA_RANK}, not {self.max_lora_rank}")
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.adapter_slots:
             raise ConfigError(
                 f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}): what is on the "
                 "device is on the host as well"
@@ -231,6 +232,11 @@ class EngineConfig:
             memory_mb=self.grammar_memory_mb,
             processes=self.grammar_processes,
         )
+
+    @property
+    def adapter_slots(self) -> int:
+        """Of the device, where adapters are served."""
+        return self.max_loras or min(4, self.max_cpu_loras or 4)
 
     @property
     def serves_adapters(self) -> bool:
@@ -316,12 +322,13 @@ class ResolvedConfig:
         asked = self.config
         if not asked.serves_adapters:
             return (0,)
-        return (0, asked.max_loras) if asked.cudagraph_specialize_lora else (asked.max_loras,)
+        slots = asked.adapter_slots
+        return (0, slots) if asked.cudagraph_specialize_lora else (slots,)
 
     @property
     def max_adapters_on_host(self) -> int:
         """Adapters kept there while nobody uses them."""
-        return self.config.max_cpu_loras or max(8, self.config.max_loras)
+        return self.config.max_cpu_loras or max(8, self.config.adapter_slots)
 
     @property
     def max_step_tokens(self) -> int:

@@ -508,6 +508,7 @@ class LLM(EngineServices, TrainerServices):
         try:
             with engine.turn:
                 output = engine.add(encode(prompt), params, name, engine.version_of(asked))
+                output.lora_request = asked
                 unfinished.add(name)
                 return output
         except RequestError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from .adapters.lora_request import LoRARequest
 from .delivery.request_times import RequestTimes
 
 
@@ -149,6 +150,8 @@ class RequestOutput(ReadLater):
     """Why the request was refused or failed, if it was."""
     metrics: RequestTimes | None = None
     """When it arrived, began and ended; None for one that was refused."""
+    lora_request: LoRARequest | None = None
+    """The adapter that was asked for."""
 
     def snapshot(self) -> RequestOutput:
         """A copy that stays as it is while this one grows. Takes the same time for any length."""
@@ -161,6 +164,7 @@ class RequestOutput(ReadLater):
             self.num_cached_tokens,
             self.error,
             self.metrics,
+            self.lora_request,
         )
         taken.read_later(prompt_token_ids=lambda: self.prompt_token_ids)
         return taken

@@ -8,12 +8,13 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from ostinato.engine.adapters.lora_modules import parsed_module
 from ostinato.graphs.errors import ConfigError
 from ostinato.models.default_model import DEFAULT_MODEL_NAME
 
@@ -67,6 +68,7 @@ class _Server:
             on_step=lambda: self._service.metrics.on_step(),
         )
         name = config.served_model_name or _model_name(engine_options.get("model"))
+        _refuse_own_name(name, engine_options.get("lora_modules") or ())
         self._service = Service(config, self._engine, name)
         room = room_for_connections(config.max_connections)
         if room < config.max_connections:
@@ -181,6 +183,11 @@ def _model_name(model: str | None) -> str:
     if path.is_file():
         return path.stem
     return path.resolve().name if path.is_dir() else model
+
+
+def _refuse_own_name(name: str, modules: Sequence[str]) -> None:
+    if name in [parsed_module(module)[0] for module in modules]:
+        raise ConfigError(f"lora_modules: {name!r} is the name of the model itself")
 
 
 def _loop_factory() -> Any:

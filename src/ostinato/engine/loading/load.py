@@ -104,7 +104,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
             memory.take_over_buffers(model)
         adapters = None
         if asked.serves_adapters:
-            slots, rank = asked.max_loras, asked.max_lora_rank
+            slots, rank = asked.adapter_slots, asked.max_lora_rank
             adapters = AdapterStacks(model, slots, rank, arenas("weights", config.device))
         eos = set(tokenizer.eos_token_ids) if tokenizer else set[int]()
         if tokenizer is None or asked.tokenizer is not None:

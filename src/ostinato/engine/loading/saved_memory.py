@@ -2,7 +2,7 @@
 
 | memory | tag | class | when it is back |
 |---|---|---|---|
-| parameters | weights | data | restored, or lost, as asked |
+| parameters, slots of adapters | weights | data | restored, or lost, as asked |
 | buffers of the model (rotary tables) | weights | once | restored, whatever was asked |
 | KV cache, page 0 included | kv_cache | scratch | zeros, as at the start; no request has pages then |
 | rows of requests (row 0), counts, templates, inputs, logits, states of sampling | graphs | once | restored |

@@ -11,6 +11,7 @@ from torch import Tensor
 from ostinato.models.transformer import Transformer
 
 from .borrowed_pages import BorrowedPages, relative_errors
+from .made_adapters import MadeAdapters
 from .made_requests import MadeRequest
 from .made_steps import MadeStep
 from .reference_model import ReferenceModel, exact_products
@@ -29,9 +30,16 @@ _ROUNDED_TOKENS = 256
 class ExpectedResults:
     """Hidden states, logits, keys and values of every token of the made requests."""
 
-    def __init__(self, model: Transformer, requests: Sequence[MadeRequest], pages: BorrowedPages) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        requests: Sequence[MadeRequest],
+        pages: BorrowedPages,
+        adapters: MadeAdapters | None = None,
+    ) -> None:
         """Compute; `pages` learn what belongs into them."""
-        self._reference = ReferenceModel(model)
+        self._reference = ReferenceModel(model, added=None if adapters is None else adapters.added)
+        of_each = None if adapters is None else [adapters.slot_of(request) for request in requests]
         self._has_logits = model.config.has_lm_head
         device = model.embed_tokens.weight.device
         slots = np.concatenate([request.slots(0, request.length) for request in requests])
@@ -41,7 +49,7 @@ class ExpectedResults:
             pages.expect(layer, places, keys, values)
 
         with exact_products():
-            self._hidden = self._reference.hidden_states(_histories(requests), keep)
+            self._hidden = self._reference.hidden_states(_histories(requests), keep, of_each)
         self._logits: dict[int, Tensor] = {}
 
     def hidden(self, step: MadeStep) -> Tensor:

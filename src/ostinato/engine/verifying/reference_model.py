@@ -27,6 +27,9 @@ _WORDS_AT_ONCE = 16384
 OnKV = Callable[[int, Tensor, Tensor], None]
 """Called with a layer and the keys (turned) and values of all tokens, float32 [T, Hkv, D]."""
 
+Added = Callable[[str, Tensor, Tensor], Tensor]
+"""Called with a layer's name, its input [T, in] and the slots [T] of its tokens: what to add, [T, out]."""
+
 
 @contextmanager
 def exact_products() -> Iterator[None]:
@@ -47,18 +50,31 @@ class ReferenceModel:
     computation in that type can avoid.
     """
 
-    def __init__(self, model: Transformer, rounded_to: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: Transformer, rounded_to: torch.dtype | None = None, added: Added | None = None
+    ) -> None:
+        """`added`: what adapters add to the products of linear layers."""
         self._model = model
+        self._added = added
+        self._slots: Tensor | None = None
         self._config = model.config
         self._rounded_to = rounded_to
 
-    def hidden_states(self, histories: Sequence[Sequence[int]], on_kv: OnKV | None = None) -> Tensor:
-        """float32 [T, H]: the normalised last hidden states of all tokens, one history behind the other."""
+    def hidden_states(
+        self,
+        histories: Sequence[Sequence[int]],
+        on_kv: OnKV | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """float32 [T, H]: the normalised last hidden states of all tokens, one history behind the other;
+        `slots`: of the adapter of each history."""
         model, config = self._model, self._config
         device = model.embed_tokens.weight.device
         lengths = [len(history) for history in histories]
         ids = torch.tensor([token for history in histories for token in history], device=device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        if slots is not None:
+            self._slots = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(device)
         x = self._rounded(model.embed_tokens.weight.index_select(0, ids).float())
         cos, sin = rotation(config.rope, config.head_dim, positions)
         for index, module in enumerate(model.layers):
@@ -92,8 +108,11 @@ class ReferenceModel:
         scale = (x.square().mean(-1, keepdim=True) + self._config.rms_norm_eps).sqrt()
         return self._rounded(x / scale * weight.float())
 
-    def _linear(self, x: Tensor, layer: Linear) -> Tensor:
+    def _linear(self, x: Tensor, layer: Linear, begin: int = 0) -> Tensor:
+        """Of tokens from `begin` on."""
         product = x @ layer.weight.float().T
+        if self._added is not None and self._slots is not None:
+            product = product + self._added(layer.name, x, self._slots[begin : begin + x.size(0)])
         return self._rounded(product if layer.bias is None else product + layer.bias.float())
 
     def _heads(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,10 +146,11 @@ class ReferenceModel:
     def _feed_forward(self, layer: Layer, x: Tensor) -> Tensor:
         normed = self._norm(x, layer.post_attention_layernorm.weight)
         outputs = []
-        for piece in normed.split(_TOKENS_AT_ONCE):
-            gate, up = self._linear(piece, layer.mlp.gate_up_proj).chunk(2, dim=-1)
+        for number, piece in enumerate(normed.split(_TOKENS_AT_ONCE)):
+            begin = number * _TOKENS_AT_ONCE
+            gate, up = self._linear(piece, layer.mlp.gate_up_proj, begin).chunk(2, dim=-1)
             inner = self._rounded(gate / (1 + torch.exp(-gate)) * up)
-            outputs.append(self._linear(inner, layer.mlp.down_proj))
+            outputs.append(self._linear(inner, layer.mlp.down_proj, begin))
         return torch.cat(outputs)
 
 

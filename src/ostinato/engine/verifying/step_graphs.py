@@ -10,6 +10,7 @@ import torch
 
 from ostinato.graphs import CapturedGraph
 from ostinato.kernels.constants import PAGE_SIZE
+from ostinato.kernels.lora import NO_ADAPTER
 
 from ..core import EngineCore
 from ..sampling_params import SamplingParams
@@ -18,6 +19,7 @@ from ..scheduling.scheduled_step import PageUpdate
 from ..token_ids import token_array
 from .borrowed_pages import BorrowedPages, relative_errors
 from .expected_results import ExpectedResults, logit_errors
+from .made_adapters import MadeAdapters
 from .made_requests import MadeRequest
 from .made_steps import MadeStep, Part, decode_steps, mixed_steps
 from .outcome import Check
@@ -46,6 +48,8 @@ class StepGraphs:
     expected: ExpectedResults
     tolerances: dict[str, float]
     generator: np.random.Generator
+    adapters: MadeAdapters | None = None
+    """What some of the requests have."""
     _launches: int = 0
 
     def check(self, graph: CapturedGraph, name: str) -> Iterator[Check]:
@@ -153,6 +157,9 @@ class StepGraphs:
             updates.append(PageUpdate(row, 0, np.array(pages)))
             runner.rows.write("lengths", row, part.start)
             runner.rows.write("last_tokens", row, int(part.request.tokens[part.start]))
+            if runner.adapters is not None:
+                slot = NO_ADAPTER if self.adapters is None else self.adapters.slot_of(part.request)
+                runner.rows.write("adapter_slots", row, slot)
             request.row = row
         runner.update_pages(updates)
         runner.rows.write_rows("prefix_lens", np.array(rows), step.shared_prefix)

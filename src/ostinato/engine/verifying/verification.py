@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import cache
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from ostinato.graphs import AddressError, CapturedGraph, ConfigError, CudaGraphR
 from ..core import EngineCore
 from .borrowed_pages import BorrowedPages, choose_pages
 from .expected_results import ExpectedResults, rounding_errors, tolerances
+from .made_adapters import MadeAdapters
 from .made_requests import Room, make_requests, num_pages_of
 from .outcome import Check, EngineVerification
 from .progress import VerifyProgress
@@ -84,20 +86,37 @@ def _verify(
         rounding = rounding_errors(model, requests, core.config.dtype)
         limits = tolerances(rounding, core.config.dtype)
         of_steps = StepGraphs(core, requests, pages, expected, limits, generator)
+        with_adapters = ExitStack()
+        stack.push(with_adapters)
         of_sampling = SamplingGraphs(core, generator) if sampler is not None else None
+
+        @cache
+        def of_adapted_steps() -> StepGraphs:
+            """From now on, pages are expected to hold what adapters make of them."""
+            assert runner.adapters is not None
+            rank = core.config.config.max_lora_rank
+            made = MadeAdapters(model, runner.adapters, rank, requests, seed)
+            with_adapters.enter_context(made.written())
+            adapted = ExpectedResults(model, requests, pages, made)
+            pages.write_all()
+            return StepGraphs(core, requests, pages, adapted, limits, generator, made)
+
+        def steps_of(graph: CapturedGraph) -> StepGraphs:
+            return of_adapted_steps() if graph.descriptor.lora else of_steps
 
         def check(name: str, graph: CapturedGraph) -> Iterator[Check]:
             if runner.rows.scatter.graphs.get(graph.key) is graph:
                 return check_row_graph(runner.rows, graph, name, generator)
             if runner.graphs.graphs.get(graph.key) is graph:
-                return of_steps.check(graph, name)
+                return steps_of(graph).check(graph, name)
             assert sampler is not None
             assert of_sampling is not None
             kinds = sampler.graphs.items()
             [kind] = [kind for kind, owner in kinds if owner.graphs.get(graph.key) is graph]
             return of_sampling.check(kind, graph, name)
 
-        for name, graph in graphs.items():
+        # Those with adapters last: what belongs into the pages is another thing for them.
+        for name, graph in sorted(graphs.items(), key=lambda each: each[1].descriptor.lora):
             bar.start(name)
             try:
                 checks += list(check(name, graph))

@@ -95,6 +95,7 @@ class LLMEngine:
             raise TypeError(f"params must be SamplingParams or PoolingParams, not {params!r}")
         with HeldSignals(), engine.turn:
             output = engine.add(prompt, params, request_id, engine.version_of(lora_request))
+            output.lora_request = lora_request
             self._watched[output.request_id] = _Watched(output, OutputStream(params))
         if arrival_time is not None and output.metrics is not None:
             output.metrics.arrival_time = arrival_time

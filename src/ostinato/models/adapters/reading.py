@@ -56,7 +56,7 @@ class AdapterReader:
 
     def read(self, path: str | Path) -> Adapter:
         """The adapter in a directory; AdapterError if there is none, or if it does not fit."""
-        directory = Path(path).expanduser()
+        directory = _located(str(path))
         config = PeftConfig.load(directory)
         with closing(_stored(directory)) as stored:
             return self._made(config, stored, str(directory))
@@ -157,6 +157,22 @@ def adaptable(model: Transformer) -> dict[str, Linear]:
     """The linear layers that an adapter can change, by name."""
     modules = model.layers.named_modules(prefix="layers")
     return {name: module for name, module in modules if isinstance(module, Linear)}
+
+
+def _located(name: str) -> Path:
+    """A directory of this machine, or a repository of the hub."""
+    path = Path(name).expanduser()
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=["adapter_*"]))
+    except Exception as error:  # whatever the network and the hub come up with
+        raise AdapterError(
+            f"{name!r} is no directory on this machine and could not be fetched from the hub: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _short(name: str) -> str:

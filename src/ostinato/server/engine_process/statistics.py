@@ -62,7 +62,7 @@ class StatisticsTaker:
             memory_bytes=_taken(llm.memory_report()),
             page_size=pages.page_size,
             device_bytes=_device_bytes(core.config.device),
-            max_adapters=core.config.config.max_loras if core.adapters is not None else 0,
+            max_adapters=core.config.config.adapter_slots if core.adapters is not None else 0,
             running_adapters=_adapters_of(scheduler.running),
             waiting_adapters=_adapters_of([*scheduler.waiting, *scheduler.line.waiting]),
         )

@@ -161,12 +161,8 @@ def _failed(service: Service, error: ApiError) -> Response:
 
 
 def _listed(service: Service) -> dict[str, Any]:
-    return {
-        name: {
-            "lora_id": str(each.id),
-            "lora_name": name,
-            "lora_path": each.path or "__tensor__",
-            "pinned": each.pinned,
-        }
-        for name, each in service.serving().adapters.items()
-    }
+    found = {}
+    for name, each in service.serving().adapters.items():
+        path = each.path or "__tensor__"
+        found[name] = {"lora_id": str(each.id), "lora_name": name, "lora_path": path, "pinned": each.pinned}
+    return found
