@@ -223,10 +223,13 @@ def test_a_scaler_follows_overflows_on_the_device(device):
     def scaler():
         return torch.amp.GradScaler(device.type, init_scale=2.0**127, growth_interval=3)
 
+    def large(logits, targets):
+        return cross_entropy(logits, targets) * 4096
+
     ours, theirs = twins(make_model(device))
     batches = make_batches(device, [8] * 20)
     scalers = scaler(), scaler()
-    step = captured(ours, optimizer_of("adamw", ours, device), scaler=scalers[0], clip_norm=1.0)
+    step = captured(ours, optimizer_of("adamw", ours, device), large, scaler=scalers[0], clip_norm=1.0)
     losses = [float(step(*batch)) for batch in batches]
     eager = train_eagerly(
         theirs,
@@ -234,6 +237,7 @@ def test_a_scaler_follows_overflows_on_the_device(device):
         batches,
         scaler=scalers[1],
         clip_norm=1.0,
+        loss_fn=large,
     )
     assert_same(device, losses, eager, ours, theirs)
     assert scalers[0].state_dict() == scalers[1].state_dict()
@@ -450,8 +454,8 @@ def test_padding_is_left_out_of_the_loss_or_nothing_is_padded(device, name):
     for length in (8, 8, 4, 5, 3):
         inputs, targets = one_batch(device, length)
         mask = {"mask": torch.ones_like(inputs)} if name == "asks for a mask" else {}
-        expected = loss_fn(model(inputs), targets, **mask).mean()
-        assert float(step(inputs, targets)) == pytest.approx(expected.item(), rel=1e-5)
+        expected = loss_fn(model(inputs), targets, **mask).mean().item()
+        assert float(step(inputs, targets)) == pytest.approx(expected, rel=1e-5)
     assert replays(step) == (4 if is_padded else 2)
     assert reasons(step) == ({} if is_padded else {"padding-disabled": 2})
 
@@ -565,8 +569,8 @@ def test_inputs_may_be_trees(device):
     for length in (8, 5, 3):
         inputs, targets = one_batch(device, length)
         given = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
-        expected = cross_entropy(model(**given), targets)
-        assert float(step(given, targets)) == pytest.approx(expected.item(), rel=1e-5)
+        expected = cross_entropy(model(**given), targets).item()
+        assert float(step(given, targets)) == pytest.approx(expected, rel=1e-5)
     assert replays(step) == 2
     with pytest.raises(BatchError, match="lengths"):
         step({"input_ids": inputs, "attention_mask": torch.ones_like(inputs)[:, :1]}, targets)

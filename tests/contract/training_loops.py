@@ -99,6 +99,7 @@ def train_eagerly(
     autocast: torch.dtype | None = None,
     scaler: Any = None,
     last_accumulates: int | None = None,
+    loss_fn: Any = None,
 ) -> list[float]:
     """The usual loop. `last_accumulates`: how many micro-batches the last update is of."""
     losses = []
@@ -108,7 +109,7 @@ def train_eagerly(
         left = len(batches) - number + number % accumulate
         size = min(accumulate, left)
         with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-            loss = cross_entropy(model(inputs), targets)
+            loss = (loss_fn or cross_entropy)(model(inputs), targets)
         losses.append(loss.item())
         share = loss / size
         (share if scaler is None else scaler.scale(share)).backward()

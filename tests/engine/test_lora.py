@@ -46,6 +46,7 @@ def llm(engine: LLM) -> Iterator[LLM]:
     """The shared engine, without adapters at the beginning and without a trace at the end."""
     yield engine
     core = engine.engine.core
+    core.settle()  # a step ahead may be under way, for nobody
     assert not core.has_work
     core.scheduler.check_integrity()
     for lora_id in engine.list_loras():

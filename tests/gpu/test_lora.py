@@ -21,6 +21,7 @@ OPTIONS = {
     "max_running_requests": 64,
     "cuda_graph_bs": (1, 4, 16, 64),
     "cuda_graph_prefill_tokens": (64, 512),
+    "chunked_prefill_size": 512,
     "progress": False,
 }
 

@@ -7,6 +7,7 @@ import torch
 
 from contract.test_training import *  # noqa: F403
 from contract.training_loops import captured, make_batches, make_model, replays, train_eagerly, twins
+from ostinato.graphs import CaptureError
 
 
 def falling(i):
@@ -32,6 +33,20 @@ def test_a_replay_reads_nothing_back(device):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert replays(step) == 5
+
+
+def test_a_loss_that_is_still_held_is_named_and_training_goes_on(device):
+    """Autograd has tied gradients to the default stream as long as its graph lives."""
+    model = make_model(device)
+    step = captured(model, torch.optim.AdamW(model.parameters()))
+    batches = make_batches(device, [8] * 4)
+    held = model(batches[0][0]).sum()
+    with pytest.raises(CaptureError, match="still held"):
+        step(*batches[0])
+    del held
+    for batch in batches[1:]:
+        step(*batch)
+    assert replays(step) == 2
 
 
 def test_bf16_is_within_the_noise_of_two_eager_runs(device):

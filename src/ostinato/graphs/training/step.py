@@ -17,7 +17,7 @@ from ..dispatching.dispatch import Dispatcher, Reason
 from ..dispatching.keys import GraphKey
 from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
-from ..errors import ConfigError
+from ..errors import CaptureError, ConfigError
 from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..report import Report
@@ -351,7 +351,7 @@ class TrainStep:
             with draws_are_kept(), self._optimizer.undone_in_python():
                 for entry in self._entries:
                     if not entry.runner.graphs and not entry.runner.failures:
-                        entry.runner.capture()
+                        _capture(entry.runner)
         finally:
             self._update.hold(False)
             self._gradients.is_trial = False
@@ -359,3 +359,15 @@ class TrainStep:
             release_unused()
         self._places.note()
         self._baked = self._surroundings()
+
+
+def _capture(runner: CudaGraphRunner) -> None:
+    try:
+        runner.capture()
+    except CaptureError as error:
+        if "legacy stream" not in str(error):
+            raise
+        raise CaptureError(
+            "a result of the model from before is still held with its autograd graph (a loss, say), and ties "
+            "gradients to the default stream: keep its .detach() or .item(), delete it, and go on"
+        ) from error

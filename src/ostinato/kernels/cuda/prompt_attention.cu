@@ -232,7 +232,7 @@ struct Team {
       now = fmaxf(now, __shfl_xor_sync(kAll, now, 1));
       now = fmaxf(now, __shfl_xor_sync(kAll, now, 2));
       base[half] = now == nothing() ? 0.f : __fmul_rn(now, scale);
-      factor[half] = exp2_of(__fmaf_rn(most[half], scale, -base[half]));
+      factor[half] = exp2_of(__fmul_rn(most[half], scale) - base[half]);  // exactly 1 where nothing has changed
       most[half] = now;
       total[half] = __fmul_rn(total[half], factor[half]);
     }
