@@ -194,6 +194,8 @@ def test_what_is_malformed_or_hostile_changes_nothing(
         ("/start_draft_weight_update", {}),
         ("/get_weights_by_name", {"name": "no.such.weight"}),
         ("/weights_checker", {"action": "break"}),
+        ("/weights_checker", {"": 1}),
+        ("/weights_checker", {"body": 1}),
         ("/collective_rpc", {"method": "_link"}),
         ("/collective_rpc", {"method": "no_such_method"}),
         ("/collective_rpc", {"method": "add_lora", "args": [1]}),

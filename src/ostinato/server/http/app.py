@@ -130,7 +130,8 @@ def _first_problem(problems: Any) -> ApiError:
         return ApiError(400, f"the body is not JSON: {problem['ctx']['error']}", code="invalid_json")
     where = ".".join(path) or "the body"
     if problem["type"] == "extra_forbidden":
-        why = REFUSALS.get(path[-1], "there is no such field, or not in this server")
+        where = ".".join(path) or repr(last)
+        why = REFUSALS.get(last, "there is no such field, or not in this server")
         return ApiError(400, f"{where} is not supported: {why}", param=where, code="unsupported_field")
     said = problem["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{where}: {said}", param=path[0] if path else None, code="invalid_value")
