@@ -45,7 +45,12 @@ def trainer(by_twos, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train
 
 @pytest.fixture(autouse=True)
 def left_as_it_was(server: ServerProcess, model: Path) -> Iterator[None]:
+    reset(server, model)
     yield
+    reset(server, model)
+
+
+def reset(server: ServerProcess, model: Path) -> None:
     body = {"model_path": str(model), "weight_version": "0"}
     assert server.post("/update_weights_from_disk", body).json()["success"]
     assert said(server) == BY_ONE
