@@ -133,15 +133,9 @@ def _first_problem(problems: Any) -> ApiError:
         return ApiError(400, f"the body is not JSON: {problem['ctx']['error']}", code="invalid_json")
     where = ".".join(path) or "the body"
     if problem["type"] == "extra_forbidden":
-<<<<<<< HEAD
         why = REFUSALS.get(last, "there is no such field, or not in this server")
         named = where if last else "a field without a name"
         return ApiError(400, f"{named} is not supported: {why}", param=where, code="unsupported_field")
-=======
-        where = ".".join(path) or repr(last)
-        why = REFUSALS.get(last, "there is no such field, or not in this server")
-        return ApiError(400, f"{where} is not supported: {why}", param=where, code="unsupported_field")
->>>>>>> w-weights
     said = problem["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{where}: {said}", param=path[0] if path else None, code="invalid_value")
 
