@@ -200,6 +200,8 @@ def test_what_is_malformed_or_hostile_changes_nothing(
         ("/get_weights_by_name", {"name": "no.such.weight"}),
         ("/weights_checker", {"action": "break"}),
         ("/weights_checker", {"": 1}),
+        ("/collective_rpc", {"method": "check_health", "args": [2**70]}),
+        ("/get_weights_by_name", {"name": HEAD, "truncate_size": 2**70}),
         ("/weights_checker", {"body": 1}),
         ("/collective_rpc", {"method": "_link"}),
         ("/collective_rpc", {"method": "no_such_method"}),

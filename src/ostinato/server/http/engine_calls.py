@@ -25,5 +25,7 @@ async def engine_call(service: Service, name: str, **payload: Any) -> Any:
         if error.fault is Fault.MEMORY:
             raise unavailable(str(error)) from error
         raise ApiError(_STATUS[error.fault], str(error)) from error
+    except OverflowError as error:
+        raise ApiError(400, "a number in the body is too large", code="invalid_value") from error
     except EngineGone as error:
         raise unavailable(str(error)) from error
