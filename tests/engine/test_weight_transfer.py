@@ -257,7 +257,7 @@ def test_a_pickle_that_names_anything_else_is_not_run(llm: LLM, first, tmp_path:
         b"\x80\x04cposix\nsystem\nX\x04\x00\x00\x00true\x85R.",
         b"cos\nsystem\n(S'true'\ntR.",
         # Attributes of a class: harmless names, put to another use.
-        b"\x80\x04ctorch\nTensor\n}\x8c\x05copy_ctorch\nSize\ns\x85b.",
+        b"\x80\x04ctorch.storage\nTypedStorage\nN}\x8c\x07hostilectorch\nSize\ns\x86b.",
         # A memo of 2**32 entries takes all memory there is.
         b"\x80\x02Nr\xff\xff\xff\xff.",
         b"",
@@ -270,7 +270,7 @@ def test_a_pickle_that_names_anything_else_is_not_run(llm: LLM, first, tmp_path:
             with pytest.raises(TransferError):
                 done_here(llm.trainer_link.update_from_tensors([payload], load_format, None))
     assert not file.exists()
-    assert torch.Tensor.copy_ is not torch.Size
+    assert not hasattr(torch.storage.TypedStorage, "hostile")
     for payloads in ([], ["!!!"], [1], "text", [serialized([]), serialized([])]):
         with pytest.raises(TransferError):
             done_here(llm.trainer_link.update_from_tensors(payloads, None, None))

@@ -45,7 +45,12 @@ def trainer(by_twos, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train
 
 @pytest.fixture(autouse=True)
 def left_as_it_was(server: ServerProcess, model: Path) -> Iterator[None]:
+    reset(server, model)
     yield
+    reset(server, model)
+
+
+def reset(server: ServerProcess, model: Path) -> None:
     body = {"model_path": str(model), "weight_version": "0"}
     assert server.post("/update_weights_from_disk", body).json()["success"]
     assert said(server) == BY_ONE
@@ -194,6 +199,8 @@ def test_what_is_malformed_or_hostile_changes_nothing(
         ("/start_draft_weight_update", {}),
         ("/get_weights_by_name", {"name": "no.such.weight"}),
         ("/weights_checker", {"action": "break"}),
+        ("/weights_checker", {"": 1}),
+        ("/weights_checker", {"body": 1}),
         ("/collective_rpc", {"method": "_link"}),
         ("/collective_rpc", {"method": "no_such_method"}),
         ("/collective_rpc", {"method": "add_lora", "args": [1]}),

@@ -84,7 +84,8 @@ def _add_sglang(routes: APIRouter, service: Service) -> None:
             version=body.weight_version,
         )
 
-    @routes.post("/init_weights_update_group", responses=answers())
+    # Not in the document: whoever tries it out by generated requests waits for trainers that do not exist.
+    @routes.post("/init_weights_update_group", include_in_schema=False)
     async def init_weights_update_group(body: GroupMeeting) -> Response:
         """Meet the client in a process group."""
         call = engine_call(
@@ -139,7 +140,7 @@ def _add_sglang(routes: APIRouter, service: Service) -> None:
 
 
 def _add_vllm(routes: APIRouter, service: Service) -> None:
-    @routes.post("/init_weight_transfer_engine", responses=answers())
+    @routes.post("/init_weight_transfer_engine", include_in_schema=False)
     async def init_weight_transfer_engine(body: TransferInit) -> Response:
         """Agree how weights come: through a group that meets at an address, or by handles of memory."""
         await engine_call(service, "init_weight_transfer", init_info=body.init_info)
