@@ -122,6 +122,28 @@ def test_whoever_comes_while_others_are_waited_for_waits_for_the_end_of_the_paus
     run(talk())
 
 
+def test_verls_step(served, llm):
+    async def talk() -> None:
+        one = served.generate(PROMPTS[0], LONG, request_id="one")
+        await anext(one)
+        with pytest.raises(TimeoutError):
+            await served.wait_for_requests_to_drain(drain_timeout=0.001)
+        await served.pause_generation(wait_for_inflight_requests=False, clear_cache=True)
+        await served.wait_for_requests_to_drain()
+        assert [output async for output in one][-1].outputs[0].finish_reason == "abort"
+        await served.resume_generation()
+        await served.sleep(level=1)
+        await served.wake_up(["weights"])
+        await served.wake_up(["kv_cache"])
+        assert await served.reset_prefix_cache(reset_connector=True)
+        await served.reset_mm_cache()
+        await served.reset_encoder_cache()
+        outputs = [output async for output in served.generate(PROMPTS[0], GREEDY)]
+        assert len(outputs[-1].outputs[0].token_ids) == 8
+
+    run(talk())
+
+
 def test_one_that_is_waited_for_can_be_aborted_and_a_wait_that_somebody_ends_says_so(served, llm):
     async def talk() -> None:
         one = served.generate(PROMPTS[0], LONG, request_id="one")

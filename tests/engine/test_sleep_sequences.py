@@ -326,4 +326,4 @@ def test_any_sequence(machine: type[AnySequence]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_sequences(machine: type[AnySequence]) -> None:
-    checked(machine, 400)
+    checked(machine, 150)

@@ -279,6 +279,12 @@ class AsyncLLM(AsyncTrainerServices):
         """As `LLM.is_paused`."""
         return await self._call(lambda engine: engine.core.is_paused)
 
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Wait until no request is unfinished; whoever comes meanwhile is waited for too. TimeoutError."""
+        async with asyncio.timeout(drain_timeout):
+            while await self._call(lambda engine: engine.has_work):
+                await asyncio.sleep(0.001)
+
     async def _drained(self, mode: str) -> str:
         """Wait for requests under way, if that is the mode, while others are held and any may be aborted;
         what is left to be done with requests."""
