@@ -21,6 +21,7 @@ OPTIONS = {
     "max_running_requests": 64,
     "cuda_graph_bs": (1, 4, 16, 64),
     "cuda_graph_prefill_tokens": (64, 512),
+    "chunked_prefill_size": 512,
     "progress": False,
 }
 
@@ -35,7 +36,7 @@ def _write(llm: LLM, directory: Path, seed: int, rank: int) -> dict[str, torch.T
         for layer, num_rows in zip(model.config.family.tensors.of(name), rows, strict=True):
             inner = linear.weight.size(1)
             a = torch.randn(rank, inner, generator=generator, device="cuda") * inner**-0.5
-            b = torch.randn(num_rows, rank, generator=generator, device="cuda") * 0.2
+            b = torch.randn(num_rows, rank, generator=generator, device="cuda") * 0.05
             tensors[f"base_model.model.{layer}.lora_A.weight"] = a.cpu()
             tensors[f"base_model.model.{layer}.lora_B.weight"] = b.cpu()
             deltas[f"{layer}.weight"] = 2 * b @ a
