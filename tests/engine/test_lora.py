@@ -74,8 +74,7 @@ def test_mixed_batches_answer_as_the_merged_models(world: LoraWorld, mode: str) 
     ]
     numbers: list[int | None] = [0, None, 1, 2, 0, 1, None, 2]
     with LLM(world.base.directory, cuda_graph_mode=mode, **{**SMALL, "num_pages": 12}) as llm:
-        world.check(llm, prompts, numbers, 24)
-        outputs = world.check(llm, prompts, numbers, 24)
+        outputs = world.check(llm, prompts, numbers, 20)
         scheduler = llm.engine.core.scheduler
         assert scheduler.num_preemptions, "the pages were not scarce"
         assert any(output.num_cached_tokens for output in outputs)
@@ -453,6 +452,28 @@ def test_adapters_are_there_after_sleep(world: LoraWorld, level: int) -> None:
             llm.update_weights(world.base.directory)
         world.check(llm, prompts, [None, 0, 1])
         world.check(llm, prompts, [2, 0, 3])
+
+
+def test_a_steady_step_sends_nothing(world: LoraWorld, llm: LLM, monkeypatch: Any) -> None:
+    runner, stepwise = llm.engine.core.runner, llm.llm_engine
+    for number, prompt in enumerate(prompts_of([3, 4, 5])):
+        params = SamplingParams(temperature=0, max_tokens=11)
+        stepwise.add_request(str(number), prompt, params, lora_request=world.asked((0, None, 1)[number]))
+    running = llm.engine.core.scheduler.running
+    while len(running) < 3 or any(request.num_output_tokens < 2 for request in running):
+        stepwise.step()
+    sent: list[Any] = []
+    assert runner.adapters is not None
+    monkeypatch.setattr(runner.rows.scatter, "run", lambda *given: sent.append(given))
+    monkeypatch.setattr(runner.adapters, "write", lambda *given: sent.append(given))
+    before = lora_replays(llm)[True]
+    for _ in range(5):
+        stepwise.step()
+    assert lora_replays(llm)[True] == before + 5
+    assert not sent
+    monkeypatch.undo()
+    while stepwise.has_unfinished_requests():
+        stepwise.step()
 
 
 def test_verify_finds_graphs_that_mix_adapters_up(world: LoraWorld, llm: LLM, monkeypatch: Any) -> None:

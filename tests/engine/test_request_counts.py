@@ -9,8 +9,8 @@ from ostinato.engine.scheduling.request import RequestStatus
 
 def test_a_grammar_that_takes_long_makes_no_one_elses_wait_longer() -> None:
     counts = RequestCounts()
-    parked = SimpleNamespace(grammar=object(), status=RequestStatus.WAITING)
-    plain = SimpleNamespace(grammar=None, status=RequestStatus.RUNNING)
+    parked = SimpleNamespace(adapter=None, grammar=object(), status=RequestStatus.WAITING)
+    plain = SimpleNamespace(adapter=None, grammar=None, status=RequestStatus.RUNNING)
     times = {"parked": RequestTimes(queued_ts=1.0), "plain": RequestTimes(queued_ts=2.0)}
     counts.queued(parked, times["parked"])
     counts.queued(plain, times["plain"])
