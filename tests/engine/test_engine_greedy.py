@@ -73,6 +73,7 @@ def assert_right_and_replayed(
 
 def assert_all_back(llm: LLM) -> None:
     scheduler = llm.engine.core.scheduler
+    llm.engine.core.settle()  # a step ahead may be under way, for nobody
     assert not scheduler.has_work
     assert not llm.engine.has_work
     scheduler.check_integrity()

@@ -123,7 +123,7 @@ def test_replays_in_a_graph_give_the_same_bits(device, lengths):
         graph.replay()
         for out, want in zip(outs, wanted, strict=True):
             assert torch.equal(out, want)
-    assert not any(cuda_decode._counters(layer.case.k_cache).any() for layer in layers)
+    assert not any(cuda_decode.counters_of(layer.case.k_cache).any() for layer in layers)
 
 
 @pytest.mark.parametrize("num_tokens", [4, 24, 64, 200])

@@ -166,7 +166,8 @@ def test_the_runtime_keeps_its_graphs_through_a_pause(saver, device, mode):
     )
     runner.capture(progress=False)
     assert saver.kind_of(buffers.arena) == ("graphs", Content.ONCE)
-    assert saver.bytes()["graphs"][Content.SCRATCH].mapped >= pool.bytes > 0
+    # Results of one piece that the next one reads are in memory of their own.
+    assert sum(held.mapped for held in saver.bytes()["graphs"].values()) >= pool.bytes > 0
     batches = [{"x": randn(n, WIDTH, device=device, seed=n)} for n in (1, 3, 8, 5)]
     wanted = [runner.run(batch).clone() for batch in batches]
     graphs = dict(runner.graphs)
