@@ -9,7 +9,7 @@ import torch
 from models.arena import Arena
 from ostinato.engine import text_engine
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .conftest import prompts_of
 from .test_engine_greedy import SMALL

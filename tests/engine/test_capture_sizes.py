@@ -8,7 +8,7 @@ import torch
 
 from ostinato.engine.config import EngineConfig, ResolvedConfig
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.graphs import ConfigError, Ladder
 
 from .conftest import TinyModel, prompts_of

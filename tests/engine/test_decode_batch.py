@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from engine.test_scheduler import Engine
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.scheduling.decode_batch import DecodeBatch
 from ostinato.engine.scheduling.request import FinishReason, IntArray
 from ostinato.engine.scheduling.scheduled_step import ScheduledStep

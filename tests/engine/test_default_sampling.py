@@ -12,7 +12,7 @@ from ostinato import AsyncLLM, ConfigError, EngineConfig
 from ostinato.engine.llm import LLM
 from ostinato.engine.loading.default_sampling import default_sampling
 from ostinato.engine.loading.load import ModelLoadError
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.models.default_model import DEFAULT_MODEL_SAMPLING
 
 from .conftest import TinyModel

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 
 from .conftest import TinyModel, prompts_of
 from .expected_steps import Setup, service_of

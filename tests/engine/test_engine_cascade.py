@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.stepping import shared_prefix
 from ostinato.graphs import GraphKey
 

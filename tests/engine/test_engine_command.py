@@ -11,7 +11,7 @@ from ostinato.cli.dataclass_flags import flags_of
 from ostinato.cli.generate import NO_FLAGS
 from ostinato.cli.main import app
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .conftest import TinyModel
 
@@ -27,7 +27,7 @@ SMALL = [
     "--enable-cudagraph-gc",
 ]
 
-SAMPLING_FIELDS = ("engine/sampling_params.py", "SamplingParams")
+SAMPLING_FIELDS = ("engine/parameters/sampling_params.py", "SamplingParams")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 
 from .conftest import TINY, TinyModel, prompts_of
 from .expected_steps import Setup, sampling_of, service_of

@@ -12,7 +12,7 @@ import pytest
 
 from models.small_models import FAMILIES, saved_model
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .conftest import TinyModel, prompts_of
 from .expected_steps import Setup, computed_tokens, sampling_of, service_of

@@ -11,7 +11,7 @@ import torch
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import Logprob, RequestOutput
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .expected_steps import Setup, sampling_of, service_of
 from .greedy_reference import TIE, assert_greedy

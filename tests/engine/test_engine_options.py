@@ -6,7 +6,7 @@ import pytest
 
 from ostinato.engine.config import EngineConfig
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.graphs import ConfigError, GraphMode
 
 from .conftest import TinyModel, prompts_of

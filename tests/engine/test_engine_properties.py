@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .conftest import TinyModel, prompts_of
 from .expected_steps import Setup, computed_tokens, sampling_of, service_of

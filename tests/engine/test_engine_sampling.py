@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .conftest import TinyModel, prompts_of
 from .test_engine_greedy import SMALL, assert_all_back

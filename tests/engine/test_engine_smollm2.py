@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.models.cache_folder import cache_folder
 
 from .expected_steps import Setup, sampling_of, service_of

@@ -10,7 +10,7 @@ import pytest
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 
 from .conftest import TinyModel, prompts_of
 from .expected_steps import service_of

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.decode_batch import DecodeBatch
 from ostinato.text.errors import GrammarError
 from ostinato.text.structured import StructuredOutputs

@@ -12,7 +12,7 @@ import pytest
 from ostinato.engine.async_llm import AsyncLLM
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.text.tokenizer import Tokenizer
 
 from .conftest import TinyModel

@@ -15,7 +15,7 @@ import torch
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
-from ostinato.engine.sampling_params import SamplingParams, StructuredOutputs
+from ostinato.engine.parameters.sampling_params import SamplingParams, StructuredOutputs
 from ostinato.engine.stepping.device_rows import RESERVED_CELLS, DeviceRows
 
 from .conftest import TinyModel, prompts_of, write_byte_tokenizer

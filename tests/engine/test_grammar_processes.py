@@ -16,7 +16,7 @@ from grammars.hostile import NEVER_MASKS, never_compiles
 from grammars.processes import grammar_processes, is_alive, nurseries
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.engine.text_engine import TextEngine
 from ostinato.text.structured import StructuredOutputs
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ostinato.engine.async_llm import AsyncLLM
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 
 from .conftest import TinyModel, prompts_of
 from .test_engine_async import is_forgotten

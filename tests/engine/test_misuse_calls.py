@@ -17,7 +17,7 @@ import pytest
 from ostinato.engine.async_llm import AsyncLLM
 from ostinato.engine.delivery.completion_text import CompletionText
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 
 from .conftest import TinyModel, prompts_of
 from .test_engine_greedy import GREEDY, SMALL, TOKENS, assert_all_back

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .conftest import TinyModel, prompts_of
 from .test_engine_greedy import GREEDY, SMALL

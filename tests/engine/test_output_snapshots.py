@@ -10,7 +10,7 @@ import pytest
 from ostinato.engine.delivery import completion_text
 from ostinato.engine.delivery.completion_text import CompletionText
 from ostinato.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.server.openai.completion import Completion
 from text.small_tokenizers import small_tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ostinato import LLM, AsyncLLM, SamplingParams
-from ostinato.engine.sampling_params import RequestError
+from ostinato.engine.parameters.sampling_params import RequestError
 from ostinato.engine.sleeping.sleeper import EngineAsleepError
 
 from .conftest import TinyModel, prompts_of

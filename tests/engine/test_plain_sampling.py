@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
+from ostinato.engine.parameters.sampling_params import SamplingParams, StructuredOutputs
 from ostinato.engine.sampling.kinds import Kind
-from ostinato.engine.sampling_params import SamplingParams, StructuredOutputs
 from ostinato.engine.scheduling.request import Request
 from ostinato.engine.stepping import flight
 from ostinato.engine.stepping.token_return import Amendment, Launched, Sampled, TokenReturn

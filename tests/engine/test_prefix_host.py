@@ -16,7 +16,7 @@ import torch
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 SHORT, LONG, NEW = 1024, 32768, 16
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

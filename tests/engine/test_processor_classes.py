@@ -14,9 +14,9 @@ from ostinato.v1.sample.logits_processor.builtin import process_dict_updates
 from torch import Tensor
 
 from ostinato import LLM, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError
 from ostinato.engine.sampling.processor_batch import ProcessorBatch
 from ostinato.engine.sampling.processor_protocol import MoveDirectionality
-from ostinato.engine.sampling_params import RequestError
 from ostinato.engine.scheduling.request import Request
 from ostinato.graphs import ConfigError
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ostinato.engine.async_llm import AsyncLLM
-from ostinato.engine.bad_words import token_sequences
 from ostinato.engine.delivery.output_stream import OutputStream
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import CompletionOutput, RequestOutput
-from ostinato.engine.sampling_params import RequestError, RequestOutputKind, SamplingParams
+from ostinato.engine.parameters.bad_words import token_sequences
+from ostinato.engine.parameters.sampling_params import RequestError, RequestOutputKind, SamplingParams
 
 from .conftest import TINY, TinyModel, prompts_of
 

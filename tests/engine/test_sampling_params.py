@@ -10,7 +10,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from ostinato.engine.sampling_params import (
+from ostinato.engine.parameters.sampling_params import (
     BeamSearchParams,
     GuidedDecodingParams,
     RequestError,

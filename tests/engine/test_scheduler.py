@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ostinato.cache.pages import PageAllocator
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.scheduling.request import FinishReason, Request, RequestError, RequestStatus
 from ostinato.engine.scheduling.scheduled_step import PLACEHOLDER, CompletedStep, ScheduledStep
 from ostinato.engine.scheduling.scheduler import Scheduler

@@ -7,7 +7,7 @@ import pytest
 
 from engine.test_decode_batch import do_something
 from engine.test_scheduler import Engine
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.scheduling.request import Request
 from ostinato.engine.scheduling.request_pages import RequestPages
 from ostinato.engine.scheduling.scheduled_step import ScheduledStep

@@ -13,7 +13,7 @@ from memory.test_cpu import failing, resident_bytes
 from ostinato.engine.async_llm import AsyncLLM
 from ostinato.engine.llm import LLM
 from ostinato.engine.loading.saved_memory import SavedMemory
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.engine.sleeping.sleeper import EngineAsleepError
 from ostinato.graphs import ConfigError
 from ostinato.memory import Content, SaverMemoryError

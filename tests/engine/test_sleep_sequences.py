@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from memory.test_cpu import failing
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.scheduling.request import Request
 from ostinato.engine.sleeping.sleeper import EngineAsleepError
 from ostinato.memory import TAGS, SaverMemoryError

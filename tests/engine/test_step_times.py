@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.stepping.times import StepClock
 
 from .conftest import TinyModel, prompts_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import RequestError, SamplingParams, StructuredOutputsParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams, StructuredOutputsParams
 from ostinato.engine.scheduling.request import Request, RequestRows
 from ostinato.engine.scheduling.token_rules import rules_of
 

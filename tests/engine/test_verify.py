@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ostinato.cli.main import app
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.stepping.device_rows import DeviceRows
 from ostinato.engine.stepping.row_fields import row_fields
 from ostinato.engine.verifying import expected_results

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.request import Request
 from ostinato.engine.scheduling.scheduled_step import ScheduledStep
 from ostinato.engine.scheduling.scheduler import Scheduler

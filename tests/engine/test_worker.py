@@ -12,7 +12,7 @@ from ostinato.distributed.utils import StatelessProcessGroup
 from engine.conftest import TinyModel, prompts_of
 from engine.trainer_process import free_port
 from ostinato import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
-from ostinato.engine.sampling_params import RequestError
+from ostinato.engine.parameters.sampling_params import RequestError
 from ostinato.graphs import ConfigError
 from ostinato.models.errors import WeightsError
 

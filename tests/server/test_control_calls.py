@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from ostinato.engine.sampling_params import RequestError
+from ostinato.engine.parameters.sampling_params import RequestError
 from ostinato.engine.sleeping.sleeper import EngineAsleepError
 from ostinato.memory import SaverMemoryError
 from ostinato.models.errors import WeightsError

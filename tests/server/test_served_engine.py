@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.server.engine_process.served_engine import ServedEngine
 from ostinato.server.wire.messages import Embed, Generate, News
 

@@ -16,10 +16,10 @@ from .model_argument import ModelArgument, with_model
 
 if TYPE_CHECKING:
     from ostinato.engine.llm import LLM
-    from ostinato.engine.sampling_params import SamplingParams
+    from ostinato.engine.parameters.sampling_params import SamplingParams
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
-SAMPLING = flags_of("engine/sampling_params.py", "SamplingParams")
+SAMPLING = flags_of("engine/parameters/sampling_params.py", "SamplingParams")
 # Not about one text on a terminal, or nothing that can be typed.
 NO_FLAGS = {
     *("structured_outputs", "logits_processors", "extra_args", "output_kind", "stream_interval"),
@@ -75,7 +75,7 @@ def chat(
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer. What is not said about
     sampling is the model's own (--generation-config); max-tokens is 1024 unless somebody says."""
-    from ostinato.engine.sampling_params import RequestError
+    from ostinato.engine.parameters.sampling_params import RequestError
 
     first = [{"role": "system", "content": system}] if system else []
     turns: list[dict[str, str]] = []
@@ -102,7 +102,7 @@ def _params(
 ) -> SamplingParams:
     """What was asked for, before what the command does `always`, before what the model's files say, before
     what it does `otherwise`. Unless asked for more, an answer leaves half of the context to the prompt."""
-    from ostinato.engine.sampling_params import SamplingParams
+    from ostinato.engine.parameters.sampling_params import SamplingParams
 
     found = {**otherwise, **llm.engine.core.loaded.default_sampling, **always}
     found["max_tokens"] = min(found["max_tokens"], max(1, llm.engine.core.config.max_model_len // 2))
@@ -123,7 +123,7 @@ def _show(pieces: Iterator[str], ctrl_c: CtrlC) -> str:
 
 def _show_all(llm: LLM, request: Any, params: SamplingParams, ctrl_c: CtrlC) -> None:
     """Print several completions, as far as they are at the end or at Ctrl-C."""
-    from ostinato.engine.sampling_params import RequestError
+    from ostinato.engine.parameters.sampling_params import RequestError
 
     output = llm.engine.add(request, params)
     while not output.finished and not ctrl_c.asked:
@@ -161,7 +161,7 @@ def _forget_what_does_not_fit(
 def _llm(engine: Mapping[str, Any], sampling: Mapping[str, Any], *, running: int) -> LLM:
     """An engine for as many requests as there are: what never runs need not be captured."""
     from ostinato.engine.llm import LLM
-    from ostinato.engine.sampling_params import SamplingParams
+    from ostinato.engine.parameters.sampling_params import SamplingParams
 
     SamplingParams(**sampling)  # what is wrong with it is told before a model is loaded
     if engine.get("cuda_graph_debug_log"):

@@ -22,8 +22,8 @@ from .delivery.output_stream import OutputStream
 from .delivery.served_completion import ServedCompletion
 from .llm import LLM
 from .outputs import RequestOutput
+from .parameters.sampling_params import RequestError, SamplingParams
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
-from .sampling_params import RequestError, SamplingParams
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport, check_mode
 from .text_engine import Prompt, TextEngine, check_params

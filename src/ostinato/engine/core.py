@@ -55,10 +55,10 @@ from .loading.load import LoadedModel, ModelLoadError, allocate_kv
 from .loading.memory_plan import MemoryPlan
 from .loading.rehearsal import rehearse
 from .loading.shortage import Room, no_room_for_steps
+from .parameters.sampling_params import RequestError, SamplingParams
 from .sampling.following import Following
 from .sampling.prompt_logprobs import prompt_logprobs_of
 from .sampling.sampler import Sampler
-from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import FinishReason, Request
 from .scheduling.scheduled_step import ScheduledStep
 from .scheduling.scheduler import Scheduler

@@ -21,6 +21,7 @@ from .adapters.lora_request import AskedAdapters, LoRARequest, one_adapter_each
 from .delivery.request_progress import RequestProgress, Shown
 from .interrupts import HeldSignals
 from .outputs import CompletionOutput, RequestOutput
+from .parameters.sampling_params import BeamSearchParams, RequestError, SamplingParams
 from .pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -28,7 +29,6 @@ from .pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from .sampling_params import BeamSearchParams, RequestError, SamplingParams
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport
 from .stepping.times import StepTimes

@@ -22,7 +22,6 @@ from ostinato.text.errors import TokenizerError
 from .adapters.lora_request import LoRARequest
 from .adapters.served_adapters import ServedAdapters
 from .adapters.version import AdapterVersion
-from .bad_words import token_sequences
 from .config import EngineConfig
 from .core import EngineCore
 from .delivery.completion_text import CompletionText
@@ -33,9 +32,10 @@ from .delivery.request_times import RequestTimes
 from .delivery.served_completion import ServedCompletion
 from .loading.load import load
 from .outputs import CompletionOutput, RequestOutput
+from .parameters.bad_words import token_sequences
+from .parameters.sampling_params import RequestError, SamplingParams
 from .sampling.processor_batch import ProcessorBatch, processor_classes
 from .sampling.processor_protocol import LogitsProcessor
-from .sampling_params import RequestError, SamplingParams
 from .scheduling.request import Request
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import EngineAsleepError, SleepReport, check_mode

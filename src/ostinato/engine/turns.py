@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 
-from .sampling_params import RequestError
+from .parameters.sampling_params import RequestError
 
 _num_forks = 0
 """From the first process to this one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import fields
 
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .log_lines import LimitedLines, say
 from .openai.completion import Completion

@@ -119,7 +119,7 @@ def _offline(options: Mapping[str, Any], loads: list[ServingLoad]) -> tuple[list
 def _generate(options: dict[str, Any], loads: list[ServingLoad], results: Any) -> None:
     """In a process of its own: the first load warms up, the others are measured."""
     from ostinato.engine.llm import LLM
-    from ostinato.engine.sampling_params import SamplingParams
+    from ostinato.engine.parameters.sampling_params import SamplingParams
 
     llm = LLM(options.pop("model", None), progress=False, **options)
     measured = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ostinato.graphs import ConfigError
 
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 from .lora_modules import parsed_module
 from .lora_request import LoRARequest
 from .served_adapters import ServedAdapters

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ostinato.models.adapters.errors import AdapterError
 from ostinato.models.adapters.reading import AdapterReader
 from ostinato.models.adapters.stacks import AdapterStacks
 
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 from .lora_request import LoRARequest
 from .slots import AdapterSlots
 from .version import AdapterVersion

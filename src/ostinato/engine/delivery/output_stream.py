@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ..outputs import CompletionOutput, RequestOutput
-from ..sampling_params import RequestOutputKind, SamplingParams
+from ..parameters.sampling_params import RequestOutputKind, SamplingParams
 
 
 class OutputStream:

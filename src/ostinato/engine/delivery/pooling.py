@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 from ..stepping.prompt_states import PromptStates
 
 POOLINGS = ("last", "mean")

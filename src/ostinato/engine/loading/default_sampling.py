@@ -13,7 +13,7 @@ from ostinato.text.errors import TokenizerError
 from ostinato.text.json_file import read_json
 
 from ..config import EngineConfig
-from ..sampling_params import RequestError, SamplingParams
+from ..parameters.sampling_params import RequestError, SamplingParams
 
 FILE = "generation_config.json"
 

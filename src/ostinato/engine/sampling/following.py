@@ -17,7 +17,7 @@ from ostinato.grammars.nursery import pack_vocabulary
 from ostinato.text.errors import GrammarError
 from ostinato.text.tokenizer import Tokenizer
 
-from ..sampling_params import RequestError, SamplingParams
+from ..parameters.sampling_params import RequestError, SamplingParams
 from ..scheduling.request import FinishReason, Request
 from ..scheduling.scheduler import Scheduler
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..sampling_params import SamplingParams
+from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray
 from ..scheduling.scheduled_step import ScheduledStep
 from ..stepping.whole_logprobs import wants_whole

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ostinato.graphs import ConfigError
 
-from ..sampling_params import RequestError, SamplingParams
+from ..parameters.sampling_params import RequestError, SamplingParams
 from ..scheduling.request import Request
 from .processor_protocol import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, MoveDirectionality
 

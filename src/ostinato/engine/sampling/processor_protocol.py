@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..sampling_params import SamplingParams
+from ..parameters.sampling_params import SamplingParams
 from .logits_processors import takes_prompt
 
 State = TypeVar("State")

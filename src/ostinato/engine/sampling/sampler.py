@@ -35,7 +35,7 @@ from ostinato.kernels.sampling import asking_rows
 from ostinato.kernels.sampling.asked import Asked
 from ostinato.kernels.sampling.token_lines import LogprobLines
 
-from ..sampling_params import RequestError, SamplingParams
+from ..parameters.sampling_params import RequestError, SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import ScheduledStep
 from ..scheduling.token_rules import NOTHING_LEFT, rules_of

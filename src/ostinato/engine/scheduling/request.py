@@ -36,7 +36,7 @@ from ostinato.text.grammar import Mask
 
 from ..adapters.slots import NO_SLOT
 from ..adapters.version import AdapterVersion
-from ..sampling_params import RequestError, SamplingParams
+from ..parameters.sampling_params import RequestError, SamplingParams
 from ..token_ids import IntArray, token_array
 from .token_rules import TokenRules
 

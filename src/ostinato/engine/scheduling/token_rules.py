@@ -15,7 +15,7 @@ import numpy as np
 
 from ostinato.text.grammar import Mask, mask_words
 
-from ..sampling_params import RequestError, SamplingParams
+from ..parameters.sampling_params import RequestError, SamplingParams
 
 NOTHING_LEFT = (
     "the sampling parameters leave no token that may come: structured_outputs, allowed_token_ids, bad_words, "

@@ -10,7 +10,7 @@ from ostinato.models.transformer import Transformer
 from ostinato.models.weight_update import NamedTensors, TornWeightsError, update_weights
 from ostinato.models.weights import checkpoint_tensors
 
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 from .sleeper import Sleeper
 
 DROPPED = "the weights were dropped by sleep(level=2)"

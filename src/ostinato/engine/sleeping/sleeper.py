@@ -17,7 +17,7 @@ from ostinato.graphs import OstinatoError
 from ostinato.memory import TAGS, MemorySaver, Tag
 
 from ..loading.device_memory import DeviceMemory
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 
 LEVELS = (0, 1, 2)
 MODES = ("abort", "wait", "keep")

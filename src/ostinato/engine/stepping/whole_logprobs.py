@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..outputs import Logprob
-from ..sampling_params import SamplingParams
+from ..parameters.sampling_params import SamplingParams
 
 MOST_IN_GRAPHS = 20
 """The most alternatives per token that sampling graphs return."""

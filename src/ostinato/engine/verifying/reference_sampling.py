@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sampling_params import GREEDY_BELOW, SamplingParams
+from ..parameters.sampling_params import GREEDY_BELOW, SamplingParams
 
 _AT_A_CUT = 1e-4
 """Sums of probabilities, and logits relative to 1 + their size, that are as good as equal."""

@@ -18,8 +18,8 @@ from ostinato.graphs import BatchShape, CapturedGraph, CudaGraphRunner
 from ostinato.kernels.sampling.token_lines import LINE_HEAD
 
 from ..core import EngineCore
+from ..parameters.sampling_params import SamplingParams
 from ..sampling.kinds import Kind
-from ..sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..token_ids import token_array
 from .borrowed_pages import HOSTILE

@@ -13,7 +13,7 @@ from ostinato.kernels.constants import PAGE_SIZE
 from ostinato.kernels.lora import NO_ADAPTER
 
 from ..core import EngineCore
-from ..sampling_params import SamplingParams
+from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate
 from ..token_ids import token_array

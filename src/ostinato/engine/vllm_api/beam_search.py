@@ -11,7 +11,7 @@ from typing import Any
 
 from ..delivery.request_progress import RequestProgress, Shown
 from ..outputs import Logprob, RequestOutput
-from ..sampling_params import BeamSearchParams, RequestError, SamplingParams
+from ..parameters.sampling_params import BeamSearchParams, RequestError, SamplingParams
 
 Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
 

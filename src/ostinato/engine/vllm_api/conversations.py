@@ -10,7 +10,7 @@ from typing import Any
 from ostinato.text.chat_template import template_source
 from ostinato.text.errors import TokenizerError
 
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 from ..text_engine import TextEngine
 
 logger = logging.getLogger("ostinato.engine")

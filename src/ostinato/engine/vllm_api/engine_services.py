@@ -9,7 +9,7 @@ from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
 from ..adapters.lora_request import AskedAdapters, LoRARequest
 from ..delivery.request_progress import Shown
-from ..sampling_params import RequestError, SamplingParams
+from ..parameters.sampling_params import RequestError, SamplingParams
 from ..text_engine import TextEngine
 from .engine_view import ModelView
 from .llm_options import LLMOptions, llm_options

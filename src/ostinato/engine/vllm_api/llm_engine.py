@@ -11,8 +11,8 @@ from ..delivery.output_stream import OutputStream
 from ..delivery.served_completion import ServedCompletion
 from ..interrupts import HeldSignals
 from ..outputs import RequestOutput
+from ..parameters.sampling_params import RequestError, SamplingParams
 from ..pooling_outputs import PoolingOutput, PoolingRequestOutput
-from ..sampling_params import RequestError, SamplingParams
 from .engine_services import EngineServices, OwnEngine
 from .engine_view import ModelView, VllmConfigView
 from .pooling_params import PoolingParams

@@ -14,6 +14,7 @@ from ..delivery.pooling import check_pooling, pooled
 from ..delivery.request_progress import Shown
 from ..delivery.served_completion import ServedCompletion
 from ..interrupts import HeldSignals
+from ..parameters.sampling_params import RequestError
 from ..pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -24,7 +25,6 @@ from ..pooling_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from ..sampling_params import RequestError
 from ..text_engine import PromptOutcome, TextEngine
 from .pooling_params import PoolingParams
 from .prompts import listed_prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 
 
 @dataclass(kw_only=True)

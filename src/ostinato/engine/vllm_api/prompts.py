@@ -7,7 +7,7 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 
 
 class TextPrompt(TypedDict):

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from ostinato.models.weight_update import NamedTensors
 
 from ..outputs import RequestOutput
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 from ..sleeping.served_weights import WeightsReport
 from ..text_engine import TextEngine
 from ..weight_sync.patience import Patience

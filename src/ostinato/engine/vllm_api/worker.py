@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ostinato.graphs import ConfigError
 
-from ..sampling_params import RequestError
+from ..parameters.sampling_params import RequestError
 from ..text_engine import TextEngine
 from ..weight_sync.trainer_link import Apply, TrainerLink, done_here
 from .engine_view import ModelView, VllmConfigView

@@ -8,7 +8,7 @@ from typing import Any
 from ostinato.engine.adapters.lora_request import LoRARequest
 from ostinato.engine.adapters.served_adapters import ServedAdapters
 from ostinato.engine.core import EngineCore
-from ostinato.engine.sampling_params import RequestError
+from ostinato.engine.parameters.sampling_params import RequestError
 from ostinato.engine.weight_sync.wire_formats import sglang_tensors
 from ostinato.models.adapters.adapter import Adapter
 

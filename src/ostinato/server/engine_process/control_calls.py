@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ostinato.engine.sampling_params import RequestError
+from ostinato.engine.parameters.sampling_params import RequestError
 from ostinato.engine.sleeping.sleeper import EngineAsleepError
 from ostinato.graphs import OstinatoError
 from ostinato.models.errors import ModelError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import RequestError
+from ostinato.engine.parameters.sampling_params import RequestError
 from ostinato.engine.sleeping.sleeper import check_mode
 from ostinato.engine.step_profiler import StepProfiler
 

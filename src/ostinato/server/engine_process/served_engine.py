@@ -13,7 +13,7 @@ from ostinato.engine.adapters.version import AdapterVersion
 from ostinato.engine.core import EngineCore
 from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.request import Request, RequestStatus
 from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.engine.token_ids import token_array

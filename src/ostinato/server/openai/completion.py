@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ostinato.engine.delivery.completion_text import CompletionText
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from ..engine_client.client import EngineClient, EngineGone
 from ..wire.messages import News, TokenLogprobs

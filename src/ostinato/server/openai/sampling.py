@@ -6,8 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ostinato.engine.bad_words import token_sequences
-from ostinato.engine.sampling_params import RequestError, SamplingParams
+from ostinato.engine.parameters.bad_words import token_sequences
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.text.structured import StructuredOutputs
 
 from .errors import ApiError

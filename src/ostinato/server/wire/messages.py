@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 packed = msgspec.msgpack.Encoder().encode
 unpacked = msgspec.msgpack.Decoder(dict[str, Any]).decode

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .contest import Ours
 from .errors import BenchError

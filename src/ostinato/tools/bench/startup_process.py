@@ -32,7 +32,7 @@ def _one_start(born: float, begun: float, options: dict[str, Any]) -> dict[str, 
 
     torch_imported = time.time()
     from ostinato.engine.llm import LLM
-    from ostinato.engine.sampling_params import SamplingParams
+    from ostinato.engine.parameters.sampling_params import SamplingParams
 
     from .engine_facts import engine_facts
 
