@@ -101,7 +101,10 @@ def test_every_sampling_parameter_is_a_flag(tiny_text: TinyModel, llm: LLM) -> N
     help_text = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "300"}).output
     flags = {flag.name: "--" + flag.name.replace("_", "-") for flag in flags_of(*SAMPLING_FIELDS)}
     missing = {name for name, flag in flags.items() if flag not in help_text}
-    assert missing == NO_FLAGS, "what is not one value, and what is about streams; all else is a flag"
+    # (Logits processors are the engine's: a flag of the same name.)
+    assert missing == NO_FLAGS - {"logits_processors"}, (
+        "what is not one value, and what is about streams; all else is a flag"
+    )
 
 
 @pytest.mark.parametrize(

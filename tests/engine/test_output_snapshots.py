@@ -120,7 +120,7 @@ def test_a_reader_of_what_is_new_reads_all_of_it_once(characters: list[int]) -> 
 
 
 def test_a_stream_of_the_server_puts_every_character_together_once(characters: list[int]) -> None:
-    model: Any = SimpleNamespace(detokenizer=lambda **_: TOKENIZER.detokenizer())
+    model: Any = SimpleNamespace(detokenizer=lambda **_: TOKENIZER.detokenizer(), adapter=None)
     for stop in (None, "\x00never"):
         characters.clear()
         completion = Completion(0, [1], SamplingParams(stop=stop, max_tokens=len(IDS)), model, wakes_every=1)

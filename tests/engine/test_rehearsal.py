@@ -98,7 +98,7 @@ def test_room_is_kept_for_buffers_that_come_behind_the_kv_cache(
 
     def noted(name: str) -> Any:
         make = getattr(rehearsal, name)
-        return lambda *arguments: made.append(name) or make(*arguments)
+        return lambda *arguments, **more: made.append(name) or make(*arguments, **more)
 
     for name in ("ModelRunner", "Sampler"):
         monkeypatch.setattr(rehearsal, name, noted(name))

@@ -96,7 +96,7 @@ async def streamed(client: aiohttp.ClientSession, url: str, body: dict[str, Any]
                     grown = choices[choice["index"]]
                     text = grown["text"] + choice["text"]
                     grown.update({**choice, "text": text})
-                whole = event
+                whole |= event
     return essence({**whole, "choices": choices})
 
 
