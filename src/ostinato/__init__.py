@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # isort: off
         ScoringRequestOutput as ScoringRequestOutput,
     )
     from .engine.outputs import CompletionOutput as CompletionOutput, RequestOutput as RequestOutput
-    from .engine.sampling_params import (
+    from .engine.parameters.sampling_params import (
         BeamSearchParams as BeamSearchParams,
         RequestError as RequestError,
         RequestOutputKind as RequestOutputKind,
@@ -47,11 +47,11 @@ _ENGINE = {
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
     "LoRARequest": "adapters.lora_request",
-    "SamplingParams": "sampling_params",
-    "StructuredOutputs": "sampling_params",
-    "RequestError": "sampling_params",
-    "BeamSearchParams": "sampling_params",
-    "RequestOutputKind": "sampling_params",
+    "SamplingParams": "parameters.sampling_params",
+    "StructuredOutputs": "parameters.sampling_params",
+    "RequestError": "parameters.sampling_params",
+    "BeamSearchParams": "parameters.sampling_params",
+    "RequestOutputKind": "parameters.sampling_params",
     "EngineConfig": "config",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",

@@ -20,9 +20,9 @@ _POOLED = (
     "engine.pooling_outputs PoolingRequestOutput PoolingOutput EmbeddingRequestOutput EmbeddingOutput "
     "ClassificationRequestOutput ClassificationOutput ScoringRequestOutput ScoringOutput"
 )
-_SAMPLING = "engine.sampling_params SamplingParams RequestOutputKind"
+_SAMPLING = "engine.parameters.sampling_params SamplingParams RequestOutputKind"
 _STRUCTURED = "text.structured StructuredOutputs"
-_BEAMS = "engine.sampling_params BeamSearchParams"
+_BEAMS = "engine.parameters.sampling_params BeamSearchParams"
 _BEAMS_FOUND = "engine.vllm_api.beam_search BeamSearchOutput BeamSearchSequence"
 _ARGUMENTS = "engine.vllm_api.engine_args EngineArgs AsyncEngineArgs"
 _PROMPTS = "engine.vllm_api.prompts TextPrompt TokensPrompt PromptType"
@@ -65,7 +65,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "pooling_params": ("engine.vllm_api.pooling_params PoolingParams",),
     "sampling_params": (
         *(_SAMPLING, _BEAMS, _STRUCTURED),
-        "engine.sampling_params StructuredOutputsParams GuidedDecodingParams RequestError",
+        "engine.parameters.sampling_params StructuredOutputsParams GuidedDecodingParams RequestError",
     ),
     "sequence": ("engine.outputs Logprob", "engine.delivery.request_times RequestTimes=RequestMetrics"),
     "utils": (_PARSER, _SHOWN),
