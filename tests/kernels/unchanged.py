@@ -3,8 +3,8 @@
 python tests/kernels/unchanged.py    runs them all and, if they pass, notes the state of the sources
 
 Most changes are not to kernels, and their tests take longest. So a run of the whole suite takes one case of
-each of them while the sources are those that were noted; after a change, and when tests of this folder are
-asked for by name, all of them run.
+each of them while the sources are those that were noted, and of the lists for Triton's interpreter one list;
+after a change, with another Triton or torch, and when tests of this folder are asked for by name, all run.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,8 @@ BRIEF = "OSTINATO_BRIEF_KERNEL_TESTS"
 
 
 def digest(folders: tuple[Path, ...] = SOURCES) -> str:
-    """Of every source below these folders, and its name."""
-    found = hashlib.sha256()
+    """Of every source below these folders, and its name; of what compiles and interprets them."""
+    found = hashlib.sha256(" ".join(map(version, ("torch", "triton", "numpy"))).encode())
     for folder in folders:
         for file in sorted(folder.rglob("*")):
             if file.is_file() and file != NOTE and "__pycache__" not in file.parts:
@@ -47,12 +48,19 @@ def are_asked_for(arguments: Sequence[str]) -> bool:
     return any(Path(argument.split("::")[0]).resolve().is_relative_to(HERE) for argument in arguments)
 
 
+def is_another_list(item: "pytest.Item") -> bool:
+    """Whether it runs a list of checks in Triton's interpreter, and not the one that stands for all."""
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    is_list = code is not None and "assert_passes" in code.co_names
+    return is_list and item.path.name != "test_triton_kernels.py"
+
+
 def one_of_each(items: "Sequence[pytest.Item]") -> "tuple[list[pytest.Item], list[pytest.Item]]":
     """What runs: all tests of other folders and one case of each here; and what is left out."""
     kept, left, seen = [], [], set()
     for item in items:
         test = item.nodeid.split("[")[0]
-        is_more = item.path.is_relative_to(HERE) and test in seen
+        is_more = item.path.is_relative_to(HERE) and (test in seen or is_another_list(item))
         (left if is_more else kept).append(item)
         # A case that is left out anyway does not stand for the others.
         if item.get_closest_marker("slow") is None:

@@ -163,6 +163,7 @@ REFUSED_TEXTS = {
 }
 
 
+@pytest.mark.slow
 def test_eight_megabytes_of_text(attacked: ServerProcess) -> None:
     """What cannot fit is refused by its size; what may be asked for is worked on where it holds up nobody."""
     before = Footprint.of(attacked)

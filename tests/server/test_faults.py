@@ -37,6 +37,7 @@ async def read_stream(client: aiohttp.ClientSession, url: str, body: dict) -> tu
     return text, None
 
 
+@pytest.mark.slow
 def test_engine_killed_under_load(model: Path) -> None:
     async def scenario(server: ServerProcess) -> tuple[list, float]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as client:

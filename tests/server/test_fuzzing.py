@@ -75,6 +75,7 @@ def check(case: Any, answer: Any) -> None:
         case.validate_response(answer)
 
 
+@pytest.mark.slow
 def test_requests_made_from_the_document(server: ServerProcess) -> None:
     # Those for trainers take as long as all others; the longer test has them.
     statuses, successes = fuzz(server, 4, without=WEIGHT_PATHS)

@@ -85,6 +85,7 @@ def test_the_page_shows_the_load_and_chats(server: ServerProcess, browser: Any, 
     page.screenshot(path=shot or str(tmp_path / "page.png"), full_page=True)
 
 
+@pytest.mark.slow
 def test_a_page_that_is_opened_late_shows_what_was_before(server: ServerProcess, browser: Any) -> None:
     server.post("/v1/completions", {"prompt": "page a", "max_tokens": 200, "temperature": 0})
     time.sleep(3.2)  # the load is over, and samples have it
