@@ -111,11 +111,11 @@ class EngineCore:
         """What is away while the engine sleeps, and whether it may take a step."""
         self.weights = ServedWeights(loaded.model, self.sleeper)
         self.adapters = None
+        """What requests may have added to the weights; None where no adapters are served."""
         if loaded.adapters is not None:
             reader = AdapterReader(loaded.model, config.config.max_lora_rank)
             self.adapters = ServedAdapters(reader, loaded.adapters, config.max_adapters_on_host)
             load_first_adapters(self.adapters, config.config.lora_modules or ())
-        """What requests may have added to the weights; None where no adapters are served."""
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_running=config.max_running_requests,
