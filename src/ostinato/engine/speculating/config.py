@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 from ostinato.graphs.errors import ConfigError
@@ -55,9 +56,9 @@ class SpeculativeConfig:
     prompt_lookup_max: int = DEFAULT_LOOKUP
     """The longest, looked for first."""
     schedule: tuple[tuple[int, int, int], ...] | None = None
-    """(first, last, k): how many drafts batches of so many requests get. None: as acceptance and costs say."""
+    """(first, last, k): how many drafts batches of so many requests get. None: acceptance and costs decide."""
     synthetic_rates: tuple[float, ...] | None = None
-    """Of each position, how often drafts up to it are accepted, whatever they are. None: the model decides."""
+    """Of each position, how often drafts up to it are accepted, whatever they are; None: the model says."""
     disable_adaptive: bool = False
     """Always draft num_speculative_tokens, whatever it costs and brings."""
     max_speculative_requests: int = 64
@@ -177,7 +178,7 @@ def _schedule(left: dict[str, Any], most: int) -> tuple[tuple[int, int, int], ..
     rows.sort()
     if rows[0][0] != 1:
         raise ConfigError(f"speculative_config: {name} must begin at 1, not at {rows[0][0]}")
-    for before, after in zip(rows, rows[1:], strict=False):
+    for before, after in pairwise(rows):
         if after[0] <= before[1]:
             raise ConfigError(f"speculative_config: {name}: {list(before)} and {list(after)} overlap")
     return tuple(rows)
@@ -214,7 +215,7 @@ def _given_rates(rates: Any, most: int) -> tuple[float, ...]:
             f"speculative_config: synthetic_acceptance_rates are {most} numbers from 0 to 1, one for each "
             f"draft, not {rates!r}"
         )
-    if any(after > before for before, after in zip(rates, rates[1:], strict=False)):
+    if any(after > before for before, after in pairwise(rates)):
         raise ConfigError(
             f"speculative_config: synthetic_acceptance_rates must not rise, as {list(rates)} do: each is of "
             "all drafts up to its position"
