@@ -56,7 +56,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = DEFAULT_LOOKUP
     """The longest, looked for first."""
     schedule: tuple[tuple[int, int, int], ...] | None = None
-    """(first, last, k): how many drafts batches of so many requests get. None: acceptance and costs decide."""
+    """(first, last, k): how many drafts batches of so many requests get. None: acceptance and costs say."""
     synthetic_rates: tuple[float, ...] | None = None
     """Of each position, how often drafts up to it are accepted, whatever they are; None: the model says."""
     disable_adaptive: bool = False
