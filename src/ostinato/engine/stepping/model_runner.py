@@ -42,7 +42,8 @@ from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.variants import kernel_class
 from ostinato.models.adapters.stacks import AdapterStacks
 from ostinato.models.config import ModelConfig
-from ostinato.models.transformer import Attend, StepAttention, Transformer
+from ostinato.models.mixing import Attend, StepAttention
+from ostinato.models.transformer import Transformer
 
 from ..config import ResolvedConfig
 from ..scheduling.request import IntArray, Request
