@@ -165,6 +165,12 @@ class Request:
             return None
         return self.rules.next(self.last_output(self.rules.num_looked_at), self.num_output_tokens)
 
+    def first_tokens(self, count: int) -> IntArray:
+        """So many of its tokens, prompt and output, while it runs."""
+        assert self._rows is not None
+        tokens: IntArray = self._rows.token_ids[self.row, :count]
+        return tokens
+
     def last_output(self, count: int) -> list[int]:
         """At most so many of the tokens generated last, as far as the host knows them."""
         if self._rows is None:
