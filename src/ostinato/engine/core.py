@@ -59,8 +59,8 @@ from .parameters.sampling_params import RequestError, SamplingParams
 from .sampling.following import Following
 from .sampling.prompt_logprobs import prompt_logprobs_of
 from .sampling.sampler import Sampler
-from .scheduling.request import FinishReason, Request
-from .scheduling.scheduled_step import ScheduledStep
+from .scheduling.request import FinishReason, IntArray, Request
+from .scheduling.scheduled_step import CompletedStep, ScheduledStep
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig, window_of
 from .sleeping.served_weights import DROPPED, ServedWeights, WeightsReport
@@ -126,9 +126,11 @@ class EngineCore:
                 shared_prefixes=config.config.enable_cascade_attention,
                 lookahead=config.lookahead,
                 window=window_of(loaded.model.config.layer_windows, config.max_model_len),
+                max_drafts=config.max_drafts,
             ),
             PageAllocator(kv.num_pages),
             None if self.adapters is None else self.adapters.slots,
+            None if self.runner.speculation is None else self.runner.speculation.choose,
         )
         self.following = Following(
             self.scheduler,
@@ -209,7 +211,7 @@ class EngineCore:
         self._arrived = [progress for progress in kept if any(progress)]
         for flight in self._flights:
             if flight.landed is not None:
-                flight.landed = flight.landed.without(request_id)
+                flight.landed = tuple([part.without(request_id) for part in flight.landed])
         is_aborted = self.scheduler.abort(request_id)
         self.following.let_go()
         return is_aborted
@@ -350,6 +352,8 @@ class EngineCore:
         if self.sampler is not None:
             self.sampler.drop()
         self.runner.rows.drop()
+        if self.runner.speculation is not None:
+            self.runner.speculation.drop()
         self.runner.graphs.drop()
 
     # -- the verbs of a step -----------------------------------------------------------------------
@@ -471,7 +475,7 @@ class EngineCore:
             self.clock.on_device(None if sampled is None else sampled.span, counts=flight.is_timed)
             self._take_in(flight, sampled)
         # In one line: between two, what it brought would be returned twice or not at all.
-        self._arrived.append(cast(Progress, self._flights.popleft().landed))
+        self._arrived += cast(tuple[Progress, ...], self._flights.popleft().landed)
         self.clock.lap("complete")
 
     def _read(self, flight: Flight) -> Sampled | None:
@@ -493,21 +497,33 @@ class EngineCore:
         except BaseException as error:
             logger.exception("the tokens of step %d could not be taken in", flight.step.index)
             text = _told("the tokens of a step could not be taken in", error)
-            flight.landed = Progress((), [], self.scheduler.give_up(flight.step, text), {})
+            flight.landed = (Progress((), [], self.scheduler.give_up(flight.step, text), {}),)
             if not isinstance(error, Exception):
                 raise
 
-    def _booked(self, flight: Flight, sampled: Sampled | None) -> Progress:
+    def _booked(self, flight: Flight, sampled: Sampled | None) -> tuple[Progress, ...]:
         step = flight.step
         if flight.error is not None:
-            return Progress((), [], self.scheduler.fail(step, flight.error), {})
+            return (Progress((), [], self.scheduler.fail(step, flight.error), {}),)
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
-        done = self.scheduler.complete(step, tokens)
+        done = self._completed(step, tokens, sampled)
         ended = done.finished
         if followed := [at for at in flight.constrained if done.accepted[at]]:
             requests = [step.requests[at] for at in followed]
             ended += self.following.follow(requests, [int(tokens[at]) for at in followed])
         return flight.progress(done, sampled, ended)
+
+    def _completed(self, step: ScheduledStep, tokens: IntArray, sampled: Sampled | None) -> CompletedStep:
+        if not step.num_drafts:
+            return self.scheduler.complete(step, tokens)
+        assert self.runner.speculation is not None
+        assert sampled is not None
+        assert sampled.further is not None
+        assert sampled.num_new is not None
+        num_new = sampled.num_new.copy()  # its line is written again soon
+        done = self.scheduler.complete(step, np.concatenate([tokens[None], sampled.further]), num_new)
+        self.runner.speculation.note(step, num_new, done.accepted)
+        return done
 
     def _finish_what_was_interrupted(self) -> None:
         if self.scheduler.num_steps_in_flight != len(self._flights):

@@ -94,7 +94,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
                 device=config.device,
                 dtype=config.dtype,
                 load_format="dummy" if asked.load_format == "dummy" else "safetensors",
-                max_positions=config.max_model_len,
+                max_positions=config.max_positions,
                 seed=asked.seed,
                 allocate=arenas("weights", config.device),
                 config=shape,

@@ -68,6 +68,8 @@ def _compile(runner: ModelRunner, sampler: Sampler | None) -> None:
                 runner.graphs.try_out(key)
         if sampler is not None:
             sampler.try_out()
+        if runner.speculation is not None:
+            runner.speculation.try_out()
 
 
 def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:
@@ -83,12 +85,14 @@ def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:
         graphs.capture(keys=graphs.keys[:1], progress=False)
     grown = DeviceMemory.now(runner.config.device).less(before)
     of_driver = max(0, grown.taken - grown.reserved)
-    runners = [runner.graphs, *of_sampling, runner.rows.scatter]
+    known = [runner.graphs, *of_sampling]
+    of_drafts = () if runner.speculation is None else runner.speculation.runners
+    runners = [*known, runner.rows.scatter, *of_drafts]
     tried, all_nodes = (sum(each) for each in zip(*map(_nodes, runners), strict=True))
     plan = MemoryPlan(
         activations=_pool_bytes(runners),
         executables=round(of_driver * (all_nodes / tried - 1)) if tried else 0,
-        rungs=[_growth(graphs) for graphs in runners[:-1]],
+        rungs=[_growth(graphs) for graphs in known],
     )
     for graphs in runners:
         graphs.drop()
@@ -105,7 +109,7 @@ def _some_of(keys: Iterable[GraphKey]) -> list[GraphKey]:
 
 def _kind(key: GraphKey) -> object:
     of = key.descriptor
-    return key.mode, of.is_uniform, of.cascade, of.lora
+    return key.mode, of.query_len, of.cascade, of.lora
 
 
 def _nodes(graphs: CudaGraphRunner) -> tuple[int, int]:

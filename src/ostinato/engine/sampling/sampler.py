@@ -210,7 +210,10 @@ class Sampler:
 
     def _write(self, request: Request, params: SamplingParams) -> None:
         row, write = request.row, self._rows.write
-        write("is_plain", row, self._kinds.set(row, params, request.is_processed) is Kind.PLAIN)
+        is_plain = self._kinds.set(row, params, request.is_processed) is Kind.PLAIN
+        write("is_plain", row, is_plain)
+        if self._runner.speculation is not None:
+            self._runner.speculation.seat(request, params, is_plain=is_plain)
         write("temperature", row, 0.0 if params.is_greedy else params.temperature)
         write("top_k", row, min(max(params.top_k, 0), self._vocab))
         write("top_p", row, params.top_p)
@@ -313,10 +316,11 @@ class Sampler:
             self._run(Kind.PLAIN, {"req_rows": _sampling_rows(step)}, rows)
             self._returned.launched()
         asking = self._asking_in(step)
+        bunch = self._runner.bunch
         if asking is None:
-            return self._returned.newest(step.num_requests)
+            return self._returned.newest(step.num_requests, bunch=bunch)
         self._run(asking.kind, {"rows": asking.rows, "places": asking.places}, asking)
-        return self._returned.newest(step.num_requests, Amendment(asking.told, self.logprobs))
+        return self._returned.newest(step.num_requests, Amendment(asking.told, self.logprobs), bunch)
 
     def _asking_in(self, step: ScheduledStep) -> Asking | None:
         rows, asking = self._decided

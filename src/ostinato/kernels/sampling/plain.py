@@ -40,7 +40,7 @@ def return_plain(logits: Tensor, rows: Tensor, settings: PlainSettings, lines: T
         values, tokens = triton_draw.best_of_blocks(logits, rows, *settings)
         triton_return.return_best(rows, values, tokens, logits.size(1), *lines)
     else:
-        return_tokens(rows, _plain_tokens(logits, rows, *settings), lines)
+        return_tokens(rows, plain_tokens(logits, rows, *settings), lines)
 
 
 def return_tokens(rows: Tensor, tokens: Tensor, lines: TokenLines) -> None:
@@ -53,9 +53,10 @@ def return_tokens(rows: Tensor, tokens: Tensor, lines: TokenLines) -> None:
 
 
 @custom_op("plain_tokens")
-def _plain_tokens(
+def plain_tokens(
     logits: Tensor, rows: Tensor, is_plain: Tensor, temperature: Tensor, seeds: Tensor, lengths: Tensor
 ) -> Tensor:
+    """int64 [R]: tokens, 0 for rows that are not plain; all else as in `return_plain`, on a CPU."""
     # One op to whoever records it, like a kernel: inside it looks at numbers, and most rows need no noise.
     heat = temperature.index_select(0, rows)
     is_taken = is_plain.index_select(0, rows) != 0
@@ -68,6 +69,6 @@ def _plain_tokens(
     return tokens
 
 
-@_plain_tokens.register_fake
+@plain_tokens.register_fake
 def _(logits: Tensor, *others: object) -> Tensor:
     return logits.new_empty(logits.size(0), dtype=torch.int64)
