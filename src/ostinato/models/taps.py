@@ -14,17 +14,20 @@ class Taps:
         self.layers = tuple(layers)
         self._taken: Tensor | None = None
 
+    def begin(self, stream: Tensor) -> None:
+        """Make room for what is to come of a step, whose stream [T, H] begins like this."""
+        num_tokens, width = stream.shape
+        shape = num_tokens, len(self.layers), width
+        self._taken = torch.empty(shape, dtype=stream.dtype, device=stream.device)
+
     def take(self, layer: int, stream: Tensor) -> None:
         """Copy the stream [T, H], which goes on to change."""
-        num_tokens, width = stream.shape
-        if self._taken is None:
-            shape = num_tokens, len(self.layers), width
-            self._taken = torch.empty(shape, dtype=stream.dtype, device=stream.device)
+        assert self._taken is not None
         for place, wanted in enumerate(self.layers):
             if wanted == layer:
                 self._taken[:, place].copy_(stream)
 
     def features(self) -> Tensor:
         """All of them: [T, layers * H]."""
-        assert self._taken is not None, "no layer that is tapped has run"
+        assert self._taken is not None
         return self._taken.flatten(1)

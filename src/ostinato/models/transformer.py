@@ -84,6 +84,8 @@ class Transformer(nn.Module):
         states on the way.
         """
         x = self.embed_tokens(input_ids)
+        if taps is not None:
+            taps.begin(x)
         layers = [cast(Layer, self.layers[index]) for index in self._run]
         mix = mix_of(attend, self.rotary, positions)
         return self.form(x.size(0), adapters).through(layers, x, mix, self.norm, taps)
