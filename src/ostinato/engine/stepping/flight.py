@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,12 +42,23 @@ class Progress(NamedTuple):
 
     def without(self, request_id: str) -> Progress:
         """The same for everybody else."""
-        kept = [at for at, request in enumerate(self.requests) if request.request_id != request_id]
+        gone = {request for request in self.requests if request.request_id == request_id}
+        return Progress(
+            *self.without_tokens_of(gone)[:2],
+            tuple([request for request in self.ended if request.request_id != request_id]),
+            {request: more for request, more in self.extras.items() if request.request_id != request_id},
+        )
+
+    def without_tokens_of(self, gone: Collection[Request]) -> Progress:
+        """The same, but these get no token, and nothing beside it."""
+        kept = [at for at, request in enumerate(self.requests) if request not in gone]
+        if len(kept) == len(self.requests):
+            return self
         return Progress(
             tuple([self.requests[at] for at in kept]),
             [self.tokens[at] for at in kept],
-            tuple([request for request in self.ended if request.request_id != request_id]),
-            {request: more for request, more in self.extras.items() if request.request_id != request_id},
+            self.ended,
+            {request: more for request, more in self.extras.items() if request not in gone},
         )
 
 
