@@ -55,8 +55,9 @@ def chain_start(
     positions = (length - count + 1).unsqueeze(1) + steps
     is_last = steps == (count - 1).unsqueeze(1)
     is_real = (steps < count.unsqueeze(1)) & real.unsqueeze(1)
-    behind_base = (positions - first.unsqueeze(1) - 1).clamp(0, drafts.size(1) - 1)
-    drafted = drafts.index_select(0, rows).long().gather(1, behind_base)
+    # The feature of the token before a token; and if that is no draft, the token is the last one.
+    behind_base = (positions - first.unsqueeze(1) - 1).clamp(0, drafts.size(1))
+    drafted = drafts.index_select(0, rows).long().gather(1, behind_base.clamp(max=drafts.size(1) - 1))
     tokens = torch.where(is_last, last_tokens.index_select(0, rows).unsqueeze(1), drafted)
     starts = torch.arange(0, rows.size(0) * width, width, dtype=torch.int32, device=rows.device)
     batch = AttentionBatch(
