@@ -38,7 +38,7 @@ def command_line(row: PeerOption, folder: Path) -> list[str]:
     places = {"{model}": str(folder), "{folder}": str(folder), "{template}": str(folder / "template")}
     example = places.get(row.example, row.example)
     values = example.split() if row.kind == "ints" else [example] if example else []
-    return [row.flags[0], *values]
+    return [row.flags[0], *values, *row.along.split()]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from ostinato.engine.peer_options.translation import translated
 from ostinato.engine.speculating.config import SpeculativeConfig
 from ostinato.graphs.errors import ConfigError
 
@@ -60,6 +61,7 @@ def test_a_length_becomes_rates_of_the_least_variance() -> None:
         ({**NGRAM, "num_speculative_tokens": 16}, "from 1 to 15"),
         ({**NGRAM, "num_speculative_tokens": True}, "num_speculative_tokens"),
         ({**NGRAM, "model": "x"}, "'x'"),
+        ({**NGRAM, "revision": "main"}, "revision says nothing"),
         ({**EAGLE, "model": None}, "model is missing"),
         ({**EAGLE, "prompt_lookup_max": 3}, "prompt_lookup"),
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min"),
@@ -90,3 +92,31 @@ def test_a_length_becomes_rates_of_the_least_variance() -> None:
 def test_what_cannot_be_had_is_named(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         SpeculativeConfig.parse(given)
+
+
+def test_flags_of_sglang_make_one_configuration() -> None:
+    given = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
+    more = {"speculative_num_steps": 4, "speculative_num_draft_tokens": 5, "speculative_eagle_topk": 1}
+    expected = {"method": "eagle3", "model": "head", "num_speculative_tokens": 4}
+    assert translated({**given, **more}) == {"speculative_config": expected}
+    assert translated(given) == {"speculative_config": {**expected, "num_speculative_tokens": 3}}
+    short = {"spec_method": "eagle3", "spec_model": "head", "spec_tokens": 4}
+    assert translated(short) == {"speculative_config": expected}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"speculative_algorithm": "NEXTN"}, "'NEXTN' is not supported; there are EAGLE, EAGLE3"),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
+            "speculative_eagle_topk can only be 1",
+        ),
+        ({"speculative_num_steps": 3, "speculative_num_draft_tokens": 8}, "num_steps or .*num_draft_tokens"),
+        ({"speculative_config": NGRAM, "spec_tokens": 3}, "speculative_config or spec_tokens"),
+        ({"speculative_accept_threshold_single": 0.5}, "can only be 1.0"),
+    ],
+)
+def test_flags_that_contradict_or_ask_for_more_are_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        translated(given)

@@ -3,6 +3,7 @@
 from . import conversions
 from .lora_rows import ADAPTERS
 from .option import PeerOption, acts, harmless, mapped, refused
+from .speculation_rows import SPECULATION
 
 BOTH = "vllm sglang"
 ONE_GPU = "one engine uses one GPU; start one server per GPU"
@@ -283,14 +284,6 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     refused("kv_transfer_config", "vllm", "json", "{}", NO_DISAGGREGATION),
     harmless("disaggregation_mode", "sglang", "text", "null", NO_DISAGGREGATION, same=("null",)),
     refused("disaggregation_transfer_backend", "sglang", "text", "nixl", NO_DISAGGREGATION),
-    refused("speculative_algorithm", "sglang", "text", "EAGLE", "there is no speculative decoding yet"),
-    refused("speculative_num_steps", "sglang", "int", "3", "there is no speculative decoding yet"),
-    refused("speculative_eagle_topk", "sglang", "int", "1", "there is no speculative decoding yet"),
-    refused("speculative_num_draft_tokens", "sglang", "int", "4", "there is no speculative decoding yet"),
-    refused("spec_method", "vllm", "text", "eagle", "there is no speculative decoding yet"),
-    refused("spec_model", "vllm", "text", "x", "there is no speculative decoding yet"),
-    refused("spec_tokens", "vllm", "int", "3", "there is no speculative decoding yet"),
-    refused("speculative_model", "vllm", "text", "x", "there is no speculative decoding yet"),
     refused("enable_trace_replay", "vllm", "flag", "", "give the tokens as a prompt with prompt_logprobs"),
     refused("enable_return_routed_experts", "vllm", "flag", "", "there are no experts"),
     refused("return_sampling_mask", "vllm", "flag", "", "ask for logprobs"),
@@ -309,4 +302,4 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     ),
 )
 
-ENGINE_ROWS = MODEL + ADAPTERS + MEMORY_AND_STEPS + GRAPHS_AND_KERNELS + SEVERAL_GPUS
+ENGINE_ROWS = MODEL + ADAPTERS + MEMORY_AND_STEPS + GRAPHS_AND_KERNELS + SPECULATION + SEVERAL_GPUS

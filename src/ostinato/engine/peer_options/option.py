@@ -13,6 +13,25 @@ Converted = Mapping[str, Any]
 """Options of ours with their values."""
 
 
+class Fragment(dict[str, Any]):
+    """A part of an option of ours that several of theirs make together."""
+
+    def __init__(self, parts: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> None:
+        """`usual`: what goes for keys that nobody gives."""
+        super().__init__(parts)
+        self.usual = dict(usual or {})
+
+    def joined(self, other: Fragment) -> Fragment | None:
+        """With another one; None if both give a key, and not the same value."""
+        if any(self[key] != other[key] for key in self.keys() & other.keys()):
+            return None
+        return Fragment({**self, **other}, {**self.usual, **other.usual})
+
+    def whole(self) -> dict[str, Any]:
+        """When all are together."""
+        return {**self.usual, **self}
+
+
 class Effect(StrEnum):
     """What becomes of an option."""
 
@@ -54,6 +73,8 @@ class PeerOption:
     """Makes options of ours of a value, where a name and `values` do not say it."""
     shorts: tuple[str, ...] = ()
     """Other ways to write the flag, dashes included."""
+    along: str = ""
+    """What people write beside it on a command line, where it says nothing alone."""
     is_servers: bool = False
     """Whether it is about the server, and no keyword of `LLM`."""
 

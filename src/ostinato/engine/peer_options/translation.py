@@ -10,7 +10,7 @@ from ostinato.graphs.errors import ConfigError
 
 from .engine_rows import ENGINE_ROWS
 from .llm_rows import LLM_ROWS
-from .option import PeerOption
+from .option import Fragment, PeerOption
 from .server_rows import SERVER_ROWS
 
 logger = logging.getLogger("ostinato.engine")
@@ -41,10 +41,21 @@ def translated(
     for name, value in options.items():
         shown = (spelled or {}).get(name, name)
         for key, converted in _ours(name, value, shown, for_server).items():
-            if key in sources and found[key] != converted:
-                raise ConfigError(f"give {sources[key]} or {shown}, not both: they mean the same")
+            if key in sources:
+                converted = _together(found[key], converted, sources[key], shown)
             found[key], sources[key] = converted, shown
-    return found
+    return {key: value.whole() if isinstance(value, Fragment) else value for key, value in found.items()}
+
+
+def _together(before: Any, given: Any, first: str, second: str) -> Any:
+    """What two names of an option of ours say; ConfigError if they contradict each other."""
+    if isinstance(before, Fragment) and isinstance(given, Fragment):
+        joined = before.joined(given)
+        if joined is not None:
+            return joined
+    elif before == given:
+        return given
+    raise ConfigError(f"give {first} or {second}, not both: they mean the same")
 
 
 def _ours(name: str, value: Any, shown: str, for_server: bool) -> Mapping[str, Any]:

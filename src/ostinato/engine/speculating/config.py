@@ -121,6 +121,9 @@ def _model(left: dict[str, Any], method: str) -> str | None:
     if method == "ngram":
         if model is not None and model not in ("ngram", *_OTHER_NAMES):
             raise ConfigError(f"speculative_config: ngram drafts without a model; {model!r} would be ignored")
+        for key in ("revision", "draft_load_config"):
+            if key in left:
+                raise ConfigError(f"speculative_config: ngram drafts without a model; {key} says nothing")
         return None
     if model is None:
         raise ConfigError(f"speculative_config: model is missing: {method} drafts with one")
