@@ -60,12 +60,19 @@ class Speculation:
         rows = runner.rows
         history = rows["history"] if config.method == "ngram" else None
         self.state = SpecState(
-            rows["lengths"], rows["last_tokens"], rows["drafts"], rows["num_accepted"], rows["draft_limits"], history
+            rows["lengths"],
+            rows["last_tokens"],
+            rows["drafts"],
+            rows["num_accepted"],
+            rows["draft_limits"],
+            history,
         )
         self._settings = PlainSettings(rows["is_plain"], rows["temperature"], rows["seeds"], rows["lengths"])
         self._rates = None
         if config.synthetic_rates is not None:
-            self._rates = torch.tensor(config.synthetic_rates, dtype=torch.float32, device=runner.config.device)
+            self._rates = torch.tensor(
+                config.synthetic_rates, dtype=torch.float32, device=runner.config.device
+            )
         self._can_draft = np.zeros(runner.config.max_rows, dtype=bool)
         self.counts = DraftCounts(config.num_speculative_tokens)
         """What came of drafts."""
@@ -161,7 +168,9 @@ class Speculation:
     def seat(self, request: Request, params: SamplingParams, *, is_plain: bool) -> None:
         """Enter how many drafts of a newcomer can be accepted."""
         self._can_draft[request.row] = is_plain
-        self._runner.rows.write("draft_limits", request.row, self.config.num_speculative_tokens if is_plain else 0)
+        self._runner.rows.write(
+            "draft_limits", request.row, self.config.num_speculative_tokens if is_plain else 0
+        )
         if not is_plain and not request.num_preemptions:
             self.single_requests[why_single(params, request.is_processed)] += 1
 
@@ -209,7 +218,9 @@ class Speculation:
         state = self.state
         own, count = state.lengths.index_select(0, req_rows), state.drafts.size(1)
         behind = PLACEHOLDER - input_ids
-        drafts = state.drafts.index_select(0, token_rows).gather(1, (behind - 1).clamp(0, count - 1).unsqueeze(1))
+        drafts = state.drafts.index_select(0, token_rows).gather(
+            1, (behind - 1).clamp(0, count - 1).unsqueeze(1)
+        )
         last = state.last_tokens.index_select(0, token_rows)
         pending = torch.where(behind > 0, drafts.squeeze(1).long(), last)
         of_tokens = state.lengths.index_select(0, token_rows).long() + behind
