@@ -48,20 +48,21 @@ class WholeStep:
         self._layers = LayerStep(
             model, batch_size, num_layers=len(model.layers), context=context, query_len=q
         )
-        ones = torch.ones(batch_size + 1, dtype=torch.int32, device="cuda")
+        device = model.embed_tokens.weight.device
+        ones = torch.ones(batch_size + 1, dtype=torch.int32, device=device)
         self._rows = ones.cumsum(0, dtype=torch.int32)[:-1]  # 0 is padding's
         last = ones.long()
         self._state = SpecState(
             ones * context,
             last,
-            torch.ones(batch_size + 1, 8, dtype=torch.int64, device="cuda"),
+            torch.ones(batch_size + 1, 8, dtype=torch.int64, device=device),
             ones,
             ones * 8,
         )
         self._settings = PlainSettings(ones, ones * 0.0, last, self._state.lengths)
         self._lines = TokenLines.of(last, ones[:1].long(), verified_line(batch_size, q), 4)
         # None is accepted, so that lengths move on as in a plain step.
-        self._rates = torch.zeros(8, device="cuda")
+        self._rates = torch.zeros(8, device=device)
 
     def run(self) -> None:
         """One step."""
