@@ -7,6 +7,7 @@ the step (plain sampling, or acceptance). Then the parts of a layer, and the ker
 is a folder of benchmarks/models; default: llama-3.1-8b.
 """
 
+import dataclasses
 import functools
 import json
 import sys
@@ -101,6 +102,11 @@ def part_us(model: Transformer, batch_size: int, context: int, q: int) -> dict[s
         for name, (run, _) in step.parts().items()
     }
     found["whole layer"] = graph_us(step.run_layers) / len(layers)
+    if q > 1:  # attention that takes any batch
+        general = dataclasses.replace(step.batch, equal_places=False)
+        step.use(general)
+        run, _ = step.parts()["attention"]
+        found["attention of any batch"] = graph_us(functools.partial(_for_each, run, layers)) / len(layers)
     found["head"] = graph_us(step.run_head)
     return {name: round(us, 2) for name, us in found.items()}
 

@@ -45,7 +45,7 @@ class LayerStep:
         ones = torch.ones(batch_size, dtype=torch.int32, device=device)
         each = torch.arange(batch_size, dtype=torch.int32, device=device)
         last = torch.arange(context - query_len, context, device=device)
-        self.batch = AttentionBatch(
+        batch = AttentionBatch(
             table,
             token_rows=(each + 1).repeat_interleave(query_len),
             positions=last.repeat(batch_size),
@@ -55,12 +55,9 @@ class LayerStep:
             query_lens=ones * query_len,
             max_query_len=query_len,
             max_context=context,
+            equal_places=True,
         )
-        attend_qkv = get_backend("triton", device).attend_qkv
-        assert attend_qkv is not None
-        self._attend_rows = functools.partial(
-            attend_qkv, batch=self.batch, num_heads=config.num_heads, scale=config.attention_scale
-        )
+        self.use(batch)
         self.mix = FromRows(StepAttention(self._refuse, self._attend), model.rotary.table)
 
         def random(width: int) -> Tensor:
@@ -71,6 +68,15 @@ class LayerStep:
         self.attended = random(config.num_heads * config.head_dim)
         self.inner = random(config.intermediate_size)
         self.scores = torch.randn(batch_size * query_len, config.vocab_size, device=device)
+
+    def use(self, batch: AttentionBatch) -> None:
+        """Attend over this batch from now on."""
+        self.batch, config = batch, self.model.config
+        attend_qkv = get_backend("triton", batch.positions.device).attend_qkv
+        assert attend_qkv is not None
+        self._attend_rows = functools.partial(
+            attend_qkv, batch=batch, num_heads=config.num_heads, scale=config.attention_scale
+        )
 
     def _attend(self, layer: int, projected: Tensor, heads: HeadPreparation) -> Tensor:
         k_cache, v_cache = self.caches[layer]

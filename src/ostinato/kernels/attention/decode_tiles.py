@@ -54,7 +54,7 @@ def _measured_tile(dtype: torch.dtype, num_tokens: int) -> DecodeTile:
 
 
 CUDA_MAX_TOKENS = (256, 1024)
-"""Tokens that the CUDA kernel has room for in its list of work: it is compiled for either."""
+"""Requests that the CUDA kernel has room for in its list of work: it is compiled for either."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,17 @@ class CudaDecodeTile:
     """...unless that makes more than so many."""
 
 
-def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int, gpu: Gpu) -> CudaDecodeTile:
+def cuda_decode_tile(
+    num_requests: int, num_kv_heads: int, group: int, gpu: Gpu, num_queries: int = 1
+) -> CudaDecodeTile:
     """The CUDA kernel's tile for a batch; measured on an H200 (docs/kernels.md)."""
-    pairs, multiprocessors = num_tokens * num_kv_heads, gpu.multiprocessors
-    if group > 8:  # twice the registers
+    pairs, multiprocessors = num_requests * num_kv_heads, gpu.multiprocessors
+    if num_queries > 1 and pairs > 32:
+        # Results of many heads need registers, and four slots at least.
+        chunk_tiles, chunks = (32, 2 * multiprocessors // pairs) if pairs <= multiprocessors else (64, 8)
+        how = (4, 5, 2) if group * num_queries <= 24 else (8, 5, 1)
+        return CudaDecodeTile(*how, chunk_tiles, chunks)
+    if group > 8 and num_queries == 1:  # twice the registers
         return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, multiprocessors // pairs))
     if pairs <= 32:
         # 256 keys are on their way before the wait; short contexts are joined in one program.
