@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
 from ostinato.kernels import triton_rows
-from ostinato.kernels.attention import HeadPreparation, gpu_ops, torch_reference
+from ostinato.kernels.attention import AttentionBatch, HeadPreparation, gpu_ops, torch_reference
 from ostinato.kernels.linear import few_tokens, triton_linear
 from ostinato.kernels.linear.tiles import SkinnyTile, Tile, WideTile
 
@@ -140,18 +140,45 @@ def _in_parts(rows: Tensor, count: int) -> Tensor:
     return torch.stack([*shares, rows.float() * 2.0 ** (1 - count)])
 
 
-def check_equal_places(
+@dataclasses.dataclass(frozen=True)
+class PlacedStep:
+    """Requests with places for so many tokens each, two of them padding; ready to attend."""
+
+    case: Case
+    """Of the tokens alone, one after another."""
+    used: list[int]
+    """Their places."""
+    batch: AttentionBatch
+    rows: Tensor
+    """In the places."""
+    preparation: HeadPreparation
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def attend(self, window: int | None = None, parts: int = 1) -> Tensor:
+        """Attention of all places; the caches are written."""
+        return gpu_ops.attend_qkv(
+            self.rows if parts == 1 else _in_parts(self.rows, parts),
+            self.preparation,
+            self.k_cache,
+            self.v_cache,
+            self.batch,
+            num_heads=self.case.q.size(1),
+            scale=self.case.scale,
+            sliding_window=window,
+        )
+
+
+def equal_places_step(
     device: torch.device | str,
-    dtype: torch.dtype,
     requests: list[tuple[int, int]],
     places: int,
     heads: Heads,
+    dtype: torch.dtype = torch.bfloat16,
     *,
-    norm: bool,
-    window: int | None = None,
-    parts: int = 1,
-) -> None:
-    """Requests of (context, tokens) with places for so many tokens each, two of them padding."""
+    norm: bool = False,
+) -> PlacedStep:
+    """Requests of (context, tokens)."""
     num_heads, num_kv_heads, head_dim = heads
     case = make_case(
         requests,
@@ -186,20 +213,26 @@ def check_equal_places(
     operands = (rows[used], preparation, num_heads, num_kv_heads, case.batch.positions)
     q, k, v = torch_reference.prepare_heads(*operands)
     case = dataclasses.replace(case, q=q, k=k, v=v)
-    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
-    out = gpu_ops.attend_qkv(
-        rows if parts == 1 else _in_parts(rows, parts),
-        preparation,
-        k_cache,
-        v_cache,
-        batch,
-        num_heads=num_heads,
-        scale=case.scale,
-        sliding_window=window,
-    )
+    return PlacedStep(case, used, batch, rows, preparation, case.k_cache.clone(), case.v_cache.clone())
+
+
+def check_equal_places(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    requests: list[tuple[int, int]],
+    places: int,
+    heads: Heads,
+    *,
+    norm: bool,
+    window: int | None = None,
+    parts: int = 1,
+) -> None:
+    """Attention and caches of such a step, against dense attention."""
+    step = equal_places_step(device, requests, places, heads, dtype, norm=norm)
+    out = step.attend(window, parts)
     assert out.isfinite().all()
-    _assert_close(out[used], dense_attention(case, window), TOLERANCE[dtype])
-    for cache, wanted in zip((k_cache, v_cache), written_caches(case), strict=True):
+    _assert_close(out[step.used], dense_attention(step.case, window), TOLERANCE[dtype])
+    for cache, wanted in zip((step.k_cache, step.v_cache), written_caches(step.case), strict=True):
         _assert_close(cache[1:], wanted[1:], TOLERANCE[dtype])
 
 

@@ -149,12 +149,20 @@ def cascade_class(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: tor
     return _measured_tile(dtype, num_tokens), _prefix_queries(dtype, num_tokens, num_heads // num_kv_heads)
 
 
-def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype, gpu: Gpu) -> Hashable:
-    """Equal for batches that run the same compiled kernels, whichever of the two kernels that is."""
-    triton = _measured_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
+def decode_class(
+    num_requests: int, num_kv_heads: int, dtype: torch.dtype, gpu: Gpu, num_queries: int = 1
+) -> Hashable:
+    """Equal for batches that run the same compiled kernels, whichever of the two kernels that is.
+
+    Of several tokens a request only what the CUDA kernel decides: where that does not serve, attention is that
+    of any batch (`query_tiles.query_class`).
+    """
+    triton = None
+    if num_queries == 1:
+        triton = _measured_tile(dtype, num_requests), num_splits_of(num_requests, num_kv_heads) > 1
     if dtype == torch.float32:
-        return triton
+        return triton, num_queries
     # Between them, groups of 1 and of 3 have all the differences there are; above 8 there is one tile only.
-    tiles = (cuda_decode_tile(num_tokens, num_kv_heads, group, gpu) for group in (1, 3))
-    room = next((limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit), None)
-    return triton, room, tuple((tile.warps, tile.slots, tile.programs) for tile in tiles)
+    tiles = (cuda_decode_tile(num_requests, num_kv_heads, group, gpu, num_queries) for group in (1, 3))
+    room = next((limit for limit in CUDA_MAX_TOKENS if num_requests <= limit), None)
+    return triton, num_queries, room, tuple((tile.warps, tile.slots, tile.programs) for tile in tiles)
