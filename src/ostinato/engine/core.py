@@ -52,6 +52,7 @@ from ostinato.models.weight_update import NamedTensors, TornWeightsError
 from .adapters.first_adapters import load_first_adapters
 from .adapters.served_adapters import ServedAdapters
 from .loading.device_memory import DeviceMemory
+from .loading.drafts import draft_kv_shape, draft_parts
 from .loading.load import LoadedModel, ModelLoadError, allocate_kv
 from .loading.memory_plan import MemoryPlan
 from .loading.rehearsal import rehearse
@@ -100,14 +101,20 @@ class EngineCore:
         loaded, config = self.loaded, self.config
         plan = self._rehearsed()
         with self.startup.phase("kv"):
-            kv = allocate_kv(loaded.model, config, plan, loaded.arenas)
+            beside = draft_kv_shape(loaded.draft, config.dtype)
+            kv = allocate_kv(loaded.model, config, plan, loaded.arenas, beside)
+            draft = draft_parts(loaded.draft, kv.num_pages, config, loaded.arenas)
         memory = loaded.memory
         with nullcontext() if memory is None else memory.static_buffers():
             of_graphs = None if memory is None else memory.of_graphs
-            self.runner = ModelRunner(loaded.model, kv, loaded.attention, config, of_graphs, loaded.adapters)
+            self.runner = ModelRunner(
+                loaded.model, kv, loaded.attention, config, of_graphs, loaded.adapters, draft
+            )
             self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
         if memory is not None:
             memory.clear_at_wake(kv)
+            if draft is not None:
+                memory.clear_at_wake(draft.kv)
         self.sleeper = Sleeper(None if memory is None else memory.saver, config.device)
         """What is away while the engine sleeps, and whether it may take a step."""
         self.weights = ServedWeights(loaded.model, self.sleeper)
@@ -326,13 +333,14 @@ class EngineCore:
     def memory(self) -> dict[str, int]:
         """Bytes by what they are for; see `LLM.memory_report`."""
         runner = self.runner
-        tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
+        models = [model for model in (self.loaded.model, self.loaded.draft) if model is not None]
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         outputs = (runner.logits, runner.hidden)
         of_adapters = {} if runner.adapters is None else {"adapters": runner.adapters.num_bytes}
         found = {
             "weights": sum(tensor.nbytes for tensor in tensors),
             **of_adapters,
-            "kv": runner.kv.num_bytes,
+            "kv": runner.kv.num_bytes + (0 if runner.draft is None else runner.draft.kv.num_bytes),
             "inputs": runner.graphs.buffers.bytes + runner.rows.num_bytes,
             "outputs": sum(tensor.nbytes for tensor in outputs),
             "sampling": 0 if self.sampler is None else self.sampler.num_bytes,

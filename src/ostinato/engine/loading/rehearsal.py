@@ -18,7 +18,9 @@ from ostinato.kernels.compile_ahead import compiling_only
 from ..sampling.sampler import Sampler
 from ..stepping.model_runner import ModelRunner
 from ..stepping.times import StartupTimes
+from .arenas import from_torch
 from .device_memory import DeviceMemory
+from .drafts import draft_parts
 from .load import LoadedModel, kv_shape
 from .memory_plan import MemoryPlan
 
@@ -47,7 +49,10 @@ def _rehearse(loaded: LoadedModel, times: StartupTimes) -> MemoryPlan:
     with times.phase("compile"):
         kv = KVCache(kv_shape(loaded.model, config), 2, config.device)
         before = DeviceMemory.now(config.device)
-        runner = ModelRunner(loaded.model, kv, loaded.attention, config, adapters=loaded.adapters)
+        draft = draft_parts(loaded.draft, kv.num_pages, config, from_torch)
+        runner = ModelRunner(
+            loaded.model, kv, loaded.attention, config, adapters=loaded.adapters, draft=draft
+        )
         sampler = Sampler(runner) if loaded.model.config.has_lm_head else None
         buffers = DeviceMemory.now(config.device).less(before).allocated
         _compile(runner, sampler)

@@ -18,6 +18,12 @@ class Drafter(Protocol):
 
     graphs: CudaGraphRunner
     """What drafts; keys are uniform batches of as many tokens a request as there are drafts."""
+    tapped_layers: tuple[int, ...]
+    """Before which layers of the target features are taken; (): they are its last states."""
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """What the target's graphs read of it, beside rows."""
+        ...
 
     def join(self, requests: Sequence[Request]) -> None:
         """Enter what newcomers need into their rows, before their first step; `rows.send` brings it there."""
@@ -28,11 +34,11 @@ class Drafter(Protocol):
         ...
 
     def note_step(
-        self, input_ids: Tensor, batch: AttentionBatch, hidden: Tensor, descriptor: BatchDescriptor
+        self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:
         """Captured in every step of the target, behind its forward pass: keep what drafts will need of it.
 
-        `hidden` [T, H]: the last states. In a step that verifies drafts this comes before acceptance: `batch`
+        `features` [T, F]: the last states, or what was tapped. In a step that verifies drafts this comes before acceptance: `batch`
         has the length of all tokens, and which of them stay is in `num_accepted` when drafts are made next.
         """
         ...

@@ -19,9 +19,10 @@ def drafting_fields(config: ResolvedConfig) -> tuple[RowField, ...]:
         return ()
     integer = torch.int32
     of_text = (RowField("history", integer, config.max_positions, advances=True),)
+    of_features = (RowField("feature_base", integer, advances=True),)
     return (
         RowField("drafts", integer, config.max_drafts, advances=True),
         RowField("num_accepted", integer, advances=True),
         RowField("draft_limits", integer),
-        *(of_text if config.speculation.method == "ngram" else ()),
+        *(of_text if config.speculation.method == "ngram" else of_features),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .eagle_graphs import EagleGraphManager
 from .ngram_drafter import NgramDrafter
 from .speculation import Speculation
 
@@ -16,5 +17,7 @@ def make_speculation(runner: ModelRunner) -> Speculation | None:
     config = runner.config.speculation
     if config is None:
         return None
-    assert config.method == "ngram"
-    return Speculation(runner, config, NgramDrafter(runner, config))
+    if config.method == "ngram":
+        return Speculation(runner, config, NgramDrafter(runner, config))
+    assert runner.draft is not None
+    return Speculation(runner, config, EagleGraphManager(runner, config, runner.draft))

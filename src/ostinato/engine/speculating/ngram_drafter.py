@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class NgramDrafter:
     """Keeps the text of every row on the device, and looks for its end in it."""
 
+    tapped_layers: tuple[int, ...] = ()
+
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         self._config = config
         self._rows = runner.rows
@@ -66,6 +68,10 @@ class NgramDrafter:
             kernels_of=lambda key: key.descriptor.query_len,
         )
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Nothing beside rows."""
+        return {}
+
     def join(self, requests: Sequence[Request]) -> None:
         """Enter what no step computes: the tokens whose pages were found in the cache."""
         for request in requests:
@@ -83,7 +89,7 @@ class NgramDrafter:
         self._held = rows, num_drafts
 
     def note_step(
-        self, input_ids: Tensor, batch: AttentionBatch, hidden: Tensor, descriptor: BatchDescriptor
+        self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:
         """Keep the tokens of a step; of drafts that are being verified those that are accepted are kept then."""
         if descriptor.query_len is not None and descriptor.query_len > 1:

@@ -160,6 +160,7 @@ class Speculation:
     def named_tensors(self) -> dict[str, Tensor]:
         """What forward graphs read, beside what they read anyway."""
         found = {"drafts": self.state.drafts, "num_accepted": self.state.num_accepted}
+        found |= self.drafter.named_tensors()
         found["draft_limits"] = self.state.limits
         return found if self.state.history is None else {**found, "history": self.state.history}
 

@@ -43,11 +43,14 @@ from ostinato.kernels.speculation.acceptance import verified_line
 from ostinato.kernels.variants import kernel_class
 from ostinato.models.adapters.stacks import AdapterStacks
 from ostinato.models.config import ModelConfig
-from ostinato.models.transformer import Attend, StepAttention, Transformer
+from ostinato.models.mixing import Attend, StepAttention
+from ostinato.models.taps import Taps
+from ostinato.models.transformer import Transformer
 
 from ..config import ResolvedConfig
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate, ScheduledStep
+from ..speculating.eagle_graphs import DraftParts
 from ..speculating.fields import LONGER, UNCHANGED, drafting_fields
 from ..speculating.making import make_speculation
 from . import shared_prefix
@@ -112,13 +115,16 @@ class ModelRunner:
         config: ResolvedConfig,
         memory: Memory | None = None,
         adapters: AdapterStacks | None = None,
+        draft: DraftParts | None = None,
     ) -> None:
-        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are."""
+        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are. `draft`:
+        a model that drafts, where one was asked for."""
         self.model = model
         self.adapters = adapters
         self.kv = kv
         self.config = config
-        self._attention = attention
+        self.draft = draft
+        self.attention = attention
         self._host: HostLengths | None = None
         self._held = _NOTHING
         device = config.device
@@ -174,7 +180,7 @@ class ModelRunner:
     def _make_runner(self) -> CudaGraphRunner:
         config = self.config
         asked = config.config
-        capability = Capability[self._attention.capability]
+        capability = Capability[self.attention.capability]
         dispatcher = Dispatcher(
             config.graph_mode, capability=capability, padding=not asked.disable_cuda_graph_padding
         )
@@ -186,7 +192,7 @@ class ModelRunner:
             lora_cases=config.lora_cases,
             context_buckets=config.context_buckets,
             cascade=asked.enable_cascade_attention
-            and self._attention.reads_prefix_once
+            and self.attention.reads_prefix_once
             and self._has_whole_contexts,
         )
         keys = [
@@ -221,6 +227,8 @@ class ModelRunner:
             kernels_of=self.kernels_of,
         )
         runner.watch(self.model)
+        if self.draft is not None:
+            runner.watch({f"draft.{name}": each for name, each in self.draft.model.named_parameters()})
         static = {"page_table": self.page_table, "prefix_lens": self.rows["prefix_lens"]}
         static |= {"lengths": self.lengths, "last_tokens": self.last_tokens}
         static |= {"began": self.began, **self.returned.state}
@@ -438,9 +446,12 @@ class ModelRunner:
         if descriptor.lora:
             assert self.adapters is not None
             adapters = self.adapters.of_tokens(self.rows["adapter_slots"].index_select(0, token_rows))
-        hidden = self.model(input_ids, positions, self._attention_over(batch), adapters)
+        tapped = () if speculation is None else speculation.drafter.tapped_layers
+        taps = Taps(tapped) if tapped else None
+        hidden = self.model(input_ids, positions, self._attention_over(batch), adapters, taps)
         if speculation is not None:
-            speculation.drafter.note_step(input_ids, batch, hidden, descriptor)
+            features = hidden if taps is None else taps.features()
+            speculation.drafter.note_step(input_ids, batch, features, descriptor)
         if query_len is not None and query_len > 1:
             return self.verify(hidden, req_rows, query_len)
         if not descriptor.is_uniform:
@@ -467,16 +478,16 @@ class ModelRunner:
 
     def _attention_over(self, batch: AttentionBatch) -> Attend:
         heads = functools.partial(self._attend, batch)
-        if self._attention.attend_qkv is None:
+        if self.attention.attend_qkv is None:
             return heads
         return StepAttention(heads, functools.partial(self._attend_rows, batch))
 
     def _attend_rows_of_layer(
         self, batch: AttentionBatch, layer: int, rows: torch.Tensor, heads: HeadPreparation
     ) -> torch.Tensor:
-        assert self._attention.attend_qkv is not None
+        assert self.attention.attend_qkv is not None
         model = self.model.config
-        return self._attention.attend_qkv(
+        return self.attention.attend_qkv(
             rows,
             heads,
             *self.kv.layer(layer),
@@ -491,11 +502,11 @@ class ModelRunner:
     ) -> torch.Tensor:
         model = self.model.config
         k_cache, v_cache = self.kv.layer(layer)
-        self._attention.write_kv(k, v, k_cache, v_cache, batch)
+        self.attention.write_kv(k, v, k_cache, v_cache, batch)
         scale, window = model.attention_scale, model.layer_windows[layer]
         if self._host is None:
-            return self._attention.attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=window)
-        return self._attention.attend_eager(
+            return self.attention.attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=window)
+        return self.attention.attend_eager(
             q, k_cache, v_cache, batch, scale=scale, sliding_window=window, lengths=self._host
         )
 
