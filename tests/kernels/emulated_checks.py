@@ -235,3 +235,25 @@ def check_attention(
         )
         assert cuda_decode._counters_of_caches
         assert not any(counters.any() for _, counters in cuda_decode._counters_of_caches.values())
+
+
+def check_few_tokens(
+    emulator: Emulator,
+    tile: CudaDecodeTile,
+    heads: fused_checks.Heads,
+    requests: list[tuple[int, int]],
+    places: int,
+    *,
+    multiprocessors: int = H200_MULTIPROCESSORS,
+    norm: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    parts: int = 1,
+) -> None:
+    """The same of requests of (context, tokens), with places for so many tokens each."""
+    with emulated_attention(emulator, tile, multiprocessors):
+        fused_checks.check_equal_places(
+            CPU, dtype, requests, places, heads, norm=norm, window=window, parts=parts
+        )
+        assert cuda_decode._counters_of_caches
+        assert not any(counters.any() for _, counters in cuda_decode._counters_of_caches.values())

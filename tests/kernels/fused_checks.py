@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.paged_cases import dense_attention, make_case, written_caches
+from kernels.paged_cases import Case, dense_attention, make_case, written_caches
 from ostinato.kernels import triton_rows
-from ostinato.kernels.attention import HeadPreparation, gpu_ops, torch_reference
+from ostinato.kernels.attention import AttentionBatch, HeadPreparation, gpu_ops, torch_reference
 from ostinato.kernels.linear import few_tokens, triton_linear
 from ostinato.kernels.linear.tiles import SkinnyTile, Tile, WideTile
 
@@ -140,6 +140,112 @@ def _in_parts(rows: Tensor, count: int) -> Tensor:
     return torch.stack([*shares, rows.float() * 2.0 ** (1 - count)])
 
 
+@dataclasses.dataclass(frozen=True)
+class PlacedStep:
+    """Requests with places for so many tokens each, two of them padding; ready to attend."""
+
+    case: Case
+    """Of the tokens alone, one after another."""
+    used: list[int]
+    """Their places."""
+    batch: AttentionBatch
+    rows: Tensor
+    """In the places."""
+    preparation: HeadPreparation
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def attend(self, window: int | None = None, parts: int = 1) -> Tensor:
+        """Attention of all places; the caches are written."""
+        return gpu_ops.attend_qkv(
+            self.rows if parts == 1 else _in_parts(self.rows, parts),
+            self.preparation,
+            self.k_cache,
+            self.v_cache,
+            self.batch,
+            num_heads=self.case.q.size(1),
+            scale=self.case.scale,
+            sliding_window=window,
+        )
+
+
+def equal_places_step(
+    device: torch.device | str,
+    requests: list[tuple[int, int]],
+    places: int,
+    heads: Heads,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    norm: bool = False,
+) -> PlacedStep:
+    """Requests of (context, tokens)."""
+    num_heads, num_kv_heads, head_dim = heads
+    case = make_case(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        padded_requests=2,
+        slack_context=5,
+        dtype=dtype,
+        device=device,
+        poison=float("nan"),
+    )
+    used = [r * places + i for r, (_, count) in enumerate(requests) for i in range(count)]
+    num_places = (len(requests) + 2) * places
+
+    def placed(values: Tensor) -> Tensor:
+        found = values.new_zeros(num_places)
+        found[used] = values
+        return found
+
+    batch = dataclasses.replace(
+        case.batch,
+        token_rows=placed(case.batch.token_rows),
+        positions=placed(case.batch.positions),
+        query_starts=torch.arange(0, num_places, places, dtype=torch.int32, device=device),
+        max_query_len=places,
+        equal_places=True,
+    )
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    rows = _random(num_places, width, dtype=dtype, device=device, seed=9)
+    preparation = _preparation(case, dtype, head_dim, norm=norm)
+    operands = (rows[used], preparation, num_heads, num_kv_heads, case.batch.positions)
+    q, k, v = torch_reference.prepare_heads(*operands)
+    case = dataclasses.replace(case, q=q, k=k, v=v)
+    return PlacedStep(case, used, batch, rows, preparation, case.k_cache.clone(), case.v_cache.clone())
+
+
+def check_equal_places(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    requests: list[tuple[int, int]],
+    places: int,
+    heads: Heads,
+    *,
+    norm: bool,
+    window: int | None = None,
+    parts: int = 1,
+) -> None:
+    """Attention and caches of such a step, against dense attention."""
+    step = equal_places_step(device, requests, places, heads, dtype, norm=norm)
+    out = step.attend(window, parts)
+    assert out.isfinite().all()
+    _assert_close(out[step.used], dense_attention(step.case, window), TOLERANCE[dtype])
+    for cache, wanted in zip((step.k_cache, step.v_cache), written_caches(step.case), strict=True):
+        _assert_close(cache[1:], wanted[1:], TOLERANCE[dtype])
+
+
+def _preparation(case: Case, dtype: torch.dtype, head_dim: int, *, norm: bool) -> HeadPreparation:
+    device = case.q.device
+    angles = _random(case.batch.max_context, head_dim // 2, dtype=torch.float32, device=device, seed=10)
+    rotary = torch.cat([angles.cos(), angles.sin()], dim=1)
+    if not norm:
+        return HeadPreparation(rotary)
+    weights = (1 + _random(head_dim, dtype=dtype, device=device, seed=seed) / 4 for seed in (11, 12))
+    return HeadPreparation(rotary, *weights, eps=1e-5)
+
+
 def check_attend_qkv(
     device: torch.device | str,
     dtype: torch.dtype,
@@ -170,11 +276,7 @@ def check_attend_qkv(
     )
     num_tokens = case.q.size(0)
     rows = _random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device, seed=9)
-    angles = _random(case.batch.max_context, head_dim // 2, dtype=torch.float32, device=device, seed=10)
-    preparation = HeadPreparation(torch.cat([angles.cos(), angles.sin()], dim=1))
-    if norm:
-        weights = (1 + _random(head_dim, dtype=dtype, device=device, seed=seed) / 4 for seed in (11, 12))
-        preparation = HeadPreparation(preparation.rotary, *weights, eps=1e-5)
+    preparation = _preparation(case, dtype, head_dim, norm=norm)
     q, k, v = torch_reference.prepare_heads(rows, preparation, num_heads, num_kv_heads, case.batch.positions)
     case = dataclasses.replace(case, q=q, k=k, v=v)
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()

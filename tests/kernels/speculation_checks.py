@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ostinato.kernels.sampling import torch_reference
 from ostinato.kernels.sampling.plain import PlainSettings
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, TokenLines
-from ostinato.kernels.speculation.acceptance import NO_TOKEN, accept, verified_line
-from ostinato.kernels.speculation.ngram import draft_ngram, note_history
-from ostinato.kernels.speculation.state import SpecState
-from ostinato.kernels.speculation.verification import begin_verify
+from ostinato.kernels.speculation import acceptance, ngram, verification
+from ostinato.kernels.speculation.acceptance import verified_line
+from ostinato.kernels.speculation.state import NO_TOKEN, SpecState
 
 MAX_ROWS = 9
 Device = torch.device | str
+
+
+class Ops(NamedTuple):
+    """What is checked."""
+
+    begin_verify: Callable[..., Any]
+    accept: Callable[..., Any]
+    draft_ngram: Callable[..., Any]
+    note_history: Callable[..., Any]
+
+
+BY_DEVICE = Ops(verification.begin_verify, acceptance.accept, ngram.draft_ngram, ngram.note_history)
+"""Whatever the device has."""
 
 
 def looked_up(text: list[int], k: int, min_n: int, max_n: int) -> list[int]:
@@ -31,12 +45,12 @@ def looked_up(text: list[int], k: int, min_n: int, max_n: int) -> list[int]:
     return text[-1:] * k
 
 
-def check_ngram(device: Device, seed: int) -> None:
+def check_ngram(device: Device, seed: int, ops: Ops = BY_DEVICE) -> None:
     """Any texts, rows with padding among them; what was noted before is not needed at position L."""
     pick = random.Random(seed)
     width, k, most = pick.choice([8, 40, 300]), pick.randint(1, 5), pick.randint(1, 5)
     least = pick.randint(1, most)
-    rows = pick.sample(range(1, MAX_ROWS), 4) + [0, 0]
+    rows = [*pick.sample(range(1, MAX_ROWS), 4), 0, 0]
     texts = {row: _text(pick, width) for row in rows if row}
     history = torch.randint(0, 4, (MAX_ROWS, width + 3), dtype=torch.int32)
     lengths, last = torch.zeros(MAX_ROWS, dtype=torch.int32), torch.zeros(MAX_ROWS, dtype=torch.int64)
@@ -46,7 +60,7 @@ def check_ngram(device: Device, seed: int) -> None:
     drafts = torch.full((MAX_ROWS, 6), 77)
     moved = [tensor.to(device) for tensor in (lengths, last, history, drafts)]
     picked = torch.tensor(rows, dtype=torch.int32, device=device)
-    draft_ngram(picked, k, *moved, least, most, width)
+    ops.draft_ngram(picked, k, *moved, least, most, width)
     assert torch.equal(moved[0].cpu(), lengths)
     found, noted = moved[3].cpu(), moved[2].cpu()
     for row in range(1, MAX_ROWS):
@@ -67,7 +81,7 @@ def _text(pick: random.Random, width: int) -> list[int]:
     return [pick.randrange(pick.choice([2, 4, 30])) for _ in range(pick.randint(1, width))]
 
 
-def check_note_history(device: Device) -> None:
+def check_note_history(device: Device, ops: Ops = BY_DEVICE) -> None:
     """The token at L is entered; of padding and behind the last place nothing is."""
     history = torch.arange(MAX_ROWS * 5, dtype=torch.int32).view(MAX_ROWS, 5)
     lengths = torch.tensor([0, 4, 5, 0, 2, 1, 1, 1, 1], dtype=torch.int32)
@@ -76,11 +90,11 @@ def check_note_history(device: Device) -> None:
     wanted[1, 4], wanted[3, 0], wanted[4, 2] = 101, 103, 104
     moved = history.to(device)
     rows = torch.tensor([3, 1, 0, 2, 4, 0], dtype=torch.int32, device=device)
-    note_history(rows, lengths.to(device), last.to(device), moved)
+    ops.note_history(rows, lengths.to(device), last.to(device), moved)
     assert torch.equal(moved.cpu(), wanted)
 
 
-def check_begin_verify(device: Device, num_requests: int, q: int) -> None:
+def check_begin_verify(device: Device, num_requests: int, q: int, ops: Ops = BY_DEVICE) -> None:
     """Tokens of a request lie side by side; padding has no tokens, and nothing is changed."""
     lengths = torch.tensor([0, 7, 3, 100, 1, 15, 30, 2, 9], dtype=torch.int32)
     last, drafts = torch.arange(MAX_ROWS) + 50, torch.randint(0, 99, (MAX_ROWS, 5))
@@ -90,7 +104,7 @@ def check_begin_verify(device: Device, num_requests: int, q: int) -> None:
     began = torch.zeros(1, dtype=torch.int64, device=device)
     moved = [tensor.to(device) for tensor in (lengths, last, drafts)]
     given = torch.tensor(rows, dtype=torch.int32, device=device)
-    found = [part.cpu() for part in begin_verify(given, q, *moved, began)]
+    found = [part.cpu() for part in ops.begin_verify(given, q, *moved, began)]
     assert [part.dtype for part in found] == [torch.int64] * 2 + [torch.int32] * 4
     ids, positions, token_rows, seq_lens, starts, query_lens = (part.tolist() for part in found)
     for r, row in enumerate(rows):
@@ -157,12 +171,12 @@ class AcceptCase:
         lines = TokenLines.of(state.last_tokens, began, num_requests * 8 + 3, 3)
         return cls(logits.to(device), picked.to(device), q, settings, state, lines, drawn)
 
-    def check(self, synthetic: torch.Tensor | None = None, step: int = 0) -> list[int]:
+    def check(self, ops: Ops = BY_DEVICE, synthetic: torch.Tensor | None = None, step: int = 0) -> list[int]:
         """The numbers of accepted drafts."""
         rows, q, count = self.rows.tolist(), self.q, self.rows.size(0)
         before = [each.cpu().clone() for each in self.state if each is not None]
         lengths, last, drafts, accepted, limits, history = before
-        accept(self.logits, self.rows, q, self.settings, self.state, synthetic, self.lines)
+        ops.accept(self.logits, self.rows, q, self.settings, self.state, synthetic, self.lines)
         if self.logits.is_cuda:
             torch.cuda.synchronize()
         numbers = []
@@ -210,9 +224,11 @@ class AcceptCase:
         return numbers
 
 
-def check_accept(device: Device, num_requests: int, q: int, vocab: int, seed: int) -> list[int]:
+def check_accept(
+    device: Device, num_requests: int, q: int, vocab: int, seed: int, ops: Ops = BY_DEVICE
+) -> list[int]:
     """By comparison and by chance; the case's accepted numbers."""
-    numbers = AcceptCase.random(device, num_requests, q, vocab, seed).check()
+    numbers = AcceptCase.random(device, num_requests, q, vocab, seed).check(ops)
     rates = torch.tensor([0.9, 0.6, 0.5, 0.5, 0.1, 0.0], device=device)
-    numbers += AcceptCase.random(device, num_requests, q, vocab, seed).check(rates)
+    numbers += AcceptCase.random(device, num_requests, q, vocab, seed).check(ops, rates)
     return numbers

@@ -27,18 +27,24 @@ HEAD_DIMS = (64, 80, 128)
 
 
 def kernel_of(
-    num_tokens: int, num_kv_heads: int, group: int, head_dim: int = 128, multiprocessors: int = 132
+    num_requests: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int = 128,
+    multiprocessors: int = 132,
+    num_queries: int = 1,
 ):
     """The kernel, its tile and its shared memory."""
-    tile = cuda_decode_tile(num_tokens, num_kv_heads, group, Gpu((9, 0), multiprocessors))
+    tile = cuda_decode_tile(num_requests, num_kv_heads, group, Gpu((9, 0), multiprocessors), num_queries)
     kernel, shared_bytes = decode_kernel(
         tile,
-        num_tokens,
+        num_requests,
         head_dim=head_dim,
         group=group,
         num_kv_heads=num_kv_heads,
         has_norm=True,
         dtype=torch.bfloat16,
+        num_queries=num_queries,
     )
     return kernel, tile, shared_bytes
 
@@ -53,6 +59,10 @@ def test_programs_fit_a_multiprocessor(num_kv_heads):
                     _, tile, shared_bytes = kernel_of(*size)
                     assert shared_bytes <= MOST_SHARED_BYTES
                     assert tile.max_chunks >= 1
+                    for num_queries in range(2, min(16, 32 // group) + 1):
+                        _, tile, shared_bytes = kernel_of(*size, num_queries=num_queries)
+                        assert tile.programs * shared_bytes <= MOST_SHARED_BYTES
+                        assert tile.max_chunks >= 1
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
@@ -66,6 +76,17 @@ def test_batches_of_a_class_run_the_same_kernel(num_kv_heads, group, multiproces
         kernels.setdefault(found, set()).add(kernel)
     assert all(len(same) == 1 for same in kernels.values())
     assert len(kernels) <= 9
+
+
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_batches_of_a_class_run_the_same_kernel_for_several_tokens(group):
+    kernels: dict[object, set[object]] = {}
+    for num_requests, num_queries in itertools.product(range(1, 80), range(2, 32 // group + 1)):
+        found = decode_class(num_requests, 8, torch.bfloat16, Gpu((9, 0), 132), num_queries)
+        kernel, *_ = kernel_of(num_requests, 8, group, num_queries=num_queries)
+        kernels.setdefault(found, set()).add(kernel)
+    assert all(len(same) == 1 for same in kernels.values())
+    assert len(kernels) <= 2 * (32 // group - 1)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +119,23 @@ TOKENS_AND_GROUPS = [(1, 2), (8, 4), (32, 8), (256, 16), (1, 16), (256, 2)]
 )
 def test_it_compiles_without_spilling(nvrtc, num_tokens, group):
     kernel, tile, _ = kernel_of(num_tokens, 8, group)
+    said = report(kernel._constants)
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) == 0
+    assert int(re.search(r"Used (\d+) registers", said)[1]) * tile.warps * 32 * tile.programs <= REGISTERS
+
+
+FEW_TOKENS = [(1, 4, 5), (8, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "group", "num_queries"),
+    [
+        case if case in FEW_TOKENS else pytest.param(*case, marks=pytest.mark.slow)
+        for case in [*itertools.product((1, 8), (4,), (2, 3, 5, 8)), (8, 8, 4), (8, 2, 16), (1, 16, 2)]
+    ],
+)
+def test_it_compiles_without_spilling_for_several_tokens(nvrtc, num_requests, group, num_queries):
+    kernel, tile, _ = kernel_of(num_requests, 8, group, num_queries=num_queries)
     said = report(kernel._constants)
     assert int(re.search(r"(\d+) bytes spill stores", said)[1]) == 0
     assert int(re.search(r"Used (\d+) registers", said)[1]) * tile.warps * 32 * tile.programs <= REGISTERS

@@ -35,13 +35,13 @@ def kernel_of(name: str) -> tuple[Any, dict[str, Any]]:
         "norm": (triton_rows._add_rms_norm, NORMS),
         "half a norm": (triton_rows._scale_rows, NORMS),
         "gate": (triton_rows._silu_mul, NORMS),
-        "draw": (triton_draw._noisy_best_of_block, {"has_cuts": False, "block": 2048}),
+        "draw": (triton_draw._noisy_best_of_block, {"has_cuts": False, "verifies": True, "block": 2048}),
         "return": (triton_return._return_tokens, {"block": 128}),
         "adjusted": (triton_adjusted._adjusted_best_of_block, {"has_filters": True}),
         "narrow": (narrow, {"is_last": False}),
         "narrow at last": (narrow, {"is_last": True}),
         "settle": (settle, {}),
-        "draw again": (triton_draw._noisy_best_of_block, {"has_cuts": True}),
+        "draw again": (triton_draw._noisy_best_of_block, {"has_cuts": True, "verifies": False}),
         "amend": (triton_amend._amend, {}),
     }[name]
 

@@ -5,11 +5,17 @@ import torch
 
 from kernels import speculation_checks as checks
 from kernels.interpreted import assert_passes
+from kernels.test_triton_kernels import compiled
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels.sampling import torch_reference
 from ostinato.kernels.speculation.acceptance import accept
 from ostinato.kernels.speculation.ngram import draft_ngram
 from ostinato.kernels.speculation.verification import begin_verify
+
+TYPES = dict.fromkeys(("input_ids", "positions", "last_tokens", "drafts", "began", "seeds"), "*i64")
+TYPES |= dict.fromkeys(("ring", "counts"), "*i64") | {"values": "*fp32", "rates": "*fp32"}
+TYPES |= dict.fromkeys(("rows", "tokens", "lengths", "num_accepted", "limits", "history"), "*i32")
+TYPES |= dict.fromkeys(("token_rows", "seq_lens", "query_starts", "query_lens"), "*i32")
 
 
 @pytest.mark.parametrize(("num_requests", "q"), [(1, 1), (1, 5), (4, 2), (7, 6)])
@@ -81,4 +87,28 @@ def test_a_speculative_step_is_captured_and_follows_its_rows():
 
 
 def test_triton_kernels_in_the_interpreter():
-    assert_passes("kernels.speculation_interpreter_checks", "few", 300)
+    assert_passes("kernels.speculation_interpreter_checks", "all", 300)
+
+
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100, 120))]
+)
+def test_kernels_compile(capability):
+    """With every switch on; for what a Llama-3.1-8B has."""
+    triton = pytest.importorskip("triton")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
+    from ostinato.kernels.speculation import triton_acceptance, triton_ngram, triton_verification
+
+    lines = {"head": 4, "no_token": -1, "rows_block": 8, "steps_block": 8, "block": 64}
+    for kernel, constants in (
+        (triton_verification._begin_verify, {"block": 128, "timed": True}),
+        (triton_acceptance._accept, {**lines, "synthetic": True, "noted": True, "timed": True}),
+        (triton_acceptance._accept, {**lines, "synthetic": False, "noted": False, "timed": True}),
+        (triton_ngram._draft_ngram, {"k": 4, "k_block": 4, "min_n": 2, "max_n": 5, "block": 2048}),
+        (triton_ngram._note_history, {}),
+    ):
+        if "dependent" in kernel.arg_names:
+            constants["dependent"] = capability >= 90
+        types = {name: TYPES.get(name, "i32") for name in kernel.arg_names if name not in constants}
+        assert compiled(kernel, types, constants, capability)

@@ -94,7 +94,8 @@ def test_plain_sampling_compiles_for_hopper():
     constants = {"width": 151_936, "block": 2048, "greedy_below": 1e-5}
     for has_cuts in (False, True):
         kernel = triton_draw._noisy_best_of_block
-        flags, cap = {**constants, "has_cuts": has_cuts}, triton_draw._REGISTERS
+        flags = {**constants, "has_cuts": has_cuts, "verifies": not has_cuts}
+        cap = triton_draw._REGISTERS
         assert compiles(kernel, operands, flags, num_warps=4, maxnreg=cap)
     candidates = {"values": "*fp32", "tokens": "*i32"}
     lines = dict.fromkeys(("last_tokens", "ring", "counts", "began"), "*i64")

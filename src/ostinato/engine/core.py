@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import cast
 
 import numpy as np
@@ -385,8 +386,10 @@ class EngineCore:
         flight = Flight(step)
         self._flights.append(flight)
         self.clock.steps += 1
+        began = perf_counter()
         try:
             self._launch(flight)
+            flight.launch_seconds = perf_counter() - began
         except BaseException as error:
             flight.error = _told(f"the step failed on {self.config.device}", error)
             logger.exception("step %d failed", step.index)
@@ -480,7 +483,11 @@ class EngineCore:
             # It stays under way until its tokens are there: an interrupt during the wait changes nothing.
             sampled = self._read(flight)
             self.clock.lap("wait")
-            self.clock.on_device(None if sampled is None else sampled.span, counts=flight.is_timed)
+            span = None if sampled is None else sampled.span
+            took = self.clock.on_device(span, counts=flight.is_timed)
+            if self.runner.speculation is not None and flight.step.is_uniform_decode and flight.error is None:
+                is_done = self.config.device.type == "cpu"
+                self.runner.speculation.note_cost(flight.step, flight.launch_seconds if is_done else took)
             self._take_in(flight, sampled)
         # In one line: between two, what it brought would be returned twice or not at all.
         self._arrived += cast(tuple[Progress, ...], self._flights.popleft().landed)

@@ -26,11 +26,12 @@ def kernel_class(
     is_decode: bool,
     is_cascade: bool = False,
     num_slots: int = 0,
+    query_len: int = 1,
 ) -> Hashable:
     """Equal for steps that need the same compiled kernels, on the same model.
 
     `products` are the matrices of a step with the number of rows that each is multiplied with; `num_slots`:
-    for adapters, 0 in a step without.
+    for adapters, 0 in a step without; `query_len`: tokens of each request, where it is a decode step.
     """
     products = list(products)
     linear: tuple[Hashable, ...] = tuple(
@@ -43,4 +44,8 @@ def kernel_class(
         return linear
     # Layers with a window attend as if nothing was shared.
     shared = cascade_class(num_tokens, num_heads, num_kv_heads, dtype) if is_cascade else None
-    return linear, decode_class(num_tokens, num_kv_heads, dtype, gpu_of(device)), shared
+    return (
+        linear,
+        decode_class(num_tokens // query_len, num_kv_heads, dtype, gpu_of(device), query_len),
+        shared,
+    )

@@ -22,10 +22,12 @@ Part = tuple[Callable[[int], Any], int]
 
 
 class LayerStep:
-    """The first layers of a model with their caches, and a batch of single tokens."""
+    """The first layers of a model with their caches, and a batch of the same number of tokens each."""
 
-    def __init__(self, model: Transformer, batch_size: int, *, num_layers: int, context: int) -> None:
-        """`context` is the length of every request."""
+    def __init__(
+        self, model: Transformer, batch_size: int, *, num_layers: int, context: int, query_len: int = 1
+    ) -> None:
+        """`context` is the length of every request, its `query_len` tokens included."""
         config, device = model.config, model.embed_tokens.weight.device
         self.model = model
         self.context = context
@@ -42,25 +44,39 @@ class LayerStep:
         table[1:] = order.view(batch_size, pages).int()
         ones = torch.ones(batch_size, dtype=torch.int32, device=device)
         each = torch.arange(batch_size, dtype=torch.int32, device=device)
-        positions = torch.full((batch_size,), context - 1, device=device)
-        self.batch = AttentionBatch(
-            table, each + 1, positions, each + 1, ones * context, each, ones, 1, context
+        last = torch.arange(context - query_len, context, device=device)
+        batch = AttentionBatch(
+            table,
+            token_rows=(each + 1).repeat_interleave(query_len),
+            positions=last.repeat(batch_size),
+            req_rows=each + 1,
+            seq_lens=ones * context,
+            query_starts=each * query_len,
+            query_lens=ones * query_len,
+            max_query_len=query_len,
+            max_context=context,
+            equal_places=True,
         )
-        attend_qkv = get_backend("triton", device).attend_qkv
-        assert attend_qkv is not None
-        self._attend_rows = functools.partial(
-            attend_qkv, batch=self.batch, num_heads=config.num_heads, scale=config.attention_scale
-        )
+        self.use(batch)
         self.mix = FromRows(StepAttention(self._refuse, self._attend), model.rotary.table)
 
         def random(width: int) -> Tensor:
-            return torch.randn(batch_size, width, device=device).to(dtype)
+            return torch.randn(batch_size * query_len, width, device=device).to(dtype)
 
         self.hidden, self.residual = random(config.hidden_size), random(config.hidden_size)
         self.qkv = random(self.layers[0].self_attn.qkv_proj.weight.size(0))
         self.attended = random(config.num_heads * config.head_dim)
         self.inner = random(config.intermediate_size)
-        self.scores = torch.randn(batch_size, config.vocab_size, device=device)
+        self.scores = torch.randn(batch_size * query_len, config.vocab_size, device=device)
+
+    def use(self, batch: AttentionBatch) -> None:
+        """Attend over this batch from now on."""
+        self.batch, config = batch, self.model.config
+        attend_qkv = get_backend("triton", batch.positions.device).attend_qkv
+        assert attend_qkv is not None
+        self._attend_rows = functools.partial(
+            attend_qkv, batch=batch, num_heads=config.num_heads, scale=config.attention_scale
+        )
 
     def _attend(self, layer: int, projected: Tensor, heads: HeadPreparation) -> Tensor:
         k_cache, v_cache = self.caches[layer]
@@ -71,7 +87,7 @@ class LayerStep:
 
     def parts(self) -> dict[str, Part]:
         """The parts of a layer, in the form that this number of tokens has."""
-        cache_bytes = 2 * self.batch.positions.numel() * self.context * self.caches[0][0][0, 0].nbytes
+        cache_bytes = 2 * self.batch.req_rows.numel() * self.context * self.caches[0][0][0, 0].nbytes
         layer = self.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
         sizes = {

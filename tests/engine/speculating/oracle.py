@@ -45,7 +45,10 @@ class Oracle(NgramDrafter):
     def join(self, requests: Sequence[Request]) -> None:
         super().join(requests)
         for request in requests:
-            text = [*request.prompt_ids.tolist(), *self.known.get(key_of(request.prompt_ids, request.params), ())]
+            text = [
+                *request.prompt_ids.tolist(),
+                *self.known.get(key_of(request.prompt_ids, request.params), ()),
+            ]
             self.future[request.row, : len(text)] = torch.tensor(text)
 
     def _draft(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:

@@ -73,7 +73,10 @@ Params = SamplingParams | Sequence[SamplingParams]
 def told(outputs: Sequence[RequestOutput]) -> list[Any]:
     assert not [output.error for output in outputs if output.error]
     return [
-        [(each.token_ids, each.finish_reason, each.stop_reason, rounded(each.logprobs)) for each in output.outputs]
+        [
+            (each.token_ids, each.finish_reason, each.stop_reason, rounded(each.logprobs))
+            for each in output.outputs
+        ]
         for output in outputs
     ]
 
@@ -96,9 +99,7 @@ def compare(plain: LLM, drafting: tuple[LLM, Oracle], params: Params, wrong: Seq
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_tokens_are_those_without_drafts(
-    plain: LLM, drafting: tuple[LLM, Oracle], params: Params
-) -> None:
+def test_tokens_are_those_without_drafts(plain: LLM, drafting: tuple[LLM, Oracle], params: Params) -> None:
     speculation = drafting[0].engine.core.runner.speculation
     assert speculation is not None
     before = speculation.counts.read()
@@ -108,7 +109,10 @@ def test_tokens_are_those_without_drafts(
     assert found.accepted_per_position[2] == before.accepted_per_position[2]
     compare(plain, drafting, params)
     found = speculation.counts.read()
-    accepted = [late - early for late, early in zip(found.accepted_per_position, before.accepted_per_position, strict=True)]
+    accepted = [
+        late - early
+        for late, early in zip(found.accepted_per_position, before.accepted_per_position, strict=True)
+    ]
     drafted = found.num_drafts - before.num_drafts
     assert drafted > accepted[0] > accepted[1] > accepted[2] > 0
     assert found.mean_acceptance_length > 1.5
@@ -133,11 +137,11 @@ def test_an_end_inside_what_a_step_brings(plain: LLM, ahead: tuple[LLM, Oracle])
     compare(plain, ahead, SamplingParams(max_tokens=None, **greedy))
     texts = [plain.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
     for place in (4, 5, 6, 7):
-        stops = [
-            SamplingParams(max_tokens=23, stop_token_ids=[text[place]], **greedy) for text in texts
-        ]
+        stops = [SamplingParams(max_tokens=23, stop_token_ids=[text[place]], **greedy) for text in texts]
         compare(plain, ahead, stops)
-        least = [SamplingParams(max_tokens=23, stop_token_ids=[t[place]], min_tokens=9, **greedy) for t in texts]
+        least = [
+            SamplingParams(max_tokens=23, stop_token_ids=[t[place]], min_tokens=9, **greedy) for t in texts
+        ]
         compare(plain, ahead, least)
 
 
@@ -155,7 +159,9 @@ def test_others_beside_those_with_drafts(plain: LLM, ahead: tuple[LLM, Oracle]) 
         {"temperature": 0.0},
         {"temperature": 0.0, "logit_bias": {5: 4.0}},
         {"temperature": 0.0, "bad_words": [[7], [3, 4]]},
-        {"temperature": 0.0, "logprobs": 40} if TINY["vocab_size"] < 40 else {"temperature": 0.0, "prompt_logprobs": 1},
+        {"temperature": 0.0, "logprobs": 40}
+        if TINY["vocab_size"] < 40
+        else {"temperature": 0.0, "prompt_logprobs": 1},
         {"temperature": 0.0, "logits_processors": [lambda ids, logits: logits]},
     ]
     compare(plain, ahead, [SamplingParams(max_tokens=15, **each) for each in others], wrong=(1, 4))
@@ -167,9 +173,13 @@ def test_others_beside_those_with_drafts(plain: LLM, ahead: tuple[LLM, Oracle]) 
 def test_stop_strings_inside_what_a_step_brings(tiny_text: TinyModel) -> None:
     texts = ["Hello there", "a", "What is this"]
     options = {**SMALL, "max_running_requests": 3}
-    with LLM(tiny_text.directory, **options) as llm, oracle_llm(
-        tiny_text.directory, DRAFTS, cuda_graph_mode="full", steps_ahead=1, **options
-    ) as (drafting, oracle):
+    with (
+        LLM(tiny_text.directory, **options) as llm,
+        oracle_llm(tiny_text.directory, DRAFTS, cuda_graph_mode="full", steps_ahead=1, **options) as (
+            drafting,
+            oracle,
+        ),
+    ):
         whole = llm.generate(texts, GREEDY, use_tqdm=False)
         for output in whole:
             known = key_of(output.prompt_token_ids or (), GREEDY)
@@ -178,7 +188,9 @@ def test_stop_strings_inside_what_a_step_brings(tiny_text: TinyModel) -> None:
             stops = [output.outputs[0].text[place : place + 2] for output in whole]
             for include in (False, True):
                 params = [
-                    SamplingParams(temperature=0, max_tokens=23, stop=[stop], include_stop_str_in_output=include)
+                    SamplingParams(
+                        temperature=0, max_tokens=23, stop=[stop], include_stop_str_in_output=include
+                    )
                     for stop in stops
                 ]
                 expected = llm.generate(texts, params, use_tqdm=False)

@@ -76,7 +76,7 @@ class NgramDrafter:
         """Enter what no step computes: the tokens whose pages were found in the cache."""
         for request in requests:
             if count := request.num_computed:
-                self._rows.write("history", request.row, request.first_tokens(count))
+                self._rows.write("history", request.row, request.first_tokens(count).tolist())
 
     def run(self, rows: IntArray, num_drafts: int) -> None:
         """Launch so many drafts for each of these rows."""

@@ -186,6 +186,11 @@ class Speculation:
             self.counts.add(step.num_drafts, num_new[drafted] - 1)
             self.policy.note(step.num_drafts, num_new[drafted] - 1)
 
+    def note_cost(self, step: ScheduledStep, seconds: float | None) -> None:
+        """A decode step took so long on the device, if anybody knows."""
+        if seconds is not None:
+            self.policy.note_cost(step.num_requests, step.num_drafts, seconds)
+
     # -- a step ------------------------------------------------------------------------------------
 
     def draft(self, step: ScheduledStep) -> None:

@@ -79,6 +79,8 @@ class Flight:
     """By place, of those that want all of their distribution."""
     is_timed: bool = False
     """Whether the device notes its beginning, and another step was under way when it was launched."""
+    launch_seconds: float = 0.0
+    """What its launch took: on a CPU all of it."""
     error: str | None = "the step was interrupted before it was launched"
     """Why it was not launched to the end, or not read; None once it was launched."""
     landed: tuple[Progress, ...] | None = None

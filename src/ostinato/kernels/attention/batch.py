@@ -59,6 +59,10 @@ class AttentionBatch:
     max_context: int
     """No request is longer than this in any step the graph serves."""
 
+    equal_places: bool = False
+    """Whether request r has the places r * max_query_len to (r + 1) * max_query_len - 1: its tokens in the
+    first `query_lens[r]` of them, padding in the others. So it is wherever `max_query_len` is 1."""
+
     prefix_lens: Tensor | None = None
     """int32 [max_rows]: so many of its first positions, whole pages and not all of its context, a row has in
     common with every other row of the batch; 0 for row 0. Attention may read these once for all, from the

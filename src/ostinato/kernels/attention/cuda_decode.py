@@ -1,7 +1,8 @@
-"""Attention of single tokens from the QKV projection, in CUDA C++ (`cuda/decode_attention.cu`).
+"""Attention of a few tokens a request from the QKV projection, in CUDA C++ (`cuda/decode_attention.cu`).
 
-Does what `triton_decode` does, where `serves` says so: norm, rotation, KV write and attention in
-one kernel, whose programs share out the contexts of all tokens evenly, whatever their lengths.
+Does what `triton_decode` does for single tokens, where `serves` says so: norm, rotation, KV write and
+attention in one kernel, whose programs share out the contexts of all requests evenly, whatever their lengths.
+Keys and values are read once for all tokens of a request.
 """
 
 import torch
@@ -17,9 +18,14 @@ from .heads import HeadPreparation
 from .triton_tiles import LOG2_E
 
 _MAX_GROUP = 16
+_MAX_HEADS = 32
+"""Query heads of all tokens of a request that share a KV head."""
+_MAX_QUERIES = 16
 
 
-def serves(qkv: Tensor, heads: HeadPreparation, k_cache: Tensor, num_heads: int) -> bool:
+def serves(
+    qkv: Tensor, heads: HeadPreparation, k_cache: Tensor, num_heads: int, num_queries: int = 1
+) -> bool:
     """Whether `attend_tokens` can do this."""
     dtype = k_cache.dtype
     if not is_supported(qkv.device) or dtype not in (torch.bfloat16, torch.float16):
@@ -34,7 +40,10 @@ def serves(qkv: Tensor, heads: HeadPreparation, k_cache: Tensor, num_heads: int)
         and k_cache.size(3) % 16 == 0
         and k_cache.size(3) <= 128
         and num_heads <= _MAX_GROUP * k_cache.size(2)
-        and 0 < qkv.size(-2) <= CUDA_MAX_TOKENS[-1]
+        and num_queries <= _MAX_QUERIES
+        and (num_queries == 1 or num_heads * num_queries <= _MAX_HEADS * k_cache.size(2))
+        and 0 < qkv.size(-2) <= CUDA_MAX_TOKENS[-1] * num_queries
+        and (num_queries == 1 or (qkv.stride(-1) == 1 and qkv.size(-2) % num_queries == 0))
         and qkv.stride(-2) % 2 == 0  # two elements are loaded at a time
         and qkv.data_ptr() % (2 * qkv.element_size()) == 0
     )
@@ -51,32 +60,40 @@ def attend_tokens(
     num_heads: int,
     scale: float,
     sliding_window: int,
+    query_lens: Tensor | None = None,
+    num_queries: int = 1,
 ) -> Tensor:
-    """Attention [T, Hq, D] of tokens whose projection is `qkv`, or the sum of it: float32 [parts, T, ...]."""
-    num_tokens, num_kv_heads, head_dim = qkv.size(-2), k_cache.size(2), k_cache.size(3)
+    """Attention [T, Hq, D] of tokens whose projection is `qkv`, or the sum of it: float32 [parts, T, ...].
+
+    Each request has `num_queries` places for tokens, of which it uses the first `query_lens` int32 [R]; see
+    `AttentionBatch.equal_places`.
+    """
+    assert num_queries == 1 or query_lens is not None
+    num_requests, num_kv_heads, head_dim = qkv.size(-2) // num_queries, k_cache.size(2), k_cache.size(3)
     group = num_heads // num_kv_heads
     gpu = gpu_of(qkv.device)
-    tile = cuda_decode_tile(num_tokens, num_kv_heads, group, gpu)
-    out = k_cache.new_empty(num_tokens, num_heads, head_dim)
+    tile = cuda_decode_tile(num_requests, num_kv_heads, group, gpu, num_queries)
+    out = k_cache.new_empty(qkv.size(-2), num_heads, head_dim)
     chunks = min(tile.max_chunks, -(-page_table.size(1) // tile.chunk_tiles))
     partial = partial_sums = out
     if chunks > 1:
-        sizes = (num_tokens, num_kv_heads, chunks, group)
+        sizes = (num_requests, num_kv_heads, chunks, group * num_queries)
         partial = torch.empty(*sizes, head_dim, dtype=torch.float32, device=qkv.device)
         partial_sums = torch.empty(*sizes, 2, dtype=torch.float32, device=qkv.device)
     kernel, shared_bytes = decode_kernel(
         tile,
-        num_tokens,
+        num_requests,
         head_dim=head_dim,
         group=group,
         num_kv_heads=num_kv_heads,
         has_norm=heads.q_norm is not None,
         dtype=k_cache.dtype,
         parts=qkv.size(0) if qkv.dim() == 3 else 1,
+        num_queries=num_queries,
     )
     # More than are resident at a time would have to wait, and find nothing left to do.
     resident = min(tile.programs, gpu.most_programs(shared_bytes))
-    programs = min(num_tokens * num_kv_heads * chunks, gpu.multiprocessors * resident)
+    programs = min(num_requests * num_kv_heads * chunks, gpu.multiprocessors * resident)
     kernel.launch(
         grid=(programs, 1, 1),
         block=32 * tile.warps,
@@ -94,11 +111,12 @@ def attend_tokens(
             page_table,
             token_rows,
             positions,
+            token_rows if query_lens is None else query_lens,
             scale * LOG2_E,
             heads.eps,
             qkv.stride(-2),
             page_table.stride(0),
-            num_tokens,
+            num_requests,
             sliding_window,
             tile.chunk_tiles,
             chunks,
@@ -111,7 +129,7 @@ def attend_tokens(
 
 def decode_kernel(
     tile: CudaDecodeTile,
-    num_tokens: int,
+    num_requests: int,
     *,
     head_dim: int,
     group: int,
@@ -119,18 +137,20 @@ def decode_kernel(
     has_norm: bool,
     dtype: torch.dtype,
     parts: int = 1,
+    num_queries: int = 1,
 ) -> tuple[CudaKernel, int]:
     """The kernel for a batch, and the shared memory of a program."""
-    max_tokens = next(limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit)
-    # As the source lays it out: rings and queries in padded rows, new key and value, the list of work.
+    max_tokens = next(limit for limit in CUDA_MAX_TOKENS if num_requests <= limit)
+    # As the source lays it out: rings and queries in padded rows, new keys and values, the list of work.
     row, padded_row = 2 * head_dim, 2 * head_dim + 16
-    rows_bytes = (tile.warps * tile.slots * 16 + group) * padded_row + 2 * row
+    rows_bytes = (tile.warps * tile.slots * 16 + group * num_queries) * padded_row + 2 * num_queries * row
     shared_bytes = rows_bytes + max_tokens * 6 + max_tokens // 32 * 4
     kernel = cuda_kernel(
         "decode_attention.cu",
         "attend",
         HEAD_DIM=head_dim,
         GROUP=group,
+        QUERIES=num_queries,
         KV_HEADS=num_kv_heads,
         MAX_TOKENS=max_tokens,
         SHARED_BYTES=shared_bytes,

@@ -54,7 +54,7 @@ def _measured_tile(dtype: torch.dtype, num_tokens: int) -> DecodeTile:
 
 
 CUDA_MAX_TOKENS = (256, 1024)
-"""Tokens that the CUDA kernel has room for in its list of work: it is compiled for either."""
+"""Requests that the CUDA kernel has room for in its list of work: it is compiled for either."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,17 @@ class CudaDecodeTile:
     """...unless that makes more than so many."""
 
 
-def cuda_decode_tile(num_tokens: int, num_kv_heads: int, group: int, gpu: Gpu) -> CudaDecodeTile:
+def cuda_decode_tile(
+    num_requests: int, num_kv_heads: int, group: int, gpu: Gpu, num_queries: int = 1
+) -> CudaDecodeTile:
     """The CUDA kernel's tile for a batch; measured on an H200 (docs/kernels.md)."""
-    pairs, multiprocessors = num_tokens * num_kv_heads, gpu.multiprocessors
-    if group > 8:  # twice the registers
+    pairs, multiprocessors = num_requests * num_kv_heads, gpu.multiprocessors
+    if num_queries > 1 and pairs > 32:
+        # Results of many heads need registers, and four slots at least.
+        chunk_tiles, chunks = (32, 2 * multiprocessors // pairs) if pairs <= multiprocessors else (64, 8)
+        how = (4, 5, 2) if group * num_queries <= 24 else (8, 5, 1)
+        return CudaDecodeTile(*how, chunk_tiles, chunks)
+    if group > 8 and num_queries == 1:  # twice the registers
         return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, multiprocessors // pairs))
     if pairs <= 32:
         # 256 keys are on their way before the wait; short contexts are joined in one program.
@@ -142,12 +149,20 @@ def cascade_class(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: tor
     return _measured_tile(dtype, num_tokens), _prefix_queries(dtype, num_tokens, num_heads // num_kv_heads)
 
 
-def decode_class(num_tokens: int, num_kv_heads: int, dtype: torch.dtype, gpu: Gpu) -> Hashable:
-    """Equal for batches that run the same compiled kernels, whichever of the two kernels that is."""
-    triton = _measured_tile(dtype, num_tokens), num_splits_of(num_tokens, num_kv_heads) > 1
+def decode_class(
+    num_requests: int, num_kv_heads: int, dtype: torch.dtype, gpu: Gpu, num_queries: int = 1
+) -> Hashable:
+    """Equal for batches that run the same compiled kernels, whichever of the two kernels that is.
+
+    Of several tokens a request only what the CUDA kernel decides: where that does not serve, attention is that
+    of any batch (`query_tiles.query_class`).
+    """
+    triton = None
+    if num_queries == 1:
+        triton = _measured_tile(dtype, num_requests), num_splits_of(num_requests, num_kv_heads) > 1
     if dtype == torch.float32:
-        return triton
+        return triton, num_queries
     # Between them, groups of 1 and of 3 have all the differences there are; above 8 there is one tile only.
-    tiles = (cuda_decode_tile(num_tokens, num_kv_heads, group, gpu) for group in (1, 3))
-    room = next((limit for limit in CUDA_MAX_TOKENS if num_tokens <= limit), None)
-    return triton, room, tuple((tile.warps, tile.slots, tile.programs) for tile in tiles)
+    tiles = (cuda_decode_tile(num_requests, num_kv_heads, group, gpu, num_queries) for group in (1, 3))
+    room = next((limit for limit in CUDA_MAX_TOKENS if num_requests <= limit), None)
+    return triton, num_queries, room, tuple((tile.warps, tile.slots, tile.programs) for tile in tiles)

@@ -3,6 +3,7 @@
 | batch | kernels |
 |---|---|
 | single tokens (`max_query_len` 1) | `cuda_decode` where it serves, else `triton_decode` |
+| a few tokens each, in `equal_places` | `cuda_decode` where it serves, else as anything |
 | single tokens behind a shared prefix | `triton_decode` and `triton_prefix` |
 | anything | `triton_heads`, then `cuda_queries` where it serves uncut contexts, else `triton_queries` |
 
@@ -59,6 +60,40 @@ def attend_tokens(
 
 
 @attend_tokens.register_fake
+def _(qkv: Tensor, *others: object) -> Tensor:
+    k_cache, num_heads = others[4], others[10]
+    assert isinstance(k_cache, Tensor)
+    assert isinstance(num_heads, int)
+    return k_cache.new_empty(qkv.size(-2), num_heads, k_cache.size(3))
+
+
+@custom_op("attend_few_tokens", mutates_args=("k_cache", "v_cache"))
+def attend_few_tokens(
+    qkv: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    query_lens: Tensor,
+    num_heads: int,
+    scale: float,
+    sliding_window: int,
+    num_queries: int,
+) -> Tensor:
+    """`attend_tokens` of requests with `num_queries` places each, the first `query_lens` of them in use."""
+    heads = HeadPreparation(rotary, q_norm, k_norm, eps)
+    tokens = (k_cache, v_cache, page_table, token_rows, positions)
+    return cuda_decode.attend_tokens(
+        qkv, heads, *tokens, num_heads, scale, sliding_window, query_lens, num_queries
+    )
+
+
+@attend_few_tokens.register_fake
 def _(qkv: Tensor, *others: object) -> Tensor:
     k_cache, num_heads = others[4], others[10]
     assert isinstance(k_cache, Tensor)
@@ -174,13 +209,17 @@ def attend_qkv(
 
     They may be in parts, as `products.linear_in_parts` returns them.
     """
-    if batch.max_query_len > 1:
+    prepared = (heads.rotary, heads.q_norm, heads.k_norm, heads.eps)
+    tokens = (k_cache, v_cache, batch.page_table, batch.token_rows, batch.positions)
+    each = batch.max_query_len
+    if each > 1 and batch.equal_places and cuda_decode.serves(qkv, heads, k_cache, num_heads, each):
+        limits = (sliding_window or 0, each)
+        return attend_few_tokens(qkv, *prepared, *tokens, batch.query_lens, num_heads, scale, *limits)
+    if each > 1:
         qkv = joined(qkv, k_cache.dtype)
     if qkv.stride(-1) != 1:
         qkv = qkv.contiguous()
-    prepared = (heads.rotary, heads.q_norm, heads.k_norm, heads.eps)
-    tokens = (k_cache, v_cache, batch.page_table, batch.token_rows, batch.positions)
-    if batch.max_query_len == 1:
+    if each == 1:
         prefix_lens = batch.prefix_lens_for(sliding_window)
         limits = (sliding_window or 0, batch.max_context)
         return attend_tokens(qkv, *prepared, *tokens, prefix_lens, num_heads, scale, *limits)

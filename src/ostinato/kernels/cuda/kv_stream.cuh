@@ -2,8 +2,8 @@
 //
 //     half tiles   K0 V0 K1 V1 K2 V2 ...   the n-th in slot n % SLOTS, asked for SLOTS half tiles ahead
 //
-// The slots are the warp's own, so nothing in its loop waits for other warps. Rows of a tile that the token does
-// not see are zeros in shared memory: whatever lies there could be NaN, and 0 * NaN too.
+// The slots are the warp's own, so nothing in its loop waits for other warps. Rows of a tile that no token sees are
+// zeros in shared memory: whatever lies there could be NaN, and 0 * NaN too.
 #pragma once
 #include "work_units.cuh"
 
@@ -15,7 +15,7 @@ struct Stream {
   const int* pages;       // of the warp's first tile
   int count;              // tiles of the warp
   int first;              // the first of them; then every WARPS-th
-  int position;           // the token's: what is older is copied,
+  int position;           // the first token's: what is older is copied,
   int seen_from;          // from here on
   int known, known_next;  // lane l: page of tile base + l, and of base + 32 + l, while tiles base ... are asked for
   int page;               // of the tile whose keys were asked for last
@@ -28,7 +28,7 @@ struct Stream {
     known = load_pages(0);
     known_next = load_pages(32);
     position = unit.position;
-    seen_from = window > 0 ? position - window + 1 : 0;
+    seen_from = window > 0 ? position - window + 1 : 1 - QUERIES;  // every later token sees from one further on
     k = k_cache + unit.kv_head * kRowBytes;
     v = v_cache + unit.kv_head * kRowBytes;
   }
@@ -93,10 +93,14 @@ __device__ __forceinline__ void wait_for_oldest() {
   __syncwarp();
 }
 
-// The new key or value into its row of the last tile.
-__device__ __forceinline__ void put_new_row(uint32 slot, int row, uint32 from) {
+// New keys or values into their rows of a tile; the first one's row may lie before it.
+__device__ __forceinline__ void put_new_rows(uint32 slot, int first_row, int count, uint32 from) {
+  for (int i = 0; i < (QUERIES == 1 ? 1 : count); ++i) {
+    const int row = first_row + i;
+    if (QUERIES > 1 && (row < 0 || row >= 16)) continue;
 #pragma unroll
-  for (int j = threadIdx.x % 32; j < HEAD_DIM / 2; j += 32)
-    store_shared(slot + row * kStride + j * 4, load_shared(from + j * 4));
+    for (int j = threadIdx.x % 32; j < HEAD_DIM / 2; j += 32)
+      store_shared(slot + row * kStride + j * 4, load_shared(from + i * kRowBytes + j * 4));
+  }
   __syncwarp();
 }

@@ -1,6 +1,6 @@
 // Attention of a warp to its tiles of 16 keys, by tensor cores.
 //
-// Products have keys or dims as rows and the heads of the group as columns:
+// Products have keys or dims as rows and the heads of the group as columns, of one token after another:
 //
 //     scores [16 keys, heads] = K [16, D] * Qt [D, heads]      out [D, heads] += Vt [D, 16] * P [16, heads]
 //
@@ -8,33 +8,42 @@
 #pragma once
 #include "decode_layout.cuh"
 
-constexpr int kColumns = (GROUP + 7) / 8;  // blocks of 8 heads
+constexpr int kColumns = (kHeads + 7) / 8;  // blocks of 8 heads
 constexpr int kSteps = HEAD_DIM / 16;
-constexpr int kGroupStride = (GROUP + 1) / 2 * 2;
+constexpr int kGroupStride = (kHeads + 1) / 2 * 2;
+constexpr bool kHoldsQueries = kColumns <= 2;  // in registers; more are read from shared memory as they are needed
+constexpr int kHeld = kHoldsQueries ? kColumns : 1;
 
-static_assert(HEAD_DIM % 16 == 0 && GROUP >= 1 && GROUP <= 16, "what the tensor cores are given here");
+static_assert(HEAD_DIM % 16 == 0 && GROUP >= 1 && kHeads <= 32 && QUERIES <= 16, "what the tensor cores are given");
 static_assert((HEAD_DIM * kGroupStride + 2 * kGroupStride) * 4 <= kRingBytes, "a warp's result fits its ring");
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
+// What scores are compared with. Of several tokens one may see no key at all, and the best of none is -infinity.
+__device__ __forceinline__ float base_of(float most) { return QUERIES > 1 && most == -infinity() ? 0.f : most; }
+
 // Scores are in powers of two.
 struct Attention {
-  uint32 q[kColumns][kSteps][2];
+  uint32 queries;  // where they lie
+  uint32 q[kHeld][kSteps][2];
   float best[kColumns][2], total[kColumns][2], acc[kColumns][kSteps][4];
   uint32 weights[kColumns][2];  // of the tile whose keys were looked at, as factors of its values
 
-  __device__ __forceinline__ void begin(uint32 queries) {
+  __device__ __forceinline__ void begin(uint32 queries_at) {
     const int lane = threadIdx.x % 32;
+    queries = queries_at + lane % 4 * 4;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int head = c * 8 + lane / 4;
-      const uint32 from = queries + head * kStride + lane % 4 * 4;
+      const uint32 from = queries + head * kStride;
       best[c][0] = best[c][1] = -infinity();
       total[c][0] = total[c][1] = 0.f;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        q[c][s][0] = head < GROUP ? load_shared(from + s * 32) : 0;
-        q[c][s][1] = head < GROUP ? load_shared(from + s * 32 + 16) : 0;
+        if (kHoldsQueries) {
+          q[c % kHeld][s][0] = head < kHeads ? load_shared(from + s * 32) : 0;
+          q[c % kHeld][s][1] = head < kHeads ? load_shared(from + s * 32 + 16) : 0;
+        }
         acc[c][s][0] = acc[c][s][1] = acc[c][s][2] = acc[c][s][3] = 0.f;
       }
     }
@@ -42,12 +51,13 @@ struct Attention {
 
   // Scores of 16 keys, not yet scaled.
   __device__ __forceinline__ void look_at(uint32 keys, float (&scores)[kColumns][4]) {
-    // Two sums: half as many products that wait for each other.
-    float parts[kColumns][2][4];
+    // Two sums: half as many products that wait for each other. Many columns do not wait.
+    constexpr int kSums = kHoldsQueries ? 2 : 1;
+    float parts[kColumns][kSums][4];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) parts[c][0][e] = parts[c][1][e] = 0.f;
+      for (int e = 0; e < 4; ++e) parts[c][0][e] = parts[c][kSums - 1][e] = 0.f;
     const int lane = threadIdx.x % 32;
     const uint32 from = keys + (lane % 16) * kStride + lane / 16 * 16;
 #pragma unroll
@@ -55,27 +65,44 @@ struct Attention {
       uint32 a[4];
       load_blocks(a, from + s * 32);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) multiply_add(parts[c][s % 2], a, q[c][s][0], q[c][s][1]);
+      for (int c = 0; c < kColumns; ++c) {
+        if (kHoldsQueries) {
+          multiply_add(parts[c][s % kSums], a, q[c % kHeld][s][0], q[c % kHeld][s][1]);
+        } else {  // surplus columns repeat the last head
+          const uint32 from_head = queries + min(c * 8 + lane / 4, kHeads - 1) * kStride + s * 32;
+          multiply_add(parts[c][s % kSums], a, load_shared(from_head), load_shared(from_head + 16));
+        }
+      }
     }
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[c][e] = parts[c][0][e] + parts[c][1][e];
+      for (int e = 0; e < 4; ++e) scores[c][e] = kSums == 1 ? parts[c][0][e] : parts[c][0][e] + parts[c][kSums - 1][e];
   }
 
-  // Keys are first to first + 15, of which the token sees those in [seen_from, position], at least one.
+  // Keys are first to first + 15, of which the first token sees those in [seen_from, position], and each of `count`
+  // one further on; a single one sees at least one of them.
   __device__ __forceinline__ void weigh(float (&scores)[kColumns][4], float scale, int first, int seen_from,
-                                        int position) {
+                                        int position, int count) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       float (&v)[4] = scores[c];
 #pragma unroll
       for (int e = 0; e < 4; ++e) v[e] *= scale;
-      if (first + 16 > position || first < seen_from) {
+      if (first + 16 > position || first < seen_from + QUERIES - 1) {
         const int key = first + lane / 4;
-        if (key < seen_from || key > position) v[0] = v[1] = -infinity();
-        if (key + 8 < seen_from || key + 8 > position) v[2] = v[3] = -infinity();
+        if (QUERIES == 1) {
+          if (key < seen_from || key > position) v[0] = v[1] = -infinity();
+          if (key + 8 < seen_from || key + 8 > position) v[2] = v[3] = -infinity();
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int behind = min((c * 8 + lane % 4 * 2 + h) / GROUP, count - 1);
+            if (key < seen_from + behind || key > position + behind) v[h] = -infinity();
+            if (key + 8 < seen_from + behind || key + 8 > position + behind) v[h + 2] = -infinity();
+          }
+        }
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -83,10 +110,11 @@ struct Attention {
 #pragma unroll
         for (int by = 4; by < 32; by *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, by));
         most = fmaxf(best[c][h], most);
-        const float faded = exp2_of(best[c][h] - most);
+        const float base = base_of(most);
+        const float faded = exp2_of(best[c][h] - base);
         best[c][h] = most;
-        v[h] = exp2_of(v[h] - most);
-        v[h + 2] = exp2_of(v[h + 2] - most);
+        v[h] = exp2_of(v[h] - base);
+        v[h + 2] = exp2_of(v[h + 2] - base);
         total[c][h] = total[c][h] * faded + v[h] + v[h + 2];
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
@@ -121,7 +149,7 @@ struct Attention {
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int by = 4; by < 32; by *= 2) total[c][h] += __shfl_xor_sync(kAll, total[c][h], by);
-      if (head < GROUP) {
+      if (head < kHeads) {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
           float* const to = result + (s * 16 + lane / 4) * kGroupStride + head;

@@ -31,21 +31,27 @@ def _mix64(x):
 
 
 @triton.jit
-def noise_of(seed, position, column):
-    """Standard Gumbel noise of a request for these tokens; see Note [Counter-based randomness]."""
+def uniform_of(seed, position, column):
+    """In (0, 1), a function of these alone; see Note [Counter-based randomness]."""
     key = _mix64(
         _mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
     )
     bits = _mix64(key + (column + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     u = ((bits >> 1) | 1).to(tl.float32) * 1.0842021724855044e-19  # 2**-63
-    u = tl.minimum(u, 0.99999994)
+    return tl.minimum(u, 0.99999994)
+
+
+@triton.jit
+def noise_of(seed, position, column):
+    """Standard Gumbel noise of a request for these tokens."""
+    u = uniform_of(seed, position, column)
     # Small values win, so they keep their digits: -log1p(-u) by its series where 1 - u would lose them.
     exponential = tl.where(u < 1e-3, u + u * u * (0.5 + u * 0.33333334), -tl.log(1.0 - u))
     return -tl.log(exponential)
 
 
 @triton.jit(
-    do_not_specialize=["num_blocks"],
+    do_not_specialize=["num_blocks", "num_requests"],
     do_not_specialize_on_alignment=["rows", "is_taken", "temperature", "seeds", "lengths"],
 )
 def _noisy_best_of_block(
@@ -61,8 +67,10 @@ def _noisy_best_of_block(
     best_at,
     row_stride,
     num_blocks,
+    num_requests,
     width: tl.constexpr,
     block: tl.constexpr,
+    verifies: tl.constexpr,
     has_cuts: tl.constexpr,
     greedy_below: tl.constexpr,
     dependent: tl.constexpr,
@@ -70,7 +78,10 @@ def _noisy_best_of_block(
     at, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * block + tl.arange(0, block)
     # What rows ask for is on the device before the step.
-    row = tl.load(rows + at)
+    request, ahead = at, 0
+    if verifies:  # several tokens of each request, the first of all of them first
+        request, ahead = at % num_requests, at // num_requests + 1
+    row = tl.load(rows + request)
     heat = tl.load(temperature + row)
     taken = True
     if not has_cuts:
@@ -90,7 +101,7 @@ def _noisy_best_of_block(
             any_left = tl.max(value, 0) > float("-inf")
         # Most blocks have nothing left of a row that is cut short: no noise for them.
         if (heat >= greedy_below) & any_left:
-            value += heat * noise_of(tl.load(seeds + row), tl.load(lengths + row), column)
+            value += heat * noise_of(tl.load(seeds + row), tl.load(lengths + row) + ahead, column)
         found, found_at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     # What is passed over here has no token; what is not cut keeps the one that it has.
     is_told = taken | (not has_cuts)
@@ -106,14 +117,17 @@ def best_of_blocks(
     temperature: Tensor,
     seeds: Tensor,
     lengths: Tensor,
+    verifies: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """float32 and int32 [n, blocks]: the best value and its token in each block of logits [n, vocab].
 
     Of requests that are not taken, -inf and any token. Everything but the logits is by request row.
+    `verifies`: there are logits of several tokens of each request. Line i * R + r, of R rows, has those from
+    which a token is drawn that stands i + 1 behind the length of request r.
     """
     found = _outputs(logits)
     asked = (is_taken, temperature, seeds, lengths)
-    _launch(logits, rows, asked, found, found, _block(logits), has_cuts=False)
+    _launch(logits, rows, asked, found, found, _block(logits), verifies=verifies, has_cuts=False)
     return found
 
 
@@ -134,7 +148,7 @@ def draw_again(
 
     `asked`: temperature, seeds and lengths, by request row.
     """
-    _launch(logits, rows, (rows, *asked), cuts, best, block, has_cuts=True)
+    _launch(logits, rows, (rows, *asked), cuts, best, block, verifies=False, has_cuts=True)
 
 
 def _block(logits: Tensor) -> int:
@@ -154,6 +168,7 @@ def _launch(
     best: tuple[Tensor, Tensor],
     block: int,
     *,
+    verifies: bool,
     has_cuts: bool,
 ) -> None:
     (num_rows, width), num_blocks = logits.shape, best[0].size(1)
@@ -165,8 +180,10 @@ def _launch(
         *best,
         logits.stride(0),
         num_blocks,
+        rows.size(0),
         width=width,
         block=block,
+        verifies=verifies,
         has_cuts=has_cuts,
         greedy_below=GREEDY_BELOW,
         num_warps=4 if block <= _BLOCK else 8,

@@ -2,7 +2,7 @@
 
 A line of tokens (`TokenLines`) of such a step has, behind its head and each for all R requests of the rung:
 
-    tokens of position 0 | how many tokens are new, 0 for padding | those of position 1 | ... | of position q - 1
+    tokens of position 0 | how many are new, 0 for padding | tokens of position 1 | ... | of position q - 1
 
 A place behind a request's new tokens has NO_TOKEN.
 """
@@ -13,9 +13,7 @@ from torch import Tensor
 from ..sampling.plain import PlainSettings, plain_tokens
 from ..sampling.token_lines import LINE_HEAD, TokenLines
 from ..sampling.torch_reference import uniform
-from .state import SpecState
-
-NO_TOKEN = -1
+from .state import NO_TOKEN, SpecState
 
 
 def verified_line(num_requests: int, q: int) -> int:
@@ -34,11 +32,16 @@ def accept(
 ) -> None:
     """Draw from float32 logits [q * R, vocab], line i * R + r of request r's token i; keep what agrees.
 
-    `rows` int32 [R]: the requests' rows. Their lengths, last tokens, numbers of accepted drafts and texts move
-    on, and the new tokens go into the next line. A request that is not plain has one new token, 0.
-    `settings.lengths` are those of the state. `synthetic` float32 [K], none larger than the one before it: the
-    chance that the first i + 1 drafts are accepted, whatever was drawn; by a hash of seed and position.
+    `rows` int32 [R]: the requests' rows. Their lengths, last tokens, numbers of accepted drafts and texts
+    move on, and the new tokens go into the next line. A request that is not plain has one new token, 0.
+    `settings.lengths` are those of the state. `synthetic` float32 [K], none larger than the one before it:
+    the chance that the first i + 1 drafts are accepted, whatever was drawn; by a hash of seed and position.
     """
+    if logits.is_cuda:
+        from . import triton_acceptance
+
+        triton_acceptance.accept(logits, rows, q, settings, state, synthetic, lines)
+        return
     count = rows.size(0)
     real, length = rows != 0, state.lengths.index_select(0, rows)
     at = torch.arange(q, device=rows.device).unsqueeze(1)

@@ -19,11 +19,17 @@ def draft_ngram(
 ) -> None:
     """Write k drafts for each of `rows` int32 [R]; all else by request row, as in `SpecState`.
 
-    The largest n from `min_n` to `max_n` counts for which the last n tokens, that at position L included, stood
-    somewhere before, and of these places the latest. Where what follows there runs into the end, it begins
-    again; where nothing is found, the last token is repeated. Notes the last token in `history` on the way. No
-    text is longer than `max_context`, the token at L included.
+    The largest n from `min_n` to `max_n` counts for which the last n tokens, that at position L included,
+    stood somewhere before, and of these places the latest. Where what follows there runs into the end, it
+    begins again; where nothing is found, the last token is repeated. Notes the last token in `history` on the
+    way. No text is longer than `max_context`, the token at L included.
     """
+    if rows.is_cuda:
+        from . import triton_ngram
+
+        texts = (lengths, last_tokens, history)
+        triton_ngram.draft_ngram(rows, k, *texts, drafts, min_n, max_n, max_context)
+        return
     note_history(rows, lengths, last_tokens, history)
     real, length = rows != 0, lengths.index_select(0, rows).long()
     width = min(max_context, history.size(1))
@@ -50,6 +56,11 @@ def draft_ngram(
 
 def note_history(rows: Tensor, lengths: Tensor, last_tokens: Tensor, history: Tensor) -> None:
     """Enter the token that stands at position L, in rows that differ."""
+    if rows.is_cuda:
+        from . import triton_ngram
+
+        triton_ngram.note_history(rows, lengths, last_tokens, history)
+        return
     length = lengths.index_select(0, rows).long()
     chosen = (rows != 0) & (length < history.size(1))
     note_token(rows.long(), length, last_tokens.index_select(0, rows), chosen, history)

@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+NO_TOKEN = -1
+"""In a line of tokens, behind those of a request that are new."""
+
 
 class SpecState(NamedTuple):
     """By request row; K drafts at most."""

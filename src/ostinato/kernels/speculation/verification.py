@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cuda.compiled import is_compiling_only
+
 
 class VerifyInputs(NamedTuple):
     """R requests of q tokens each, one request after another: token i of request r is r * q + i."""
@@ -30,9 +32,16 @@ def begin_verify(
 ) -> VerifyInputs:
     """Read the inputs of a step of q tokens from `rows` int32 [R]; nothing is changed, `accept` does that.
 
-    All else by request row, as in `SpecState`. On a GPU the time goes into `began` int64 [1], in nanoseconds of
-    the device's own clock.
+    All else by request row, as in `SpecState`. On a GPU the time goes into `began` int64 [1], in nanoseconds
+    of the device's own clock.
     """
+    if rows.is_cuda:
+        from . import triton_verification
+
+        launched = triton_verification.begin_verify(rows, q, lengths, last_tokens, drafts, began)
+        if not is_compiling_only():
+            return VerifyInputs(*launched)
+        # The kernel did not run; but its results are places in tables, which must exist.
     num_requests = rows.size(0)
     is_real = rows != 0
     query_lens = is_real.int() * q
