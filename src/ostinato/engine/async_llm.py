@@ -26,6 +26,7 @@ from .parameters.sampling_params import RequestError, SamplingParams
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport, check_mode
+from .speculating.report import SpeculationReport
 from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.async_trainer_services import AsyncTrainerServices
 from .vllm_api.conversations import Messages
@@ -356,6 +357,10 @@ class AsyncLLM(AsyncTrainerServices):
     def graph_report(self) -> Report:
         """As `LLM.graph_report`."""
         return self._llm.graph_report()
+
+    def speculation_report(self) -> SpeculationReport | None:
+        """As `LLM.speculation_report`."""
+        return self._llm.speculation_report()
 
     def close(self) -> None:
         """Stop serving and free everything; requests under way end with RequestError. In a forked child all

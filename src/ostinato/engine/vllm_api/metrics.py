@@ -30,7 +30,7 @@ class Counter(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Numbers that only grow, in an order. vLLM has one, about speculative decoding; here there is none."""
+    """Numbers that only grow, in an order: drafts accepted at each position."""
 
     values: list[int] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class Histogram(Metric):
 
 def metrics_of(engine: TextEngine, model_name: str | None = None) -> list[Metric]:
     """All there are, as they are now."""
-    found = [*_gauges(engine), *_counters(engine), *_histograms(engine)]
+    found = [*_gauges(engine), *_counters(engine), *_drafts(engine), *_histograms(engine)]
     labels = {"model_name": model_name or engine.core.loaded.directory.name, "engine": "0"}
     for metric in found:
         metric.labels = {**labels, **metric.labels}
@@ -93,6 +93,20 @@ def _counters(engine: TextEngine) -> list[Metric]:
             )
             for reason in reasons
         ),
+    ]
+
+
+def _drafts(engine: TextEngine) -> list[Metric]:
+    """Where tokens are drafted."""
+    report = engine.core.speculation_report()
+    if report is None:
+        return []
+    found, name = report.drafts, f"{PREFIX}spec_decode_num"
+    return [
+        Counter(f"{name}_drafts", {}, found.num_drafts),
+        Counter(f"{name}_draft_tokens", {}, found.num_draft_tokens),
+        Counter(f"{name}_accepted_tokens", {}, found.num_accepted_tokens),
+        Vector(f"{name}_accepted_tokens_per_pos", {}, list(found.accepted_per_position)),
     ]
 
 

@@ -11,9 +11,10 @@ import torch
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.scheduling.request import Request
+from ostinato.engine.speculating.report import SpeculationReport
 from ostinato.graphs import Report
 
-from ..wire.messages import GraphCounters, Statistics
+from ..wire.messages import DraftCounters, GraphCounters, Statistics
 from .utilization import UtilizationClock
 
 
@@ -65,6 +66,7 @@ class StatisticsTaker:
             max_adapters=core.config.config.adapter_slots if core.adapters is not None else 0,
             running_adapters=_adapters_of(scheduler.running),
             waiting_adapters=_adapters_of([*scheduler.waiting, *scheduler.line.waiting]),
+            drafts=_drafts(llm.speculation_report(), len(scheduler.running)),
         )
 
     def _idle_share(self) -> float:
@@ -79,6 +81,25 @@ class StatisticsTaker:
 def _taken(memory: dict[str, int]) -> dict[str, int]:
     """Without what was predicted of it."""
     return {name: size for name, size in memory.items() if not name.startswith("predicted_")}
+
+
+def _drafts(report: SpeculationReport | None, num_running: int) -> DraftCounters | None:
+    if report is None:
+        return None
+    found = report.drafts
+    # Of the smallest captured batch that the running requests fit into.
+    speed_up = next((factor for size, factor in report.speed_ups.items() if size >= num_running), None)
+    return DraftCounters(
+        method=report.method,
+        num_drafts=found.num_drafts,
+        num_draft_tokens=found.num_draft_tokens,
+        num_accepted_tokens=found.num_accepted_tokens,
+        accepted_per_position=list(found.accepted_per_position),
+        mean_acceptance_length=found.mean_acceptance_length,
+        speed_up=speed_up,
+        steps_without=dict(report.steps_without),
+        eager_steps=dict(report.graphs.eager_steps),
+    )
 
 
 def _adapters_of(requests: Iterable[Request]) -> list[str]:

@@ -18,7 +18,7 @@ from .histogram import Histogram
 
 if TYPE_CHECKING:
     from ..service import Service
-    from ..wire.messages import Statistics
+    from ..wire.messages import DraftCounters, Statistics
 
 OURS = "ostinato:"
 
@@ -50,6 +50,8 @@ class ServerCollector(Collector):
         if statistics is not None:
             yield from self._engine(statistics)
             yield from self._graphs(statistics)
+            if statistics.drafts is not None:
+                yield from self._drafts(statistics.drafts)
         yield self._one(GaugeMetricFamily, OURS, "engine_up", "Whether the engine serves.", self._is_up)
         restarts = self._service.engine.restarts
         yield self._one(
@@ -157,6 +159,40 @@ class ServerCollector(Collector):
         ):
             yield self._one(CounterMetricFamily, self._shared, name, text, value)
 
+    def _drafts(self, drafts: DraftCounters) -> Iterator[Metric]:
+        rate = drafts.num_accepted_tokens / max(1, drafts.num_draft_tokens)
+        for name, text, value in (
+            ("num_drafts", "Verifications of drafts.", drafts.num_drafts),
+            ("num_draft_tokens", "Tokens that were drafted.", drafts.num_draft_tokens),
+            ("num_accepted_tokens", "Of those, tokens that were accepted.", drafts.num_accepted_tokens),
+        ):
+            yield self._one(CounterMetricFamily, self._shared, f"spec_decode_{name}", text, value)
+        yield self._labelled(
+            CounterMetricFamily,
+            self._shared,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by position.",
+            ["position"],
+            (((str(at),), count) for at, count in enumerate(drafts.accepted_per_position)),
+        )
+        text = "Tokens that a verification brings."
+        length = drafts.mean_acceptance_length
+        yield self._one(GaugeMetricFamily, self._shared, "spec_accept_length", text, length)
+        yield self._one(
+            GaugeMetricFamily, self._shared, "spec_accept_rate", "Share of drafts accepted.", rate
+        )
+        yield self._labelled(
+            CounterMetricFamily,
+            OURS,
+            "steps_without_drafts",
+            "Decode steps without drafts, by reason.",
+            ["reason"],
+            (((reason,), count) for reason, count in drafts.steps_without.items()),
+        )
+        if drafts.speed_up is not None:
+            text = "How much faster drafts make a batch of the present size."
+            yield self._one(GaugeMetricFamily, OURS, "drafts_speed_up", text, drafts.speed_up)
+
     # -- ours --------------------------------------------------------------------------------------
 
     def _graphs(self, statistics: Statistics) -> Iterator[Metric]:
@@ -180,6 +216,8 @@ class ServerCollector(Collector):
             yield self._labelled(GaugeMetricFamily, OURS, name, text, labels, values)
         eager = [(("forward", reason), count) for reason, count in statistics.eager_steps.items()]
         eager += [(("sampling", reason), count) for reason, count in statistics.sampling_eager_steps.items()]
+        if statistics.drafts is not None:
+            eager += [(("drafts", reason), count) for reason, count in statistics.drafts.eager_steps.items()]
         text = "Steps without a graph, by reason."
         yield self._labelled(CounterMetricFamily, OURS, "eager_steps", text, ["stage", "reason"], eager)
         yield self._one(CounterMetricFamily, OURS, "steps", "Steps of the engine.", statistics.steps)

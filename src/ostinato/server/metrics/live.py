@@ -53,4 +53,6 @@ def _readable(statistics: msgspec.Struct) -> dict[str, Any]:
     """By name: on the wire fields go by position."""
     fields = msgspec.structs.asdict(statistics)
     fields["graphs"] = [msgspec.structs.asdict(rung) for rung in fields["graphs"]]
+    if fields["drafts"] is not None:
+        fields["drafts"] = msgspec.structs.asdict(fields["drafts"])
     return fields

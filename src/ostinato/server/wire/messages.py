@@ -203,6 +203,23 @@ class GraphCounters(msgspec.Struct, array_like=True, frozen=True):
     capture_seconds: float
 
 
+class DraftCounters(msgspec.Struct, array_like=True, frozen=True):
+    """What drafts brought, in total."""
+
+    method: str
+    num_drafts: int
+    """Verifications, one for each request of each step."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: list[int]
+    mean_acceptance_length: float
+    """Tokens that a verification brings."""
+    speed_up: float | None
+    """By how much drafts make a batch of the present size faster, if that was measured."""
+    steps_without: dict[str, int]
+    eager_steps: dict[str, int]
+
+
 class Statistics(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The counters of the engine at one moment."""
 
@@ -237,6 +254,8 @@ class Statistics(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """In one step; 0: none are served."""
     running_adapters: list[str] = []
     waiting_adapters: list[str] = []
+    drafts: DraftCounters | None = None
+    """Where tokens are drafted."""
 
 
 Event = StepNews | Loading | Ready | Reply | Standing | Beat | Failed | Statistics
