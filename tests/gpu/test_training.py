@@ -79,24 +79,30 @@ def test_a_compiled_model_is_captured_compiled(device):
     assert replays(step) == 19
 
 
-def test_memory_is_that_of_eager_training(device):
-    """At a size where activations count: peak while training from graphs beside that of the eager loop."""
+@pytest.mark.parametrize(
+    "size", [{"width": 512, "length": 512, "rows": 16}, {"width": 2048, "length": 64, "rows": 1}]
+)
+def test_memory_is_that_of_eager_training(device, size):
+    """Peak while training from graphs of three lengths beside that of the eager loop: where activations
+    count, and where gradients do. Libraries have a workspace for each stream."""
 
     def peak(run):
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_reserved(device)
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_reserved(device) - before
 
-    batches = make_batches(device, [512] * 4, rows=16)
-    ours, theirs = twins(make_model(device, width=512, layers=4))
+    length = size["length"]
+    batches = make_batches(device, [length] * 4, rows=size["rows"])
+    ours, theirs = twins(make_model(device, width=size["width"], layers=4))
     eager = peak(lambda: train_eagerly(theirs, adamw(theirs, device), batches))
 
     def train():
-        step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=[128, 256, 512])
+        step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=[length // 4, length // 2, length])
         for batch in batches:
             step(*batch)
 
-    assert peak(train) < 2.2 * eager  # the first update runs eagerly, outside the pool
+    assert peak(train) < 1.2 * eager + 160 * 2**20
