@@ -460,13 +460,19 @@ def draw(loops: list[dict[str, Any]], file: Path) -> None:
 
     figure, (memory, rewards) = plt.subplots(2, 1, figsize=(9, 7))
     samples = loops[0]["memory"]
-    unit, size = _unit(max(sample["bytes"] for sample in samples))
-    times, held = [s["seconds"] for s in samples], [s["bytes"] / size for s in samples]
+    beyond = [sample["bytes"] - samples[0]["bytes"] for sample in samples]
+    unit, size = _unit(max(beyond))
+    times, held = [sample["seconds"] for sample in samples], [bytes_ / size for bytes_ in beyond]
     memory.plot(times, held, color="black", linewidth=0.8)
     for phase, colour in COLOURS.items():
         inside = [sample["phase"] == phase for sample in samples]
         memory.fill_between(times, held, where=inside, color=colour, alpha=0.6, step="pre", label=phase)
-    memory.set(xlabel="seconds", ylabel=f"{unit} held", title="One device, two halves", ylim=(0, None))
+    memory.set(
+        xlabel="seconds",
+        ylabel=f"{unit} more than at the start",
+        title="One device, two halves",
+        ylim=(0, None),
+    )
     memory.legend()
     for loop in loops:
         style = "--" if loop["frozen"] else "-"
