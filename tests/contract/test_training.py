@@ -23,6 +23,7 @@ from contract.training_loops import (
     twins,
 )
 from ostinato.graphs import AddressError, BatchError, CaptureError, ConfigError, GraphPool
+from ostinato.memory import GraphMemory, MemorySaver
 
 STEPS = 13
 LADDER = [4, 8]
@@ -547,6 +548,31 @@ def test_smaller_rungs_live_in_the_memory_of_the_largest(device):
 
     assert pool_bytes([8, 16, 32, 64], layers=1) <= 1.1 * pool_bytes([64], layers=1)
     assert pool_bytes([2, 4], layers=3) <= 1.3 * pool_bytes([4], layers=3)
+
+
+def test_activations_may_be_given_back_between_updates(device):
+    """To somebody else on the device; what comes again has other contents."""
+    ours, theirs = twins(make_model(device, dropout=0.2))
+    batches = make_batches(device, lengths(12))
+    saver = MemorySaver(device, hostile=True)
+    settings = {"ladder": LADDER, "accumulate": 2, "clip_norm": 0.3}
+    steps = [
+        captured(model, torch.optim.AdamW(model.parameters(), lr=0.02), pool=pool, **settings)
+        for model, pool in ((ours, GraphPool(device, memory=GraphMemory(saver))), (theirs, None))
+    ]
+    outcomes = []
+    for step in steps:
+        torch.manual_seed(4)
+        losses = []
+        for number, batch in enumerate(batches):
+            losses.append(float(step(*batch)))
+            if step is steps[0] and number % 2:
+                saver.pause()
+                saver.resume()
+        outcomes.append(losses)
+    assert outcomes[0] == outcomes[1]
+    assert same_parameters(ours, theirs)
+    assert replays(steps[0]) == replays(steps[1]) == 10
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -9,10 +9,6 @@ from contract.training_loops import captured, make_batches, make_model, replays,
 from ostinato.graphs import CaptureError
 
 
-def falling(i):
-    return 1e-3 / (i + 1)
-
-
 def adamw(model, device, **more):
     rate = torch.tensor(1e-3, device=device)
     return torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True, **more)
