@@ -261,9 +261,8 @@ class Trainer:
         self.step: TrainStep
 
     def share(self, llm: LLM) -> None:
-        """Let every parameter be the engine's tensor of that name."""
+        """Let every parameter be the engine's tensor of that name, and of its type; buffers keep theirs."""
         views = llm.shared_weights()
-        self.model.to(next(iter(views.values())).dtype)
         for name, parameter in self.model.named_parameters():
             parameter.data = views[name]
 

@@ -1,5 +1,7 @@
 """The contract of `contract/test_training.py`, on CUDA, and what only a GPU shows."""
 
+import gc
+
 import pytest
 import torch
 
@@ -91,6 +93,7 @@ def test_memory_is_that_of_eager_training(device, size):
     count, and where gradients do. Libraries have a workspace for each stream."""
 
     def peak(run):
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
