@@ -5,20 +5,28 @@ python benchmarks/training.py benchmarks/results/training-h200.json [--batches 1
 12 layers, 768 wide, 256 tokens, bf16 autocast over fp32 weights, gradients clipped, fused AdamW in each.
 Times are of steady steps, by events on the device; nothing is read back in between. "reserved": what torch's
 allocator had taken from the device at most, capture and compilation included; "steady": what it holds
-afterwards, with its cache emptied.
+afterwards, with its cache emptied; "live": what tensors take of that.
+
+Each row is measured by a process of its own. All get ready at the same time ("compile_s" is with that
+company) and then wait; rows are measured one after the other, on a device that does nothing else. The file is
+written after every row.
 """
 
 import argparse
-import gc
 import json
+import os
+import queue
 import statistics
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 
@@ -28,6 +36,8 @@ from ostinato.tools.machine import machine
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH = 12, 768, 12, 50304, 256
 KINDS = ("eager", "compiled", "reduce-overhead", "ours", "ours, compiled")
 STEPS, ROUNDS, WARMUPS = 20, 5, 8
+LIMIT = 180
+"""Seconds that a process may take to get ready."""
 
 
 class Block(nn.Module):
@@ -73,45 +83,65 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def make_step(kind: str, device: torch.device) -> Step:
+def is_compiled(kind: str) -> bool:
+    """Whether a kind goes through torch.compile."""
+    return kind not in ("eager", "ours")
+
+
+class Run:
     """One way to train a new model."""
-    torch.manual_seed(0)
-    model = Gpt().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    if kind.startswith("ours"):
-        wrapped: Any = torch.compile if kind.endswith("compiled") else lambda function: function
-        return graphed_train_step(
-            wrapped(model),
-            wrapped(loss_fn),
-            optimizer,
-            ladder=[LENGTH],
-            clip_norm=1.0,
-            autocast=torch.bfloat16,
-        )
-    modes: dict[str, Any] = {"compiled": "default", "reduce-overhead": "reduce-overhead"}
 
-    def loss_of(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            return loss_fn(model(ids), targets)
+    def __init__(self, kind: str, batch_size: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.kind, self.batch_size, self.device = kind, batch_size, device
+        generator = torch.Generator().manual_seed(1)
+        drawn = [torch.randint(VOCABULARY, (batch_size, LENGTH + 1), generator=generator) for _ in range(4)]
+        self.batches = [(ids[:, :-1].to(device), ids[:, 1:].to(device)) for ids in drawn]
+        self.plain = Gpt().to(device)
+        self.optimizer = torch.optim.AdamW(self.plain.parameters(), lr=3e-4, fused=True)
+        wrapped: Any = torch.compile if kind == "ours, compiled" else lambda function: function
+        self.model, self.loss_fn = wrapped(self.plain), wrapped(loss_fn)
+        modes: dict[str, Any] = {"compiled": "default", "reduce-overhead": "reduce-overhead"}
+        self.loss_of: Any = torch.compile(self._loss_of, mode=modes[kind]) if kind in modes else self._loss_of
 
-    called_loss: Any = torch.compile(loss_of, mode=modes[kind]) if kind in modes else loss_of
+    def _loss_of(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            return self.loss_fn(self.model(ids), targets)  # type: ignore[no-any-return]
 
-    def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if kind == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()
-        optimizer.zero_grad(set_to_none=True)
-        loss: torch.Tensor = called_loss(ids, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss.detach()
+    def compile(self) -> None:
+        """Whatever is compiled, forward and backward; parameters stay as they are."""
+        self.loss_of(*self.batches[0]).backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
-    return step
+    def step(self) -> Step:
+        """Called for every batch."""
+        if self.kind.startswith("ours"):
+            return graphed_train_step(
+                self.model,
+                self.loss_fn,
+                self.optimizer,
+                ladder=[LENGTH],
+                clip_norm=1.0,
+                autocast=torch.bfloat16,
+            )
+
+        def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if self.kind == "reduce-overhead":
+                torch.compiler.cudagraph_mark_step_begin()
+            self.optimizer.zero_grad(set_to_none=True)
+            loss: torch.Tensor = self.loss_of(ids, targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(self.plain.parameters(), 1.0)
+            self.optimizer.step()
+            return loss.detach()
+
+        return step
 
 
-def milliseconds(step: Step, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+def milliseconds(step: Step, batches: Batches) -> list[float]:
     """Of a step, once for each round."""
     times = []
     for _ in range(ROUNDS):
@@ -126,40 +156,34 @@ def milliseconds(step: Step, batches: list[tuple[torch.Tensor, torch.Tensor]]) -
     return times
 
 
-def measured(kind: str, batch_size: int, device: torch.device) -> dict[str, Any]:
+def measured(run: Run) -> dict[str, Any]:
     """One row of the result."""
-    torch._dynamo.reset()
-    gc.collect()
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_reserved()
-    generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randint(VOCABULARY, (batch_size, LENGTH + 1), generator=generator) for _ in range(4)]
-    batches = [(ids[:, :-1].to(device), ids[:, 1:].to(device)) for ids in drawn]
     began = time.perf_counter()
-    step = make_step(kind, device)
-    first = float(step(*batches[0]))
+    step = run.step()
+    first = float(step(*run.batches[0]))
     torch.cuda.synchronize()
     ready = time.perf_counter() - began
     for number in range(WARMUPS):
-        step(*batches[number % len(batches)])
-    times = milliseconds(step, batches)
-    last = float(step(*batches[0]))
-    peak = torch.cuda.max_memory_reserved() - held
+        step(*run.batches[number % len(run.batches)])
+    times = milliseconds(step, run.batches)
+    last = float(step(*run.batches[0]))
+    peak = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
     row = {
-        "kind": kind,
-        "batch": batch_size,
         "ms": statistics.median(times),
         "ms_rounds": times,
-        "tokens_per_s": batch_size * LENGTH / statistics.median(times) * 1e3,
+        "tokens_per_s": run.batch_size * LENGTH / statistics.median(times) * 1e3,
         "first_step_s": ready,
         "first_loss": first,
         "last_loss": last,
         "reserved_mib": peak / 2**20,
-        "steady_mib": (torch.cuda.memory_reserved() - held) / 2**20,
+        "steady_mib": torch.cuda.memory_reserved() / 2**20,
+        "live_mib": torch.cuda.memory_allocated() / 2**20,
     }
-    if kind.startswith("ours"):
+    if run.kind.startswith("ours"):
         report = step.report()  # type: ignore[attr-defined]
         row["capture_ms"] = sum(graph.total_ms for graph in report.graphs)
         row["pool_mib"] = report.pool_bytes / 2**20
@@ -168,22 +192,104 @@ def measured(kind: str, batch_size: int, device: torch.device) -> dict[str, Any]
     return row
 
 
+def measure_when_told(kind: str, batch_size: int) -> None:
+    """What the process of one row does: it gets ready, says so, waits for a line, measures and prints."""
+    torch.set_float32_matmul_precision("high")
+    run = Run(kind, batch_size, torch.device("cuda"))
+    described: dict[str, Any] = {"kind": kind, "batch": batch_size}
+    if is_compiled(kind):
+        began = time.perf_counter()
+        run.compile()
+        torch.cuda.synchronize()
+        described["compile_s"] = time.perf_counter() - began
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(json.dumps(described | measured(run)), flush=True)
+
+
+class Measurer:
+    """The process of one row, seen from outside."""
+
+    def __init__(self, kind: str, batch_size: int) -> None:
+        self.kind, self.batch_size = kind, batch_size
+        command = [sys.executable, __file__, "--row", kind, str(batch_size)]
+        few = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # many processes compile at the same time
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **few},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def wait(self) -> None:
+        """Until it is ready."""
+        self._next("ready")
+
+    def row(self) -> dict[str, Any]:
+        """Let it measure."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        found: dict[str, Any] = json.loads(self._next("{"))
+        self._process.wait(timeout=LIMIT)
+        return found
+
+    def _next(self, beginning: str) -> str:
+        while line := self._lines.get(timeout=LIMIT):
+            if line.startswith(beginning):
+                return line
+        raise RuntimeError("the process ended")
+
+    def stop(self) -> None:
+        """Whatever it does."""
+        self._process.kill()
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 32])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--row", nargs=2, metavar=("KIND", "BATCH"), help="one row, when told to")
     arguments = parser.parse_args()
-    torch.set_float32_matmul_precision("high")
-    rows = []
-    for batch_size in arguments.batches:
-        for kind in arguments.kinds:
-            rows.append(measured(kind, batch_size, torch.device("cuda")))
-            shown = {key: value for key, value in rows[-1].items() if key != "ms_rounds"}
-            print(json.dumps(shown), flush=True)
+    if arguments.row:
+        measure_when_told(arguments.row[0], int(arguments.row[1]))
+        return
+    if arguments.file is None:
+        parser.error("where to?")
+    wanted = [(kind, batch) for batch in arguments.batches for kind in arguments.kinds]
+    measurers = [Measurer(kind, batch) for kind, batch in wanted]
+    rows: list[dict[str, Any]] = []
+    try:
+        for measurer in measurers:
+            with suppress(RuntimeError, queue.Empty):
+                measurer.wait()
+        for measurer in measurers:
+            rows.append(row_of(measurer))
+            print(json.dumps({key: rows[-1][key] for key in rows[-1] if key != "ms_rounds"}), flush=True)
             described = {"benchmark": "training step", "machine": machine(), "length": LENGTH, "rows": rows}
             arguments.file.write_text(json.dumps(described, indent=1) + "\n")
+    finally:
+        for measurer in measurers:
+            measurer.stop()
+
+
+def row_of(measurer: Measurer) -> dict[str, Any]:
+    """What it measured, or what became of it."""
+    try:
+        return measurer.row()
+    except (RuntimeError, OSError, queue.Empty) as error:
+        return {"kind": measurer.kind, "batch": measurer.batch_size, "error": repr(error)}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Reinforcement learning on one device: rollout and training take turns, and nothing is captured twice.
 
     python examples/rl_colocated.py                          a tiny model on a CPU, a few minutes
-    python examples/rl_colocated.py --device cuda --shape 0.6b --cycles 3 --compare
+    python examples/rl_colocated.py --device cuda --shape 0.6b --cycles 3 --seeds 0 --compare
 
 A GRPO-like loop in one process. Each cycle: several answers to every prompt, from the engine's graphs; the
 engine sleeps; a training step, captured too, runs in the memory that came free; the new weights go to where
@@ -16,9 +16,11 @@ import argparse
 import gc
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,9 @@ SMALL = {  # the shape of Qwen3-0.6B
 }
 SHAPES = {"tiny": TINY, "0.6b": SMALL}
 CLIP = 0.2
+CAUSAL = {"full_attention": None}
+"""Attention masks that are made already, so that none is: transformers looks at values to find out, and under
+a capture, where it cannot, makes a whole mask that costs attention its fast kernel."""
 
 
 @dataclass(frozen=True)
@@ -83,46 +88,93 @@ SETTINGS = {
 }
 
 
+EVERY = 0.05
+"""Seconds between two looks at the memory."""
+
+
 @dataclass
 class Memory:
-    """What the process holds on the device, phase after phase."""
+    """What the process holds on the device over time, and in which phase."""
 
     device: torch.device
     began: float = field(default_factory=time.perf_counter)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    phase: str = "start"
 
-    def note(self, phase: str) -> None:
-        """Look at it now."""
-        at = time.perf_counter() - self.began
-        self.samples.append({"seconds": at, "phase": phase, "bytes": self.held()})
+    def __post_init__(self) -> None:
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self.note()
+        self._watcher.start()
 
-    def halves(self) -> dict[str, int]:
-        """What each half holds when it works, and the most of both at one time."""
-        before = self.samples[0]["bytes"]
-        engine = max(s["bytes"] for s in self.samples if s["phase"] == "engine") - before
-        asleep = min(s["bytes"] for s in self.samples if s["phase"] == "asleep") - before
-        training = max(s["bytes"] for s in self.samples if s["phase"] == "trained") - before
-        peak = max(s["bytes"] for s in self.samples if s["phase"] not in ("engine", "trainer")) - before
-        return {"engine": engine, "asleep": asleep, "training": training, "peak": peak}
+    def _watch(self) -> None:
+        while not self._over.wait(EVERY):
+            self.note()
+
+    def note(self) -> int:
+        """Look at it now; bytes. Of equal looks the first and the last are kept."""
+        with self._lock:
+            at, held = time.perf_counter() - self.began, self.held()
+            sample = {"seconds": round(at, 3), "phase": self.phase, "bytes": held}
+            if all(_same(sample, other) for other in self.samples[-2:]) and len(self.samples) > 1:
+                self.samples.pop()
+            self.samples.append(sample)
+            return held
 
     def held(self) -> int:
         """Bytes."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * 4096
 
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._watcher.join()
 
-def make_model(folder: Path, shape: str, seed: int) -> None:
+    def most(self, *phases: str) -> int:
+        """Bytes that were held at most in these phases."""
+        return max(sample["bytes"] for sample in self.samples if sample["phase"] in phases)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return (one["phase"], one["bytes"]) == (other["phase"], other["bytes"])
+
+
+@dataclass
+class Halves:
+    """What the halves would take side by side, and what they take in turns; bytes beyond those of `start`."""
+
+    start: int
+    engine: int
+    """Awake."""
+    engine_asleep: int = 0
+    training: int = 0
+    """At most, with its parameters and the optimizer's state."""
+    peak: int = 0
+    """Of both, at any moment of any cycle."""
+
+    @property
+    def saved(self) -> int:
+        """By taking turns."""
+        return self.engine + self.training - self.peak
+
+    def described(self) -> dict[str, int]:
+        """As JSON has it."""
+        return {**{name: value for name, value in vars(self).items() if name != "start"}, "saved": self.saved}
+
+
+def make_model(folder: Path, shape: str, seed: int, device: str) -> None:
     """A model with random weights, as a checkpoint."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape])).save_pretrained(folder)
+    with torch.device(device):
+        Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape])).save_pretrained(folder)
 
 
 @dataclass
@@ -209,9 +261,8 @@ class Trainer:
         self.step: TrainStep
 
     def share(self, llm: LLM) -> None:
-        """Let every parameter be the engine's tensor of that name."""
+        """Let every parameter be the engine's tensor of that name, and of its type; buffers keep theirs."""
         views = llm.shared_weights()
-        self.model.to(next(iter(views.values())).dtype)
         for name, parameter in self.model.named_parameters():
             parameter.data = views[name]
 
@@ -234,7 +285,11 @@ class Trainer:
     def train(self, rollouts: list[Rollout]) -> None:
         """One update."""
         for rollout in rollouts:
-            inputs = {"input_ids": rollout.inputs.to(self._device), "use_cache": False}
+            inputs = {
+                "input_ids": rollout.inputs.to(self._device),
+                "use_cache": False,
+                "attention_mask": CAUSAL,
+            }
             targets = {name: tensor.to(self._device) for name, tensor in rollout.targets.items()}
             self.step(inputs, targets)
 
@@ -247,22 +302,26 @@ class Loop:
         self.device = torch.device(arguments.device)
         self.settings = SETTINGS[arguments.shape]
         self.memory = Memory(self.device)
-        self.memory.note("start")
+        started = self.memory.note()
+        self.memory.phase = "engine"
         self.llm = self._new_engine()
-        self.memory.note("engine")
+        with_engine = self.memory.note()
+        self.memory.phase = "trainer"
         rate = 0.0 if arguments.frozen else self.settings.rate
         self.trainer = Trainer(folder, self.device, self.settings, rate=rate)
         if arguments.share_weights:
             self.trainer.share(self.llm)
         rows = self.settings.prompts * self.settings.answers
         self.trainer.prepare(rows // self.settings.rows)
-        self.memory.note("trainer")
+        self._empty_cache()
+        self.halves = Halves(started, with_engine - started)
+        self._trainer_began_with = self.memory.note() - with_engine
         self._generator = torch.Generator().manual_seed(arguments.seed)
         self.cycles: list[dict[str, Any]] = []
 
     def _new_engine(self) -> LLM:
         on_gpu = self.device.type == "cuda"
-        more = {"gpu_memory_utilization": 0.5} if on_gpu else {"num_pages": 512}
+        more = {"gpu_memory_utilization": 0.8} if on_gpu else {"num_pages": 512}
         return LLM(
             str(self._folder),
             device=self._arguments.device,
@@ -279,6 +338,8 @@ class Loop:
         times: dict[str, float] = {}
         rollouts = self._timed(times, "rollout", lambda: self._roll_out(number))
         self._timed(times, "sleep", self._sleep)
+        if number == 0:
+            self.halves.engine_asleep = self.memory.note() - self.halves.start - self._trainer_began_with
         self._timed(times, "train", lambda: self._train(rollouts))
         self._timed(times, "wake_up", self._wake_up)
         rewards = [reward for rollout in rollouts for reward in rollout.rewards]
@@ -298,11 +359,19 @@ class Loop:
         return cycle
 
     def _timed(self, times: dict[str, float], phase: str, work: Any) -> Any:
+        self.memory.phase = phase
         began = time.perf_counter()
         result = work()
-        self.memory.note(phase)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         times[phase] = time.perf_counter() - began
+        self.memory.note()
         return result
+
+    def _empty_cache(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _roll_out(self, number: int) -> list[Rollout]:
         seed = self._arguments.seed * 100_000 + number
@@ -312,18 +381,16 @@ class Loop:
         """Shared weights are needed awake; others are written anew, so they may be dropped."""
         if self._arguments.tear_down:
             self.llm.close()
-            gc.collect()
+            self._empty_cache()
         elif self._arguments.share_weights:
             self.llm.sleep(level=1)
             self.llm.wake_up(["weights"])
         else:
             self.llm.sleep(level=2)
-        self.memory.note("asleep")
 
     def _train(self, rollouts: list[Rollout]) -> None:
         self.trainer.saver.resume()
         self.trainer.train(rollouts)
-        self.memory.note("trained")
         self.trainer.saver.pause()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -339,16 +406,48 @@ class Loop:
         self.llm.update_weights(new)
         self.llm.wake_up()
 
-    def compare(self) -> bool:
-        """Whether the engine says what a new one says that is started with the trained weights."""
-        greedy = SamplingParams(temperature=0, max_tokens=self.settings.answer_length, ignore_eos=True)
-        prompts = [{"prompt_token_ids": [number + 1, number + 2, number + 3]} for number in range(8)]
-        said = [answer.outputs[0].token_ids for answer in self.llm.generate(prompts, greedy, use_tqdm=False)]
+    def captured_since(self, first: int) -> int:
+        """Cycles after this one in which anything was captured."""
+        keys = ("engine_graphs", "engine_capture_ms", "training_graphs", "training_capture_ms")
+        seen = [[cycle[key] for key in keys] for cycle in self.cycles[first:]]
+        return sum(one != other for one, other in pairwise(seen))
+
+    def measured(self) -> Halves:
+        """What the halves took."""
+        training = self.memory.most("train") - self.halves.start - self.halves.engine_asleep
+        peak = self.memory.most("rollout", "sleep", "train", "wake_up") - self.halves.start
+        return replace(self.halves, training=training, peak=peak)
+
+    def compare(self) -> dict[str, Any]:
+        """A rollout of this engine beside that of a new one that is started with the trained weights."""
+        number, state = len(self.cycles), self._generator.get_state()
+        here = self._roll_out(number)
         self.trainer.model.save_pretrained(self._folder)
         self.llm.close()
+        self._empty_cache()
         self.llm = self._new_engine()
-        again = [answer.outputs[0].token_ids for answer in self.llm.generate(prompts, greedy, use_tqdm=False)]
-        return said == again
+        self._generator.set_state(state)
+        there = self._roll_out(number)
+        rows = [
+            (
+                torch.equal(one.inputs[row], other.inputs[row]),
+                one.targets["likely"][row] - other.targets["likely"][row],
+            )
+            for one, other in zip(here, there, strict=True)
+            for row in range(len(one.inputs))
+        ]
+        return {
+            "answers": len(rows),
+            "equal_answers": sum(same for same, _ in rows),
+            "largest_difference_of_logprobs": max(float(gap.abs().max()) for _, gap in rows),
+        }
+
+
+COLOURS = {"rollout": "tab:blue", "sleep": "tab:grey", "train": "tab:orange", "wake_up": "tab:green"}
+
+
+def _unit(most: int) -> tuple[str, int]:
+    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
 
 
 def draw(loops: list[dict[str, Any]], file: Path) -> None:
@@ -360,15 +459,19 @@ def draw(loops: list[dict[str, Any]], file: Path) -> None:
 
     figure, (memory, rewards) = plt.subplots(2, 1, figsize=(9, 7))
     samples = loops[0]["memory"]
-    times, held = [s["seconds"] for s in samples], [s["bytes"] / 2**20 for s in samples]
-    memory.step(times, held, where="pre")
-    colours = {"rollout": "tab:blue", "asleep": "tab:grey", "trained": "tab:orange", "wake_up": "tab:green"}
-    for phase, colour in colours.items():
-        at = [number for number, sample in enumerate(samples) if sample["phase"] == phase]
-        memory.scatter(
-            [times[n] for n in at], [held[n] for n in at], color=colour, label=phase, zorder=3, s=12
-        )
-    memory.set(xlabel="seconds", ylabel="MiB held", title="One device, two halves")
+    beyond = [sample["bytes"] - samples[0]["bytes"] for sample in samples]
+    unit, size = _unit(max(beyond))
+    times, held = [sample["seconds"] for sample in samples], [bytes_ / size for bytes_ in beyond]
+    memory.plot(times, held, color="black", linewidth=0.8)
+    for phase, colour in COLOURS.items():
+        inside = [sample["phase"] == phase for sample in samples]
+        memory.fill_between(times, held, where=inside, color=colour, alpha=0.6, step="pre", label=phase)
+    memory.set(
+        xlabel="seconds",
+        ylabel=f"{unit} more than at the start",
+        title="One device, two halves",
+        ylim=(0, None),
+    )
     memory.legend()
     for loop in loops:
         style = "--" if loop["frozen"] else "-"
@@ -384,29 +487,44 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All cycles of one seed."""
     torch.manual_seed(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), arguments.shape, arguments.seed)
+        make_model(Path(folder), arguments.shape, arguments.seed, arguments.device)
         loop = Loop(arguments, Path(folder))
         for number in range(arguments.cycles):
             cycle = loop.cycle(number)
             seconds = " ".join(f"{phase} {spent:.2f}" for phase, spent in cycle["seconds"].items())
             shown = f"reward {cycle['reward']:.3f}  gradients {cycle['grad_norm']:.3f}"
             print(f"seed {arguments.seed} cycle {number:3}  {shown}  {seconds}", flush=True)
+        loop.memory.close()
         described = {
             "seed": arguments.seed,
             "frozen": arguments.frozen,
             "shared": arguments.share_weights,
             "torn_down": arguments.tear_down,
             "cycles": loop.cycles,
+            "cycles_that_captured_again": loop.captured_since(0),
             "memory": loop.memory.samples,
-            "bytes": loop.memory.halves(),
+            "bytes": loop.measured().described(),
         }
-        megabytes = {half: f"{bytes_ / 2**20:,.0f} MiB" for half, bytes_ in described["bytes"].items()}
-        print("memory:", ", ".join(f"{half} {size}" for half, size in megabytes.items()))
         if arguments.compare:
-            described["equals_a_new_engine"] = loop.compare()
-            print("a new engine with these weights says the same:", described["equals_a_new_engine"])
+            described["beside_a_new_engine"] = loop.compare()
+        summarize(described)
         loop.llm.close()
     return described
+
+
+def summarize(loop: dict[str, Any]) -> None:
+    """What there is to see."""
+    unit, size = _unit(max(loop["bytes"].values()))
+    print(f"{unit}:", ", ".join(f"{half} {bytes_ / size:.1f}" for half, bytes_ in loop["bytes"].items()))
+    later = [sum(cycle["seconds"].values()) for cycle in loop["cycles"][1:]]
+    if later:
+        print(f"a cycle after the first takes {sum(later) / len(later):.2f} s; captured again in", end=" ")
+        print(f"{loop['cycles_that_captured_again']} of {len(later)}")
+    if beside := loop.get("beside_a_new_engine"):
+        print(
+            f"a new engine with these weights: {beside['equal_answers']} of {beside['answers']} answers are "
+            f"the same, logprobs differ by at most {beside['largest_difference_of_logprobs']:.3g}"
+        )
 
 
 def main() -> None:
@@ -430,21 +548,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)  # tiny tensors gain nothing from more
-    loops = []
-    for seed in arguments.seeds:
-        loops.append(run(argparse.Namespace(**{**vars(arguments), "seed": seed})))
+    ways = [{"seed": seed} for seed in arguments.seeds]
     if arguments.control:
-        loops.append(
-            run(argparse.Namespace(**{**vars(arguments), "seed": arguments.seeds[0], "frozen": True}))
-        )
-    if arguments.json:
-        described = {
-            "example": "rl_colocated",
-            "machine": machine(),
-            "shape": arguments.shape,
-            "loops": loops,
-        }
-        arguments.json.write_text(json.dumps(described, indent=1) + "\n")
+        ways.append({"seed": arguments.seeds[0], "frozen": True})
+    loops = []
+    for way in ways:
+        loops.append(run(argparse.Namespace(**{**vars(arguments), **way})))
+        if arguments.json:
+            described = {
+                "example": "rl_colocated",
+                "machine": machine(),
+                "shape": arguments.shape,
+                "loops": loops,
+            }
+            arguments.json.write_text(json.dumps(described) + "\n")
     if arguments.picture:
         draw(loops, arguments.picture)
 

@@ -23,6 +23,7 @@ from contract.training_loops import (
     twins,
 )
 from ostinato.graphs import AddressError, BatchError, CaptureError, ConfigError, GraphPool
+from ostinato.memory import GraphMemory, MemorySaver
 
 STEPS = 13
 LADDER = [4, 8]
@@ -102,7 +103,7 @@ OBSTACLES = {
 }
 
 
-@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize("obstacle", [name for name in OBSTACLES if name != "all"])
 def test_losses_equal_eager_training(device, obstacle):
     step, losses, eager, ours, theirs = run_both(device, **OBSTACLES[obstacle])
     assert_same(device, losses, eager, ours, theirs)
@@ -110,12 +111,24 @@ def test_losses_equal_eager_training(device, obstacle):
     assert replays(step) == STEPS - accumulate, step.report()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize(
+    "obstacle", [name if name == "all" else pytest.param(name, marks=pytest.mark.slow) for name in OBSTACLES]
+)
 def test_losses_equal_eager_training_over_200_steps(device, obstacle):
     _, losses, eager, ours, theirs = run_both(device, steps=200, **OBSTACLES[obstacle])
     assert_same(device, losses, eager, ours, theirs)
     assert sum(losses[-20:]) < 0.8 * sum(losses[:20])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_losses_in_bf16_equal_eager_training_over_200_steps(device, obstacle):
+    if device.type == "cuda":
+        pytest.skip("on a GPU in tests/gpu: within the noise of two eager runs")
+    _, losses, eager, ours, theirs = run_both(
+        device, steps=200, autocast=torch.bfloat16, **OBSTACLES[obstacle]
+    )
+    assert_same(device, losses, eager, ours, theirs)
 
 
 def small(device, *, optimizer=None, loss_fn=cross_entropy, **settings):
@@ -523,15 +536,43 @@ def test_losses_are_tensors_of_their_own(device):
 
 
 def test_smaller_rungs_live_in_the_memory_of_the_largest(device):
-    def pool_bytes(ladder):
+    """Where activations are large, and where gradients are."""
+
+    def pool_bytes(ladder, layers):
         pool = GraphPool(device)
-        model = make_model(device, width=64)
+        model = make_model(device, width=64, layers=layers)
         step = captured(model, torch.optim.AdamW(model.parameters()), ladder=ladder, pool=pool)
-        step(*one_batch(device, 64))
+        step(*one_batch(device, ladder[-1]))
         assert len(step.report().graphs) == len(ladder)
         return pool.bytes
 
-    assert pool_bytes([8, 16, 32, 64]) <= 1.1 * pool_bytes([64])
+    assert pool_bytes([8, 16, 32, 64], layers=1) <= 1.1 * pool_bytes([64], layers=1)
+    assert pool_bytes([2, 4], layers=3) <= 1.3 * pool_bytes([4], layers=3)
+
+
+def test_activations_may_be_given_back_between_updates(device):
+    """To somebody else on the device; what comes again has other contents."""
+    ours, theirs = twins(make_model(device, dropout=0.2))
+    batches = make_batches(device, lengths(12))
+    saver = MemorySaver(device, hostile=True)
+    settings = {"ladder": LADDER, "accumulate": 2, "clip_norm": 0.3}
+    steps = [
+        captured(model, torch.optim.AdamW(model.parameters(), lr=0.02), pool=pool, **settings)
+        for model, pool in ((ours, GraphPool(device, memory=GraphMemory(saver))), (theirs, None))
+    ]
+    outcomes = []
+    for step in steps:
+        torch.manual_seed(4)
+        losses = []
+        for number, batch in enumerate(batches):
+            losses.append(float(step(*batch)))
+            if step is steps[0] and number % 2:
+                saver.pause()
+                saver.resume()
+        outcomes.append(losses)
+    assert outcomes[0] == outcomes[1]
+    assert same_parameters(ours, theirs)
+    assert replays(steps[0]) == replays(steps[1]) == 10
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,17 +1,14 @@
 """The contract of `contract/test_training.py`, on CUDA, and what only a GPU shows."""
 
-import copy
+import gc
 
 import pytest
 import torch
 
 from contract.test_training import *  # noqa: F403
+from contract.test_training import OBSTACLES, optimizer_of, run_both
 from contract.training_loops import captured, make_batches, make_model, replays, train_eagerly, twins
 from ostinato.graphs import CaptureError
-
-
-def falling(i):
-    return 1e-3 / (i + 1)
 
 
 def adamw(model, device, **more):
@@ -49,25 +46,34 @@ def test_a_loss_that_is_still_held_is_named_and_training_goes_on(device):
     assert replays(step) == 2
 
 
-def test_bf16_is_within_the_noise_of_two_eager_runs(device):
-    """200 steps; the second eager run has another order of additions."""
-    batches = make_batches(device, [32] * 200, rows=8)
-    ours, theirs = twins(make_model(device, width=64, layers=2))
-    other = copy.deepcopy(theirs)
-    step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=[32], autocast=torch.bfloat16)
-    losses = [float(step(*batch)) for batch in batches]
-    eager = train_eagerly(theirs, adamw(theirs, device), batches, autocast=torch.bfloat16)
-    flipped = [(inputs.flip(0), targets.flip(0)) for inputs, targets in batches]
-    noise = train_eagerly(other, adamw(other, device), flipped, autocast=torch.bfloat16)
-    gap = max(abs(a - b) for a, b in zip(losses, eager, strict=True))
-    assert gap <= max(abs(a - b) for a, b in zip(eager, noise, strict=True)) + 1e-6
-    assert replays(step) == 199
-
-
-def test_everything_together_is_exact(device):
-    _, losses, eager, ours, theirs = run_both(device, steps=200, **OBSTACLES["all"])  # noqa: F405
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_200_steps_are_exact(device, obstacle):
+    _, losses, eager, ours, theirs = run_both(device, steps=200, **OBSTACLES[obstacle])
     assert losses == eager
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def noise(device):
+    """How far two eager runs of 200 steps in bf16 are apart, the second with another order of additions."""
+    batches = make_batches(device, [8] * 200)
+    flipped = [(inputs.flip(0), targets.flip(0)) for inputs, targets in batches]
+    one, other = twins(make_model(device))
+    losses, others = (
+        train_eagerly(
+            model, optimizer_of("adamw", model, device, reference=True), given, autocast=torch.bfloat16
+        )
+        for model, given in ((one, batches), (other, flipped))
+    )
+    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_200_steps_in_bf16_are_within_the_noise_of_two_eager_runs(device, obstacle, noise):
+    step, losses, eager, *_ = run_both(device, steps=200, autocast=torch.bfloat16, **OBSTACLES[obstacle])
+    gap = max(abs(a - b) for a, b in zip(losses, eager, strict=True))
+    assert gap <= noise + 1e-6
+    assert replays(step) == 200 - OBSTACLES[obstacle].get("accumulate", 1)
 
 
 def test_a_compiled_model_is_captured_compiled(device):
@@ -79,24 +85,31 @@ def test_a_compiled_model_is_captured_compiled(device):
     assert replays(step) == 19
 
 
-def test_memory_is_that_of_eager_training(device):
-    """At a size where activations count: peak while training from graphs beside that of the eager loop."""
+@pytest.mark.parametrize(
+    "size", [{"width": 512, "length": 512, "rows": 16}, {"width": 2048, "length": 64, "rows": 1}]
+)
+def test_memory_is_that_of_eager_training(device, size):
+    """Peak while training from graphs of three lengths beside that of the eager loop: where activations
+    count, and where gradients do. Libraries have a workspace for each stream."""
 
     def peak(run):
+        gc.collect()
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_reserved(device)
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_reserved(device) - before
 
-    batches = make_batches(device, [512] * 4, rows=16)
-    ours, theirs = twins(make_model(device, width=512, layers=4))
+    length = size["length"]
+    batches = make_batches(device, [length] * 4, rows=size["rows"])
+    ours, theirs = twins(make_model(device, width=size["width"], layers=4))
     eager = peak(lambda: train_eagerly(theirs, adamw(theirs, device), batches))
 
     def train():
-        step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=[128, 256, 512])
+        step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=[length // 4, length // 2, length])
         for batch in batches:
             step(*batch)
 
-    assert peak(train) < 2.2 * eager  # the first update runs eagerly, outside the pool
+    assert peak(train) < 1.2 * eager + 160 * 2**20

@@ -82,6 +82,7 @@ class CudaGraphRunner:
         agree: Callable[[Collection[GraphKey]], Collection[GraphKey]] | None = None,
         compile_up_to: int = 0,
         kernels_of: Callable[[GraphKey], Hashable] | None = None,
+        warmups_give_back: bool = False,
         debug: bool = False,
     ) -> None:
         """Nothing is captured yet; see `capture`.
@@ -103,6 +104,8 @@ class CudaGraphRunner:
         `compile_up_to`: rungs of at most this many tokens go through torch.compile.
         `kernels_of`: keys for which it returns equal values run the same kernels, so the first of them is
         warmed up for all (one that meets a cold kernel nevertheless is warmed up itself); default: each is.
+        `warmups_give_back`: return the memory of warm-ups to the device before each recording, which takes a
+        pool's own: slower, and for steps that take much.
         `debug`: check addresses before every replay, and mark outputs so that late use is detected.
         """
         self.step = step
@@ -135,6 +138,7 @@ class CudaGraphRunner:
             record_dummy=record_dummy,
             compile_up_to=compile_up_to,
             kernels_of=kernels_of,
+            warmups_give_back=warmups_give_back,
         )
         self._addresses = AddressBook()
         self._dummy, self._rows_are_independent, self._agree = dummy, rows_are_independent, agree

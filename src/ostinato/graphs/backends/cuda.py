@@ -3,10 +3,11 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from ..burials import burials_postponed, bury_later
 from ..current_stream import CurrentStream
 from ..memory import weak_alias
 from ..options import CaptureOptions
@@ -17,30 +18,10 @@ from .protocol import Kept, PoolMemory, Recording, Session
 
 
 class Graph(torch.cuda.CUDAGraph):
-    """A graph that may be collected at any time.
-
-    Destroying a graph while a stream captures invalidates that capture, and the garbage collector chooses
-    its moments freely: a graph that dies meanwhile is buried when the recording is over.
-    """
-
-    _recordings = 0
-    _unburied: ClassVar[list["Graph"]] = []
-
-    @classmethod
-    @contextmanager
-    def burials_postponed(cls) -> Iterator[None]:
-        """While recording."""
-        Graph._recordings += 1
-        try:
-            yield
-        finally:
-            Graph._recordings -= 1
-            if not Graph._recordings:
-                Graph._unburied.clear()
+    """A graph that may be collected at any time."""
 
     def __del__(self) -> None:
-        if Graph._recordings:
-            Graph._unburied.append(self)
+        bury_later(self)
 
 
 class CudaMemory:
@@ -113,7 +94,7 @@ class CudaSession:
     def begin(self) -> None:
         self._context.enter_context(self._backend.stream())
         self._context.enter_context(refuse_cold_kernels())
-        self._context.enter_context(Graph.burials_postponed())
+        self._context.enter_context(burials_postponed())
         self.resume()
 
     def resume(self) -> None:

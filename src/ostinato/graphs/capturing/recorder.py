@@ -48,6 +48,7 @@ class StepRecorder:
         record_dummy: Callable[[BatchDescriptor], Batch] | None,
         compile_up_to: int,
         kernels_of: Callable[[GraphKey], Hashable] | None,
+        warmups_give_back: bool,
     ) -> None:
         self.bridges = Bridges(pool.allocate_for_graphs)
         """What crosses from one segment of a piecewise graph to the next."""
@@ -57,7 +58,7 @@ class StepRecorder:
         is_field = any(field.name == "descriptor" for field in buffers.fields)
         self._wants_descriptor = not is_field and _has_parameter(step, "descriptor")
         self._compiled = CompiledSteps(step, compile_up_to, pool.device)
-        self._kernels_of = kernels_of
+        self._kernels_of, self._warmups_give_back = kernels_of, warmups_give_back
         self._warm: set[Hashable] = set()
 
     def arguments(self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor) -> dict[str, Any]:
@@ -155,6 +156,8 @@ class StepRecorder:
             }
             if self._record_dummy is not None:
                 self._dummy_arguments(key.descriptor, self._record_dummy)
+            if self._warmups_give_back:
+                self._pool.backend.release_unused()
             allowing = writing_inference_tensors() if trials.writes_inference_tensors else nullcontext()
             with trials.undone(), allowing:
                 return record(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..burials import bury_later
 from ..current_stream import CurrentStream
 from ..errors import ConfigError
 from .fields import Field, Scalar
@@ -65,6 +66,9 @@ class Staging:
         self._events = [torch.cuda.Event(), torch.cuda.Event()]
         self._views: dict[tuple[int, ...], tuple[torch.Tensor, list[np.ndarray[Any, Any]]]] = {}
         self._next = 0
+
+    def __del__(self) -> None:
+        bury_later(vars(self).get("_slots"))
 
     def slot(
         self, layout: Layout, fields: Sequence[Field], start: int, end: int

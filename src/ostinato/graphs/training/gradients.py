@@ -3,10 +3,12 @@
 Note [Gradients]
 Without accumulation a recorded step makes its gradients anew, as an eager one does after `zero_grad`: those
 of the graph that is recorded first, the largest, are kept and become the gradients of the parameters. Smaller
-graphs copy theirs there. With accumulation, gradients have memory of their own and every graph adds to it.
+graphs copy theirs there, each as soon as it is made: all of them at once would be as much memory again. With
+accumulation, gradients have memory of their own and every graph adds to it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -45,6 +47,11 @@ class Gradients:
         for _, parameter in self._named:
             parameter.grad = None
 
+    def forget_passing(self) -> None:
+        """Until one graph is recorded, gradients lie where none will be: let them not take memory twice."""
+        if not self._static:
+            self.forget()
+
     def attach(self) -> None:
         """Before a micro-batch: gradients are at their addresses, whatever `zero_grad` or the user did."""
         for parameter, static in self._static.items():
@@ -81,20 +88,34 @@ class Gradients:
             self._refuse_others(reached | new, set(before))
 
     def _replace(self, loss: torch.Tensor) -> None:
-        expected = set(self._static)
         self.forget()
-        loss.backward()  # type: ignore[no-untyped-call]
-        made = dict(self.present)
+        with self._copied_when_made():
+            loss.backward()  # type: ignore[no-untyped-call]
+        if self.is_trial and self._static:
+            self._refuse_others({parameter for parameter, _ in self.present}, set(self._static))
         if not self._static and is_recording():
-            self._static = made
-            return
-        if self.is_trial and expected:
-            self._refuse_others(set(made), expected)
-        kept = [parameter for parameter in made if parameter in self._static]
-        if kept:
-            torch._foreach_copy_([self._static[p] for p in kept], [made[p] for p in kept])
-        for parameter in kept:
-            parameter.grad = self._static[parameter]
+            self._static = dict(self.present)
+
+    @contextmanager
+    def _copied_when_made(self) -> Iterator[None]:
+        """In which a gradient goes to its place as soon as it is there."""
+
+        def to_its_place(parameter: torch.Tensor) -> None:
+            made, static = parameter.grad, self._static[parameter]
+            if made is not None and made is not static and made.layout is torch.strided:
+                static.copy_(made)
+                parameter.grad = static
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(to_its_place)
+            for parameter in self._static
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _refuse_others(self, got: set[torch.Tensor], expected: set[torch.Tensor]) -> None:
         differs = got ^ expected

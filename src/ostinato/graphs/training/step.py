@@ -201,6 +201,8 @@ class TrainStep:
             self._gradients.backward(self._update.scaled(share))
         if does is Kind.UPDATE:
             self._update()
+        if self._gradients.is_trial:
+            self._gradients.forget_passing()
         return loss.detach()
 
     def _prepare(self, updates: bool) -> None:
@@ -323,6 +325,7 @@ class TrainStep:
             options=self._options,
             state=self._state,
             dummy=kind.dummy,
+            warmups_give_back=True,
         )
         runner.eager_steps = self._eager_steps
         return _Entry(kind, runner, refusal is None)
@@ -346,6 +349,7 @@ class TrainStep:
         self._gradients.is_trial = True
         self._update.hold(True)
         release_unused = self._pool.backend.release_unused
+        self._gradients.forget_passing()
         release_unused()  # activations of the eager update: graphs have a pool of their own
         try:
             with draws_are_kept(), self._optimizer.undone_in_python():
