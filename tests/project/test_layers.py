@@ -13,6 +13,7 @@ from ostinato.engine.vllm_api.module_paths import PATHS
 PACKAGE = Path(__file__).parents[2] / "src" / "ostinato"
 
 MAY_IMPORT = {
+    "compat": {"compat", "engine"},
     "cli": {
         *("cli", "tools", "server", "engine", "models", "cache", "kernels"),
         *("graphs", "memory", "grammars", "text"),

@@ -40,6 +40,7 @@ _AT_LEAST_ONE = (
 MAX_LORA_RANK = 256
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class EngineConfig:
     max_logprobs: int = 20
     """The most alternatives per token whose log probabilities a request may ask for; -1: the whole
     vocabulary."""
+    logprobs_mode: str = "raw_logprobs"
+    """Log probabilities of tokens under the model itself (raw_logprobs), or under what they are drawn from,
+    with penalties, masks, temperature and filters (processed_logprobs)."""
     logits_processors: tuple[Any, ...] | None = None
     """Classes that change the logits of a batch before tokens are drawn, as vLLM's are (docs/engine.md), or
     their names: module:Class."""
@@ -181,6 +185,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs must be at least 0, or -1 for all, not {self.max_logprobs}")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(
+                f"unknown logprobs_mode {self.logprobs_mode!r}: use {' or '.join(LOGPROBS_MODES)}"
+            )
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0, not {self.seed}")
         if self.steps_ahead not in (None, 0, 1):

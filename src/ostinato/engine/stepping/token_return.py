@@ -41,12 +41,27 @@ class Sampled:
     """int64: the places of those who asked for logprobs; None if nobody did."""
 
 
+class BesideLines(NamedTuple):
+    """Log-probabilities that no graph writes, on the host when the step is done."""
+
+    places: IntArray
+    """int64 [n]: whose they are."""
+    values: Tensor
+    """float32 [n, 1 + most]: of the sampled token, then of the likeliest."""
+    tokens: Tensor
+    """int64 [n, 1 + most]."""
+    ranks: Tensor
+    """int64 [n]."""
+
+
 class Amendment(NamedTuple):
     """What a sampling graph behind plain sampling adds to a line."""
 
     told: IntArray
     """int64 [n]: places of the requests that ask for logprobs, in the order in which these come back."""
     logprobs: LogprobLines
+    beside: BesideLines | None = None
+    """Of requests that the graph does not tell."""
 
 
 class Launched:
@@ -69,11 +84,17 @@ class Launched:
         assert self._line[0] == self._count, "the tokens of another step"
         assert self._line[3] == (self._amendment is not None), "tokens of requests that ask for more"
         span = None if self._done is None else (int(self._line[1]), int(self._line[2]))
-        if self._amendment is None or not len(self._amendment.told):
+        if self._amendment is None or not (len(self._amendment.told) or self._amendment.beside):
             return Sampled(tokens, span=span)
-        told = self._amendment.told
-        values, named, ranks = (self._placed(lines, told) for lines in self._amendment.logprobs)
-        return Sampled(tokens, values, named, ranks, span, told=self._amendment.told)
+        told, logprobs, beside = self._amendment
+        values, named, ranks = (self._placed(lines, told) for lines in logprobs)
+        if beside is not None:
+            places, *more = beside
+            for placed, lines in zip((values, named, ranks), more, strict=True):
+                # Fewer columns than there is room for, or none at all, as of ranks.
+                placed[(places, *(slice(width) for width in lines.shape[1:]))] = lines.numpy()
+            told = np.concatenate([told, places])
+        return Sampled(tokens, values, named, ranks, span, told=told)
 
     def _placed(self, lines: Tensor, told: IntArray) -> IntArray:
         """What came back one after another, each where its request is in the step."""
