@@ -80,4 +80,3 @@ def _packed(tensors: Iterator[Tensor], limit: int) -> Iterator[Tensor]:
             parts, size = [], 0
     if parts:
         yield torch.cat(parts)
-
