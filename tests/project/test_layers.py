@@ -202,5 +202,5 @@ def test_importing_the_package_does_not_load_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, ostinato, ostinato.cli.main; assert 'torch' not in sys.modules"
+    code = "import sys, ostinato, ostinato.cli.main, ostinato.compat.vllm; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

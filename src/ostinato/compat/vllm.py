@@ -82,7 +82,8 @@ def _fill(module: ModuleType) -> None:
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(
-                f"module 'vllm' has no attribute {name!r}: Ostinato stands in its place (ostinato.compat.vllm)"
+                f"module 'vllm' has no attribute {name!r}: Ostinato stands in its place "
+                "(ostinato.compat.vllm)"
             )
         return getattr(ostinato, name)
 
@@ -91,8 +92,8 @@ def _fill(module: ModuleType) -> None:
 
 
 def _install() -> None:
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
+    if any(getattr(finder, "package", None) == "vllm" for finder in sys.meta_path):
+        return  # this module was loaded again
     late = [name for name in ("vllm", *_TOO_LATE) if name in sys.modules]
     if late:
         raise ImportError(f"import ostinato.compat.vllm before {late[0]}: that was imported already")

@@ -259,7 +259,7 @@ class EngineConfig:
     def resolved(self, model_limit: int, model_dtype: torch.dtype) -> ResolvedConfig:
         """Everything decided, for a model with this limit and type of weights, on this machine."""
         if self.device == "auto":
-            device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+            device = _own_device()
         else:
             device = _device(self.device)
         on_gpu = device.type == "cuda"
@@ -369,6 +369,13 @@ class ResolvedConfig:
     def warmups(self) -> int:
         """Runs before a recording: none on a CPU; on a GPU one, as kernels are compiled before."""
         return 1 if self.device.type == "cuda" else 0
+
+
+def _own_device() -> torch.device:
+    """The GPU that this process works on: the first, unless somebody has set another one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def _device(name: str) -> torch.device:

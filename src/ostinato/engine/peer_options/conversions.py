@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,22 +52,6 @@ def compilation_config(value: Any) -> Converted:
             known = ", ".join(_GRAPH_KEYS)
             raise ConfigError(f"compilation_config: {key!r} is not supported; there are {known}")
     return found
-
-
-def executor_backend(value: Any) -> Converted:
-    """Who starts workers: nobody, the engine is one process. Where a launcher has started several, each has
-    an engine of its own, on its own GPU."""
-    if value in ("mp", "uni", "uniproc"):
-        return {}
-    if value != "external_launcher":
-        raise ConfigError(
-            "distributed_executor_backend can only be mp, uni, uniproc or external_launcher, not "
-            f"{value!r}: the engine is one process"
-        )
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    import torch  # late: it takes seconds to load
-
-    return {"device": f"cuda:{rank}"} if rank and torch.cuda.is_available() else {}
 
 
 def structured_outputs_config(value: Any) -> Converted:

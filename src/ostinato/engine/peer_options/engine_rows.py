@@ -275,10 +275,10 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     harmless("node_rank", BOTH, "int", "0", ONE_GPU, same=(0,)),
     harmless("master_addr", "vllm", "text", "127.0.0.1", "there is one node", tunes=True),
     harmless("dist_init_addr", "sglang", "text", "127.0.0.1:5000", "there is one node", tunes=True),
-    mapped(
-        *("distributed_executor_backend", "vllm", "text", "mp", None),
-        "the engine is one process; external_launcher: on the GPU of its LOCAL_RANK",
-        convert=conversions.executor_backend,
+    harmless(
+        *("distributed_executor_backend", "vllm", "text", "mp"),
+        "the engine is one process, on its current GPU",
+        same=("mp", "uni", "uniproc", "external_launcher"),
     ),
     harmless("disable_custom_all_reduce", BOTH, "flag", "", "one GPU reduces nothing", same=(True, False)),
     refused("kv_transfer_config", "vllm", "json", "{}", NO_DISAGGREGATION),

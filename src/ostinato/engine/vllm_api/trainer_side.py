@@ -1,4 +1,4 @@
-"""The trainer's end of a transfer of weights, for trainers that call vLLM's functions: rank 0 of the group."""
+"""The trainer's end of a transfer of weights, for those that call vLLM's functions: rank 0 of the group."""
 
 from __future__ import annotations
 
