@@ -11,6 +11,7 @@ the same models with TRL's own generation, too, and once more with other draws, 
 differ by anyway.
 """
 
+# isort: off
 import argparse
 import gc
 import json
@@ -22,7 +23,7 @@ from typing import Any
 
 import ostinato.compat.vllm  # noqa: F401  before trl, which looks for vLLM when it is imported
 
-import torch  # isort: split
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -30,6 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ostinato import LLM
 from ostinato.tools.machine import machine
+# isort: on
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 PROMPTS = ("hello", "good day", "what is it", "tell me more", "and then", "why", "go on", "so it is")
@@ -239,6 +241,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     if arguments.device == "cpu":
         torch.set_num_threads(1)  # tiny tensors gain nothing from more
+    transformers_logging.disable_progress_bar()
     runs = []
     for seed in arguments.seeds:
         for kind in KINDS if arguments.compare else KINDS[:1]:
@@ -253,9 +256,7 @@ def main() -> None:
         "example": "trl_grpo",
         "machine": machine(),
         "versions": {name: version_of(name) for name in ("trl", "transformers", "torch", "datasets")},
-        "settings": {
-            name: value for name, value in vars(arguments).items() if name not in ("json", "picture")
-        },
+        "settings": {name: value for name, value in vars(arguments).items() if not isinstance(value, Path)},
         "runs": runs,
     }
     if arguments.compare:

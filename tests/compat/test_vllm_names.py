@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ostinato
+from engine.conftest import TinyModel
 from ostinato.engine.config import _own_device
 from ostinato.engine.vllm_api.llm_options import llm_options
 from ostinato.graphs import ConfigError
@@ -50,9 +51,11 @@ def test_what_trl_imports_is_there() -> None:
         module = importlib.import_module(path)
         assert all(callable(getattr(module, name)) for name in names)
     import vllm
+    from vllm.entrypoints.llm import LLM
     from vllm.sampling_params import SamplingParams
 
-    assert vllm.LLM is ostinato.LLM
+    assert vllm.LLM is LLM
+    assert issubclass(LLM, ostinato.LLM)
     assert vllm.SamplingParams is SamplingParams is ostinato.SamplingParams
     assert {"LLM", "RequestOutput"} <= {*dir(vllm)}
     assert "CudaGraphRunner" not in vllm.__all__, "not a name of vLLM's"
@@ -100,7 +103,8 @@ def test_an_installed_vllm_is_hidden_only_if_asked_for(
     with pytest.raises(ImportError, match="before vllm: that was imported already"):
         stand_in()
     del sys.modules["vllm"]
-    assert stand_in().VERSION == importlib.import_module("vllm").__version__
+    version = stand_in().VERSION
+    assert importlib.import_module("vllm").__version__ == version
 
 
 def test_it_comes_before_trl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +112,18 @@ def test_it_comes_before_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
     with pytest.raises(ImportError, match=f"before {name}: that was imported already"):
         stand_in()
+
+
+def test_a_prompt_that_cannot_be_served_fails_the_call(tiny: TinyModel) -> None:
+    stand_in()
+    from vllm import LLM, SamplingParams
+
+    good, bad = {"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [1] * 40}
+    with LLM(tiny.directory, max_model_len=32, max_num_seqs=2, enforce_eager=True) as llm:
+        with pytest.raises(ValueError, match=r"prompt 1 of 2: .*32"):
+            llm.generate([good, bad], SamplingParams(max_tokens=2), use_tqdm=False)
+        [output] = llm.generate([good], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert output.finished
 
 
 # -- what TRL asks of an engine ----------------------------------------------------------------------

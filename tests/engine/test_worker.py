@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-
 from unittest.mock import patch
 
 import pytest

@@ -63,32 +63,37 @@ class _Finder(PathFinder):
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == "vllm":
-            _fill(module)
+            self._fill(module)
         else:
             super().exec_module(module)
         module.__file__ = __file__  # so that the error of a missing name says whose module it is
+
+    def _fill(self, module: ModuleType) -> None:
+        """The names that vLLM has at its top are those that `ostinato` has there."""
+        names = [
+            name for name in ostinato.__all__ if name not in ostinato.graphs.__all__ and name != "graphs"
+        ]
+
+        def get(name: str) -> Any:
+            if name not in names:
+                raise AttributeError(
+                    f"module 'vllm' has no attribute {name!r}: Ostinato stands in its place "
+                    "(ostinato.compat.vllm)"
+                )
+            return self.lookup("engine.llm", name) if name == "LLM" else getattr(ostinato, name)
+
+        module.__doc__ = __doc__
+        module.__dict__.update(__version__=VERSION, __getattr__=get, __all__=names, __dir__=lambda: names)
+
+    def lookup(self, home: str, name: str) -> Any:
+        is_llm = (home, name) == ("engine.llm", "LLM")
+        return super().lookup("compat.strict_llm" if is_llm else home, name)
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context
     ) -> Iterable[importlib.metadata.Distribution]:
         """For `importlib.metadata`, which asks everybody on `sys.meta_path`."""
         return [_Distribution()] if context.name in (None, "vllm") else []
-
-
-def _fill(module: ModuleType) -> None:
-    """The names that vLLM has at its top are those that `ostinato` has there."""
-    names = [name for name in ostinato.__all__ if name not in ostinato.graphs.__all__ and name != "graphs"]
-
-    def get(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(
-                f"module 'vllm' has no attribute {name!r}: Ostinato stands in its place "
-                "(ostinato.compat.vllm)"
-            )
-        return getattr(ostinato, name)
-
-    module.__doc__ = __doc__
-    module.__dict__.update(__version__=VERSION, __getattr__=get, __all__=names, __dir__=lambda: names)
 
 
 def _install() -> None:

@@ -62,7 +62,7 @@ class EngineConfig:
     load_format: str = "auto"
     """auto, or dummy: random weights from a config.json alone."""
     device: str = "auto"
-    """cuda, cpu; auto: cuda where there is one."""
+    """cuda, cpu; auto: the current GPU, where there is one."""
     max_model_len: int | None = None
     """Longest prompt plus output; default: the model's own limit, at most 8192 on a GPU, 2048 on a CPU."""
     max_running_requests: int | None = None
@@ -258,10 +258,7 @@ class EngineConfig:
 
     def resolved(self, model_limit: int, model_dtype: torch.dtype) -> ResolvedConfig:
         """Everything decided, for a model with this limit and type of weights, on this machine."""
-        if self.device == "auto":
-            device = _own_device()
-        else:
-            device = _device(self.device)
+        device = _own_device() if self.device == "auto" else _device(self.device)
         on_gpu = device.type == "cuda"
         dtype = DTYPES.get(self.dtype) or (model_dtype if on_gpu else torch.float32)
         longest = self.max_model_len or min(model_limit, 8192 if on_gpu else 2048)

@@ -129,13 +129,15 @@ class PathFinder(MetaPathFinder, Loader):
             """Imported when first asked for: torch takes seconds to load."""
             if name not in shown:
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            home, ours = shown[name]
-            found = getattr(importlib.import_module(f"{self._home}.{home}"), ours)
-            module.__dict__[name] = found
+            module.__dict__[name] = found = self.lookup(*shown[name])
             return found
 
         module.__doc__ = f"vLLM's path for {', '.join(shown) or 'what is inside'}; see engine/vllm_api."
         module.__dict__.update(__getattr__=get, __all__=sorted(shown), __dir__=lambda: sorted(shown))
+
+    def lookup(self, home: str, name: str) -> Any:
+        """What a module of ours has under a name."""
+        return getattr(importlib.import_module(f"{self._home}.{home}"), name)
 
 
 def install(package: str) -> None:
