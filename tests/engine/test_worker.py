@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from engine.conftest import TinyModel, prompts_of
 from engine.trainer_process import free_port
 from ostinato import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
 from ostinato.engine.parameters.sampling_params import RequestError
+from ostinato.engine.sleeping.sleeper import EngineAsleepError
 from ostinato.graphs import ConfigError
+from ostinato.models import weight_update
 from ostinato.models.errors import WeightsError
 
 EXTENSION = "engine.worker_extension.Extension"
@@ -80,6 +83,23 @@ def test_trls_workaround_after_a_deep_sleep(llm: LLM) -> None:
     llm.collective_rpc("reload_weights")
     llm.wake_up(["kv_cache"])
     llm.reset_prefix_cache()
+    assert said(llm) == before
+
+
+def test_trls_weights_come_one_by_one_after_a_deep_sleep(llm: LLM, tiny: TinyModel) -> None:
+    before = said(llm)
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    parameters = list(tiny.reference.named_parameters())
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    with patch.object(weight_update, "checkpoint_tensors", side_effect=AssertionError("each time anew")):
+        for name, parameter in parameters[:-1]:
+            assert model.load_weights([(name, parameter.data)]) == {name}
+    llm.wake_up(tags=["kv_cache"])
+    with pytest.raises(EngineAsleepError, match="dropped by sleep"):
+        said(llm)
+    model.load_weights([(parameters[-1][0], parameters[-1][1].data)])
+    assert llm.reset_prefix_cache() is True
     assert said(llm) == before
 
 

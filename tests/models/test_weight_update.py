@@ -12,7 +12,7 @@ from models.small_models import FAMILIES, reference_model
 from ostinato.models import weight_update
 from ostinato.models.errors import WeightsError
 from ostinato.models.transformer import Transformer
-from ostinato.models.weight_update import TornWeightsError, update_weights
+from ostinato.models.weight_update import TornWeightsError, WeightPlaces, update_weights
 from ostinato.models.weights import checkpoint_tensors, load_model
 
 SETS = ("llama", "llama-tied", "qwen3-biases-tied")
@@ -44,6 +44,20 @@ def other_weights(model: Transformer, seed: int = 3) -> dict[str, torch.Tensor]:
 def assert_equal(model: Transformer, wanted: dict[str, torch.Tensor]) -> None:
     for name, view in checkpoint_tensors(model).items():
         assert torch.equal(view, wanted[name].to(view.dtype)), name
+
+
+def test_places_that_are_kept_know_when_a_weight_has_moved(model: Transformer) -> None:
+    places, new = WeightPlaces(model), other_weights(model)
+    update_weights(model, new, places)
+    assert places.are_current
+    assert_equal(model, new)
+    model.norm.weight.data = model.norm.weight.data.clone()
+    assert not places.are_current
+    places = WeightPlaces(model)
+    model.norm.weight = torch.nn.Parameter(model.norm.weight.detach().clone(), requires_grad=False)
+    assert not places.are_current
+    with pytest.raises(TornWeightsError, match="1 parameters have moved"):
+        update_weights(model, new, places)
 
 
 @pytest.mark.parametrize("form", ["mapping", "list", "iterator", "half", "short names"])

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.trainer_process import Trainer, free_port
+from ostinato.engine.vllm_api.network import get_ip, get_open_port
+from ostinato.engine.vllm_api.trainer_side import packed_nccl_broadcast_producer, trainer_init
 
 from .scripted_model import counted
 from .server_process import ServerProcess
@@ -162,6 +164,72 @@ def test_trls_async_grpo(server: ServerProcess, trainer: Trainer) -> None:
             old = next(at for at, pair in enumerate(zip(text, by_one, strict=True)) if pair[0] != pair[1])
             assert text[old:] == by_two[old + 1 :: 2][: 200 - old], "the rest is by the new weights"
     trainer.do("part")
+
+
+def test_trls_server_mode(server: ServerProcess, by_twos) -> None:
+    """After TRL 1.16.0's `VLLMClient`; `tests/compat/test_trl_server.py` runs that itself."""
+
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = requests.post(f"{server.url}{path}", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    told = requests.get(f"{server.url}/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert told["weight_transfer_config"] is not None
+    assert told["model_config"]["logprobs_mode"] == "raw_logprobs"
+    assert told["model_config"]["dtype"] == "torch.float32"
+    assert (told["lora_config"], told["parallel_config"]["data_parallel_size"]) == (None, 1)
+    sampling = {"n": 2, "repetition_penalty": 1.0, "temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    asked = {"model": "scripted", "return_token_ids": True, "return_tokens_as_token_ids": True, **sampling}
+
+    def rollout() -> list[dict[str, Any]]:
+        body = {"prompt": [[ord("a")], [ord("b"), ord("c")]], "max_tokens": 3, "logprobs": 1}
+        found: list[dict[str, Any]] = post("/v1/completions", {**asked, **body})["choices"]
+        return found
+
+    choices = rollout()
+    assert [choice["prompt_token_ids"] for choice in choices[::2]] == [[ord("a")], [ord("b"), ord("c")]]
+    for choice in choices:
+        ids, logprobs = choice["token_ids"], choice["logprobs"]
+        assert logprobs["tokens"] == [f"token_id:{token}" for token in ids]
+        assert logprobs["text_offset"] == [0, 1, 2], "in the text"
+        for name, top, own in zip(
+            *(logprobs[each] for each in ("tokens", "top_logprobs", "token_logprobs")), strict=True
+        ):
+            assert top[name] == own
+    messages = [{"role": "user", "content": "a"}]
+    talk = post(
+        "/v1/chat/completions",
+        {**asked, "messages": messages, "max_tokens": 2, "logprobs": True, "top_logprobs": 0},
+    )
+    for choice in talk["choices"]:
+        names = [each["token"] for each in choice["logprobs"]["content"]]
+        assert names == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert talk["prompt_token_ids"]
+    known = {"prompt": [[97, 98, 99]], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 5}
+    [scored] = post("/v1/completions", {"model": "scripted", **known})["choices"]
+    assert scored["prompt_logprobs"][1]["98"]["rank"] == 1, "it counts"
+
+    info = {"master_address": get_ip(), "master_port": get_open_port(), "rank_offset": 1, "world_size": 2}
+    info["packed"] = True
+    names = {"names": list(by_twos), "dtype_names": ["float32"] * len(by_twos)}
+    update = {**names, "shapes": [list(each.shape) for each in by_twos.values()]}
+    with ThreadPoolExecutor(1) as other:
+        met = other.submit(post, "/init_weight_transfer_engine", {"init_info": info})
+        communicator = trainer_init(info)
+        met.result()
+        for _ in range(2):
+            post("/start_weight_update", {})
+            received = other.submit(post, "/update_weights", {"update_info": update})
+            packed_nccl_broadcast_producer(
+                iterator=iter(by_twos.items()), group=communicator, src=0, post_iter_func=lambda item: item[1]
+            )
+            received.result()
+            post("/finish_weight_update", {})
+            assert post("/reset_prefix_cache", {}) == {"success": True}
+    assert rollout()[0]["token_ids"] == [ord(letter) for letter in BY_TWO[:3]]
+    communicator.group.store = None  # as the client takes its leave
 
 
 def test_prime_rl(server: ServerProcess, by_twos, model: Path, tmp_path: Path) -> None:

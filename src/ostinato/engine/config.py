@@ -42,6 +42,7 @@ _AT_LEAST_ONE = (
 MAX_LORA_RANK = 256
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class EngineConfig:
     load_format: str = "auto"
     """auto, or dummy: random weights from a config.json alone."""
     device: str = "auto"
-    """cuda, cpu; auto: cuda where there is one."""
+    """cuda, cpu; auto: the current GPU, where there is one."""
     max_model_len: int | None = None
     """Longest prompt plus output; default: the model's own limit, at most 8192 on a GPU, 2048 on a CPU."""
     max_running_requests: int | None = None
@@ -99,6 +100,9 @@ class EngineConfig:
     max_logprobs: int = 20
     """The most alternatives per token whose log probabilities a request may ask for; -1: the whole
     vocabulary."""
+    logprobs_mode: str = "raw_logprobs"
+    """Log probabilities of tokens under the model itself (raw_logprobs), or under what they are drawn from,
+    with penalties, masks, temperature and filters (processed_logprobs)."""
     logits_processors: tuple[Any, ...] | None = None
     """Classes that change the logits of a batch before tokens are drawn, as vLLM's are (docs/engine.md), or
     their names: module:Class."""
@@ -186,6 +190,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs must be at least 0, or -1 for all, not {self.max_logprobs}")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(
+                f"unknown logprobs_mode {self.logprobs_mode!r}: use {' or '.join(LOGPROBS_MODES)}"
+            )
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0, not {self.seed}")
         if self.steps_ahead not in (None, 0, 1):
@@ -271,10 +279,7 @@ class EngineConfig:
 
     def resolved(self, model_limit: int, model_dtype: torch.dtype) -> ResolvedConfig:
         """Everything decided, for a model with this limit and type of weights, on this machine."""
-        if self.device == "auto":
-            device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        else:
-            device = _device(self.device)
+        device = _own_device() if self.device == "auto" else _device(self.device)
         on_gpu = device.type == "cuda"
         dtype = DTYPES.get(self.dtype) or (model_dtype if on_gpu else torch.float32)
         longest = self.max_model_len or min(model_limit, 8192 if on_gpu else 2048)
@@ -406,6 +411,13 @@ class ResolvedConfig:
     def warmups(self) -> int:
         """Runs before a recording: none on a CPU; on a GPU one, as kernels are compiled before."""
         return 1 if self.device.type == "cuda" else 0
+
+
+def _own_device() -> torch.device:
+    """The GPU that this process works on: the first, unless somebody has set another one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def _device(name: str) -> torch.device:

@@ -433,6 +433,7 @@ class EngineCore:
             flight.constrained = [at for at in waiting if step.requests[at].grammar is not None]
             self._refuse(self.sampler.mask([step.requests[at] for at in waiting]))
             self._refuse(self.sampler.process(step, waiting))
+            flight.whole_logprobs |= self.sampler.whole_drawn_logprobs(step)
             flight.launched = self.sampler.launch(step)
         flight.error = None
 

@@ -11,6 +11,8 @@ hand and take one copy each, so nothing is kept of the old, and an interrupt wai
 the device to fail in between, the update says that the weights are torn, and its caller must not use them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -43,10 +45,12 @@ class UpdatedWeights:
     """Whether it was every weight of the model."""
 
 
-def update_weights(model: Transformer, new: NamedTensors | str | Path) -> UpdatedWeights:
+def update_weights(
+    model: Transformer, new: NamedTensors | str | Path, places: WeightPlaces | None = None
+) -> UpdatedWeights:
     """Write new weights in place: a directory's, which must have all, or those given; WeightsError if one of
-    them does not fit, with nothing changed."""
-    places = _Places(model)
+    them does not fit, with nothing changed. `places`: of this model, where they are known."""
+    places = places or WeightPlaces(model)
     if isinstance(new, str | Path):
         with closing(stored_weights(Path(new), model.embed_tokens.weight.device)) as stored:
             written = _replace(places, stored, must_have=places.names)
@@ -62,18 +66,22 @@ def update_weights(model: Transformer, new: NamedTensors | str | Path) -> Update
 
 def check_weights(model: Transformer, new: NamedTensors) -> None:
     """WeightsError if one of them does not fit; nothing is written."""
-    _checked(_Places(model), new)
+    _checked(WeightPlaces(model), new)
 
 
-class _Places:
-    """Where every weight of a model lies."""
+class WeightPlaces:
+    """Where every weight of a model lies. To find out takes as long as many small updates."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
         self.views = checkpoint_tensors(model)
         self.names = self.views.keys()
         self._short = {name.removeprefix("model."): name for name in self.views}
-        self._addresses = {name: view.data_ptr() for name, view in self.views.items()}
+        self._found = [
+            (module._parameters, name, parameter.data_ptr())
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
         self._memory = {view.untyped_storage().data_ptr() for view in self.views.values()}
 
     def name_of(self, given: object) -> str | None:
@@ -111,11 +119,19 @@ class _Places:
             except RuntimeError as error:
                 raise TornWeightsError(f"an update of weights was broken off: {error}") from error
 
+    @property
+    def are_current(self) -> bool:
+        """Whether every parameter is where it was found."""
+        return not self._num_moved
+
+    @property
+    def _num_moved(self) -> int:
+        now = ((owner.get(name), address) for owner, name, address in self._found)
+        return sum(parameter is None or parameter.data_ptr() != address for parameter, address in now)
+
     def check_addresses(self) -> None:
-        moved = [name for name, view in checkpoint_tensors(self._model).items()
-                 if view.data_ptr() != self._addresses[name]]  # fmt: skip
-        if moved:
-            raise TornWeightsError(f"{len(moved)} weights have moved during an update, {moved[0]} among them")
+        if count := self._num_moved:
+            raise TornWeightsError(f"{count} parameters have moved during an update")
 
 
 def _pairs(new: object) -> Iterator[tuple[object, object]]:
@@ -127,7 +143,7 @@ def _pairs(new: object) -> Iterator[tuple[object, object]]:
         yield pair[0], pair[1]
 
 
-def _checked(places: _Places, new: NamedTensors) -> dict[str, Tensor]:
+def _checked(places: WeightPlaces, new: NamedTensors) -> dict[str, Tensor]:
     pairs = new.items() if isinstance(new, Mapping) else new
     checked: dict[str, Tensor] = {}
     for given, tensor in _pairs(pairs):
@@ -138,7 +154,7 @@ def _checked(places: _Places, new: NamedTensors) -> dict[str, Tensor]:
     return checked
 
 
-def _replace_at_once(places: _Places, new: NamedTensors) -> dict[str, Tensor]:
+def _replace_at_once(places: WeightPlaces, new: NamedTensors) -> dict[str, Tensor]:
     """Everything is at hand: checked first, then written without a pause."""
     checked = _checked(places, new)
     try:
@@ -151,7 +167,7 @@ def _replace_at_once(places: _Places, new: NamedTensors) -> dict[str, Tensor]:
 
 
 def _replace(
-    places: _Places, pairs: Iterable[tuple[object, object]], must_have: Iterable[str] = ()
+    places: WeightPlaces, pairs: Iterable[tuple[object, object]], must_have: Iterable[str] = ()
 ) -> dict[str, Tensor]:
     """One after the other; the old ones are kept on the host until all are written."""
     kept: dict[str, Tensor] = {}
@@ -173,7 +189,7 @@ def _replace(
     return kept
 
 
-def _write_all(places: _Places, tensors: Mapping[str, Tensor]) -> KeyboardInterrupt | None:
+def _write_all(places: WeightPlaces, tensors: Mapping[str, Tensor]) -> KeyboardInterrupt | None:
     """All of them, also if somebody interrupts; the interrupt, to be raised afterwards."""
     left, interrupt = list(tensors.items()), None
     while left:

@@ -277,8 +277,9 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     harmless("master_addr", "vllm", "text", "127.0.0.1", "there is one node", tunes=True),
     harmless("dist_init_addr", "sglang", "text", "127.0.0.1:5000", "there is one node", tunes=True),
     harmless(
-        *("distributed_executor_backend", "vllm", "text", "mp", "the engine is one process"),
-        same=("mp", "uni", "uniproc"),
+        *("distributed_executor_backend", "vllm", "text", "mp"),
+        "the engine is one process, on its current GPU",
+        same=("mp", "uni", "uniproc", "external_launcher"),
     ),
     harmless("disable_custom_all_reduce", BOTH, "flag", "", "one GPU reduces nothing", same=(True, False)),
     refused("kv_transfer_config", "vllm", "json", "{}", NO_DISAGGREGATION),
@@ -287,7 +288,10 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     refused("enable_trace_replay", "vllm", "flag", "", "give the tokens as a prompt with prompt_logprobs"),
     refused("enable_return_routed_experts", "vllm", "flag", "", "there are no experts"),
     refused("return_sampling_mask", "vllm", "flag", "", "ask for logprobs"),
-    harmless("logprobs_mode", "vllm", "text", "raw_logprobs", "before penalties", same=("raw_logprobs",)),
+    acts(
+        *("logprobs_mode", "vllm", "text", "processed_logprobs"),
+        "raw_logprobs or processed_logprobs; logits are not returned",
+    ),
     harmless("use_tqdm_on_load", "vllm", "flag", "", "loading shows no bar", same=(True, False)),
     harmless("ignore_patterns", "vllm", "texts", "original/*", "only what is needed is fetched", tunes=True),
     harmless("max_parallel_loading_workers", "vllm", "int", "1", "there is one GPU", tunes=True),

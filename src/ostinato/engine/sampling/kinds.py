@@ -11,6 +11,7 @@ from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray
 from ..scheduling.scheduled_step import ScheduledStep
 from ..stepping.whole_logprobs import wants_whole
+from .drawn_logprobs import Change
 
 
 class Kind(IntEnum):
@@ -38,6 +39,20 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
+class Drawn:
+    """Requests of a step whose logprobs are those of the distribution that they draw from."""
+
+    rows: IntArray
+    """int32 [n]."""
+    places: IntArray
+    """int32 [n]: which requests of the step they are."""
+    change: Change
+    """The largest of theirs."""
+    num_top: int
+    """The most alternatives that one of them asks for."""
+
+
+@dataclass(frozen=True, eq=False)
 class Asking:
     """The requests of a step that ask for more, those that ask for logprobs first."""
 
@@ -49,32 +64,48 @@ class Asking:
     """int32 [n]: which requests of the step they are."""
     told: IntArray
     """int64: the places of those that ask for logprobs."""
+    drawn: Drawn | None = None
+    """Those that ask for logprobs under another distribution than the model's."""
 
 
 class RowKinds:
     """What the tenant of each row asks for, on the host."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, *, tells_drawn: bool = False) -> None:
+        """`tells_drawn`: logprobs are those of the distribution that tokens are drawn from, and not those of
+        the model itself."""
+        self._tells_drawn = tells_drawn
         self.kinds = np.zeros(num_rows, dtype=np.int8)
         self.wants_logprobs = np.zeros(num_rows, dtype=bool)
         """Of sampling graphs."""
         self.wants_whole = np.zeros(num_rows, dtype=bool)
         """See `whole_logprobs`."""
         self._may_want_whole = False
+        self.changes = np.zeros(num_rows, dtype=np.int8)
+        """What their logprobs know of, and those of the model do not; see `drawn_logprobs`."""
+        self.num_drawn = np.full(num_rows, -1, dtype=np.int32)
+        """Alternatives that those ask for whose logprobs are made beside the graphs; -1: the others."""
 
     def set(self, row: int, params: SamplingParams, is_processed: bool) -> Kind:
         """The row has a new tenant."""
-        kind = Kind.of(params, is_processed)
-        self.kinds[row], self.wants_whole[row] = kind, wants_whole(params, is_processed)
-        self.wants_logprobs[row] = params.wants_logprobs and not self.wants_whole[row]
+        self.kinds[row] = kind = Kind.of(params, is_processed)
+        self.changes[row] = change = Change.of(params, is_processed) if self._tells_drawn else Change.NOTHING
+        # What functions make of the logits is no matter to those who are told of it.
+        whole = wants_whole(params, is_processed and not self._tells_drawn)
+        is_drawn = change > Change.NOTHING and params.wants_logprobs and not whole
+        self.wants_whole[row] = whole
+        self.num_drawn[row] = params.logprobs if is_drawn else -1
+        self.wants_logprobs[row] = params.wants_logprobs and not whole and not is_drawn
         self._may_want_whole = bool(self.wants_whole.any())
         return kind
 
-    def wanting_whole(self, step: ScheduledStep) -> list[int]:
-        """Which requests of a step sample and want whole distributions."""
+    def wanting_whole(self, step: ScheduledStep, *, drawn: bool) -> list[int]:
+        """Which requests of a step sample and want whole distributions: those they draw from, or, of all
+        others, those of the model."""
         if not self._may_want_whole:
             return []
-        found: list[int] = np.flatnonzero(self.wants_whole[step.rows] & step.samples).tolist()
+        wanted = self.wants_whole & ((self.changes > Change.NOTHING) == drawn)
+        found: list[int] = np.flatnonzero(wanted[step.rows] & step.samples).tolist()
         return found
 
     def asking(self, step: ScheduledStep) -> Asking | None:
@@ -89,4 +120,13 @@ class RowKinds:
         told = places[is_told]
         places = np.concatenate([told, places[~is_told]])
         rows = step.rows[places]
-        return Asking(Kind(int(self.kinds[rows].max())), rows, places.astype(np.int32), told)
+        kind = Kind(int(self.kinds[rows].max()))
+        return Asking(kind, rows, places.astype(np.int32), told, self._drawn(rows, places))
+
+    def _drawn(self, rows: IntArray, places: IntArray) -> Drawn | None:
+        most = self.num_drawn[rows]
+        is_drawn = most >= 0
+        if not is_drawn.any():
+            return None
+        rows, places = rows[is_drawn], places[is_drawn]
+        return Drawn(rows, places, Change(int(self.changes[rows].max())), int(most.max()))

@@ -41,9 +41,10 @@ from ..scheduling.scheduled_step import ScheduledStep
 from ..scheduling.token_rules import NOTHING_LEFT, rules_of
 from ..stepping.model_runner import ModelRunner
 from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
-from ..stepping.token_return import Amendment, Launched
-from ..stepping.whole_logprobs import MOST_IN_GRAPHS, on_the_way, wants_whole
-from .kinds import Asking, Kind, RowKinds
+from ..stepping.token_return import Amendment, BesideLines, Launched
+from ..stepping.whole_logprobs import MOST_IN_GRAPHS, on_the_way
+from .drawn_logprobs import Change, beside, drawn_logits
+from .kinds import Asking, Drawn, Kind, RowKinds
 from .logits_processors import process, what_is_wrong
 from .processor_batch import ProcessorBatch
 from .token_masks import TokenMasks
@@ -69,7 +70,8 @@ class Sampler:
         self._rows = runner.rows
         num_rows, device, vocab = config.max_rows, config.device, runner.logits.size(1)
         self._vocab = vocab
-        self._kinds = RowKinds(num_rows)
+        tells_drawn = config.config.logprobs_mode == "processed_logprobs"
+        self._kinds = RowKinds(num_rows, tells_drawn=tells_drawn)
         self.generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
         """How often each row generated each token, of rows that ask for penalties."""
         self._in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
@@ -227,7 +229,7 @@ class Sampler:
         banned = self._banned(request, params)
         write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
         write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
-        from_graph = None if wants_whole(params, request.is_processed) else params.logprobs
+        from_graph = params.logprobs if self._kinds.wants_logprobs[row] else None
         write("num_logprobs", row, -1 if from_graph is None else min(from_graph, self._vocab))
         if params.has_penalties:
             self._count_tokens_of(request)
@@ -302,9 +304,21 @@ class Sampler:
         return failed
 
     def whole_logprobs(self, step: ScheduledStep) -> dict[int, Tensor]:
-        """By place, the distributions of those that want them whole, on their way to the host; before
-        anything changes the logits."""
-        return {at: on_the_way(self._runner.logits[at]) for at in self._kinds.wanting_whole(step)}
+        """By place, the distributions of those that want the model's own whole, on their way to the host;
+        before anything changes the logits."""
+        places = self._kinds.wanting_whole(step, drawn=False)
+        return {at: on_the_way(self._runner.logits[at]) for at in places}
+
+    def whole_drawn_logprobs(self, step: ScheduledStep) -> dict[int, Tensor]:
+        """The same of those that want what they draw from; when it is there, and nothing is drawn yet."""
+        found = {}
+        for at in self._kinds.wanting_whole(step, drawn=True):
+            row = int(step.rows[at])
+            of = torch.tensor([row], device=self.generated.device)
+            change = Change(int(self._kinds.changes[row]))
+            [drawn] = drawn_logits(self._runner.logits[at : at + 1], of, self._asked, change)
+            found[at] = on_the_way(drawn)
+        return found
 
     def launch(self, step: ScheduledStep) -> Launched:
         """Sample from the logits of the step just run, one row per request, as far as it has not done it.
@@ -320,7 +334,16 @@ class Sampler:
         if asking is None:
             return self._returned.newest(step.num_requests, bunch=bunch)
         self._run(asking.kind, {"rows": asking.rows, "places": asking.places}, asking)
-        return self._returned.newest(step.num_requests, Amendment(asking.told, self.logprobs), bunch)
+        amendment = Amendment(asking.told, self.logprobs, self._beside(asking.drawn))
+        return self._returned.newest(step.num_requests, amendment, bunch)
+
+    def _beside(self, drawn: Drawn | None) -> BesideLines | None:
+        if drawn is None:
+            return None
+        last_tokens, num_top = self._returned.lines.last_tokens, min(drawn.num_top, self._vocab)
+        return beside(
+            *(self._runner.logits, drawn.rows, drawn.places, self._asked, drawn.change, last_tokens, num_top)
+        )
 
     def _asking_in(self, step: ScheduledStep) -> Asking | None:
         rows, asking = self._decided

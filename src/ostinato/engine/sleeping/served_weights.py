@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.models.transformer import Transformer
-from ostinato.models.weight_update import NamedTensors, TornWeightsError, update_weights
+from ostinato.models.weight_update import NamedTensors, TornWeightsError, WeightPlaces, update_weights
 from ostinato.models.weights import checkpoint_tensors
 
 from ..parameters.sampling_params import RequestError
@@ -36,6 +36,7 @@ class ServedWeights:
 
     def __init__(self, model: Transformer, sleeper: Sleeper) -> None:
         self._model, self._sleeper = model, sleeper
+        self._places = WeightPlaces(model)
         self._missing: set[str] = set()
         self._num_updates = 0
         self.version = "0"
@@ -57,7 +58,9 @@ class ServedWeights:
         self._sleeper.refuse_without_weights()
         began = time.perf_counter()
         try:
-            written = update_weights(self._model, new)
+            if not self._places.are_current:
+                self._places = WeightPlaces(self._model)
+            written = update_weights(self._model, new, self._places)
         except TornWeightsError as error:
             self.are_gone(str(error))
             raise

@@ -45,12 +45,27 @@ class Sampled:
     """...and int64 [R]: how many tokens are new, that of `tokens` included."""
 
 
+class BesideLines(NamedTuple):
+    """Log-probabilities that no graph writes, on the host when the step is done."""
+
+    places: IntArray
+    """int64 [n]: whose they are."""
+    values: Tensor
+    """float32 [n, 1 + most]: of the sampled token, then of the likeliest."""
+    tokens: Tensor
+    """int64 [n, 1 + most]."""
+    ranks: Tensor
+    """int64 [n]."""
+
+
 class Amendment(NamedTuple):
     """What a sampling graph behind plain sampling adds to a line."""
 
     told: IntArray
     """int64 [n]: places of the requests that ask for logprobs, in the order in which these come back."""
     logprobs: LogprobLines
+    beside: BesideLines | None = None
+    """Of requests that the graph does not tell."""
 
 
 class Bunch(NamedTuple):
@@ -91,10 +106,16 @@ class Launched:
         assert self._line[3] == (self._amendment is not None), "tokens of requests that ask for more"
         span = None if self._done is None else (int(self._line[1]), int(self._line[2]))
         num_new, further = self._read_bunch()
-        if self._amendment is None or not len(self._amendment.told):
+        if self._amendment is None or not (len(self._amendment.told) or self._amendment.beside):
             return Sampled(tokens, span=span, further=further, num_new=num_new)
-        told = self._amendment.told
-        values, named, ranks = (self._placed(lines, told) for lines in self._amendment.logprobs)
+        told, logprobs, beside = self._amendment
+        values, named, ranks = (self._placed(lines, told) for lines in logprobs)
+        if beside is not None:
+            places, *more = beside
+            for placed, lines in zip((values, named, ranks), more, strict=True):
+                # Fewer columns than there is room for, or none at all, as of ranks.
+                placed[(places, *(slice(width) for width in lines.shape[1:]))] = lines.numpy()
+            told = np.concatenate([told, places])
         return Sampled(tokens, values, named, ranks, span, told, further, num_new)
 
     def _read_bunch(self) -> tuple[IntArray | None, IntArray | None]:

@@ -16,6 +16,8 @@ from ..pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .engine_services import EngineServices, OwnEngine
 from .engine_view import ModelView, VllmConfigView
 from .pooling_params import PoolingParams
+from .trainer_services import TrainerServices
+from .worker import ModelExecutor
 
 if TYPE_CHECKING:
     from .engine_args import EngineArgs
@@ -147,6 +149,13 @@ class LLMEngine:
     def vllm_config(self) -> VllmConfigView:
         """What the engine runs with."""
         return VllmConfigView(self._services.engine)
+
+    @property
+    def model_executor(self) -> ModelExecutor:
+        """Who has the worker: in vLLM's place, trainers in this process write weights through it."""
+        if not isinstance(self._services, TrainerServices):
+            raise AttributeError("model_executor is for the engine of an LLM: nobody trains this one")
+        return ModelExecutor(self._services.worker)
 
     @property
     def tokenizer(self) -> Any:

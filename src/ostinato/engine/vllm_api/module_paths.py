@@ -2,7 +2,8 @@
 
 A script that is moved here by changing `vllm` to `ostinato` imports its names from where vLLM keeps them. No
 such files exist: the table says which names each path shows and where they live, and a finder makes the
-modules when somebody imports them. A real module always goes before the table.
+modules when somebody imports them. A real module always goes before the table. `ostinato.compat.vllm` shows
+the same paths under vLLM's own name.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ PATHS: dict[str, tuple[str, ...]] = {
     "distributed.utils": ("engine.vllm_api.stateless_groups StatelessProcessGroup",),
     "distributed.weight_transfer": (_TRANSFER,),
     "distributed.weight_transfer.base": (_TRANSFER,),
+    "distributed.weight_transfer.nccl_common": ("engine.vllm_api.trainer_side trainer_init",),
+    "distributed.weight_transfer.packed_tensor": (
+        "engine.vllm_api.trainer_side packed_nccl_broadcast_producer",
+    ),
     "engine.arg_utils": (_ARGUMENTS,),
     "engine.async_llm_engine": (_ASYNC, "engine.async_llm AsyncLLMEngine"),
     "engine.llm_engine": (_ENGINE,),
@@ -70,6 +75,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "sequence": ("engine.outputs Logprob", "engine.delivery.request_times RequestTimes=RequestMetrics"),
     "utils": (_PARSER, _SHOWN),
     "utils.argparse_utils": (_PARSER,),
+    "utils.network_utils": ("engine.vllm_api.network get_ip get_open_port",),
     "utils.print_utils": (_SHOWN,),
     "v1": (),
     "v1.engine": (),
@@ -96,16 +102,17 @@ def names_of(path: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Makes the modules of the table."""
+class PathFinder(MetaPathFinder, Loader):
+    """Makes the modules of the table, under a package's name."""
 
-    def __init__(self, package: str) -> None:
-        self._package = package
+    def __init__(self, package: str, home: str) -> None:
+        """`home`: the package in which what they show is found."""
+        self.package, self._home = package, home
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        inside = name.removeprefix(f"{self._package}.")
+        inside = name.removeprefix(f"{self.package}.")
         if inside == name or inside not in PATHS:
             return None
         is_package = any(other.startswith(f"{inside}.") for other in PATHS)
@@ -116,23 +123,25 @@ class _Finder(MetaPathFinder, Loader):
         return
 
     def exec_module(self, module: ModuleType) -> None:
-        inside = module.__name__.removeprefix(f"{self._package}.")
-        shown = names_of(inside)
+        shown = names_of(module.__name__.removeprefix(f"{self.package}."))
 
         def get(name: str) -> Any:
             """Imported when first asked for: torch takes seconds to load."""
             if name not in shown:
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            home, ours = shown[name]
-            found = getattr(importlib.import_module(f"{self._package}.{home}"), ours)
-            module.__dict__[name] = found
+            module.__dict__[name] = found = self.lookup(*shown[name])
             return found
 
         module.__doc__ = f"vLLM's path for {', '.join(shown) or 'what is inside'}; see engine/vllm_api."
         module.__dict__.update(__getattr__=get, __all__=sorted(shown), __dir__=lambda: sorted(shown))
 
+    def lookup(self, home: str, name: str) -> Any:
+        """What a module of ours has under a name."""
+        return getattr(importlib.import_module(f"{self._home}.{home}"), name)
+
 
 def install(package: str) -> None:
     """From now on `package` has the modules of the table, where it has no file of that name."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder(package))
+    finders = [finder for finder in sys.meta_path if isinstance(finder, PathFinder)]
+    if package not in [finder.package for finder in finders]:
+        sys.meta_path.append(PathFinder(package, package))

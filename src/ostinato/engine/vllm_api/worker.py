@@ -146,6 +146,13 @@ class Worker:
         """It is in the engine's process: what answers is healthy."""
 
 
+class ModelExecutor:
+    """`llm_engine.model_executor`: in vLLM it drives the workers, of which there is one."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.driver_worker = worker
+
+
 def extension_class(path: str) -> type:
     """The class of this dotted name; ConfigError if there is none, or if it would hide what a worker has."""
     module, _, name = path.rpartition(".")

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from multiprocessing.connection import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -20,6 +20,9 @@ from ..garbage import spare_long_lived_objects
 from ..parent_death import die_with_parent
 from ..wire.messages import Event, Failed, Loading, Ready, encode
 from .heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from ostinato.engine.core import EngineCore
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Blocked by the parent until they are ignored: none of them finds the process half started."""
@@ -110,7 +113,27 @@ def _ready(llm: Any) -> Ready:
         can_sleep=core.loaded.memory is not None,
         max_logprobs=core.config.config.max_logprobs,
         adapters=adapter_list(core),
+        vllm_config=_vllm_config(core),
     )
+
+
+def _vllm_config(core: EngineCore) -> dict[str, Any]:
+    config = core.config.config
+    lora = {"max_lora_rank": config.max_lora_rank, "max_loras": config.adapter_slots}
+    return {
+        "model_config": {
+            "model": str(core.loaded.directory),
+            "dtype": str(core.config.dtype),
+            "max_model_len": core.config.max_model_len,
+            "logprobs_mode": config.logprobs_mode,
+            "max_logprobs": config.max_logprobs,
+            "seed": config.seed,
+        },
+        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        "lora_config": None if core.adapters is None else lora,
+        # What is said when weights come decides; a server that waits for them needs no flag.
+        "weight_transfer_config": {"backend": "nccl"},
+    }
 
 
 class _Forwarder(logging.Handler):

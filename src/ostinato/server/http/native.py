@@ -78,6 +78,7 @@ def native_routes(service: Service) -> APIRouter:
             "tp_size": 1,
             "dp_size": 1,
             "internal_states": [state],
+            "vllm_config": model.ready.vllm_config,
         }
         return json_response(found)
 

@@ -235,7 +235,8 @@ class ChatWriter(ChunkEvents):
         if not self._body.logprobs or not piece.logprobs:
             return None
         top = -1 if self._body.logprob_token_ids else self._body.top_logprobs or 0
-        return chat_logprobs(self._model.need_token_texts(), piece.logprobs, top)
+        shown = self._model.shown_tokens(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(shown, piece.logprobs, top)
 
     def _encoded(self, choices: list[ChatChunkChoice], usage: Any) -> bytes:
         generation = self._generation

@@ -110,9 +110,9 @@ class CompletionWriter(ChunkEvents):
         self._prompts_told: set[int] = set()
         self._logprobs: list[CompletionLogprobsBuilder] = []
         if body.logprobs is not None:
-            texts = model.need_token_texts()
+            texts, shown = model.need_token_texts(), model.shown_tokens(body.return_tokens_as_token_ids)
             top = -1 if body.logprob_token_ids else body.logprobs
-            self._logprobs = [CompletionLogprobsBuilder(texts, top) for _ in generation.completions]
+            self._logprobs = [CompletionLogprobsBuilder(texts, shown, top) for _ in generation.completions]
 
     def whole(self) -> bytes:
         """The answer, when the generation is finished."""

@@ -32,6 +32,14 @@ class TokenTexts(dict[int, str]):
         return text
 
 
+class TokenNames(TokenTexts):
+    """Ids instead of texts, as vLLM writes them: not every token is a text of its own."""
+
+    def __missing__(self, token: int) -> str:
+        self[token] = name = f"token_id:{token}"
+        return name
+
+
 def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs], top: int) -> ChatLogprobs:
     """For `/v1/chat/completions`: the sampled token of each entry and its `top` likeliest rivals; -1: all."""
     raw = texts.tokenizer.bytes_per_token
@@ -69,8 +77,9 @@ def prompt_logprobs(texts: TokenTexts, length: int, found: Mapping[int, TokenLog
 class CompletionLogprobsBuilder:
     """For `/v1/completions`: lists that go on from chunk to chunk, offsets counted from the first text."""
 
-    def __init__(self, texts: TokenTexts, top: int) -> None:
-        self._texts = texts
+    def __init__(self, texts: TokenTexts, shown: TokenTexts, top: int) -> None:
+        """`shown`: what tokens are called; offsets are those of their `texts`."""
+        self._texts, self._shown = texts, shown
         self._top = top
         self._offset = 0
 
@@ -87,10 +96,10 @@ class CompletionLogprobsBuilder:
             self._add(into, entry[0][0], entry)
 
     def _add(self, into: CompletionLogprobs, token: int, entry: TokenLogprobs | None) -> None:
-        text = self._texts[token]
-        into.tokens.append(text)
+        name = self._shown[token]
+        into.tokens.append(name)
         into.text_offset.append(self._offset)
-        self._offset += len(text)
+        self._offset += len(self._texts[token])
         own = None if entry is None else next(logprob for which, logprob, _ in entry if which == token)
         into.token_logprobs.append(None if own is None else max(own, LOWEST))
         if into.top_logprobs is None:
@@ -101,7 +110,7 @@ class CompletionLogprobsBuilder:
         top: dict[str, float] = {}
         for which, logprob, rank in entry:
             if _is_among(rank, self._top):
-                top.setdefault(self._texts[which], max(logprob, LOWEST))
+                top.setdefault(self._shown[which], max(logprob, LOWEST))
         # As OpenAI does: the token that came is always among them.
-        top.setdefault(text, max(own, LOWEST))
+        top.setdefault(name, max(own, LOWEST))
         into.top_logprobs.append(top)

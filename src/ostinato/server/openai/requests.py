@@ -94,6 +94,8 @@ class Sampling(Body):
     """Only requests with the same one find each other's prompts in the prefix cache."""
     return_token_ids: bool | None = None
     """Give the token ids of prompt and answers beside the text."""
+    return_tokens_as_token_ids: bool | None = None
+    """With logprobs: call tokens `token_id:17`, whatever their text is."""
     request_id: RequestId | None = None
     """The end of the answer's id."""
     rid: RequestId | None = None

@@ -22,7 +22,7 @@ from ..text_work.work import Conversation, TextLimit, TextRefused, TextWork
 from ..wire.messages import Ready
 from .conversation import Message, TextPart, Tool
 from .errors import ApiError, unavailable
-from .logprobs import TokenTexts
+from .logprobs import TokenNames, TokenTexts
 from .tool_calls.formats import chat_template_of, kind_of_model
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -103,6 +103,11 @@ class ServedModel:
         self.need_tokenizer("logprobs")
         assert self._token_texts is not None
         return self._token_texts
+
+    def shown_tokens(self, as_ids: bool | None) -> TokenTexts:
+        """What logprobs call tokens: their texts, or ids."""
+        texts = self.need_token_texts()
+        return TokenNames(texts.tokenizer) if as_ids else texts
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer | None:
         """For one completion; None where the model has no tokenizer."""

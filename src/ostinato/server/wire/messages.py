@@ -136,6 +136,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Whether classes of the server's owner change logits."""
     adapters: list[AdapterInfo] = []
     """Loaded at the start."""
+    vllm_config: dict[str, Any] = {}
+    """What trainers read of vLLM's, under its names."""
 
 
 class Fault(StrEnum):

@@ -1,0 +1,1 @@
+"""Ostinato under the names of others, for programs that cannot be told to import something else."""

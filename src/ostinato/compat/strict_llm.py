@@ -1,0 +1,33 @@
+"""`vllm.LLM`: ours, with vLLM's answer to a prompt that cannot be served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato.engine.llm import LLM as _LLM
+from ostinato.engine.outputs import RequestOutput
+from ostinato.engine.parameters.sampling_params import RequestError
+
+
+class LLM(_LLM):
+    """As `ostinato.LLM`; but one bad prompt of a list fails the call. Callers written for vLLM do not look
+    for `error` in an output, and would go on with an empty one."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        """As `ostinato.LLM.generate`; RequestError, a ValueError, if one prompt could not be served."""
+        return _all_served(super().generate(*args, **kwargs))
+
+    def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        """The same for conversations."""
+        return _all_served(super().chat(*args, **kwargs))
+
+    def wait_for_completion(self, **kwargs: Any) -> list[RequestOutput]:
+        """The same for what was queued."""
+        return _all_served(super().wait_for_completion(**kwargs))
+
+
+def _all_served(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    for at, output in enumerate(outputs):
+        if output.error is not None:
+            raise RequestError(f"prompt {at} of {len(outputs)}: {output.error}")
+    return outputs

@@ -1,0 +1,114 @@
+"""Log-probabilities under the distribution that tokens are drawn from: `logprobs_mode="processed_logprobs"`.
+
+It is the model's own after bias, bans, penalties, masks, functions of callers, temperature and filters. A
+request that changes nothing of it is told by the sampling graphs; the others are told here, in plain torch
+behind the graph that has drawn, a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.constants import GREEDY_BELOW
+from ostinato.kernels.sampling import filters, torch_reference
+from ostinato.kernels.sampling.asked import Asked
+
+from ..parameters.sampling_params import SamplingParams
+from ..scheduling.request import IntArray
+from ..stepping.token_return import BesideLines
+
+_PIECE_BYTES = 16 << 20
+"""What an intermediate over the vocabulary may take."""
+
+
+class Change(IntEnum):
+    """What a request makes of the model's distribution; each one all that the smaller ones are."""
+
+    NOTHING = 0
+    TEMPERATURE = 1
+    LOGITS = 2
+    """Bias, bans, penalties, masks, functions."""
+    FILTERS = 3
+    """Top-k, top-p, min-p."""
+
+    @classmethod
+    def of(cls, params: SamplingParams, is_processed: bool) -> Change:
+        """`is_processed`: functions of callers change the logits."""
+        if not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
+            return cls.FILTERS
+        is_masked = params.structured_outputs is not None or params.allowed_token_ids is not None
+        if is_masked or params.bad_words or params.min_tokens or params.logit_bias or params.has_penalties:
+            return cls.LOGITS
+        if is_processed:
+            return cls.LOGITS
+        is_heated = not params.is_greedy and params.temperature != 1
+        return cls.TEMPERATURE if is_heated else cls.NOTHING
+
+
+def drawn_logits(
+    logits: Tensor, rows: Tensor, asked: Asked, change: Change, tokens: Tensor | None = None
+) -> Tensor:
+    """float32 [n, vocab], whose softmax the tokens of rows int64 [n] are drawn from.
+
+    `tokens` int64 [n]: those drawn, where they are counted among the generated ones already.
+    """
+    if change >= Change.LOGITS:
+        logits = _adjusted(logits, rows, asked, tokens)
+    temperature = asked.temperature[rows]
+    if change == Change.FILTERS:
+        cut = (asked.top_k[rows], asked.top_p[rows], asked.min_p[rows])
+        left = filters.is_kept(logits, *filters.reference(logits, temperature, *cut))
+        if tokens is not None:
+            # A sum at the very edge of top_p may be decided either way, and it was decided.
+            left.scatter_(1, tokens.unsqueeze(1), True)
+        logits = logits.masked_fill(~left, float("-inf"))
+    return logits / torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
+
+
+def _adjusted(logits: Tensor, rows: Tensor, asked: Asked, tokens: Tensor | None) -> Tensor:
+    """`asking_rows.adjusted` without a look at numbers, for which the host would have to wait."""
+    logits = torch_reference.add_bias(logits, asked.bias_ids[rows].long(), asked.bias_values[rows])
+    banned = asked.banned[rows].long()
+    is_early = asked.lengths[rows] < asked.banned_before[rows]
+    cost = torch.where((banned >= 0) & is_early.unsqueeze(1), float("-inf"), 0.0)
+    logits = torch_reference.add_bias(logits, banned.clamp(min=0), cost)
+    generated = asked.generated[rows]
+    if tokens is not None:
+        generated.scatter_add_(1, tokens.unsqueeze(1), torch.full_like(generated[:, :1], -1))
+    costs = (asked.repetition[rows], asked.presence[rows], asked.frequency[rows])
+    logits = torch_reference.apply_penalties(logits, *costs, generated, asked.in_prompt[rows])
+    return torch_reference.allow(logits, asked.masks[rows])
+
+
+def beside(
+    logits: Tensor,
+    rows: IntArray,
+    places: IntArray,
+    asked: Asked,
+    change: Change,
+    last_tokens: Tensor,
+    num_top: int,
+) -> BesideLines:
+    """What is told of the tokens that these rows have just got, on its way to the host."""
+    device = logits.device
+    of, at = (torch.from_numpy(each.astype("int64")).to(device, non_blocking=True) for each in (rows, places))
+    size = max(1, _PIECE_BYTES // (4 * logits.size(1)))
+    found = []
+    for some, lines in zip(of.split(size), at.split(size), strict=True):
+        tokens = last_tokens[some].long()
+        drawn = drawn_logits(logits[lines], some, asked, change, tokens)
+        told = torch_reference.token_logprobs(drawn, tokens, num_top)
+        values = torch.cat([told.chosen.unsqueeze(1), told.top], 1)
+        found.append((values, torch.cat([tokens.unsqueeze(1), told.top_tokens], 1), told.rank))
+    values, named, ranks = (_on_the_way(torch.cat(part)) for part in zip(*found, strict=True))
+    return BesideLines(places.astype("int64"), values, named, ranks)
+
+
+def _on_the_way(found: Tensor) -> Tensor:
+    if not found.is_cuda:
+        return found
+    there = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    return there.copy_(found, non_blocking=True)
