@@ -16,8 +16,8 @@ from frozen_objects import FrozenObjects
 ROOT = Path(__file__).parents[1]
 
 FORBIDS_BYTE_CODE = os.environ.pop("PYTHONDONTWRITEBYTECODE", "") != ""
-"""As images for one use do. There every worker, and each of the many processes that tests start, would compile
-everything anew; so it is kept all the same, and removed at the end."""
+"""As images for one use do. There every worker, and each of the many processes that tests start, would
+compile all sources anew; so it is kept all the same, and removed at the end."""
 if FORBIDS_BYTE_CODE:
     sys.dont_write_bytecode = False
 
@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ONE_WORKER = "server"
-"""All files of this folder go to one worker, and first: they share servers, which the other would start again."""
+"""All files of this folder go to one worker, and first: they share servers that another would start again."""
 
 # A worker takes whole files. Those that take longest come first, and leave short ones to fill the gaps with.
 LONGEST_FIRST = (

@@ -1,7 +1,7 @@
 """How many objects are frozen, without counting them again each time somebody asks.
 
-`gc.get_freeze_count()` walks all of them: 30 ms with torch and transformers loaded, and every capture asks whether
-somebody has frozen what it would freeze. Only `gc.freeze()` and `gc.unfreeze()` change the answer.
+`gc.get_freeze_count()` walks all of them: 30 ms with torch and transformers loaded, and every capture asks
+whether somebody has frozen what it would freeze. Only `gc.freeze()` and `gc.unfreeze()` change the answer.
 """
 
 import gc

@@ -205,7 +205,29 @@ def test_long_prefixes_are_found_block_by_block() -> None:
     pages = PageAllocator(1200, SIZE)
     tokens = list(range(600 * SIZE))
     chain = cached(pages, tokens)
-    for count in (0, 1, 15, 16, 17, 32, 47, 48, 69, 70, 255, 256, 257, 271, 272, 511, 512, 513, 528, 599, 600):
+    for count in (
+        0,
+        1,
+        15,
+        16,
+        17,
+        32,
+        47,
+        48,
+        69,
+        70,
+        255,
+        256,
+        257,
+        271,
+        272,
+        511,
+        512,
+        513,
+        528,
+        599,
+        600,
+    ):
         assert match(pages, [*tokens[: count * SIZE], -1]) == chain[:count]
         assert match(pages, [*tokens[: count * SIZE + 1], -1, *tokens[count * SIZE + 2 :]]) == chain[:count]
     taken = pages.allocate(1199 - 300)
