@@ -3,37 +3,50 @@
 import gc
 import importlib
 import os
+import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from frozen_objects import FrozenObjects
+
+ROOT = Path(__file__).parents[1]
+
+FORBIDS_BYTE_CODE = os.environ.pop("PYTHONDONTWRITEBYTECODE", "") != ""
+"""As images for one use do. There every worker, and each of the many processes that tests start, would
+compile all sources anew; so it is kept all the same, and removed at the end."""
+if FORBIDS_BYTE_CODE:
+    sys.dont_write_bytecode = False
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. Set before torch is imported, and for the processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+ONE_WORKER = "server"
+"""All files of this folder go to one worker, and first: they share servers that another would start again."""
+
 # A worker takes whole files. Those that take longest come first, and leave short ones to fill the gaps with.
 LONGEST_FIRST = (
-    "engine/test_failed_steps.py",
-    "server/test_attacks.py",
     "engine/test_verify.py",
-    "server/test_faults.py",
-    "server/test_grammar_attacks.py",
-    "server/test_hung_engine.py",
     "project/test_checks.py",
+    "engine/test_failed_steps.py",
     "engine/test_engine_structured.py",
+    "engine/test_engine_greedy.py",
+    "engine/test_plain_sampling.py",
+    "engine/test_engine_cascade.py",
+    "engine/test_lora.py",
+    "tape/test_tape_collectives.py",
+    "engine/test_token_rules.py",
+    "engine/test_grammar_processes.py",
     "kernels/test_triton_kernels.py",
     "kernels/test_cuda_emulated.py",
     "kernels/test_cuda_sources.py",
     "kernels/test_filters.py",
     "kernels/test_cuda_emulated_wide.py",
-    "engine/test_engine_greedy.py",
-    "engine/test_engine_cascade.py",
-    "engine/test_plain_sampling.py",
-    "server/test_limits_and_keys.py",
     "kernels/test_cuda_emulator.py",
-    "server/test_fuzzing.py",
-    "server/test_page.py",
     "tools/test_bench_commands.py",
 )
 
@@ -41,6 +54,14 @@ LONGEST_FIRST = (
 def pytest_configure(config: pytest.Config) -> None:
     # Else xdist would begin with the files that have most tests.
     config.option.loadscopereorder = False
+    FrozenObjects().count_once()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if FORBIDS_BYTE_CODE and not hasattr(config, "workerinput"):
+        for folder in (ROOT / "src", ROOT / "tests"):
+            for kept in list(folder.rglob("__pycache__")):
+                shutil.rmtree(kept, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,7 +83,27 @@ def pytest_collection(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(f"{item.path.parent.name}/{item.path.name}", len(places)))
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return -1 if folder == ONE_WORKER else places.get(f"{folder}/{item.path.name}", len(places))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """See `ONE_WORKER`."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(super()._split_scope(nodeid))
+            return str(file.parent if file.parent.name == ONE_WORKER else file)
+
+    return Files(config, log)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,9 +28,9 @@ def cached(pages: PageAllocator, token_ids: list[int]) -> list[int]:
     return owned
 
 
-def match(pages: PageAllocator, token_ids: list[int]) -> list[int]:
+def match(pages: PageAllocator, token_ids: list[int], salt: bytes = b"") -> list[int]:
     """The pages that are found, as a list."""
-    found: list[int] = pages.match(token_ids).tolist()
+    found: list[int] = pages.match(token_ids, salt).tolist()
     return found
 
 
@@ -194,21 +195,73 @@ def test_a_prefix_that_is_used_all_the_time_leaves_no_trace() -> None:
         pages.share(busy, 13)
         pages.free(busy)
         pages.check_integrity([])
+    assert pages._num_entries <= 2 * pages.num_pages
     assert len(pages._evictable) <= 2 * pages.num_pages
     pages.allocate(3)
     assert pages.allocate(4) == [*idle, *reversed(busy)]
 
 
 def test_long_prefixes_are_found_block_by_block() -> None:
-    pages = PageAllocator(200, SIZE)
-    tokens = list(range(70 * SIZE))
+    pages = PageAllocator(1200, SIZE)
+    tokens = list(range(600 * SIZE))
     chain = cached(pages, tokens)
-    for count in (0, 1, 15, 16, 17, 32, 47, 48, 69, 70):
+    for count in (
+        0,
+        1,
+        15,
+        16,
+        17,
+        32,
+        47,
+        48,
+        69,
+        70,
+        255,
+        256,
+        257,
+        271,
+        272,
+        511,
+        512,
+        513,
+        528,
+        599,
+        600,
+    ):
         assert match(pages, [*tokens[: count * SIZE], -1]) == chain[:count]
         assert match(pages, [*tokens[: count * SIZE + 1], -1, *tokens[count * SIZE + 2 :]]) == chain[:count]
-    taken = pages.allocate(199 - 30)
-    assert match(pages, [*tokens, -1]) == chain[:30], "the last 40 were evicted, and with them two blocks"
+    taken = pages.allocate(1199 - 300)
+    assert match(pages, [*tokens, -1]) == chain[:300], "the last 300 were evicted, and with them their blocks"
     pages.check_integrity([taken])
+    taken += pages.allocate(200)
+    assert match(pages, [*tokens, -1]) == chain[:100]
+    pages.check_integrity([taken])
+
+
+def test_a_salt_is_never_taken_for_tokens() -> None:
+    """Though with it the first of 16 pages is as long as 256 are."""
+    pages = PageAllocator(600, SIZE)
+    tokens = list(range(256 * SIZE))
+    before, behind = np.array(tokens[: 240 * SIZE], dtype=np.int32).tobytes(), tokens[240 * SIZE :]
+    cached(pages, tokens)
+    assert match(pages, [*behind, -1], before) == []
+
+
+def test_a_few_pages_at_a_time_are_evicted_in_their_order() -> None:
+    """However many lost their owner together, and though some were used again since."""
+    pages = PageAllocator(301, SIZE)
+    tokens = list(range(300 * SIZE))
+    chain = cached(pages, tokens)
+    again = chain[:90]
+    pages.share(again, 1)
+    pages.free(again)
+    order = [*reversed(chain[90:]), *reversed(again)]
+    evicted: list[int] = []
+    for count in (1, 3, 70, 100, 1, 60, 65):
+        evicted += pages.allocate(count)
+        assert evicted == order[: len(evicted)]
+        pages.check_integrity([evicted])
+    assert pages.num_free == 0
 
 
 def test_pages_in_use_are_evicted_in_their_turn_once_they_are_free() -> None:
@@ -255,7 +308,8 @@ def test_integrity_names_a_lost_page() -> None:
 def test_integrity_names_an_eviction_in_the_wrong_order() -> None:
     pages = PageAllocator(4, SIZE)
     first, second = cached(pages, list(range(8)))
-    pages._evictable.rotate()  # `second` is the first
+    [unused] = pages._evictable
+    unused.pages[:] = [first, second]
     with pytest.raises(PageIntegrityError, match=f"page {first} would be evicted before page {second}"):
         pages.check_integrity([])
 

@@ -35,6 +35,7 @@ needs_model = pytest.mark.skipif(not HAS_MODEL, reason="the default model is not
 
 
 @needs_model
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command_answers_paris() -> None:
     source = str(Path(__file__).parents[2] / "src")

@@ -11,8 +11,6 @@ from ostinato import LLM, LoRARequest, SamplingParams
 from .conftest import TinyModel, prompts_of
 from .greedy_reference import assert_greedy
 
-peft = pytest.importorskip("peft", reason="in the dev extra")
-
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     "rslora": {"r": 8, "lora_alpha": 4, "target_modules": "all-linear", "use_rslora": True},
@@ -34,6 +32,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_peft_saves_is_served_as_what_it_merges(tiny: TinyModel, tmp_path: Path) -> None:
+    # Not before it is needed: it takes seconds to import.
+    peft = pytest.importorskip("peft", reason="in the dev extra")
     asked, merged = [], []
     for number, (name, config) in enumerate(KINDS.items()):
         options = peft.LoraConfig(init_lora_weights=False, **config)

@@ -1,5 +1,6 @@
 """A real server in a process of its own."""
 
+import functools
 import os
 import re
 import signal
@@ -12,6 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import httpx._transports.default as transports
+
+# Else every call would load all certificates of the machine, which takes 50 ms, and no call here needs one.
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 SMALL = (
     *("--max-running-requests", "16", "--num-pages", "600", "--max-model-len", "256"),

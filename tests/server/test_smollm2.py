@@ -1,5 +1,7 @@
 """The default model, with real weights, behind a server."""
 
+from __future__ import annotations
+
 import json
 import re
 import subprocess
@@ -10,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
+
+from .imported_late import openai
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -7,7 +7,7 @@ through a group) and prime-rl 559b447 (weights from a directory); requests are u
 import asyncio
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +147,10 @@ def test_trls_async_grpo(server: ServerProcess, trainer: Trainer) -> None:
     update = {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes, "packed": True}}
     with ThreadPoolExecutor(4) as rollouts:
         body = {"model": "scripted", "prompt": "a", "max_tokens": 200, "temperature": 0}
-        asked = [rollouts.submit(server.post, "/v1/completions", body) for _ in range(2)]
+        asked: list[Future[httpx.Response]] = []
         while not server.engine_statistics()["running"]:
+            if all(each.done() for each in asked):  # on a busy machine nobody may have seen them run
+                asked = [rollouts.submit(server.post, "/v1/completions", body) for _ in range(2)]
             time.sleep(0.01)
         requests.post(f"{url}/pause", params={"mode": "keep"})
         requests.post(f"{url}/start_weight_update", json={"is_checkpoint_format": True}, timeout=60)

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,6 +68,19 @@ class PageStatistics:
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
 
+class _Unused(NamedTuple):
+    """Cached pages that lost their last owner together."""
+
+    event: int
+    """See `PageAllocator._became_unused`."""
+    pages: IntArray
+    """In the order in which they are to be evicted."""
+
+
+_LOOKED_AT = 64
+"""So many pages are looked at together when one is to be evicted."""
+
+
 class PageAllocator:
     """Hands out pages 1..num_pages-1 with reference counts, and remembers the content of full ones."""
 
@@ -81,11 +95,14 @@ class PageAllocator:
         self._owners = np.zeros(num_pages, dtype=np.int32)
         # Every page but 0 is in exactly one place: owned, empty, or evictable (unused, with content).
         self._empty = list(range(num_pages - 1, 0, -1))
-        # In the order in which they lost their last owner. A page that was used again since is in it more
-        # than once, or has an owner: only the last entry of an unused page counts.
-        self._evictable: deque[int] = deque()
-        self._entries = np.zeros(num_pages, dtype=np.int32)
+        # In the order in which they lost their last owner, those together that lost it together. An entry
+        # counts until its page is used again.
+        self._evictable: deque[_Unused] = deque()
+        self._num_entries = 0
         self._num_evictable = 0
+        self._became_unused = np.zeros(num_pages, dtype=np.int64)
+        """When, by the count of such events."""
+        self._num_events = 0
         self._index = PrefixIndex(num_pages, page_size)
         self._is_cached = np.zeros(num_pages, dtype=bool)
         self._counts: Counter[str] = Counter()
@@ -121,8 +138,8 @@ class PageAllocator:
         kept = max(0, len(self._empty) - count)
         taken = self._empty[kept:][::-1]
         del self._empty[kept:]
-        while len(taken) < count:
-            taken.append(self._evict())
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
         self._owners[taken] = 1
         return taken
 
@@ -138,16 +155,17 @@ class PageAllocator:
         self._owners[given] = left
         unused = given[left == 0]
         has_content = self._is_cached[unused]
-        self._empty += unused[~has_content].tolist()
         kept = unused[has_content]
-        self._evictable += kept.tolist()
-        self._entries[kept] += 1
-        self._num_evictable += len(kept)
-        if len(self._evictable) > 2 * self.num_pages:
-            in_order = self._in_order()
-            self._evictable = deque(in_order)
-            self._entries[:] = 0
-            self._entries[in_order] = 1
+        if len(kept) < len(unused):
+            self._empty += unused[~has_content].tolist()
+        if len(kept):
+            self._num_events += 1
+            self._became_unused[kept] = self._num_events
+            self._evictable.append(_Unused(self._num_events, kept))
+            self._num_entries += len(kept)
+            self._num_evictable += len(kept)
+        if self._num_entries > 2 * self.num_pages:
+            self._forget_used()
 
     def contents(self, token_ids: Sequence[int] | IntArray) -> list[bytes]:
         """The token ids of each page that these fill, for `commit`."""
@@ -173,8 +191,9 @@ class PageAllocator:
         """
         found = _without_page_0(pages)
         assert self._is_cached[found].all(), "a page is shared but was never committed"
-        self._num_evictable -= self.num_unowned(found)
-        self._owners[found] += 1
+        owners = self._owners[found]
+        self._num_evictable -= len(found) - int(np.count_nonzero(owners))
+        self._owners[found] = owners + 1
         self._counts["queried_tokens"] += queried_tokens
         self._counts["hit_tokens"] += len(pages) * self.page_size
 
@@ -204,9 +223,7 @@ class PageAllocator:
         An owner must not commit pages that build on ones from before the flush.
         """
         self._empty += reversed(self._in_order())
-        self._evictable.clear()
-        self._entries[:] = 0
-        self._num_evictable = 0
+        self._forget_evictable()
         self._is_cached[:] = False
         self._index.clear()
 
@@ -216,9 +233,7 @@ class PageAllocator:
         held = Counter(page for pages in owners for page in pages)
         self._owners[:] = [held[page] for page in range(self.num_pages)]
         self._empty = [page for page in range(self.num_pages - 1, 0, -1) if not held[page]]
-        self._evictable.clear()
-        self._entries[:] = 0
-        self._num_evictable = 0
+        self._forget_evictable()
         self._is_cached[:] = False
         self._index = PrefixIndex(self.num_pages, self.page_size)
 
@@ -227,28 +242,27 @@ class PageAllocator:
 
         `chains_are_whole`: whoever owns a page owns those before it.
         """
-        held = Counter(page for pages in owners for page in pages)
-        empty = Counter(self._empty)
-        evictable = Counter(self._in_order())
-        if evictable.total() != self._num_evictable:
+        held = self._counted([page for pages in owners for page in pages])
+        empty, evictable = self._counted(self._empty), self._counted(self._in_order())
+        if evictable.sum() != self._num_evictable:
             raise PageIntegrityError(
-                f"{self._num_evictable} pages are said to be evictable, {evictable.total()} are"
+                f"{self._num_evictable} pages are said to be evictable, {evictable.sum()} are"
             )
-        for page in range(self.num_pages):
-            if held[page] != self._owners[page]:
-                word = "leaked" if held[page] < self._owners[page] else "owned without a reference"
-                raise PageIntegrityError(
-                    f"page {page} is {word}: {self._owners[page]} references, {held[page]} owners"
-                )
-            places = empty[page] + evictable[page] + (held[page] > 0)
-            if places != (page != RESERVED_PAGE):
-                raise PageIntegrityError(
-                    f"page {page} is in {places} places: {held[page]} owners, "
-                    f"{empty[page]} times empty, {evictable[page]} times evictable"
-                )
-            if (empty[page] and page in self._index) or (evictable[page] and page not in self._index):
-                raise PageIntegrityError(f"unused page {page} is in the wrong list for its content")
+        for page in np.flatnonzero(held != self._owners).tolist():
+            word = "leaked" if held[page] < self._owners[page] else "owned without a reference"
+            raise PageIntegrityError(
+                f"page {page} is {word}: {self._owners[page]} references, {held[page]} owners"
+            )
+        places = empty + evictable + (held > 0)
+        for page in np.flatnonzero(places != (np.arange(self.num_pages) != RESERVED_PAGE)).tolist():
+            raise PageIntegrityError(
+                f"page {page} is in {places[page]} places: {held[page]} owners, "
+                f"{empty[page]} times empty, {evictable[page]} times evictable"
+            )
         self._check_keys()
+        in_wrong_list = np.flatnonzero(((empty > 0) & self._is_cached) | ((evictable > 0) & ~self._is_cached))
+        for page in in_wrong_list.tolist():
+            raise PageIntegrityError(f"unused page {page} is in the wrong list for its content")
         if chains_are_whole:
             self._check_order()
 
@@ -257,7 +271,7 @@ class PageAllocator:
             raise PageIntegrityError("the parts of the index of cached pages disagree")
         if np.flatnonzero(self._is_cached).tolist() != sorted(self._index.pages):
             raise PageIntegrityError("some pages are marked as cached and are not, or the other way round")
-        if Counter(self._evictable) != Counter(dict(enumerate(self._entries.tolist()))):
+        if self._num_entries != sum(len(unused.pages) for unused in self._evictable):
             raise PageIntegrityError("entries of evictable pages are counted wrongly")
 
     def _check_order(self) -> None:
@@ -269,25 +283,47 @@ class PageAllocator:
             if parent in age and not age.get(page, self.num_pages) < age[parent]:
                 raise PageIntegrityError(f"page {parent} would be evicted before page {page} behind it")
 
+    def _counted(self, pages: list[int]) -> IntArray:
+        """How often each page is among these."""
+        return np.bincount(np.array(pages, dtype=np.intp), minlength=self.num_pages)
+
     def _in_order(self) -> list[int]:
         """The evictable pages, the next to be evicted first."""
-        last_entries = dict.fromkeys(reversed(self._evictable))
-        return [page for page in reversed(last_entries) if not self._owners[page]]
+        return [page for unused in self._evictable for page in self._still(unused).tolist()]
 
-    def _evict(self) -> int:
-        page = self._next_entry()
-        while self._entries[page] or self._owners[page]:
-            page = self._next_entry()
-        self._num_evictable -= 1
-        self._index.remove(page)
-        self._is_cached[page] = False
-        self._counts["evictions"] += 1
-        return page
+    def _still(self, unused: _Unused) -> IntArray:
+        """Those of them that were not used since."""
+        pages = unused.pages
+        return pages[(self._became_unused[pages] == unused.event) & (self._owners[pages] == 0)]
 
-    def _next_entry(self) -> int:
-        page = self._evictable.popleft()
-        self._entries[page] -= 1
-        return page
+    def _forget_used(self) -> None:
+        """Drop entries that do not count."""
+        still = [_Unused(unused.event, self._still(unused)) for unused in self._evictable]
+        self._evictable = deque(unused for unused in still if len(unused.pages))
+        self._num_entries = self._num_evictable
+
+    def _forget_evictable(self) -> None:
+        self._evictable.clear()
+        self._num_entries = self._num_evictable = 0
+
+    def _evict(self, count: int) -> list[int]:
+        """Take so many of them."""
+        taken: list[int] = []
+        while (wanted := count - len(taken)) > 0:
+            event, pages = self._evictable.popleft()
+            looked_at = max(wanted, _LOOKED_AT)
+            first = self._still(_Unused(event, pages[:looked_at]))
+            for left in (pages[looked_at:], first[wanted:]):
+                if len(left):
+                    self._evictable.appendleft(_Unused(event, left))
+            self._num_entries -= len(pages[:looked_at]) - len(first[wanted:])
+            taken += first[:wanted].tolist()
+        for page in taken:
+            self._index.remove(page)
+        self._is_cached[taken] = False
+        self._num_evictable -= count
+        self._counts["evictions"] += count
+        return taken
 
 
 def _without_page_0(pages: Sequence[int] | IntArray) -> IntArray:

@@ -14,8 +14,9 @@ for tokens.
 Note [Blocks]
 A prompt of 32,768 tokens has 2,048 pages, and to look each of them up takes as long as a third of a decode
 step. So 16 pages in a row that begin at a multiple of 16 are found in one look as well, under the number of
-the page before them and the bytes of all their tokens. A page may be in several blocks, which differ behind
-it, and takes their entries with it when it leaves.
+the page before them and the bytes of all their tokens, and so are 256. A page may be in several blocks, which
+differ behind it, and takes their entries with it when it leaves. Blocks of each size have an index of their
+own: a salt before the first of them makes its length anything.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import numpy as np
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
-_BLOCK = 16
+_BLOCKS = (256, 16)
+"""Pages of a block, the largest first."""
 _ID = np.dtype(np.int32)
 _Key = tuple[int, bytes]
 
@@ -41,8 +43,9 @@ class PrefixIndex:
         self._page_size = page_size
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
-        self._pages_of: dict[_Key, IntArray] = {}
-        self._blocks_with: defaultdict[int, set[_Key]] = defaultdict(set)
+        self._pages_of: dict[int, dict[_Key, IntArray]] = {size: {} for size in _BLOCKS}
+        """By the size of blocks."""
+        self._blocks_with: defaultdict[int, set[tuple[int, _Key]]] = defaultdict(set)
         self._numbers = [0] * num_pages
         self._num_entered = 0
         self._parents = [0] * num_pages
@@ -69,23 +72,26 @@ class PrefixIndex:
 
     def find(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
         """The pages of the longest known beginning of these, under a salt."""
-        blocks: list[IntArray] = []
-        numbers, before = self._numbers, 0
-        for content in self.contents(token_ids, _BLOCK):
-            block = self._pages_of.get((before, salt + content if salt and not blocks else content))
-            if block is None:
-                break
-            blocks.append(block)
-            before = numbers[block.item(-1)]
+        found: list[IntArray] = []
+        numbers, before, begin = self._numbers, 0, 0
+        for size in _BLOCKS:
+            find_block = self._pages_of[size].get
+            for content in self.contents(token_ids[begin:], size):
+                block = find_block((before, salt + content if salt and not begin else content))
+                if block is None:
+                    break
+                found.append(block)
+                before = numbers[block.item(-1)]
+                begin += size * self._page_size
         pages: list[int] = []
         find = self._page_of.get
-        for content in self.contents(token_ids[len(blocks) * _BLOCK * self._page_size :]):
-            page = find((before, salt + content if salt and not blocks and not pages else content))
+        for content in self.contents(token_ids[begin:]):
+            page = find((before, salt + content if salt and not begin and not pages else content))
             if page is None:
                 break
             pages.append(page)
             before = numbers[page]
-        return np.concatenate([*blocks, np.array(pages, dtype=np.intp)])
+        return np.concatenate([*found, np.array(pages, dtype=np.intp)])
 
     def behind(self, parent: int, content: bytes) -> int | None:
         """The page that holds these tokens behind `parent`."""
@@ -103,22 +109,24 @@ class PrefixIndex:
         self._numbers[page] = self._num_entered
         self._parents[page], self._places[page] = parent, self._places[parent] + 1
         self._page_of[key], self._key_of[page] = page, key
-        if self._places[page] % _BLOCK == _BLOCK - 1:
-            self._enter_block(page)
+        for block_size in _BLOCKS:
+            if self._places[page] % block_size == block_size - 1:
+                self._enter_block(page, block_size)
 
     def remove(self, page: int) -> None:
         """It is found no more, nor are pages behind it."""
         del self._page_of[self._key_of.pop(page)]
-        for block in list(self._blocks_with.get(page, ())):
-            for member in self._pages_of.pop(block).tolist():
-                self._blocks_with[member].remove(block)
+        for size, key in list(self._blocks_with.get(page, ())):
+            for member in self._pages_of[size].pop(key).tolist():
+                self._blocks_with[member].remove((size, key))
         self._blocks_with.pop(page, None)
 
     def clear(self) -> None:
         """Forget everything."""
         self._page_of.clear()
         self._key_of.clear()
-        self._pages_of.clear()
+        for blocks in self._pages_of.values():
+            blocks.clear()
         self._blocks_with.clear()
 
     def parent_of(self, page: int) -> int | None:
@@ -131,13 +139,14 @@ class PrefixIndex:
         """Whether its parts agree with each other."""
         if {page: key for key, page in self._page_of.items()} != self._key_of:
             return False
-        members = {(page, key) for key, pages in self._pages_of.items() for page in pages.tolist()}
-        known = {(page, key) for page, keys in self._blocks_with.items() for key in keys}
+        blocks = [((size, key), pages) for size in _BLOCKS for key, pages in self._pages_of[size].items()]
+        members = {(page, block) for block, pages in blocks for page in pages.tolist()}
+        known = {(page, block) for page, blocks in self._blocks_with.items() for block in blocks}
         return members == known and self._blocks_with.keys() <= self._key_of.keys()
 
-    def _enter_block(self, last: int) -> None:
+    def _enter_block(self, last: int, size: int) -> None:
         block = [last]
-        while len(block) < _BLOCK:
+        while len(block) < size:
             parent = self.parent_of(block[-1])
             if parent is None:
                 return
@@ -145,6 +154,6 @@ class PrefixIndex:
         block.reverse()
         keys = [self._key_of[page] for page in block]
         key = keys[0][0], b"".join([content for _, content in keys])
-        self._pages_of[key] = np.array(block, dtype=np.intp)
+        self._pages_of[size][key] = np.array(block, dtype=np.intp)
         for page in block:
-            self._blocks_with[page].add(key)
+            self._blocks_with[page].add((size, key))

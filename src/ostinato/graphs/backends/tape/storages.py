@@ -45,16 +45,20 @@ class StorageRecord:
     """A recorded call writes to it in place."""
 
 
+_NO_LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+"""Most arguments are of these, and hold nothing."""
+
+
 def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """The same arguments with every leaf of one kind changed."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, list):
-        return [map_leaves(item, kind, change) for item in value]
+        return [item if type(item) in _NO_LEAVES else map_leaves(item, kind, change) for item in value]
     if isinstance(value, dict):
         return {key: map_leaves(item, kind, change) for key, item in value.items()}
     if type(value) is tuple:
-        return tuple([map_leaves(item, kind, change) for item in value])
+        return tuple([item if type(item) in _NO_LEAVES else map_leaves(item, kind, change) for item in value])
     return value
 
 
