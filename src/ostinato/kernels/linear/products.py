@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from .. import lora
 from ..lora import Adapted
-from ..lora.deltas import Shrunk
+from ..lora.deltas import Shrunk, deltas_of
 from ..rows import silu_mul
 from .cpu_product import multiply, multiply_somehow
 from .tiles import UNFUSED, Library, SkinnyTile, Tile
@@ -85,12 +85,10 @@ def _by_kernel(
     x = x.contiguous()
     if adapted is not None:
         assert gated, "adapters add to a plain product when it is there"
-        shrunk = Shrunk.of(x, adapted)
-        pieces = shrunk.tensors, shrunk.second, shrunk.third
         if isinstance(tile, UNFUSED):
-            return triton_linear.multiply_and_gate_adapted(x, matrix, bias, *pieces)
+            return triton_linear.multiply_and_gate_adapted(x, matrix, bias, *Shrunk.of(x, adapted).pieces)
         return triton_linear.project_few_adapted_tokens(
-            x, matrix, bias, None, 0.0, True, None, x.dtype, *pieces
+            x, matrix, bias, None, 0.0, True, None, x.dtype, *deltas_of(x, adapted)
         )
     if isinstance(tile, UNFUSED):
         return triton_linear.multiply(x, matrix, bias, gated, x.dtype)

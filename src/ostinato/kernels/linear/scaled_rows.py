@@ -69,7 +69,7 @@ def project(
         operands = (x.scaled, x.squares, matrix, bias, eps, gated)
         if adapted is None:
             return project_scaled(*operands)
-        return project_scaled_adapted(*operands, *Shrunk.of(x.scaled, adapted).deltas())
+        return project_scaled_adapted(*operands, *Shrunk.of(x.scaled, adapted).pieces)
     factor = (x.squares.sum(0) / x.rows.size(1) + eps).rsqrt()
     y = functional.linear(x.scaled, matrix)
     if adapted is not None:
@@ -100,7 +100,7 @@ def add_projected(
         operands = (x, matrix, bias, to.rows, norm_weight)
         if adapted is None:
             return ScaledRows(to.rows, *add(*operands))
-        return ScaledRows(to.rows, *add_adapted(*operands, *Shrunk.of(x, adapted).deltas()))
+        return ScaledRows(to.rows, *add_adapted(*operands, *Shrunk.of(x, adapted).pieces))
     product = functional.linear(x, matrix, bias)
     if adapted is not None:
         lora.add(x, product, *adapted)
