@@ -68,7 +68,7 @@ def measured(
     step: LayerStep, batch_size: int, all_stacks: dict[int, dict[str, Stack]], *, lists_kernels: bool
 ) -> dict[str, Any]:
     """Microseconds a layer of each case, and how much more than without that is."""
-    slots = slots_of(batch_size)
+    slots, each = slots_of(batch_size), torch.arange(batch_size, dtype=torch.int32, device="cuda")
     none = torch.full_like(slots, NO_ADAPTER)
 
     def case(num_slots: int, rows: Tensor) -> Callable[[], Any]:
@@ -82,9 +82,7 @@ def measured(
             "none in the batch": case(few, none),
             f"{ACTIVE} of {few}": case(few, slots),
             f"{ACTIVE} of {many}": case(many, slots),
-            f"{min(batch_size, many)} of {many}": case(
-                many, torch.arange(batch_size, device="cuda").int() % many
-            ),
+            f"{min(batch_size, many)} of {many}": case(many, each % many),
         }
     )
     results: dict[str, Any] = {"form": step.model.form(batch_size).name}

@@ -183,7 +183,7 @@ def in_blocks(slots: Tensor, num_slots: int, size: int = 16) -> Rows:
 
 
 def random_shrunk(num_tokens: int, width: int, *, room: int = 48) -> tuple[Shrunk, Tensor]:
-    """As `random_deltas`, of two parts; NaN where kernels need not look. Slot 1 is broken, and nobody has it."""
+    """As `random_deltas`, of two parts; NaN where nobody need look. Slot 1 is broken, and nobody has it."""
     num_slots = 7
     slots = torch.randint(-1, num_slots, (num_tokens,), dtype=torch.int32)
     slots[slots == 1] = 0

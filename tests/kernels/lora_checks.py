@@ -139,8 +139,8 @@ def check_fused(
         with patch.object(triton_linear, "choose", lambda *_: tile):
             if isinstance(tile, UNFUSED):
                 assert gated
-                pieces = Shrunk.of(x, adapted).pieces
-                found = triton_linear.multiply_and_gate_adapted(x, weight, biases, *pieces)
+                shrunk = Shrunk.of(x, adapted)
+                found = triton_linear.multiply_and_gate_adapted(x, weight, biases, *shrunk)
                 without = triton_linear.multiply(x, weight, biases, True, dtype)
             else:
                 operands = (x, weight, biases, norm_weight, 1e-5, gated, rest)

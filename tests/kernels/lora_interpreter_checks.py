@@ -99,7 +99,8 @@ def check_declarations() -> None:
     torch.library.opcheck(ops.lora_expand.default, expanded, test_utils=tests)
     weight, one = torch.randn(24, 32), slots[:1]
     with patch.object(triton_linear, "choose", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
-        gated = (x, weight, None, *shrunk.pieces)
+        halves = lora_checks.random_stack("cpu", torch.float32, 32, (12, 12))
+        gated = (x, weight, None, *Shrunk.of(x, Adapted(halves, rows)))
         torch.library.opcheck(ops.multiply_and_gate_adapted.default, gated, test_utils=tests)
     with patch.object(triton_linear, "choose", lambda *_: GemvTile(8, 32, 4)):
         added = deltas_of(x[:1], Adapted(stack, Rows.in_blocks(one, 5)))

@@ -35,13 +35,18 @@ def project_scaled_adapted(
     bias: Tensor | None,
     eps: float,
     gated: bool,
-    shrunk: list[Tensor],
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
     second: int,
     third: int,
 ) -> Tensor:
-    """The same with what adapters add to the product before the norm's factor: `Shrunk`, in pieces."""
+    """The same with what adapters add to the product before the norm's factor: `Shrunk`."""
     out = _results(scaled, weight, gated)
-    tile, added = _tile(scaled, weight, gated), Shrunk.from_tensors(shrunk, second, third)
+    tile, added = _tile(scaled, weight, gated), Shrunk(sums, b, ranks, slots, order, blocks, second, third)
     launch_wide(scaled, weight, bias, out, tile, squares=squares, eps=eps, shrunk=added)
     return out
 
@@ -54,7 +59,12 @@ def _(
     bias: Tensor | None,
     eps: float,
     gated: bool,
-    shrunk: list[Tensor],
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
     second: int,
     third: int,
 ) -> Tensor:
@@ -106,12 +116,19 @@ def add_projected_adapted(
     bias: Tensor | None,
     rows: Tensor,
     norm_weight: Tensor,
-    shrunk: list[Tensor],
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
     second: int,
     third: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same with what adapters add to the product: `Shrunk`, in pieces."""
-    return _add(x, weight, bias, rows, norm_weight, Shrunk.from_tensors(shrunk, second, third))
+    """The same with what adapters add to the product: `Shrunk`."""
+    return _add(
+        x, weight, bias, rows, norm_weight, Shrunk(sums, b, ranks, slots, order, blocks, second, third)
+    )
 
 
 @add_projected_adapted.register_fake
@@ -121,7 +138,12 @@ def _(
     bias: Tensor | None,
     rows: Tensor,
     norm_weight: Tensor,
-    shrunk: list[Tensor],
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
     second: int,
     third: int,
 ) -> tuple[Tensor, Tensor]:

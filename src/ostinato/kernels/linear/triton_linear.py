@@ -92,18 +92,40 @@ def _(
 
 @custom_op("multiply_and_gate_adapted")
 def multiply_and_gate_adapted(
-    x: Tensor, weight: Tensor, bias: Tensor | None, shrunk: list[Tensor], second: int, third: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> Tensor:
-    """`multiply`, gated, with what adapters add to the product: `Shrunk`, in pieces."""
+    """`multiply`, gated, with what adapters add to the product: `Shrunk`."""
     tile = _unfused_tile(x, weight, True)
     out = _room(x, weight, True, x.dtype, tile)
-    _launch_unfused(x, weight, bias, True, out, tile, Shrunk.from_tensors(shrunk, second, third))
+    _launch_unfused(
+        x, weight, bias, True, out, tile, Shrunk(sums, b, ranks, slots, order, blocks, second, third)
+    )
     return out
 
 
 @multiply_and_gate_adapted.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, shrunk: list[Tensor], second: int, third: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> Tensor:
     return _room(x, weight, True, x.dtype, _unfused_tile(x, weight, True))
 
@@ -225,7 +247,7 @@ def _launch_unfused(
 
         launch_wide(x, weight, bias, out, tile, shrunk=shrunk)
     else:
-        _launch_skinny(x, weight, bias, gated, out, tile, shrunk and shrunk.deltas())
+        _launch_skinny(x, weight, bias, gated, out, tile, shrunk)
 
 
 def _launch_skinny(
@@ -235,8 +257,9 @@ def _launch_skinny(
     gated: bool,
     out: Tensor,
     tile: SkinnyTile,
-    deltas: Deltas | None,
+    shrunk: Shrunk | None,
 ) -> None:
+    assert shrunk is None or (gated and shrunk.second == out.size(-1)), "adapters add to the halves of a gate"
     num_tokens, in_features = x.shape
     out_features = out.size(-1)
     grid = (cdiv(num_tokens, tile.tokens), cdiv(out_features, tile.rows), tile.parts)
@@ -245,7 +268,8 @@ def _launch_skinny(
         weight,
         x if bias is None else bias,
         out,
-        *(deltas or (x, x)),
+        *((shrunk.sums, shrunk.b, shrunk.ranks, shrunk.slots, shrunk.blocks) if shrunk else (x,) * 5),
+        shrunk.blocks.size(1) if shrunk else 0,
         num_tokens,
         out_features=out_features,
         in_features=in_features,
@@ -255,7 +279,9 @@ def _launch_skinny(
         rows=tile.rows,
         block=tile.block,
         parts=tile.parts,
-        adapted=deltas is not None,
+        adapted=shrunk is not None,
+        room=shrunk.b.size(2) if shrunk else 0,
+        splits=shrunk.sums.size(0) if shrunk else 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,

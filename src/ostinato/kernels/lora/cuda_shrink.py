@@ -58,8 +58,13 @@ def launch_shrink(
     order: Tensor,
     blocks: Tensor,
     shrunk: Tensor,
+    *,
+    plain: bool = False,
 ) -> None:
-    """Queue the kernel; rows x may lie apart, all else is dense, `shrunk` float32 [T, parts * room]."""
+    """Queue the kernel, as a plain launch if asked; `shrunk` is float32 [T, parts * room].
+
+    Rows x may lie apart, all else is dense.
+    """
     norm = x if norm_weight is None else norm_weight
     assert not (x.data_ptr() | a.data_ptr() | norm.data_ptr()) % 16, "16 bytes are loaded at a time"
     assert x.stride(1) == 1, "columns lie beside each other"
@@ -71,6 +76,7 @@ def launch_shrink(
         args=(a, norm, x, ranks, order, blocks, shrunk, num_blocks, x.stride(0), width, room),
         shared_bytes=shared_bytes(slices),
         cluster=slices,
+        dependent=not plain,
     )
 
 
@@ -85,7 +91,7 @@ def shrink(
     blocks: Tensor,
 ) -> Tensor:
     """As `triton_shrink.shrink`; nothing is left to be added: float32 [1, T, parts * room]."""
-    shrunk = _room(x, a)
+    shrunk = room_for_sums(x, a)
     launch_shrink(x, norm_weight, a, room, ranks, order, blocks, shrunk)
     return shrunk
 
@@ -100,8 +106,9 @@ def _(
     order: Tensor,
     blocks: Tensor,
 ) -> Tensor:
-    return _room(x, a)
+    return room_for_sums(x, a)
 
 
-def _room(x: Tensor, a: Tensor) -> Tensor:
+def room_for_sums(x: Tensor, a: Tensor) -> Tensor:
+    """For what `launch_shrink` leaves."""
     return x.new_empty(1, x.size(0), a.size(1), dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,18 @@ def deltas_of(x: Tensor, adapted: Adapted, norm_weight: Tensor | None = None) ->
     return cuda_one_token.one_token(x, norm_weight, *matrices, rows.slots, *stack.first_rows), rows.slots
 
 
+def shrinker_of(x: Tensor) -> ModuleType:
+    """The kernel for the first matrices of adapters of rows x."""
+    from . import cuda_shrink, triton_shrink
+
+    return cuda_shrink if cuda_shrink.is_the_choice(x) else triton_shrink
+
+
 class Shrunk(NamedTuple):
-    """What was left of a layer's input by the first matrices, and what the second are to make of it."""
+    """What was left of a layer's input by the first matrices, and what the second are to make of it.
+
+    Ops take it field by field: a call with a list among its arguments would be dispatched by torch.
+    """
 
     sums: Tensor
     """float32 [splits, T, parts * room]; one split where `cuda_shrink` was the choice."""
@@ -41,30 +52,17 @@ class Shrunk(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, adapted: Adapted, norm_weight: Tensor | None = None) -> Shrunk:
         """As `deltas_of`."""
-        from . import cuda_shrink, triton_shrink
-
         stack, rows = adapted
         assert rows.order is not None
         assert rows.blocks is not None
-        shrink = cuda_shrink.shrink if cuda_shrink.is_the_choice(x) else triton_shrink.shrink
-        sums = shrink(x, norm_weight, stack.a, stack.room, stack.ranks, rows.order, rows.blocks)
+        sums = shrinker_of(x).shrink(
+            x, norm_weight, stack.a, stack.room, stack.ranks, rows.order, rows.blocks
+        )
         return cls(sums, stack.b, stack.ranks, rows.slots, rows.order, rows.blocks, *stack.first_rows)
 
-    @classmethod
-    def from_tensors(cls, tensors: list[Tensor], second: int, third: int) -> Shrunk:
-        """As `pieces` gave them to a custom op."""
-        sums, b, ranks, slots, order, blocks = tensors
-        return cls(sums, b, ranks, slots, order, blocks, second, third)
-
-    @property
-    def pieces(self) -> tuple[list[Tensor], int, int]:
-        """For a custom op."""
-        tensors = [self.sums, self.b, self.ranks, self.slots, self.order, self.blocks]
-        return tensors, self.second, self.third
-
-    def add_to(self, product: Tensor) -> None:
-        """To dense rows [T, out]."""
-        self._expand(product, is_new=False)
+    def add_to(self, product: Tensor, *, plain: bool = False) -> None:
+        """To dense rows [T, out], by a plain launch if asked."""
+        self._expand(product, is_new=False, plain=plain)
 
     def deltas(self) -> Deltas:
         """By themselves."""
@@ -72,8 +70,8 @@ class Shrunk(NamedTuple):
         self._expand(new, is_new=True)
         return new, self.slots
 
-    def _expand(self, product: Tensor, *, is_new: bool) -> None:
+    def _expand(self, product: Tensor, *, is_new: bool, plain: bool = False) -> None:
         from .triton_expand import expand
 
         grouped = self.ranks, self.order, self.blocks
-        expand(self.sums, self.b, self.second, self.third, *grouped, product, is_new)
+        expand(self.sums, self.b, self.second, self.third, *grouped, product, is_new, plain)
