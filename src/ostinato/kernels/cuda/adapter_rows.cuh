@@ -2,13 +2,11 @@
 #pragma once
 #include "device.cuh"
 
-__device__ __forceinline__ int load_int(const int* p) { return (int)load_word(p); }
-
 struct AdapterBlocks {
   const int* blocks;  // [3, count]: slot, or -1 behind the last; first and last place in the order of tokens
   int count;
 
-  __device__ __forceinline__ int slot(int block) const { return block < count ? load_int(blocks + block) : -1; }
-  __device__ __forceinline__ int begin(int block) const { return load_int(blocks + count + block); }
-  __device__ __forceinline__ int end(int block) const { return load_int(blocks + 2 * count + block); }
+  __device__ __forceinline__ int slot(int block) const { return block < count ? load_kept(blocks + block) : -1; }
+  __device__ __forceinline__ int begin(int block) const { return load_kept(blocks + count + block); }
+  __device__ __forceinline__ int end(int block) const { return load_kept(blocks + 2 * count + block); }
 };

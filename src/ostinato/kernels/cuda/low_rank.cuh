@@ -16,7 +16,7 @@ struct LowRank {
   int second, third;  // first rows of these parts
 };
 
-constexpr int kSlotsTogether = 4;
+constexpr int kSlotsTogether = 2, kGroupsTogether = 4;  // more would take more registers than a step gains by it
 
 // The second matrices of some slots, as a fragment of mma.m16n8k16 has them.
 struct SlotWeights {
@@ -33,7 +33,7 @@ struct SlotWeights {
 #pragma unroll
     for (int i = 0; i < kSlotsTogether; ++i) {
       slots[i] = of_block[i + 1] == of_block[i] ? -1 : of_block[i + 1];
-      if (rank >= 16 && slots[i] >= 0 && rank >= load_int(from.ranks + slots[i])) slots[i] = -1;
+      if (rank >= 16 && slots[i] >= 0 && rank >= load_kept(from.ranks + slots[i])) slots[i] = -1;
     }
 #pragma unroll
     for (int i = 0; i < kSlotsTogether; ++i) {
@@ -48,64 +48,56 @@ struct SlotWeights {
   }
 };
 
-// What a warp adds to sums of 16 rows, as mma.m16n8k16 leaves them, four of each 8 tokens.
+// A warp adds to sums of 16 rows from `first_row` on, as mma.m16n8k16 leaves them: four of each 8 tokens, of the
+// `tokens_here` from `first_token` on. `weights`: the first ones, asked for before the wait for the previous kernel.
 template <int kSums>
-struct LowRankSums {
-  SlotWeights weights;
-  int slots[kSums / 4][2];  // of the tokens whose sums a thread has
-  int first_row, first_token, tokens_here;
-
-  // What is known before the wait for the previous kernel.
-  __device__ __forceinline__ void ask(const LowRank& from, int row, int token, int num_tokens) {
-    const int lane = threadIdx.x % 32;
-    first_row = row, first_token = token, tokens_here = num_tokens;
-    weights.ask(from, 0, first_row + lane / 4, 0);
+__device__ __forceinline__ void add_low_rank(float (&acc)[kSums], SlotWeights weights, const LowRank& from,
+                                             int first_row, int first_token, int tokens_here) {
+  constexpr int kGroups = kSums / 4, kTogether = kGroups < kGroupsTogether ? kGroups : kGroupsTogether;
+  const int lane = threadIdx.x % 32;
+  const int part = (first_row >= from.second) + (first_row >= from.third);
 #pragma unroll
-    for (int j = 0; j < kSums / 4; ++j) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int mine = j * 8 + lane % 4 * 2 + odd;
-        slots[j][odd] = mine < tokens_here ? load_int(from.slots + first_token + mine) : -1;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void add_to(float (&acc)[kSums], const LowRank& from) {
-    const int lane = threadIdx.x % 32;
-    const int part = (first_row >= from.second) + (first_row >= from.third);
+  for (int group = 0; group < kGroups; group += kTogether) {
 #pragma unroll 1
     for (int rank = 0; rank < from.room; rank += 16) {
-      uint32 left[kSums / 4][2];
+      uint32 left[kTogether][2];
+      int slots[kTogether][2];  // of the tokens whose sums this thread has
 #pragma unroll
-      for (int j = 0; j < kSums / 4; ++j) {
-        const int token = j * 8 + lane / 4;
+      for (int j = 0; j < kTogether; ++j) {
+        const int token = (group + j) * 8 + lane / 4, own = (group + j) * 8 + lane % 4 * 2;
         left[j][0] = left[j][1] = 0;
-        if (token >= tokens_here) continue;
-        const float* const place =
-            from.left + (long long)(first_token + token) * from.width + part * from.room + rank + lane % 4 * 2;
-        const uint2 v = load_two_words(place), w = load_two_words(place + 8);
-        left[j][0] = rounded(__uint_as_float(v.x), __uint_as_float(v.y));
-        left[j][1] = rounded(__uint_as_float(w.x), __uint_as_float(w.y));
+        if (token < tokens_here) {
+          const float* const place =
+              from.left + (long long)(first_token + token) * from.width + part * from.room + rank + lane % 4 * 2;
+          const uint2 v = load_two_words(place), w = load_two_words(place + 8);
+          left[j][0] = rounded(__uint_as_float(v.x), __uint_as_float(v.y));
+          left[j][1] = rounded(__uint_as_float(w.x), __uint_as_float(w.y));
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd)
+          slots[j][odd] = own + odd < tokens_here ? load_kept(from.slots + first_token + own + odd) : -1;
       }
+      if (group > 0 || rank > 0) weights.ask(from, 0, first_row + lane / 4, rank);
       bool has_more = true;
 #pragma unroll 1
       for (int first = 0; has_more; first += kSlotsTogether) {
-        if (rank > 0 || first > 0) weights.ask(from, first, first_row + lane / 4, rank);
-        has_more = !weights.are_last;
+        const SlotWeights now = weights;
+        has_more = !now.are_last;
+        if (has_more) weights.ask(from, first + kSlotsTogether, first_row + lane / 4, rank);
 #pragma unroll
         for (int i = 0; i < kSlotsTogether; ++i) {
-          if (weights.slots[i] < 0) continue;
+          if (now.slots[i] < 0) continue;
 #pragma unroll
-          for (int j = 0; j < kSums / 4; ++j) {
+          for (int j = 0; j < kTogether; ++j) {
             float sums[4] = {};
-            multiply_add(sums, weights.b[i], left[j][0], left[j][1]);
+            multiply_add(sums, now.b[i], left[j][0], left[j][1]);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              if (slots[j][k % 2] == weights.slots[i]) acc[j * 4 + k] += sums[k];
+              if (slots[j][k % 2] == now.slots[i]) acc[(group + j) * 4 + k] += sums[k];
             }
           }
         }
       }
     }
   }
-};
+}

@@ -64,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   allow_next_kernel();
   if (threadIdx.x == 0) make_count(&shared.arrived);
   arrive_at_cluster();
-  const int slot = load_int(slots);
-  const int rank = slot >= 0 && ROOM > 16 ? load_int(ranks + slot) : 16;
+  const int slot = load_kept(slots);
+  const int rank = slot >= 0 && ROOM > 16 ? load_kept(ranks + slot) : 16;
   auto has_rank = [&](int r) { return r % ROOM < 16 || r % ROOM / 16 * 16 < rank; };  // a multiple of 16 of them
   auto has_piece = [&](int s) { return IN % (kCluster * 256) == 0 || s * kCluster * 256 + first_column < IN; };
   auto ask = [&](Word4 (&into)[kPieces], const Element* row) {

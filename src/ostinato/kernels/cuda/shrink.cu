@@ -17,13 +17,14 @@ constexpr int kRanks = 8, kTokens = 16;
 constexpr int kColumnsTogether = SLICES * WARPS * 32;
 constexpr int kSteps = (IN + kColumnsTogether - 1) / kColumnsTogether;
 constexpr bool kEven = IN % kColumnsTogether == 0;
+constexpr int kOwned = kTokens / SLICES;  // tokens of a block that this program of the cluster finishes
 
 static_assert(IN % 32 == 0, "columns are taken in blocks of 32");
 static_assert(kThreads >= kTokens * kRanks, "a thread for each sum");
 
 struct Shared {
   float parts[WARPS][kTokens][kRanks];
-  float from_cluster[SLICES][kTokens][kRanks];
+  float from_cluster[SLICES][kOwned][kRanks];
   ByteCount arrived;
 };
 
@@ -45,13 +46,13 @@ struct Work {
     const int lane = threadIdx.x % 32;
     slot = blocks.slot(block);
     if (slot < 0) return;
-    has_ranks = rank_in_room < 16 || rank_in_room / 16 * 16 < load_int(ranks + slot);
+    has_ranks = rank_in_room < 16 || rank_in_room / 16 * 16 < load_kept(ranks + slot);
     tokens[0] = tokens[1] = -1;
     begin = blocks.begin(block), end = blocks.end(block);
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       const int place = begin + g * 8 + lane / 4;
-      if (place < end) tokens[g] = load_int(order + place);
+      if (place < end) tokens[g] = load_kept(order + place);
     }
   }
 
@@ -67,7 +68,7 @@ struct Work {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __maxnreg__(REGISTERS)
     shrink(const Element* a, const Element* norm_weight, const Element* x, const int* ranks, const int* order,
            const int* all_blocks, float* shrunk, int num_blocks, int x_stride, int width, int room) {
   Shared& shared = *(Shared*)dynamic_shared();
@@ -130,22 +131,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += shared.parts[w][token][rank];
       }
+      float* const to = shrunk + first_rank + rank;
       if (SLICES > 1) {
-        if (slice == 0 && threadIdx.x == 0)
-          expect_bytes(&shared.arrived, SLICES * (work.end - work.begin) * kRanks * 4);
-        if (is_there) send(&shared.from_cluster[slice][token][rank], 0, sum, &shared.arrived);
-        if (slice == 0) {
-          wait_for_bytes(&shared.arrived, lot % 2);
-          if (is_there) {
-            sum = shared.from_cluster[0][token][rank];
+        const int own_tokens = min(kOwned, work.end - work.begin - slice * kOwned);
+        if (own_tokens > 0 && threadIdx.x == 0) expect_bytes(&shared.arrived, SLICES * own_tokens * kRanks * 4);
+        if (is_there) send(&shared.from_cluster[slice][token % kOwned][rank], token / kOwned, sum, &shared.arrived);
+        if (own_tokens > 0) wait_for_bytes(&shared.arrived, lot % 2);
+        if (token < own_tokens) {
+          sum = shared.from_cluster[0][token][rank];
 #pragma unroll
-            for (int s = 1; s < SLICES; ++s) sum += shared.from_cluster[s][token][rank];
-          }
+          for (int s = 1; s < SLICES; ++s) sum += shared.from_cluster[s][token][rank];
+          to[(long long)load_kept(order + work.begin + slice * kOwned + token) * width] = sum;
         }
-        ++lot;
+        lot += own_tokens > 0;
+      } else if (is_there) {
+        to[(long long)load_kept(order + work.begin + token) * width] = sum;
       }
-      if (slice == 0 && is_there)
-        shrunk[(long long)load_int(order + work.begin + token) * width + first_rank + rank] = sum;
     }
     work.find(blocks, order, block + gridDim.y, ranks, first_rank % room);
     if (work.slot >= 0) {

@@ -139,20 +139,25 @@ __device__ __forceinline__ void exchange_sums(Shared& shared, const Work& work) 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+#if ADAPTED && TOKENS <= 32
+#define LIMITED __maxnreg__(80)  // programs of shrink.cu should fit beside these
+#else
+#define LIMITED __launch_bounds__(kThreads)
+#endif
+
+extern "C" __global__ void LIMITED
     multiply(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
              const Element* __restrict__ bias, const float* squares, const Element* __restrict__ norm_weight, Out* out,
-             Element* scaled, float* new_squares, const float* left, const Element* b, const int* ranks, const int* slots,
-             const int* blocks, int num_blocks, int room, int width, int second, int third, int num_tokens,
-             int out_features, float eps) {
+             Element* scaled, float* new_squares,
+#if ADAPTED
+             const float* left, const Element* b, const int* ranks, const int* slots, const int* blocks, int num_blocks,
+             int room, int width, int second, int third,
+#endif
+             int num_tokens, int out_features, float eps) {
   Shared& shared = *(Shared*)memory_of_tiles();
   const Work work(num_tokens);
   const Fetcher fetch{shared, work, weight, x, out_features};
   const bool is_multiplying = threadIdx.x < kMultiplying, is_fetching = threadIdx.x == kMultiplying;
-  const bool is_adapting = ADAPTED && is_multiplying && work.slice == 0;
-  const LowRank low_rank{left, b, ranks, slots, {blocks, num_blocks}, out_features * kHalves, width, room, second, third};
-  const int row_of_warp = (int)threadIdx.x / 32 * 16;
-  const int matrix_row = row_of_warp / ROWS * out_features + work.first_row + row_of_warp % ROWS;
 
   allow_next_kernel();
   if (is_fetching) {
@@ -164,8 +169,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncwarp();
   Residual residual;
   if (ADDED) residual.ask_weight(norm_weight, work);
-  LowRankSums<TOKENS / 2> of_adapters;
-  if (is_adapting) of_adapters.ask(low_rank, matrix_row, work.first_token, work.tokens_here);
+#if ADAPTED
+  const LowRank low_rank{left, b, ranks, slots, {blocks, num_blocks}, out_features * kHalves, width, room, second, third};
+  const bool is_adapting = is_multiplying && work.slice == 0;
+  const int row_of_warp = (int)threadIdx.x / 32 * 16;
+  const int matrix_row = row_of_warp / ROWS * out_features + work.first_row + row_of_warp % ROWS;
+  SlotWeights of_slots;
+  if (is_adapting) of_slots.ask(low_rank, 0, matrix_row + (int)threadIdx.x % 32 / 4, 0);
+#endif
   if (SLICES > 1) {
     arrive_at_cluster();
     wait_for_cluster();
@@ -177,7 +188,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Squares of_tokens;
   if (SCALED && is_multiplying) of_tokens.ask(squares, num_tokens, work);
   float acc[TOKENS / 2] = {};
-  if (is_adapting) of_adapters.add_to(acc, low_rank);
+#if ADAPTED
+  if (is_adapting) add_low_rank(acc, of_slots, low_rank, matrix_row, work.first_token, work.tokens_here);
+#endif
   if (is_multiplying) {
     multiply_all(acc, shared, work);
   } else {

@@ -97,7 +97,7 @@ def launch_wide(
             *(x if tensor is None else tensor for tensor in (bias, squares, norm_weight)),
             out,
             *(out if tensor is None else tensor for tensor in (scaled, new_squares)),
-            *_low_rank(x, shrunk),
+            *(() if shrunk is None else _low_rank(shrunk)),
             num_tokens,
             shape.out_features,
             float(eps),
@@ -107,10 +107,8 @@ def launch_wide(
     )
 
 
-def _low_rank(x: Tensor, shrunk: Shrunk | None) -> tuple[Tensor | int, ...]:
-    """In the order of the kernel's parameters; x in place of what there is not."""
-    if shrunk is None:
-        return (*(x,) * 5, *(0,) * 5)
+def _low_rank(shrunk: Shrunk) -> tuple[Tensor | int, ...]:
+    """In the order of the kernel's parameters."""
     assert shrunk.sums.size(0) == 1, "nothing is left to be added"
     assert not (shrunk.second | shrunk.third) % 16, "16 rows belong to one part"
     tensors = shrunk.sums, shrunk.b, shrunk.ranks, shrunk.slots, shrunk.blocks

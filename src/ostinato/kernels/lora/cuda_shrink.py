@@ -6,6 +6,7 @@ from torch import Tensor
 from ..cuda import compiled
 from ..cuda.compiled import CudaKernel, cuda_kernel
 from ..custom_op import custom_op
+from ..host_sizes import cdiv
 
 MOST_TOKENS = 64
 _RANKS, _TOKENS, _WARPS = 8, 16, 8
@@ -29,9 +30,15 @@ def slices_of(in_features: int) -> int:
     return next(n for n in (1, 2, 4, 8) if n == 8 or in_features <= n * _WARPS * 32 * _STEPS)
 
 
-def shared_bytes(slices: int) -> int:
+def shared_bytes() -> int:
     """As `sizeof(Shared)` there."""
-    return (_WARPS + slices) * _TOKENS * _RANKS * 4 + 16
+    return (_WARPS + 1) * _TOKENS * _RANKS * 4 + 16
+
+
+def _registers(in_features: int, *, norm: bool) -> int:
+    """Of a thread, at most: a program should fit beside one of `wide`, or it begins when that has ended."""
+    steps = cdiv(in_features, slices_of(in_features) * _WARPS * 32)
+    return 64 if steps <= _STEPS and not norm else 80 if steps <= 2 * _STEPS else 160
 
 
 def shrink_kernel(in_features: int, *, norm: bool, dtype: torch.dtype = torch.bfloat16) -> CudaKernel:
@@ -44,8 +51,9 @@ def shrink_kernel(in_features: int, *, norm: bool, dtype: torch.dtype = torch.bf
         NORM=norm,
         HALF=dtype == torch.float16,
         WARPS=_WARPS,
+        REGISTERS=_registers(in_features, norm=norm),
         SLICES=slices,
-        SHARED_BYTES=shared_bytes(slices),
+        SHARED_BYTES=shared_bytes(),
     )
 
 
@@ -74,7 +82,7 @@ def launch_shrink(
         grid=(width // _RANKS * slices, min(num_blocks, _MOST_PROGRAMS_FOR_BLOCKS), 1),
         block=_WARPS * 32,
         args=(a, norm, x, ranks, order, blocks, shrunk, num_blocks, x.stride(0), width, room),
-        shared_bytes=shared_bytes(slices),
+        shared_bytes=shared_bytes(),
         cluster=slices,
         dependent=not plain,
     )
