@@ -3,8 +3,9 @@
 python benchmarks/lora_layers.py benchmarks/results/lora-layers-h200.json [--model llama-3.1-8b] [--rank 16]
 
 Cases of each batch, in turns: no adapters at all; the graph for adapters with none in the batch; four
-adapters, of four slots and of 64; and, for the parts of the cost, the kernels of adapters alone. What a step
-does once (`rows`) is apart.
+adapters, of four slots and of 64. Then each linear layer by itself, over all layers: without, with adapters,
+and the kernels of adapters alone. What a step does once (`rows`) is apart. `--kernels` lists what a replay of
+all layers launched, with the time of each.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.lora import NO_ADAPTER, Adapted, Adapters, LowRank, Rows, Stack
-from ostinato.kernels.lora.deltas import Shrunk
+from ostinato.kernels.lora.deltas import Shrunk, deltas_of
 from ostinato.models.layer import Layer
 from ostinato.models.layers import Linear
 from ostinato.models.weights import load_model
@@ -27,7 +28,7 @@ from ostinato.tools.machine import machine
 
 ROOT = Path(__file__).parents[1]
 BATCHES = (1, 8, 32, 64, 128, 256)
-LAYERS, CONTEXT, ACTIVE, ROUNDS = 16, 192, 4, 5
+LAYERS, CONTEXT, ACTIVE, ROUNDS = 16, 192, 4, 3
 WANTED = {1: 0.08, 32: 0.12, 128: 0.15}
 """At most so much more than without, of a step with four adapters."""
 
@@ -63,9 +64,11 @@ def in_turns(cases: dict[str, Callable[[], Any]]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measured(step: LayerStep, batch_size: int, all_stacks: dict[int, dict[str, Stack]]) -> dict[str, Any]:
+def measured(
+    step: LayerStep, batch_size: int, all_stacks: dict[int, dict[str, Stack]], *, lists_kernels: bool
+) -> dict[str, Any]:
     """Microseconds a layer of each case, and how much more than without that is."""
-    slots = slots_of(batch_size)
+    slots, each = slots_of(batch_size), torch.arange(batch_size, dtype=torch.int32, device="cuda")
     none = torch.full_like(slots, NO_ADAPTER)
 
     def case(num_slots: int, rows: Tensor) -> Callable[[], Any]:
@@ -79,6 +82,7 @@ def measured(step: LayerStep, batch_size: int, all_stacks: dict[int, dict[str, S
             "none in the batch": case(few, none),
             f"{ACTIVE} of {few}": case(few, slots),
             f"{ACTIVE} of {many}": case(many, slots),
+            f"{min(batch_size, many)} of {many}": case(many, each % many),
         }
     )
     results: dict[str, Any] = {"form": step.model.form(batch_size).name}
@@ -86,30 +90,87 @@ def measured(step: LayerStep, batch_size: int, all_stacks: dict[int, dict[str, S
         more = found / us["without"] - 1
         results[name] = {"us": round(found / LAYERS, 2), "more": round(more, 4)}
         print(f"{batch_size:4d} {name:20s} {found / LAYERS:8.2f} us a layer {more:+7.1%}", flush=True)
-    for name, found in alone(step, batch_size, all_stacks[few]).items():
-        results[name] = round(found / LAYERS, 2)
-        print(f"{batch_size:4d} {name:20s} {found / LAYERS:8.2f} us", flush=True)
+    results["kinds"] = by_kind(step, batch_size, all_stacks[few])
+    if lists_kernels:
+        for name, run in (("without", step.run_layers), ("with", case(few, slots))):
+            print(f"{batch_size:4d} kernels {name} adapters, of {LAYERS} layers")
+            results[f"kernels {name}"] = kernels_of(run)
     return results
 
 
-def alone(step: LayerStep, batch_size: int, stacks: dict[str, Stack]) -> dict[str, float]:
-    """The kernels of adapters of one kind of layer, over all layers."""
+def by_kind(step: LayerStep, batch_size: int, stacks: dict[str, Stack]) -> dict[str, dict[str, float]]:
+    """Microseconds of one linear layer of each kind: without adapters, with, and their kernels alone."""
     rows = Rows.of(slots_of(batch_size), ACTIVE)
     inputs = {"qkv_proj": step.hidden, "o_proj": step.attended}
     inputs |= {"gate_up_proj": step.hidden, "down_proj": step.inner}
     found = {}
     for kind, x in inputs.items():
         of_kind = [stack for name, stack in stacks.items() if name.endswith(kind)]
+        shrunk = Shrunk.of(x, Adapted(of_kind[0], rows))
 
-        def shrink(x: Tensor = x, of_kind: list[Stack] = of_kind) -> list[Shrunk]:
-            return [Shrunk.of(x, Adapted(stack, rows)) for stack in of_kind]
+        def shrink(x: Tensor = x, of_kind: list[Stack] = of_kind) -> list[Any]:
+            first = deltas_of if batch_size == 1 else Shrunk.of  # the whole for one token
+            return [first(x, Adapted(stack, rows)) for stack in of_kind]
 
-        def both(shrink: Callable[[], list[Shrunk]] = shrink) -> list[Any]:
-            return [shrunk.deltas() for shrunk in shrink()]
+        def expand(of_kind: list[Stack] = of_kind, shrunk: Shrunk = shrunk) -> list[Any]:
+            return [shrunk._replace(b=stack.b).deltas() for stack in of_kind]
 
-        found[f"{kind}: shrink"] = graph_us(shrink)
-        found[f"{kind}: and expand"] = graph_us(both)
-    found["rows"] = graph_us(lambda: [Rows.of(rows.slots, ACTIVE) for _ in range(LAYERS)])
+        us = in_turns(
+            {
+                "without": products(step, kind),
+                "with": products(step, kind, Adapters(stacks, rows)),
+                "shrink": shrink,
+                "expand": expand,
+            }
+        )
+        found[kind] = {name: round(value / LAYERS, 2) for name, value in us.items()}
+        print(f"{batch_size:4d} {kind:13s} {found[kind]}", flush=True)
+    found["rows"] = {"rows": graph_us(lambda: [Rows.of(rows.slots, ACTIVE) for _ in range(LAYERS)]) / LAYERS}
+    return found
+
+
+def products(step: LayerStep, kind: str, adapters: Adapters | None = None) -> Callable[[], Any]:
+    """A linear layer of all layers, as the form of the step has it."""
+    form, norm = step.model.form(step.hidden.size(0), adapters), step.layers[0].input_layernorm
+    rows = form.normed(form.begin(step.residual, norm), norm)
+
+    def run() -> None:
+        for layer in step.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            match kind:
+                case "qkv_proj":
+                    form.project(rows, norm, attention.qkv_proj)
+                case "o_proj":
+                    form.add(rows, attention.o_proj, step.attended, norm)
+                case "gate_up_proj":
+                    form.project(rows, norm, mlp.gate_up_proj, gated=True)
+                case "down_proj":
+                    form.add(rows, mlp.down_proj, step.inner, norm)
+
+    return run
+
+
+def kernels_of(function: Callable[[], Any]) -> dict[str, dict[str, float]]:
+    """By name: how often a replay launches it, and microseconds of one."""
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    found = {}
+    for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total):
+        found[event.key[:60]] = {
+            "count": event.count // 3,
+            "us": round(event.device_time_total / max(event.count, 1), 2),
+        }
+        print(f"     {event.count // 3:4d} x {found[event.key[:60]]['us']:8.2f} us  {event.key[:60]}")
     return found
 
 
@@ -120,18 +181,22 @@ def main() -> None:
     parser.add_argument("result_file", type=Path)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=BATCHES)
+    parser.add_argument("--kernels", action="store_true", help="list them by time")
     arguments = parser.parse_args()
     folder = ROOT / "benchmarks" / "models" / arguments.model
     model = load_model(folder, device="cuda", dtype=torch.bfloat16, load_format="dummy")
     layers = [cast(Layer, layer) for layer in model.layers][:LAYERS]
     all_stacks = {num_slots: stacks_of(layers, num_slots, arguments.rank) for num_slots in (ACTIVE, 64)}
     results = {}
-    for batch_size in BATCHES:
+    for batch_size in arguments.batches:
         step = LayerStep(model, batch_size, num_layers=LAYERS, context=CONTEXT)
-        results[batch_size] = measured(step, batch_size, all_stacks)
+        results[batch_size] = measured(step, batch_size, all_stacks, lists_kernels=arguments.kernels)
     record = {"machine": machine(), "model": arguments.model, "rank": arguments.rank, "results": results}
     arguments.result_file.write_text(json.dumps(record, indent=1) + "\n")
     for batch_size, most in WANTED.items():
+        if batch_size not in results:
+            continue
         more = results[batch_size][f"{ACTIVE} of {ACTIVE}"]["more"]
         print(f"batch {batch_size}: {more:+.1%} a layer, at most {most:.0%} of a step wanted")
 

@@ -22,6 +22,8 @@ from ostinato.kernels.linear import (
     scaled_rows,
 )
 from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile, WideTile
+from ostinato.kernels.lora import Rows
+from ostinato.kernels.lora.deltas import Shrunk
 from ostinato.kernels.squares import room_for_scaled
 
 CPU = torch.device("cpu")
@@ -87,7 +89,7 @@ def check_wide(emulator: Emulator, shape: MatrixShape, tile: WideTile, form: For
     """A layer by `wide.cu`."""
     assert tile.fits(shape)
     with patch.object(cuda_wide, "cuda_kernel", emulator.kernel):
-        _check_layer(_launch_wide, shape, tile, form, num_tokens)
+        _check_layer(_launch_wide, shape, tile, form, num_tokens, random_shrunk)
 
 
 def check_scaled(
@@ -111,8 +113,8 @@ def check_scaled(
     out = torch.full((num_tokens + 1, shape.out_features), 7.0).bfloat16()
     with patch.object(cuda_wide, "cuda_kernel", emulator.kernel):
         launch = cuda_wide.launch_wide
-        deltas, added = random_deltas(num_tokens, weight.size(0))
-        more = {"deltas": deltas if adapted else None}
+        shrunk, added = random_shrunk(num_tokens, weight.size(0))
+        more = {"shrunk": shrunk if adapted else None}
         launch(begun.scaled, weight, biases, out[:num_tokens], tile, squares=begun.squares, eps=1e-5, **more)
         factor = (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
         operands = (x.double() * factor * before.double(), weight.double(), exact_bias)
@@ -142,8 +144,8 @@ def _launch_wide(
     *rest: object,
 ) -> None:
     assert norm is residual is None
-    *rest, deltas = rest
-    cuda_wide.launch_wide(x, weight, bias, *rest, deltas=deltas)
+    *rest, shrunk = rest
+    cuda_wide.launch_wide(x, weight, bias, *rest, shrunk=shrunk)
 
 
 def _with_added(
@@ -164,12 +166,53 @@ def random_deltas(num_tokens: int, width: int) -> tuple[tuple[Tensor, Tensor], T
     return (torch.where(is_added, deltas, torch.nan), slots), torch.where(is_added, deltas, 0.0)
 
 
+def in_blocks(slots: Tensor, num_slots: int, size: int = 16) -> Rows:
+    """As kernels group tokens; not all blocks are there."""
+    order = [token for slot in range(num_slots) for token in (slots == slot).nonzero().flatten().tolist()]
+    blocks, first = [], 0
+    for slot in range(num_slots):
+        count = int((slots == slot).sum())
+        blocks += [(slot, first + at, first + min(at + size, count)) for at in range(0, count, size)]
+        first += count
+    blocks += [(-1, 0, 0)] * 2
+    return Rows(
+        slots,
+        torch.tensor(order + [-7] * (len(slots) - len(order)), dtype=torch.int32),
+        torch.tensor(blocks, dtype=torch.int32).t().contiguous(),
+    )
+
+
+def random_shrunk(num_tokens: int, width: int, *, room: int = 48) -> tuple[Shrunk, Tensor]:
+    """As `random_deltas`, of two parts; NaN where nobody need look. Slot 1 is broken, and nobody has it."""
+    num_slots = 7
+    slots = torch.randint(-1, num_slots, (num_tokens,), dtype=torch.int32)
+    slots[slots == 1] = 0
+    ranks = torch.randint(1, room + 1, (num_slots,), dtype=torch.int32)
+    parts = (width // 2, width - width // 2)
+    b = torch.randn(num_slots, width, room).bfloat16() / 4
+    is_rank = torch.arange(room) < ranks[:, None]
+    b = torch.where(is_rank[:, None, :], b, 0)
+    b[1] = torch.inf
+    is_left = torch.arange(room) < (ranks[:, None] + 15) // 16 * 16
+    is_left = is_left[slots.long()] & (slots >= 0)[:, None]
+    left = torch.randn(num_tokens, 2, room).bfloat16().float()
+    added = [
+        torch.einsum("tr,tor->to", torch.where(is_left, left[:, number], 0).double(), of_part.double())
+        for number, of_part in enumerate(b[slots.long().clamp(min=0)].split(parts, dim=1))
+    ]
+    added = torch.where((slots >= 0)[:, None], torch.cat(added, dim=1), 0.0).float()
+    left = torch.where(is_left[:, None, :], left, torch.nan).view(1, num_tokens, 2 * room)
+    rows = in_blocks(slots, num_slots)
+    return Shrunk(left, b, ranks, slots, rows.order, rows.blocks, parts[0], width), added
+
+
 def _check_layer(
     launch: Callable[..., None],
     shape: MatrixShape,
     tile: FragmentsTile | CudaGemvTile | StreamedTile | WideTile,
     form: Form,
     num_tokens: int,
+    random_added: Callable[[int, int], tuple[object, Tensor]] = random_deltas,
 ) -> None:
     """A layer, and that nothing is written behind its last token."""
     torch.manual_seed(num_tokens)
@@ -181,10 +224,10 @@ def _check_layer(
     residual = random_bf16(num_tokens, shape.out_features) if form.residual else None
     out = torch.full((num_tokens + 1, shape.out_features), 7.0, dtype=form.dtype)
     out[:num_tokens] = float("nan")
-    deltas, added = random_deltas(num_tokens, weight.size(0))
+    given, added = random_added(num_tokens, weight.size(0))
     launch(
         *(x, weight, bias, norm_weight, 1e-5, residual, out[:num_tokens], tile),
-        deltas if form.adapted else None,
+        given if form.adapted else None,
     )
     x, weight, bias, norm_weight, residual = (
         None if tensor is None else tensor.double() for tensor in (x, weight, bias, norm_weight, residual)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ostinato.kernels.linear import few_tokens, triton_linear
 from ostinato.kernels.linear.tiles import UNFUSED, Tile
 from ostinato.kernels.lora import Adapted, LowRank, Rows, Stack, add
-from ostinato.kernels.lora.deltas import Shrunk
+from ostinato.kernels.lora.deltas import Shrunk, deltas_of
 
 Device = torch.device | str
 
@@ -137,15 +137,15 @@ def check_fused(
         rows = Rows.in_blocks(torch.as_tensor(slots, dtype=torch.int32, device=device), stack.num_slots)
         adapted = Adapted(stack, rows)
         with patch.object(triton_linear, "choose", lambda *_: tile):
-            shrunk = Shrunk.of(x, adapted, norm_weight)
-            pieces = shrunk.tensors, shrunk.second, shrunk.third
             if isinstance(tile, UNFUSED):
                 assert gated
-                found = triton_linear.multiply_and_gate_adapted(x, weight, biases, *pieces)
+                shrunk = Shrunk.of(x, adapted)
+                found = triton_linear.multiply_and_gate_adapted(x, weight, biases, *shrunk)
                 without = triton_linear.multiply(x, weight, biases, True, dtype)
             else:
                 operands = (x, weight, biases, norm_weight, 1e-5, gated, rest)
-                found = triton_linear.project_few_adapted_tokens(*operands, torch.float32, *pieces)
+                added = deltas_of(x, adapted, norm_weight)
+                found = triton_linear.project_few_adapted_tokens(*operands, torch.float32, *added)
                 without = triton_linear.project_few_tokens(*operands, torch.float32)
         wanted = few_tokens.reference(
             *(None if tensor is None else tensor.double() for tensor in (x, weight, biases)),

@@ -12,7 +12,7 @@ from kernels import lora_checks, unchanged
 from ostinato.kernels.linear import triton_linear
 from ostinato.kernels.linear.tiles import GemvTile, SkinnyTile
 from ostinato.kernels.lora import Adapted, Rows, division
-from ostinato.kernels.lora.deltas import Shrunk
+from ostinato.kernels.lora.deltas import Shrunk, deltas_of
 
 ALL = sys.argv[1:] == ["all"]
 
@@ -97,14 +97,14 @@ def check_declarations() -> None:
     torch.library.opcheck(ops.lora_shrink.default, (x, None, stack.a, 16, *grouped), test_utils=tests)
     expanded = (shrunk.sums, stack.b, 16, 24, *grouped, torch.randn(3, 24), False)
     torch.library.opcheck(ops.lora_expand.default, expanded, test_utils=tests)
-    pieces = (shrunk.tensors, 16, 24)
     weight, one = torch.randn(24, 32), slots[:1]
     with patch.object(triton_linear, "choose", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
-        gated = (x, weight, None, *pieces)
+        halves = lora_checks.random_stack("cpu", torch.float32, 32, (12, 12))
+        gated = (x, weight, None, *Shrunk.of(x, Adapted(halves, rows)))
         torch.library.opcheck(ops.multiply_and_gate_adapted.default, gated, test_utils=tests)
     with patch.object(triton_linear, "choose", lambda *_: GemvTile(8, 32, 4)):
-        shrunk = Shrunk.of(x[:1], Adapted(stack, Rows.in_blocks(one, 5)))
-        operands = (x[:1], weight, None, None, 1e-5, False, None, torch.float32, shrunk.tensors, 16, 24)
+        added = deltas_of(x[:1], Adapted(stack, Rows.in_blocks(one, 5)))
+        operands = (x[:1], weight, None, None, 1e-5, False, None, torch.float32, *added)
         torch.library.opcheck(ops.project_few_adapted_tokens.default, operands, test_utils=tests)
 
 

@@ -35,9 +35,12 @@ def is_supported(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def options(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel with a `dependent` constant that calls `wait_for_previous`."""
-    if is_supported(device):
+def options(device: torch.device, *, plain: bool = False) -> dict[str, Any]:
+    """Launch options of a kernel with a `dependent` constant that calls `wait_for_previous`.
+
+    `plain`: it starts when all before it is complete.
+    """
+    if is_supported(device) and not plain:
         return {"dependent": True, "launch_pdl": True}
     return {"dependent": False}
 

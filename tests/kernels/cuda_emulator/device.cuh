@@ -141,6 +141,7 @@ static float exp2_of(float x) { return exp2f(x); }
 
 static Word4 load_weight(const void* p) { return emulator::load_global<Word4>(p); }
 static Word4 load_weight_now(const void* p) { return emulator::load_global<Word4>(p); }
+static int load_kept(const int* p) { return emulator::load_global<int>(p); }
 static uint32 load_word(const void* p) { return emulator::load_global<uint32>(p); }
 static uint2 load_two_words(const void* p) { return emulator::load_global<uint2>(p); }
 static Word4 load_four_words(const void* p) { return emulator::load_global<Word4>(p); }

@@ -71,6 +71,13 @@ __device__ __forceinline__ Word4 load_weight_now(const void* p) {
   return v;
 }
 
+// What nothing writes while the layers of a step run and many threads read: worth a place in L1.
+__device__ __forceinline__ int load_kept(const int* p) {
+  int v;
+  asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
 // What other programs wrote, of this kernel or an earlier one: from L2, where all of them write to.
 __device__ __forceinline__ uint32 load_word(const void* p) {
   uint32 v;

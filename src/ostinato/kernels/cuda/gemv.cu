@@ -8,6 +8,7 @@
 //
 // NORM: x is to be normalised. The norm's weight is applied to x; its factor, one number, to the results. GATED:
 // silu(first half) * second half. Sums are float32 and rounded once.
+#include "deltas.cuh"
 #include "linear_layer.cuh"
 
 constexpr int kPieces = IN / 256;  // of 8 columns, of a row, of a thread

@@ -1,5 +1,5 @@
 // What kernels of linear layers have in common beside the product: the norm's weight before it, the gate after it,
-// what adapters add to it (ADAPTED), and results in float32 (OUT_FLOAT) or as elements.
+// and results in float32 (OUT_FLOAT) or as elements.
 #pragma once
 #include "device.cuh"
 
@@ -22,30 +22,6 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
 }
 
 __device__ __forceinline__ float gate(float y, float by) { return __fdividef(y, 1.f + __expf(-y)) * by; }
-
-// What adapters add to products, before the norm's factor: float32 [tokens, rows of the matrix]. There is something
-// only for tokens that have an adapter.
-struct Deltas {
-  const float* rows;
-  const int* slots;
-  int width;
-
-  __device__ __forceinline__ bool has(int token) const { return ADAPTED && slots[token] >= 0; }
-  __device__ __forceinline__ const float* at(int token, int row) const { return rows + (long long)token * width + row; }
-  __device__ __forceinline__ float one(int token, int row) const {
-    return has(token) ? __uint_as_float(load_word(at(token, row))) : 0.f;
-  }
-  __device__ __forceinline__ float2 two(int token, int row) const {
-    if (!has(token)) return make_float2(0.f, 0.f);
-    const uint2 v = load_two_words(at(token, row));
-    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-  }
-  __device__ __forceinline__ float4 four(int token, int row) const {
-    if (!has(token)) return make_float4(0.f, 0.f, 0.f, 0.f);
-    const Word4 v = load_four_words(at(token, row));
-    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-  }
-};
 
 __device__ __forceinline__ float scale_pair(uint32& pair, uint32 by) {
   const float a = low(pair), b = high(pair);

@@ -20,6 +20,7 @@
 // NORM: the rows of x are to be normalised. The norm's weight is applied to a chunk by the threads that copied it;
 // the norm's factor, one number per token, to the results. GATED: silu(first half) * second half. Sums are float32
 // and rounded once.
+#include "deltas.cuh"
 #include "linear_layer.cuh"
 
 constexpr int kTileRows = GATED ? 8 : 16;  // results of a warp

@@ -16,9 +16,12 @@
 // rows of the matrix. SCALED: the tokens come like that, and the norm's factor, one number per token, is applied to
 // the results.
 //
-// GATED: silu(first half) * second half. Sums are float32 and rounded once.
+// ADAPTED: what adapters add is where the sums of the first slice begin (low_rank.cuh). GATED: silu(first half) *
+// second half. Sums are float32 and rounded once.
+#include "low_rank.cuh"
 #include "wide_results.cuh"
 
+static_assert(!ADAPTED || ROWS % 16 == 0, "a warp has rows of one half");
 constexpr bool kSendsFromRegisters = SLICES > 1 && TOKENS <= 32;  // little: each thread by itself
 
 // Asks for tiles: the thread that fetches.
@@ -136,11 +139,21 @@ __device__ __forceinline__ void exchange_sums(Shared& shared, const Work& work) 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+#if ADAPTED && TOKENS <= 32
+#define LIMITED __maxnreg__(80)  // programs of shrink.cu should fit beside these
+#else
+#define LIMITED __launch_bounds__(kThreads)
+#endif
+
+extern "C" __global__ void LIMITED
     multiply(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
              const Element* __restrict__ bias, const float* squares, const Element* __restrict__ norm_weight, Out* out,
-             Element* scaled, float* new_squares, const float* deltas, const int* slots, int num_tokens,
-             int out_features, float eps) {
+             Element* scaled, float* new_squares,
+#if ADAPTED
+             const float* left, const Element* b, const int* ranks, const int* slots, const int* blocks, int num_blocks,
+             int room, int width, int second, int third,
+#endif
+             int num_tokens, int out_features, float eps) {
   Shared& shared = *(Shared*)memory_of_tiles();
   const Work work(num_tokens);
   const Fetcher fetch{shared, work, weight, x, out_features};
@@ -156,6 +169,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncwarp();
   Residual residual;
   if (ADDED) residual.ask_weight(norm_weight, work);
+#if ADAPTED
+  const LowRank low_rank{left, b, ranks, slots, {blocks, num_blocks}, out_features * kHalves, width, room, second, third};
+  const bool is_adapting = is_multiplying && work.slice == 0;
+  const int row_of_warp = (int)threadIdx.x / 32 * 16;
+  const int matrix_row = row_of_warp / ROWS * out_features + work.first_row + row_of_warp % ROWS;
+  SlotWeights of_slots;
+  if (is_adapting) of_slots.ask(low_rank, 0, matrix_row + (int)threadIdx.x % 32 / 4, 0);
+#endif
   if (SLICES > 1) {
     arrive_at_cluster();
     wait_for_cluster();
@@ -167,6 +188,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Squares of_tokens;
   if (SCALED && is_multiplying) of_tokens.ask(squares, num_tokens, work);
   float acc[TOKENS / 2] = {};
+#if ADAPTED
+  if (is_adapting) add_low_rank(acc, of_slots, low_rank, matrix_row, work.first_token, work.tokens_here);
+#endif
   if (is_multiplying) {
     multiply_all(acc, shared, work);
   } else {
@@ -189,7 +213,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (work.own_tokens > 0) wait_for_bytes(&shared.sums_are_there, false);
     if (!kSendsFromRegisters) arrive_at_cluster();
   }
-  const Deltas added{deltas, slots, out_features * kHalves};
-  finish(shared, work, residual, {out, scaled, new_squares, bias, added, num_tokens, out_features});
+  finish(shared, work, residual, {out, scaled, new_squares, bias, num_tokens, out_features});
   if (SLICES > 1 && !kSendsFromRegisters) wait_for_cluster();  // the copies of this program's memory have arrived
 }

@@ -75,7 +75,6 @@ struct Results {
   Element* scaled;  // sums times the norm's weight, and their squares: where results are added to something
   float* squares;
   const Element* bias;
-  Deltas deltas;
   int num_tokens, width;
 };
 
@@ -106,10 +105,6 @@ __device__ __forceinline__ void finish(Shared& shared, const Work& work, const R
       const float factor = SCALED ? shared.factors[token] : 1.f;
       auto scale_and_shift = [&](float (&v)[2], int half) {
         const uint32 two = BIAS ? *(const uint32*)(to.bias + half * to.width + row) : 0;
-        if (ADAPTED && token < work.own_tokens) {
-          const float2 delta = to.deltas.two(work.first_own + token, half * to.width + row);
-          v[0] += delta.x, v[1] += delta.y;
-        }
         v[0] = v[0] * factor + low(two);
         v[1] = v[1] * factor + high(two);
       };

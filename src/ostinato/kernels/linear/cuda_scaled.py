@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ..custom_op import custom_op
-from ..lora.deltas import Deltas
+from ..lora.deltas import Shrunk
 from ..squares import room_for_scaled
 from .choice import choose
 from .cuda_wide import launch_wide
@@ -35,13 +35,19 @@ def project_scaled_adapted(
     bias: Tensor | None,
     eps: float,
     gated: bool,
-    deltas: Tensor,
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
     slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> Tensor:
-    """The same with what adapters add to the product before the norm's factor."""
+    """The same with what adapters add to the product before the norm's factor: `Shrunk`."""
     out = _results(scaled, weight, gated)
-    tile = _tile(scaled, weight, gated)
-    launch_wide(scaled, weight, bias, out, tile, squares=squares, eps=eps, deltas=(deltas, slots))
+    tile, added = _tile(scaled, weight, gated), Shrunk(sums, b, ranks, slots, order, blocks, second, third)
+    launch_wide(scaled, weight, bias, out, tile, squares=squares, eps=eps, shrunk=added)
     return out
 
 
@@ -53,8 +59,14 @@ def _(
     bias: Tensor | None,
     eps: float,
     gated: bool,
-    deltas: Tensor,
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
     slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> Tensor:
     return _results(scaled, weight, gated)
 
@@ -73,7 +85,7 @@ def _add(
     bias: Tensor | None,
     rows: Tensor,
     norm_weight: Tensor,
-    deltas: Deltas | None = None,
+    shrunk: Shrunk | None = None,
 ) -> tuple[Tensor, Tensor]:
     scaled, squares = room_for_scaled(rows)
     launch_wide(
@@ -85,7 +97,7 @@ def _add(
         norm_weight=norm_weight,
         scaled=scaled,
         new_squares=squares,
-        deltas=deltas,
+        shrunk=shrunk,
     )
     return scaled, squares
 
@@ -104,11 +116,19 @@ def add_projected_adapted(
     bias: Tensor | None,
     rows: Tensor,
     norm_weight: Tensor,
-    deltas: Tensor,
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
     slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same with what adapters add to the product."""
-    return _add(x, weight, bias, rows, norm_weight, (deltas, slots))
+    """The same with what adapters add to the product: `Shrunk`."""
+    return _add(
+        x, weight, bias, rows, norm_weight, Shrunk(sums, b, ranks, slots, order, blocks, second, third)
+    )
 
 
 @add_projected_adapted.register_fake
@@ -118,8 +138,14 @@ def _(
     bias: Tensor | None,
     rows: Tensor,
     norm_weight: Tensor,
-    deltas: Tensor,
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
     slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> tuple[Tensor, Tensor]:
     return room_for_scaled(rows)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, TileMap, cuda_kernel
 from ..host_sizes import cdiv
-from ..lora.deltas import Deltas
+from ..lora.deltas import Shrunk
 from .cuda_layer import layer_shape
 from .tiles import MatrixShape, WideTile
 
@@ -69,12 +69,13 @@ def launch_wide(
     norm_weight: Tensor | None = None,
     scaled: Tensor | None = None,
     new_squares: Tensor | None = None,
-    deltas: Deltas | None = None,
+    shrunk: Shrunk | None = None,
 ) -> None:
     """Queue the kernel; all operands bfloat16, `out` that or float32. Rows of x may lie apart.
 
     `squares`: x are rows times a norm's weight, whose factor follows from the rows' squares. `norm_weight`:
     results are added to `out`; the sums times this weight become `scaled`, their squares `new_squares`.
+    `shrunk`: what adapters are to add to the product.
     """
     shape, num_tokens = layer_shape(x, weight, out), x.size(0)
     is_scaled, is_added = squares is not None, norm_weight is not None
@@ -84,7 +85,7 @@ def launch_wide(
         bias=bias is not None,
         scaled=is_scaled,
         added=is_added,
-        adapted=deltas is not None,
+        adapted=shrunk is not None,
         dtype=out.dtype,
     )
     kernel.launch(
@@ -96,7 +97,7 @@ def launch_wide(
             *(x if tensor is None else tensor for tensor in (bias, squares, norm_weight)),
             out,
             *(out if tensor is None else tensor for tensor in (scaled, new_squares)),
-            *(deltas or (x, x)),
+            *(() if shrunk is None else _low_rank(shrunk)),
             num_tokens,
             shape.out_features,
             float(eps),
@@ -104,3 +105,12 @@ def launch_wide(
         shared_bytes=shared_bytes(tile, shape, scaled=is_scaled),
         cluster=tile.slices,
     )
+
+
+def _low_rank(shrunk: Shrunk) -> tuple[Tensor | int, ...]:
+    """In the order of the kernel's parameters."""
+    assert shrunk.sums.size(0) == 1, "nothing is left to be added"
+    assert not (shrunk.second | shrunk.third) % 16, "16 rows belong to one part"
+    tensors = shrunk.sums, shrunk.b, shrunk.ranks, shrunk.slots, shrunk.blocks
+    sizes = shrunk.blocks.size(1), shrunk.b.size(2), shrunk.sums.size(2)
+    return (*tensors, *sizes, shrunk.second, shrunk.third)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from .. import lora
 from ..lora import Adapted
-from ..lora.deltas import Shrunk
+from ..lora.deltas import deltas_of
 from .choice import choose
 from .tiles import FUSED, MatrixShape
 from .weight import Weight, plain, tile_for
@@ -52,10 +52,7 @@ def project(
         operands = (x, matrix, bias, norm_weight, eps, gated, residual, dtype or x.dtype)
         if adapted is None:
             return triton_linear.project_few_tokens(*operands)
-        shrunk = Shrunk.of(x, adapted, norm_weight)
-        return triton_linear.project_few_adapted_tokens(
-            *operands, shrunk.tensors, shrunk.second, shrunk.third
-        )
+        return triton_linear.project_few_adapted_tokens(*operands, *deltas_of(x, adapted, norm_weight))
     return reference(
         x,
         matrix,

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from .. import lora
 from ..lora import Adapted
-from ..lora.deltas import Shrunk
+from ..lora.deltas import Shrunk, deltas_of
 from ..rows import silu_mul
 from .cpu_product import multiply, multiply_somehow
 from .tiles import UNFUSED, Library, SkinnyTile, Tile
@@ -23,16 +23,22 @@ def joined(product: Tensor, dtype: torch.dtype) -> Tensor:
     return product if product.dim() == 2 else product.sum(0).to(dtype)
 
 
-def linear_in_parts(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """The same, or float32 [parts, T, out] whose sum it is, for a reader that can add (`rows.add_rms_norm`,
-    attention of single tokens).
+def linear_in_parts(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, adapted: Adapted | None = None
+) -> Tensor:
+    """The same, adapters included, or float32 [parts, T, out] whose sum it is, for a reader that can add
+    (`rows.add_rms_norm`, attention of single tokens).
 
     Several programs may share the columns of a matrix that has too few rows for all of them.
     """
     matrix, tile = plain(weight, "a product"), tile_for(x, weight, gated=False)
-    if isinstance(tile, Library):
-        return _by_library(x, matrix, bias)
-    return _by_kernel(tile, x, matrix, bias, gated=False)
+    is_library = isinstance(tile, Library)
+    if adapted is not None and (is_library or isinstance(tile, UNFUSED)):
+        return _adapted(x, matrix, bias, adapted, by_library=is_library)
+    product = _by_library(x, matrix, bias) if is_library else _by_kernel(tile, x, matrix, bias, gated=False)
+    if adapted is not None:
+        lora.add(x, product, *adapted)
+    return product
 
 
 def gated_linear(
@@ -41,10 +47,9 @@ def gated_linear(
     """silu(first half) * second half of `x @ weight.T + bias`, adapters included; its rows may lie apart."""
     matrix, tile = plain(weight, "a gated product"), tile_for(x, weight, gated=True)
     if isinstance(tile, Library):
-        product = _by_library(x, matrix, bias)
-        if adapted is not None:
-            lora.add(x, product, *adapted)
-        return silu_mul(product)
+        if adapted is None:
+            return silu_mul(_by_library(x, matrix, bias))
+        return silu_mul(_adapted(x, matrix, bias, adapted, by_library=True))
     return _by_kernel(tile, x, matrix, bias, gated=True, adapted=adapted)
 
 
@@ -67,6 +72,18 @@ def float_linear(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor
     return out
 
 
+def _adapted(x: Tensor, matrix: Tensor, bias: Tensor | None, adapted: Adapted, *, by_library: bool) -> Tensor:
+    stack, rows = adapted
+    if rows.order is None or rows.blocks is None:
+        product = _by_library(x, matrix, bias)
+        lora.add(x, product, stack, rows)
+        return product
+    from .adapted_product import multiply_adapted
+
+    grouped = stack.a, stack.b, stack.ranks, rows.slots, rows.order, rows.blocks
+    return multiply_adapted(x.contiguous(), matrix, bias, by_library, *grouped, *stack.first_rows)
+
+
 def _by_library(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(x, matrix, bias) if x.is_cuda else multiply(x, matrix, bias)
 
@@ -85,12 +102,10 @@ def _by_kernel(
     x = x.contiguous()
     if adapted is not None:
         assert gated, "adapters add to a plain product when it is there"
-        shrunk = Shrunk.of(x, adapted)
-        pieces = shrunk.tensors, shrunk.second, shrunk.third
         if isinstance(tile, UNFUSED):
-            return triton_linear.multiply_and_gate_adapted(x, matrix, bias, *pieces)
+            return triton_linear.multiply_and_gate_adapted(x, matrix, bias, *Shrunk.of(x, adapted))
         return triton_linear.project_few_adapted_tokens(
-            x, matrix, bias, None, 0.0, True, None, x.dtype, *pieces
+            x, matrix, bias, None, 0.0, True, None, x.dtype, *deltas_of(x, adapted)
         )
     if isinstance(tile, UNFUSED):
         return triton_linear.multiply(x, matrix, bias, gated, x.dtype)

@@ -66,10 +66,10 @@ def project(
     if x.rows.is_cuda:
         from .cuda_scaled import project_scaled, project_scaled_adapted
 
-        operands = (x.scaled, x.squares, matrix, bias, eps, gated)
         if adapted is None:
-            return project_scaled(*operands)
-        return project_scaled_adapted(*operands, *Shrunk.of(x.scaled, adapted).deltas())
+            return project_scaled(x.scaled, x.squares, matrix, bias, eps, gated)
+        shrunk = Shrunk.of(x.scaled, adapted)
+        return project_scaled_adapted(x.scaled, x.squares, matrix, bias, eps, gated, *shrunk)
     factor = (x.squares.sum(0) / x.rows.size(1) + eps).rsqrt()
     y = functional.linear(x.scaled, matrix)
     if adapted is not None:
@@ -97,10 +97,10 @@ def add_projected(
         from .cuda_scaled import add_projected as add
         from .cuda_scaled import add_projected_adapted as add_adapted
 
-        operands = (x, matrix, bias, to.rows, norm_weight)
         if adapted is None:
-            return ScaledRows(to.rows, *add(*operands))
-        return ScaledRows(to.rows, *add_adapted(*operands, *Shrunk.of(x, adapted).deltas()))
+            return ScaledRows(to.rows, *add(x, matrix, bias, to.rows, norm_weight))
+        shrunk = Shrunk.of(x, adapted)
+        return ScaledRows(to.rows, *add_adapted(x, matrix, bias, to.rows, norm_weight, *shrunk))
     product = functional.linear(x, matrix, bias)
     if adapted is not None:
         lora.add(x, product, *adapted)

@@ -7,8 +7,7 @@ previous kernel. What comes in may be normalised (`norm`); what goes out may be 
 half) * second half) and added to the residual. The norm's factor is one number per token, so it is applied to
 the result, after the product.
 
-Where the token has an adapter (`adapted`), what `lora.triton_shrink` left of it is multiplied with a few more
-columns of every row, `b` of its slot, and added before that factor.
+Where the token has an adapter (`adapted`), what that adds is there already, and is added before that factor.
 """
 
 import triton
@@ -26,32 +25,6 @@ def load_once(places, mask, even: tl.constexpr):
 
 
 @triton.jit
-def _of_adapter(w, sums, part, start, rank, splits: tl.constexpr, width: tl.constexpr, room: tl.constexpr):
-    """w [rows, 16], the columns of `b` from `start` on, times what was left of the token."""
-    r = start + tl.arange(0, 16)
-    places = sums + part[:, None] * room + r[None, :]
-    known = (part[:, None] >= 0) & (r[None, :] < (rank + 15) // 16 * 16)
-    v = tl.load(places, mask=known, other=0.0)
-    for split in tl.static_range(1, splits):
-        v += tl.load(places + split * width, mask=known, other=0.0)
-    return tl.sum(w.to(tl.float32) * v, 1)
-
-
-@triton.jit
-def _more_of_adapter(
-    sums, rows_of_b, part, in_rows, rank, splits: tl.constexpr, width: tl.constexpr, room: tl.constexpr
-):
-    """What the ranks behind the first 16 add."""
-    y = _of_adapter(
-        tl.load(rows_of_b + 16, mask=in_rows[:, None], other=0.0), sums, part, 16, rank, splits, width, room
-    )
-    for start in range(32, rank, 16):
-        w = tl.load(rows_of_b + start, mask=in_rows[:, None], other=0.0)
-        y += _of_adapter(w, sums, part, start, rank, splits, width, room)
-    return y
-
-
-@triton.jit
 def _gemv(
     x,
     norm_weight,
@@ -60,9 +33,7 @@ def _gemv(
     residual,
     out,
     eps,
-    sums,
-    b,
-    ranks,
+    deltas,
     slots,
     out_features: tl.constexpr,
     in_features: tl.constexpr,
@@ -73,11 +44,6 @@ def _gemv(
     rows: tl.constexpr,
     block: tl.constexpr,
     adapted: tl.constexpr,
-    second_part: tl.constexpr,
-    third_part: tl.constexpr,
-    splits: tl.constexpr,
-    room: tl.constexpr,
-    width: tl.constexpr,
     dependent: tl.constexpr,
 ):
     n = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -92,22 +58,14 @@ def _gemv(
         w_up = load_once(second + place, inside, even)
     if norm:
         g = tl.load(norm_weight + k, mask=k < in_features, other=0.0).to(tl.float32)
-    if adapted:
-        slot = tl.load(slots)
-        rank = tl.where(slot >= 0, tl.load(ranks + tl.maximum(slot, 0)), 0)
-        first_row = tl.maximum(slot, 0).to(tl.int64) * (2 * out_features if gated else out_features)
-        rows_of_b = b + (first_row + n)[:, None] * room + tl.arange(0, 16)[None, :]
-        is_changed = (n < tl.where(rank > 0, out_features, 0))[:, None]
-        low = tl.load(rows_of_b, mask=is_changed, other=0.0)
-        part = (n >= second_part).to(tl.int32) + (n >= third_part).to(tl.int32)
-        if gated:
-            low_up = tl.load(rows_of_b + out_features * room, mask=is_changed, other=0.0)
     wait_for_previous(dependent)
-    if adapted:
-        delta = _of_adapter(low, sums, part, 0, rank, splits, width, room)
-        if gated:
-            delta_up = _of_adapter(low_up, sums, part + 1, 0, rank, splits, width, room)
     v = tl.load(x + k, mask=k < in_features, other=0.0).to(tl.float32)
+    if adapted:
+        # Read before it is known whether it counts: there is room for it in any case.
+        delta = tl.load(deltas + n, mask=in_rows, other=0.0)
+        if gated:
+            delta_up = tl.load(deltas + out_features + n, mask=in_rows, other=0.0)
+        has_adapter = tl.load(slots) >= 0
     squares = v * v
     if norm:
         v = v * g
@@ -130,16 +88,9 @@ def _gemv(
     if gated:
         y_up = tl.sum(acc_up, 1)
     if adapted:
-        if rank > 0:
-            y += delta
-            if gated:
-                y_up += delta_up
-        if room > 16:  # noqa: SIM102 (the one is known to the compiler)
-            if rank > 16:
-                y += _more_of_adapter(sums, rows_of_b, part, in_rows, rank, splits, width, room)
-                if gated:
-                    up_of_b = rows_of_b + out_features * room
-                    y_up += _more_of_adapter(sums, up_of_b, part + 1, in_rows, rank, splits, width, room)
+        y = tl.where(has_adapter, y + delta, y)
+        if gated:
+            y_up = tl.where(has_adapter, y_up + delta_up, y_up)
     if norm:
         factor = tl.rsqrt(tl.sum(squares, 0) / in_features + eps)
         y = y * factor

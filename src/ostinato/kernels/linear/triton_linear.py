@@ -65,14 +65,12 @@ def project_few_adapted_tokens(
     gated: bool,
     residual: Tensor | None,
     dtype: torch.dtype,
-    shrunk: list[Tensor],
-    second: int,
-    third: int,
+    deltas: Tensor,
+    slots: Tensor,
 ) -> Tensor:
-    """The same with what adapters add to the product: `Shrunk`, in pieces."""
+    """The same with what adapters add to the product: `Deltas`."""
     out = x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
-    added = Shrunk.from_tensors(shrunk, second, third)
-    _launch_few_tokens(x, weight, bias, norm_weight, eps, gated, residual, out, added)
+    _launch_few_tokens(x, weight, bias, norm_weight, eps, gated, residual, out, (deltas, slots))
     return out
 
 
@@ -86,28 +84,48 @@ def _(
     gated: bool,
     residual: Tensor | None,
     dtype: torch.dtype,
-    shrunk: list[Tensor],
-    second: int,
-    third: int,
+    deltas: Tensor,
+    slots: Tensor,
 ) -> Tensor:
     return x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
 
 
 @custom_op("multiply_and_gate_adapted")
 def multiply_and_gate_adapted(
-    x: Tensor, weight: Tensor, bias: Tensor | None, shrunk: list[Tensor], second: int, third: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> Tensor:
-    """`multiply`, gated, with what adapters add to the product: `Shrunk`, in pieces."""
+    """`multiply`, gated, with what adapters add to the product: `Shrunk`."""
     tile = _unfused_tile(x, weight, True)
     out = _room(x, weight, True, x.dtype, tile)
-    deltas = Shrunk.from_tensors(shrunk, second, third).deltas()
-    _launch_unfused(x, weight, bias, True, out, tile, deltas)
+    _launch_unfused(
+        x, weight, bias, True, out, tile, Shrunk(sums, b, ranks, slots, order, blocks, second, third)
+    )
     return out
 
 
 @multiply_and_gate_adapted.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, shrunk: list[Tensor], second: int, third: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sums: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> Tensor:
     return _room(x, weight, True, x.dtype, _unfused_tile(x, weight, True))
 
@@ -171,7 +189,7 @@ def _launch_few_tokens(
     gated: bool,
     residual: Tensor | None,
     out: Tensor,
-    added: Shrunk | None = None,
+    deltas: Deltas | None = None,
 ) -> None:
     tile = _choice(x, weight, gated=gated)
     match tile:
@@ -184,7 +202,7 @@ def _launch_few_tokens(
                 x if residual is None else residual,
                 out,
                 eps,
-                *((added.sums, added.b, added.ranks, added.slots) if added else (x, x, x, x)),
+                *(deltas or (x, x)),
                 out_features=out.size(1),
                 in_features=x.size(1),
                 norm=norm_weight is not None,
@@ -193,12 +211,7 @@ def _launch_few_tokens(
                 has_residual=residual is not None,
                 rows=rows,
                 block=block,
-                adapted=added is not None,
-                second_part=added.second if added else 0,
-                third_part=added.third if added else 0,
-                splits=added.sums.size(0) if added else 1,
-                room=added.b.size(2) if added else 0,
-                width=added.sums.size(2) if added else 0,
+                adapted=deltas is not None,
                 num_warps=num_warps,
                 enable_fp_fusion=True,
                 **dependent_launch.options(x.device),
@@ -207,15 +220,15 @@ def _launch_few_tokens(
         case CudaGemvTile():
             from .cuda_gemv import launch_gemv
 
-            launch_gemv(x, weight, bias, norm_weight, eps, residual, out, tile, added and added.deltas())
+            launch_gemv(x, weight, bias, norm_weight, eps, residual, out, tile, deltas)
         case FragmentsTile():
             from .cuda_fragments import launch_fragments
 
-            launch_fragments(x, weight, bias, norm_weight, eps, residual, out, tile, added and added.deltas())
+            launch_fragments(x, weight, bias, norm_weight, eps, residual, out, tile, deltas)
         case StreamedTile():
             from .cuda_streamed import launch_streamed
 
-            launch_streamed(x, weight, bias, norm_weight, eps, residual, out, tile, added and added.deltas())
+            launch_streamed(x, weight, bias, norm_weight, eps, residual, out, tile, deltas)
         case _:
             raise AssertionError(f"{tile} is not fused")
 
@@ -227,14 +240,14 @@ def _launch_unfused(
     gated: bool,
     out: Tensor,
     tile: SkinnyTile | WideTile,
-    deltas: Deltas | None = None,
+    shrunk: Shrunk | None = None,
 ) -> None:
     if isinstance(tile, WideTile):
         from .cuda_wide import launch_wide
 
-        launch_wide(x, weight, bias, out, tile, deltas=deltas)
+        launch_wide(x, weight, bias, out, tile, shrunk=shrunk)
     else:
-        _launch_skinny(x, weight, bias, gated, out, tile, deltas)
+        _launch_skinny(x, weight, bias, gated, out, tile, shrunk)
 
 
 def _launch_skinny(
@@ -244,8 +257,9 @@ def _launch_skinny(
     gated: bool,
     out: Tensor,
     tile: SkinnyTile,
-    deltas: Deltas | None,
+    shrunk: Shrunk | None,
 ) -> None:
+    assert shrunk is None or (gated and shrunk.second == out.size(-1)), "adapters add to the halves of a gate"
     num_tokens, in_features = x.shape
     out_features = out.size(-1)
     grid = (cdiv(num_tokens, tile.tokens), cdiv(out_features, tile.rows), tile.parts)
@@ -254,7 +268,8 @@ def _launch_skinny(
         weight,
         x if bias is None else bias,
         out,
-        *(deltas or (x, x)),
+        *((shrunk.sums, shrunk.b, shrunk.ranks, shrunk.slots, shrunk.blocks) if shrunk else (x,) * 5),
+        shrunk.blocks.size(1) if shrunk else 0,
         num_tokens,
         out_features=out_features,
         in_features=in_features,
@@ -264,7 +279,9 @@ def _launch_skinny(
         rows=tile.rows,
         block=tile.block,
         parts=tile.parts,
-        adapted=deltas is not None,
+        adapted=shrunk is not None,
+        room=shrunk.b.size(2) if shrunk else 0,
+        splits=shrunk.sums.size(0) if shrunk else 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,

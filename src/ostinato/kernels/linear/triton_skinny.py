@@ -8,7 +8,8 @@ longer side of the tensor cores. With `parts` > 1 the columns are shared too:
     columns      | part 0 | part 1 | ...      each its own product, float32 [parts, T, out]
 
 and who reads the result adds them, in order, so that the same input always gives the same bits. `gated` is
-silu(first half of the rows) * second half; `adapted`: of the products and what adapters add to them.
+silu(first half of the rows) * second half; `adapted`: of the products and what adapters, of two parts, add to
+them.
 """
 
 import triton
@@ -35,14 +36,62 @@ def _multiply(w, v, acc, turned: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=("num_tokens",))
+@triton.jit
+def _with_adapters(
+    acc,
+    left,
+    b,
+    ranks,
+    blocks,
+    num_blocks,
+    num_tokens,
+    token,
+    has_slot,
+    n,
+    in_rows,
+    part: tl.constexpr,
+    of_matrix: tl.constexpr,
+    room: tl.constexpr,
+    splits: tl.constexpr,
+):
+    """acc [tokens, rows] and what adapters make of what is left of the tokens; rows n are of `part`.
+
+    A slot's matrix is multiplied with all tokens, and added to its own: others keep their bits, whatever a
+    broken adapter makes of them.
+    """
+    r = tl.arange(0, 16)
+    width: tl.constexpr = 2 * room
+    for start in range(0, room, 16):
+        v = tl.zeros([token.shape[0], 16], tl.float32)
+        for split in tl.static_range(splits):
+            places = (split * num_tokens + token)[:, None] * width + part * room + start + r[None, :]
+            v += tl.load(left + places, mask=(has_slot >= 0)[:, None], other=0.0)
+        v = v.to(b.dtype.element_ty)
+        before = -1
+        for block in range(num_blocks):
+            slot = tl.load(blocks + block)
+            rank = tl.load(ranks + tl.maximum(slot, 0))
+            if (slot >= 0) & (slot != before) & (start < tl.maximum(rank, 1)):
+                rows_of_b = b + (slot.to(tl.int64) * of_matrix + n)[:, None] * room + start + r[None, :]
+                w = tl.load(rows_of_b, mask=in_rows[:, None], other=0.0)
+                added = tl.dot(v, tl.trans(w), input_precision="ieee")
+                acc = tl.where((has_slot == slot)[:, None], acc + added, acc)
+            before = slot
+    return acc
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_blocks"))
 def _skinny(
     x,
     weight,
     bias,
     out,
-    deltas,
+    left,
+    b,
+    ranks,
     slots,
+    blocks,
+    num_blocks,
     num_tokens,
     out_features: tl.constexpr,
     in_features: tl.constexpr,
@@ -53,6 +102,8 @@ def _skinny(
     block: tl.constexpr,
     parts: tl.constexpr,
     adapted: tl.constexpr,
+    room: tl.constexpr,
+    splits: tl.constexpr,
     dependent: tl.constexpr,
 ):
     turned: tl.constexpr = rows > tokens
@@ -87,14 +138,43 @@ def _skinny(
     if turned:
         acc, acc_up = tl.trans(acc), tl.trans(acc_up)
     if adapted:
-        slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
-        added = (slot >= 0)[:, None] & in_rows[None, :]
-        halves: tl.constexpr = 2 if gated else 1
-        of_tokens = deltas + token.to(tl.int64)[:, None] * (halves * out_features) + n[None, :]
-        acc = tl.where(added, acc + tl.load(of_tokens, mask=added, other=0.0), acc)
+        has_slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+        of_matrix: tl.constexpr = (2 if gated else 1) * out_features
+        acc = _with_adapters(
+            acc,
+            left,
+            b,
+            ranks,
+            blocks,
+            num_blocks,
+            num_tokens,
+            token,
+            has_slot,
+            n,
+            in_rows,
+            0,
+            of_matrix,
+            room,
+            splits,
+        )
         if gated:
-            acc_up = tl.where(
-                added, acc_up + tl.load(of_tokens + out_features, mask=added, other=0.0), acc_up
+            up = n + out_features
+            acc_up = _with_adapters(
+                acc_up,
+                left,
+                b,
+                ranks,
+                blocks,
+                num_blocks,
+                num_tokens,
+                token,
+                has_slot,
+                up,
+                in_rows,
+                1,
+                of_matrix,
+                room,
+                splits,
             )
     if has_bias:
         is_added = in_rows

@@ -93,10 +93,11 @@ def expand(
     blocks: Tensor,
     product: Tensor,
     is_new: bool,
+    plain: bool = False,
 ) -> None:
     """Add to dense rows `product` [T, out], or, `is_new`, put there; other rows stay as they are.
 
-    `second`, `third`: the first rows of these parts of `b`, or `out`.
+    `second`, `third`: the first rows of these parts of `b`, or `out`. `plain`: as a plain launch.
     """
     assert product.is_contiguous(), "dense rows"
     num_tokens, out_features = product.shape
@@ -124,7 +125,7 @@ def expand(
         num_warps=4,
         num_stages=1,
         enable_fp_fusion=True,
-        **dependent_launch.options(product.device),
+        **dependent_launch.options(product.device, plain=plain),
     )
 
 
@@ -139,5 +140,6 @@ def _(
     blocks: Tensor,
     product: Tensor,
     is_new: bool,
+    plain: bool = False,
 ) -> None:
     return None

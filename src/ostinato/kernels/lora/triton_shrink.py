@@ -111,8 +111,25 @@ def shrink(
     blocks: Tensor,
 ) -> Tensor:
     """Rows x [T, in], dense or apart, times `norm_weight` if that is given, through `a` of their slots."""
+    shrunk = room_for_sums(x, a)
+    launch_shrink(x, norm_weight, a, room, ranks, order, blocks, shrunk)
+    return shrunk
+
+
+def launch_shrink(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    a: Tensor,
+    room: int,
+    ranks: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    shrunk: Tensor,
+    *,
+    plain: bool = False,
+) -> None:
+    """Queue the kernel, as a plain launch if asked."""
     assert x.stride(1) == 1, "columns lie beside each other"
-    shrunk = _room(x, a)
     how, num_blocks = division(*x.shape), blocks.size(1)
     programs = programs_for_blocks(x.size(0), a.size(0))
     _shrink[(programs, a.size(1) // RANKS_TOGETHER, how.splits)](
@@ -137,9 +154,8 @@ def shrink(
         num_warps=4,
         num_stages=min(how.num_stages, 3 if x.element_size() == 2 else 2),
         enable_fp_fusion=True,
-        **dependent_launch.options(x.device),
+        **dependent_launch.options(x.device, plain=plain),
     )
-    return shrunk
 
 
 @shrink.register_fake
@@ -152,8 +168,9 @@ def _(
     order: Tensor,
     blocks: Tensor,
 ) -> Tensor:
-    return _room(x, a)
+    return room_for_sums(x, a)
 
 
-def _room(x: Tensor, a: Tensor) -> Tensor:
+def room_for_sums(x: Tensor, a: Tensor) -> Tensor:
+    """For what `launch_shrink` leaves."""
     return x.new_empty(division(*x.shape).splits, x.size(0), a.size(1), dtype=torch.float32)

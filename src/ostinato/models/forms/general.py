@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ostinato.kernels import lora
 from ostinato.kernels.linear import products
 from ostinato.kernels.linear.products import joined
 from ostinato.kernels.linear.weight import PLAIN
@@ -78,8 +77,4 @@ class General(Form[Sum]):
 
     def _product(self, linear: Linear, x: Tensor) -> Tensor:
         """What a linear layer makes of x, adapters included, before any sum; perhaps in parts."""
-        product = products.linear_in_parts(x, linear.matrix, linear.bias)
-        adapted = adapted_by(self.adapters, linear.name)
-        if adapted is not None:
-            lora.add(x, product if product.dim() == 2 else product.select(0, 0), *adapted)
-        return product
+        return products.linear_in_parts(x, linear.matrix, linear.bias, adapted_by(self.adapters, linear.name))

@@ -1,0 +1,103 @@
+// What adapters add to a product of tiles, in the registers of its sums: b [16 rows, ranks] of a slot times what
+// shrink.cu left of the tokens.
+//
+// Each slot that a step has is multiplied with all tokens, and added to the sums of its own: a product that is not
+// wanted reaches nobody, whatever a broken adapter makes of it, and sums without an adapter keep their bits.
+#pragma once
+#include "adapter_rows.cuh"
+
+struct LowRank {
+  const float* left;   // [tokens, width]
+  const Element* b;    // [slots, rows, room]
+  const int* ranks;    // of the slots
+  const int* slots;    // of the tokens
+  AdapterBlocks blocks;
+  int rows, width, room;
+  int second, third;  // first rows of these parts
+};
+
+constexpr int kSlotsTogether = 2, kGroupsTogether = 4;  // more would take more registers than a step gains by it
+
+// The second matrices of some slots, as a fragment of mma.m16n8k16 has them.
+struct SlotWeights {
+  int slots[kSlotsTogether];  // -1: none, or not this time
+  bool are_last;
+  uint32 b[kSlotsTogether][4];
+
+  // Of rows `row` and + 8, from block `first` on; a slot of the block before was there already.
+  __device__ __forceinline__ void ask(const LowRank& from, int first, int row, int rank) {
+    int of_block[kSlotsTogether + 2];
+#pragma unroll
+    for (int i = 0; i < kSlotsTogether + 2; ++i) of_block[i] = first + i > 0 ? from.blocks.slot(first + i - 1) : -1;
+    are_last = of_block[kSlotsTogether + 1] < 0;
+#pragma unroll
+    for (int i = 0; i < kSlotsTogether; ++i) {
+      slots[i] = of_block[i + 1] == of_block[i] ? -1 : of_block[i + 1];
+      if (rank >= 16 && slots[i] >= 0 && rank >= load_kept(from.ranks + slots[i])) slots[i] = -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kSlotsTogether; ++i) {
+      if (slots[i] < 0) continue;
+      const Element* const place =
+          from.b + ((long long)slots[i] * from.rows + row) * from.room + rank + (int)threadIdx.x % 4 * 2;
+      b[i][0] = load_word(place);
+      b[i][1] = load_word(place + 8 * from.room);
+      b[i][2] = load_word(place + 8);
+      b[i][3] = load_word(place + 8 * from.room + 8);
+    }
+  }
+};
+
+// A warp adds to sums of 16 rows from `first_row` on, as mma.m16n8k16 leaves them: four of each 8 tokens, of the
+// `tokens_here` from `first_token` on. `weights`: the first ones, asked for before the wait for the previous kernel.
+template <int kSums>
+__device__ __forceinline__ void add_low_rank(float (&acc)[kSums], SlotWeights weights, const LowRank& from,
+                                             int first_row, int first_token, int tokens_here) {
+  constexpr int kGroups = kSums / 4, kTogether = kGroups < kGroupsTogether ? kGroups : kGroupsTogether;
+  const int lane = threadIdx.x % 32;
+  const int part = (first_row >= from.second) + (first_row >= from.third);
+#pragma unroll
+  for (int group = 0; group < kGroups; group += kTogether) {
+#pragma unroll 1
+    for (int rank = 0; rank < from.room; rank += 16) {
+      uint32 left[kTogether][2];
+      int slots[kTogether][2];  // of the tokens whose sums this thread has
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const int token = (group + j) * 8 + lane / 4, own = (group + j) * 8 + lane % 4 * 2;
+        left[j][0] = left[j][1] = 0;
+        if (token < tokens_here) {
+          const float* const place =
+              from.left + (long long)(first_token + token) * from.width + part * from.room + rank + lane % 4 * 2;
+          const uint2 v = load_two_words(place), w = load_two_words(place + 8);
+          left[j][0] = rounded(__uint_as_float(v.x), __uint_as_float(v.y));
+          left[j][1] = rounded(__uint_as_float(w.x), __uint_as_float(w.y));
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd)
+          slots[j][odd] = own + odd < tokens_here ? load_kept(from.slots + first_token + own + odd) : -1;
+      }
+      if (group > 0 || rank > 0) weights.ask(from, 0, first_row + lane / 4, rank);
+      bool has_more = true;
+#pragma unroll 1
+      for (int first = 0; has_more; first += kSlotsTogether) {
+        const SlotWeights now = weights;
+        has_more = !now.are_last;
+        if (has_more) weights.ask(from, first + kSlotsTogether, first_row + lane / 4, rank);
+#pragma unroll
+        for (int i = 0; i < kSlotsTogether; ++i) {
+          if (now.slots[i] < 0) continue;
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) {
+            float sums[4] = {};
+            multiply_add(sums, now.b[i], left[j][0], left[j][1]);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              if (slots[j][k % 2] == now.slots[i]) acc[(group + j) * 4 + k] += sums[k];
+            }
+          }
+        }
+      }
+    }
+  }
+}

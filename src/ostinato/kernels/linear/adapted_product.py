@@ -1,0 +1,66 @@
+"""A product by any kernel that only multiplies, and what adapters add to it where it lies.
+
+What the adapters do first, from the width of the layer to a few ranks, runs beside the product: neither needs
+the other, and kernels of a library take their time to start.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import side_stream
+from ..custom_op import custom_op
+from ..lora.deltas import Shrunk, shrinker_of
+from . import triton_linear
+
+
+@custom_op("multiply_adapted")
+def multiply_adapted(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    by_library: bool,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
+) -> Tensor:
+    """As `products.linear_in_parts`, of dense rows x [T, in]."""
+    shrinker = shrinker_of(x)
+    sums = shrinker.room_for_sums(x, a)
+    with side_stream.forked(x.device):
+        shrinker.launch_shrink(x, None, a, b.size(2), ranks, order, blocks, sums, plain=True)
+    if by_library:
+        product = functional.linear(x, weight, bias)
+    else:
+        product = triton_linear.multiply(x, weight, bias, False, x.dtype)
+    side_stream.join(x.device)
+    shrunk = Shrunk(sums, b, ranks, slots, order, blocks, second, third)
+    shrunk.add_to(product if product.dim() == 2 else product.select(0, 0), plain=True)
+    return product
+
+
+@multiply_adapted.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    by_library: bool,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
+) -> Tensor:
+    if by_library:
+        return x.new_empty(x.size(0), weight.size(0))
+    return torch.empty_like(triton_linear.multiply(x, weight, bias, False, x.dtype))

@@ -1,0 +1,122 @@
+"""Launches `cuda/shrink.cu`: dozens of tokens times the first matrix of their adapters."""
+
+import torch
+from torch import Tensor
+
+from ..cuda import compiled
+from ..cuda.compiled import CudaKernel, cuda_kernel
+from ..custom_op import custom_op
+from ..host_sizes import cdiv
+
+MOST_TOKENS = 64
+_RANKS, _TOKENS, _WARPS = 8, 16, 8
+_STEPS = 4
+"""Of 32 columns that a warp should take at most."""
+_MOST_PROGRAMS_FOR_BLOCKS = 16
+
+
+def is_the_choice(x: Tensor) -> bool:
+    """Whether rows x [T, in] should run so."""
+    return (
+        compiled.is_supported(x.device)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and 1 < x.size(0) <= MOST_TOKENS
+        and x.size(1) % 32 == 0
+    )
+
+
+def slices_of(in_features: int) -> int:
+    """Programs of a cluster that share the columns."""
+    return next(n for n in (1, 2, 4, 8) if n == 8 or in_features <= n * _WARPS * 32 * _STEPS)
+
+
+def shared_bytes() -> int:
+    """As `sizeof(Shared)` there."""
+    return (_WARPS + 1) * _TOKENS * _RANKS * 4 + 16
+
+
+def _registers(in_features: int, *, norm: bool) -> int:
+    """Of a thread, at most: a program should fit beside one of `wide`, or it begins when that has ended."""
+    steps = cdiv(in_features, slices_of(in_features) * _WARPS * 32)
+    return 64 if steps <= _STEPS and not norm else 80 if steps <= 2 * _STEPS else 160
+
+
+def shrink_kernel(in_features: int, *, norm: bool, dtype: torch.dtype = torch.bfloat16) -> CudaKernel:
+    """The kernel for so many columns."""
+    slices = slices_of(in_features)
+    return cuda_kernel(
+        "shrink.cu",
+        "shrink",
+        IN=in_features,
+        NORM=norm,
+        HALF=dtype == torch.float16,
+        WARPS=_WARPS,
+        REGISTERS=_registers(in_features, norm=norm),
+        SLICES=slices,
+        SHARED_BYTES=shared_bytes(),
+    )
+
+
+def launch_shrink(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    a: Tensor,
+    room: int,
+    ranks: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    shrunk: Tensor,
+    *,
+    plain: bool = False,
+) -> None:
+    """Queue the kernel, as a plain launch if asked; `shrunk` is float32 [T, parts * room].
+
+    Rows x may lie apart, all else is dense.
+    """
+    norm = x if norm_weight is None else norm_weight
+    assert not (x.data_ptr() | a.data_ptr() | norm.data_ptr()) % 16, "16 bytes are loaded at a time"
+    assert x.stride(1) == 1, "columns lie beside each other"
+    assert x.stride(0) % 8 == 0, "rows begin at multiples of 16 bytes"
+    (_, width, in_features), num_blocks, slices = a.shape, blocks.size(1), slices_of(x.size(1))
+    shrink_kernel(in_features, norm=norm_weight is not None, dtype=x.dtype).launch(
+        grid=(width // _RANKS * slices, min(num_blocks, _MOST_PROGRAMS_FOR_BLOCKS), 1),
+        block=_WARPS * 32,
+        args=(a, norm, x, ranks, order, blocks, shrunk, num_blocks, x.stride(0), width, room),
+        shared_bytes=shared_bytes(),
+        cluster=slices,
+        dependent=not plain,
+    )
+
+
+@custom_op("lora_shrink_in_clusters")
+def shrink(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    a: Tensor,
+    room: int,
+    ranks: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+) -> Tensor:
+    """As `triton_shrink.shrink`; nothing is left to be added: float32 [1, T, parts * room]."""
+    shrunk = room_for_sums(x, a)
+    launch_shrink(x, norm_weight, a, room, ranks, order, blocks, shrunk)
+    return shrunk
+
+
+@shrink.register_fake
+def _(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    a: Tensor,
+    room: int,
+    ranks: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+) -> Tensor:
+    return room_for_sums(x, a)
+
+
+def room_for_sums(x: Tensor, a: Tensor) -> Tensor:
+    """For what `launch_shrink` leaves."""
+    return x.new_empty(1, x.size(0), a.size(1), dtype=torch.float32)
