@@ -101,6 +101,8 @@ static uint32 __ballot_sync(uint32, bool vote) {
   return mask;
 }
 
+static bool __any_sync(uint32 lanes, bool vote) { return __ballot_sync(lanes, vote) != 0; }
+
 // ---- dependent launch: there is always one kernel only ----
 
 static void allow_next_kernel() {}
