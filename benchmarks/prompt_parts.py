@@ -15,7 +15,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +65,7 @@ def kind_of(name: str) -> str:
 
 def parts_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Milliseconds by kind, and those in which nothing ran."""
-    taken, number = Counter[str](), Counter[str]()
+    taken, number = defaultdict[str, float](float), Counter[str]()
     busy_until, idle = float(events[0]["ts"]), 0.0
     for event in events:
         kind, start, length = kind_of(event["name"]), float(event["ts"]), float(event["dur"])
@@ -76,7 +76,10 @@ def parts_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "window_ms": round((busy_until - float(events[0]["ts"])) / 1e3, 2),
         "idle_ms": round(idle, 2),
-        "kinds": {kind: {"ms": round(ms, 3), "launches": number[kind]} for kind, ms in taken.most_common(12)},
+        "kinds": {
+            kind: {"ms": round(taken[kind], 3), "launches": number[kind]}
+            for kind in sorted(taken, key=lambda kind: -taken[kind])[:12]
+        },
     }
 
 
