@@ -113,8 +113,8 @@ def test_what_lies_behind_the_last_key_is_not_seen(emulator):
 def test_bits_follow_from_the_position(emulator):
     """Whatever runs beside a token, and however its prompt was cut into steps, its bits are the same.
 
-    Tokens 64 to 115 are in a tile that goes on to the third block of keys, or in one that ends before it: what
-    they have summed up by then must shrink by exactly one where a block has nothing for them to see.
+    Tokens 64 to 115 are in a tile that goes on to the third block of keys, or in one that ends before it:
+    what they have summed up by then must shrink by exactly one where a block has nothing for them to see.
     """
     emulator = replace(emulator, contracts=True)
     whole = make_case([(290, 150), (70, 3)], num_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.float16)
