@@ -69,6 +69,20 @@ def test_lengths_are_spread_like_conversations() -> None:
     assert 70 < prompts[1000] < 110
 
 
+def test_long_prompts_come_among_the_others() -> None:
+    load = ServingLoad(num_requests=1000, long_share=0.2, long_len=3000, token_ids=50)
+    lengths = [len(request.body["prompt"]) for request in plan(load, "m")]
+    assert 150 < lengths.count(3000) < 250
+    assert all(length == 3000 or length <= load.max_len for length in lengths)
+    results = [
+        StreamedRequest(0.0, length, 2, [length / 1e3, length / 1e3 + 1], 4.0) for length in (3000, 10)
+    ]
+    found = summary(load, "m", results)
+    assert [found[kind]["ttft_ms"]["p50"] for kind in ("long", "others")] == [3000, 10]
+    with pytest.raises(ConfigError, match="long_share must be from 0 to 1, not 2"):
+        ServingLoad(long_share=2)
+
+
 def test_goodput_counts_requests_within_both_limits() -> None:
     def request(first: float, per_token: float) -> StreamedRequest:
         arrivals = [first + per_token * number for number in range(5)]

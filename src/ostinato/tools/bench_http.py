@@ -140,7 +140,7 @@ def _served(
     options: Mapping[str, Any], loads: list[ServingLoad]
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     measured = []
-    with _server(options) as url:
+    with running_server(options) as url:
         for load in loads:
             result = send_load(replace(load, base_url=url, warmups=1))
             if result["failed"]:
@@ -157,7 +157,7 @@ def _served(
 
 
 @contextmanager
-def _server(options: Mapping[str, Any]) -> Iterator[str]:
+def running_server(options: Mapping[str, Any]) -> Iterator[str]:
     """A server with these engine options; its address."""
     command = [sys.executable, "-m", "ostinato", "serve", "--port", "0", *_flags(options)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

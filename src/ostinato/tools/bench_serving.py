@@ -77,6 +77,10 @@ class ServingLoad:
     """Output length in tokens; default: drawn likewise."""
     max_len: int = 1024
     """The longest prompt and the longest output that is drawn."""
+    long_share: float = 0.0
+    """Share of requests with a long prompt, among the others."""
+    long_len: int = 8192
+    """Length of a long prompt."""
     token_ids: int | None = None
     """Send random token ids below this instead of words; completions only."""
     ignore_eos: bool = True
@@ -97,7 +101,9 @@ class ServingLoad:
             raise ConfigError(f"unknown endpoint {self.endpoint!r}: use completions or chat")
         if self.token_ids is not None and self.endpoint == "chat":
             raise ConfigError("token ids can be sent to completions only, not to chat")
-        for name in ("num_requests", "max_len"):
+        if not 0 <= self.long_share <= 1:
+            raise ConfigError(f"long_share must be from 0 to 1, not {self.long_share}")
+        for name in ("num_requests", "max_len", "long_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
 
@@ -130,6 +136,8 @@ def plan(load: ServingLoad, model: str) -> list[PlannedRequest]:
 def _body(load: ServingLoad, model: str, draw: random.Random) -> dict[str, Any]:
     # Log-normal, with medians and tails of the kind that ShareGPT's conversations have.
     prompt_len = load.input_len or _drawn(draw, 90, 1.2, load.max_len)
+    if load.long_share > 0 and draw.random() < load.long_share:
+        prompt_len = load.long_len
     output_len = load.output_len or _drawn(draw, 150, 0.9, load.max_len)
     body: dict[str, Any] = {
         "model": model,
@@ -238,6 +246,7 @@ def summary(load: ServingLoad, model: str, results: Sequence[StreamedRequest]) -
         "tpot_ms": percentiles(tpots),
         "itl_ms": percentiles([gap for result in good for gap in result.gaps]),
         "latency_ms": percentiles([result.latency for result in good]),
+        **_by_length(load, good),
         "requests": [
             {
                 "at": result.started - min(other.started for other in results),
@@ -249,6 +258,25 @@ def summary(load: ServingLoad, model: str, results: Sequence[StreamedRequest]) -
             }
             for result in good
         ],
+    }
+
+
+def _by_length(load: ServingLoad, good: Sequence[StreamedRequest]) -> dict[str, Any]:
+    """Of a load with long prompts among others, what each of the two kinds saw."""
+    if load.long_share == 0:
+        return {}
+    kinds = {
+        "long": [result for result in good if result.prompt_tokens >= load.long_len],
+        "others": [result for result in good if result.prompt_tokens < load.long_len],
+    }
+    return {
+        name: {
+            "requests": len(kind),
+            "ttft_ms": percentiles([result.ttft for result in kind]),
+            "tpot_ms": percentiles([result.tpot for result in kind if result.tpot is not None]),
+            "itl_ms": percentiles([gap for result in kind for gap in result.gaps]),
+        }
+        for name, kind in kinds.items()
     }
 
 

@@ -16,8 +16,6 @@
 #define __expf expf
 #define __fdividef(x, y) ((x) / (y))
 #define __fmaf_rn fmaf
-#define __fmul_rn(x, y) ((x) * (y))
-#define __fadd_rn(x, y) ((x) + (y))
 #define rsqrtf(x) (1.f / sqrtf(x))
 #define __shared__ static  // one for all programs: of use where they run one after the other
 
@@ -56,6 +54,16 @@ static T min(T a, T b) {
 template <class T>
 static T max(T a, T b) {
   return a < b ? b : a;
+}
+
+// Rounded by themselves, whatever the compiler makes of operations that do not say so.
+static float __fmul_rn(float x, float y) {
+  const volatile float product = x * y;
+  return product;
+}
+static float __fadd_rn(float x, float y) {
+  const volatile float first = x, second = y;
+  return first + second;
 }
 
 static float __uint_as_float(uint32 bits) { return with_bits_of<float>(bits); }
@@ -100,6 +108,8 @@ static uint32 __ballot_sync(uint32, bool vote) {
   for (int lane = 0; lane < 32; ++lane) mask |= (uint32)votes[lane] << lane;
   return mask;
 }
+
+static bool __any_sync(uint32 lanes, bool vote) { return __ballot_sync(lanes, vote) != 0; }
 
 // ---- dependent launch: there is always one kernel only ----
 

@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -33,6 +34,11 @@ EMULATOR = Path(__file__).parent
 
 _KINDS = {Tensor: "p", TileMap: "m", float: "f", int: "i"}
 _OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-fno-strict-aliasing", "-w")
+_CONTRACTING = (
+    "-ffp-contract=fast",
+    "-fexpensive-optimizations",
+    *(["-mfma"] if platform.machine() == "x86_64" else []),
+)
 _FILES = ("device.cuh", "warpgroup.cuh", "fibers.h", "launch.h")
 MOST_SHARED_BYTES = 227 << 10
 """Of a program."""
@@ -48,6 +54,8 @@ class Emulator:
 
     builds: Path
     sources: Path = SOURCES
+    contracts: bool = False
+    """Products and sums become one operation wherever a source does not say how to round, as on a GPU."""
 
     def kernel(self, file: str, entry: str, **constants: int) -> "EmulatedKernel":
         """In the place of `compiled.cuda_kernel`."""
@@ -111,7 +119,8 @@ class EmulatedKernel:
         files = {path.name: path.read_text() for path in sorted(self.emulator.sources.glob("*.cu*"))}
         files |= {name: (EMULATOR / name).read_text() for name in _FILES}
         files["kernel.cpp"] = f'#include "{self.file}"\n#include "launch.h"\n'
-        command = [COMPILER, *_OPTIONS, "-shared", f"-DENTRY={self.entry}", *macros]
+        contracting = _CONTRACTING if self.emulator.contracts else ()
+        command = [COMPILER, *_OPTIONS, *contracting, "-shared", f"-DENTRY={self.entry}", *macros]
         key = hashlib.sha256("\n".join([*command, *files.values()]).encode()).hexdigest()
         kept = self.emulator.builds / f"{key}.so"
         if kept.exists():
@@ -121,7 +130,13 @@ class EmulatedKernel:
             for name, text in files.items():
                 Path(folder, name).write_text(text)
             built = Path(folder, "kernel.so")
-            command += ["-include", _standard_headers(), "-o", str(built), str(Path(folder, "kernel.cpp"))]
+            command += [
+                "-include",
+                _standard_headers(contracting),
+                "-o",
+                str(built),
+                str(Path(folder, "kernel.cpp")),
+            ]
             said = subprocess.run(command, capture_output=True, text=True)
             if said.returncode != 0:
                 raise EmulatorError(f"{self.file} does not compile with {' '.join(macros)}:\n{said.stderr}")
@@ -130,7 +145,7 @@ class EmulatedKernel:
 
 
 @cache
-def _standard_headers() -> str:
+def _standard_headers(options: tuple[str, ...]) -> str:
     """A file that includes those of the standard library, read by the compiler once for all kernels."""
     assert COMPILER is not None
     names = {
@@ -140,7 +155,7 @@ def _standard_headers() -> str:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     file = Path(folder, "standard.h")
     file.write_text("".join(f"#include {name}\n" for name in sorted(names)))
-    subprocess.run([COMPILER, *_OPTIONS, "-x", "c++-header", str(file)], check=True)
+    subprocess.run([COMPILER, *_OPTIONS, *options, "-x", "c++-header", str(file)], check=True)
     return str(file)
 
 

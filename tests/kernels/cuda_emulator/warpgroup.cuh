@@ -155,6 +155,34 @@ static void multiply_columns(float (&d)[kHalf], const uint32* a, uint32 tile, ui
   });
 }
 
+// The same with rows of a tile for columns.
+template <int kHalf>
+static void multiply_held(float (&d)[kHalf], const uint32* a, uint32 tile, uint32 groups) {
+  const int lane = threadIdx.x % 32;
+  const RowFactors* const lanes = emulator::from_all_lanes(RowFactors{{a[0], a[1], a[2], a[3]}});
+  RowFactors quad[4];
+  memcpy(quad, lanes + lane / 4 * 4, sizeof(quad));
+  emulator::current->products.push_back([&d, quad0 = quad[0], quad1 = quad[1], quad2 = quad[2], quad3 = quad[3],
+                                         tile, groups, lane] {
+    const RowFactors quad[4] = {quad0, quad1, quad2, quad3};
+    for (int i = 0; i < kHalf; ++i) {
+      const int half = i / 2 % 2, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      for (int k = 0; k < 16; ++k) {
+        const uint32 pair = quad[k % 8 / 2].a[half + k / 8 * 2];
+        d[i] += (k % 2 ? high(pair) : low(pair)) * of_tile(tile, column, k, groups);
+      }
+    }
+  });
+}
+
+template <int kHalf>
+static void multiply_held_anew(float (&d)[kHalf], const uint32* a, uint32 tile, uint32 groups) {
+  emulator::current->products.push_back([&d] {
+    for (float& x : d) x = 0;
+  });
+  multiply_held(d, a, tile, groups);
+}
+
 // ---- threads of a program that work apart ----
 
 template <int kRegisters>

@@ -22,7 +22,7 @@ _GROUP = 8
 """Keys that lie together, for each of these boxes."""
 _MOST_GROUP = 64
 _MOST_REQUESTS = 1024
-_STAGES = 2
+_MOST_SHARED_BYTES = 227 << 10
 
 
 def serves(q: Tensor, k_cache: Tensor, num_requests: int) -> bool:
@@ -97,10 +97,14 @@ def prompt_kernel(
     """The kernel for a batch, the keys that it takes at a time, and the shared memory of a program."""
     keys = 64 if head_dim > 128 else 128
     requests = max(32, request_block_of(num_requests))
-    # As the source lays it out: queries and rings, counts, units, ends of requests.
-    query_places = 1 if head_dim > 128 else 2
-    tiles = (query_places * _ROWS + 2 * _STAGES * keys) * head_dim * 2
-    shared_bytes = tiles + (4 * _STAGES + 2 * query_places + 4) * 8 + 2 * 32 + requests * 4 + 16
+
+    def shared_bytes_of(stages: int) -> int:
+        # As the source lays it out: queries and rings, counts, units, ends of requests.
+        tiles = (_ROWS + 2 * stages * keys) * head_dim * 2
+        return tiles + (4 * stages + 2 + 4) * 8 + 2 * 32 + requests * 4 + 16
+
+    stages = 3 if shared_bytes_of(3) <= _MOST_SHARED_BYTES else 2
+    shared_bytes = shared_bytes_of(stages)
     kernel = cuda_kernel(
         "prompt_attention.cu",
         "attend",
@@ -108,8 +112,7 @@ def prompt_kernel(
         GROUP=num_heads // num_kv_heads,
         KV_HEADS=num_kv_heads,
         KEYS=keys,
-        STAGES=_STAGES,
-        QUERY_PLACES=query_places,
+        STAGES=stages,
         MAX_REQUESTS=requests,
         SHARED_BYTES=shared_bytes,
         HALF=dtype == torch.float16,

@@ -4,8 +4,8 @@
 // multiprocessor, draw tiles from a list that each works out from the lengths of the requests, so a grid that only
 // fills the GPU serves any mixture of them.
 //
-//     one warp         asks for blocks of keys and of values, page by page, as far ahead as there are places
-//     three warps      bring the queries of the next tile
+//     four warps       list tiles, bring the queries of the next one, and ask for blocks of keys, and of values, page
+//                      by page, as far ahead as there are places
 //     two teams of     multiply 64 rows each:   scores = queries x keys of block b + 1
 //     four warps                                sums  += weights x values of block b
 //                      and make weights of the scores while the tensor cores do the sums, and the other team's products
@@ -31,104 +31,97 @@ __device__ __forceinline__ Unit next_unit(Shared& shared, Place<2>& in_ring) {
   return unit;
 }
 
-// ---- the warp that asks for keys and values ----
+// ---- the warp that makes the list of tiles ----
 
-struct Fetcher {
-  Shared& shared;
-  const TensorMap &keys, &values;              // in boxes of a page
-  const TensorMap &many_keys, &many_values;    // of as many pages as a block has
-  Place<STAGES> place;
-
-  // Pages that lie behind the last key are not asked for. Where those of a block lie one behind the other, as they
-  // mostly do in a cache that is not full, they come together.
-  __device__ __forceinline__ void block(const Unit& unit, int block, int page, bool is_first_round) {
-    const int lane = threadIdx.x % 32;
-    const int pages = min(kPages, (unit.end - block * KEYS + 15) / 16);
-    const bool is_apart = page != __shfl_sync(kAll, page, 0) + lane % kPages;
-    const bool is_row = pages == kPages && __ballot_sync(kAll, is_apart) == 0;
-    const Asked asked{unit.kv_head * kBoxes, page * 2, pages * kPageBytes, lane < (is_row ? 1 : pages)};
-    if (!is_first_round) wait_for_bytes(&shared.keys_are_read[place.at], !place.odd);
-    copy(asked, shared.keys[place.at], is_row ? many_keys : keys, &shared.keys_are_there[place.at]);
-    if (!is_first_round) wait_for_bytes(&shared.values_are_read[place.at], !place.odd);
-    copy(asked, shared.values[place.at], is_row ? many_values : values, &shared.values_are_there[place.at]);
-    place.advance();
-  }
-
-  struct Asked {
-    int box, group, bytes;  // bytes: by all lanes
-    bool is_by_me;
-  };
-
-  __device__ __forceinline__ void copy(const Asked& asked, char* to, const TensorMap& map, ByteCount* count) {
-    const int lane = threadIdx.x % 32;
-    if (lane == 0) expect_bytes(count, asked.bytes);
-    __syncwarp();
-    if (asked.is_by_me) copy_boxes(to + lane * kPageBytes, map, asked.box, asked.group, count);
-  }
-};
-
-__device__ __forceinline__ void fetch_all(Shared& shared, const Units& units, Fetcher fetch, const int* page_table,
-                                          int page_table_stride, int* counter) {
+__device__ __forceinline__ void list_all(Shared& shared, const Units& units, int* counter) {
   const int lane = threadIdx.x % 32;
   const bool draws = units.count > (int)gridDim.x;
   Place<2> in_ring;
-  int blocks = 0, number = blockIdx.x;
-  for (int n = 0;; ++n) {
+  for (int number = blockIdx.x;;) {
     const Unit unit = units.at(number);
-    if (n >= 2) wait_for_bytes(&shared.unit_is_read[in_ring.at], !in_ring.odd);
+    wait_for_bytes(&shared.unit_is_read[in_ring.at], !in_ring.odd);
     if (lane == 0) {
       shared.units[in_ring.at] = unit;
       arrive_here(&shared.unit_is_there[in_ring.at]);
     }
     in_ring.advance();
-    if (unit.end == 0) {
-      if (n == 0) wait_for_previous();  // the next kernel waits for this one only
-      return;
+    if (unit.end == 0) return;
+    if (!draws) {
+      number = units.count;
+      continue;
     }
+    // Every tile is drawn for once, so the last draw of all is known.
+    int ticket = 0;
+    if (lane == 0) ticket = atomicAdd(counter, 1);
+    if (lane == 0 && ticket == units.count - 1) *counter = 0;
+    number = (int)gridDim.x + __shfl_sync(kAll, ticket, 0);
+  }
+}
+
+// ---- the warps that ask for keys, and for values ----
+
+struct Ring {
+  char (&blocks)[STAGES][kBlockBytes];
+  ByteCount (&are_there)[STAGES], (&are_read)[STAGES];
+};
+
+// Pages that lie behind the last key are not asked for, or come as zeros. Where those of a block lie one behind the
+// other, as they mostly do in a cache that is not full, they come together.
+template <bool kWithZeros>
+__device__ __forceinline__ void fetch_all(Shared& shared, Ring ring, const TensorMap& page_map, const TensorMap& block_map,
+                                          const int* page_table, int page_table_stride) {
+  constexpr int kNowhere = 1 << 29;  // a page that no cache has
+  const int lane = threadIdx.x % 32;
+  Place<2> in_ring;
+  Place<STAGES> place;
+  for (bool is_first = true;; is_first = false) {
+    const Unit unit = next_unit(shared, in_ring);
+    if (unit.end == 0) return;
     const int* const pages = page_table + (long long)unit.table_row * page_table_stride;
     const int last = (unit.end - 1) / 16;
     int at = unit.first_block * kPages + lane % kPages;  // the page that is this lane's in a block
-    int page = at <= last ? __ldg(pages + at) : 0;
-    if (n == 0) wait_for_previous();
-    int ticket = 0;
-    if (draws && lane == 0) ticket = atomicAdd(counter, 1);
-    for (int block = unit.first_block; block < unit.end_block; ++block, ++blocks) {
-      const int this_page = page;
+    int next_page = at <= last ? __ldg(pages + at) : kNowhere;
+    if (is_first) wait_for_previous();
+    for (int block = unit.first_block; block < unit.end_block; ++block) {
+      const int page = next_page;
       at += kPages;
-      if (at <= last) page = __ldg(pages + at);  // of the next block, before it is needed
-      fetch.block(unit, block, this_page, blocks < STAGES);
-    }
-    if (!draws) {
-      number = units.count;
-    } else {
-      // Every tile is drawn for once, so the last draw of all is known.
-      if (lane == 0 && ticket == units.count - 1) *counter = 0;
-      number = (int)gridDim.x + __shfl_sync(kAll, ticket, 0);
+      next_page = at <= last ? __ldg(pages + at) : kNowhere;  // of the next block, before it is needed
+      const bool is_apart = page != __shfl_sync(kAll, page, 0) + lane % kPages;
+      const bool is_row = __ballot_sync(kAll, is_apart) == 0;
+      const int number = kWithZeros ? kPages : min(kPages, last + 1 - block * kPages);
+      wait_for_bytes(&ring.are_read[place.at], !place.odd);
+      if (lane == 0) expect_bytes(&ring.are_there[place.at], number * kPageBytes);
+      __syncwarp();
+      if (lane < (is_row ? 1 : number))
+        copy_boxes(ring.blocks[place.at] + lane * kPageBytes, is_row ? block_map : page_map, unit.kv_head * kBoxes,
+                   page * 2, &ring.are_there[place.at]);
+      place.advance();
     }
   }
 }
 
-// ---- the warps that bring queries ----
+// ---- the warp that brings queries ----
 
 __device__ __forceinline__ void bring_all(Shared& shared, const Element* q, long long token_stride) {
   constexpr int kPieces = HEAD_DIM / 8;
-  const int thread = (int)threadIdx.x - (kThreads - kBringing);
+  const int lane = threadIdx.x % 32;
   Place<2> in_ring;
-  Place<QUERY_PLACES> place;
-  for (int n = 0;; ++n) {
+  Place<1> place;
+  for (;;) {
     const Unit unit = next_unit(shared, in_ring);
     if (unit.end == 0) return;
-    if (n >= QUERY_PLACES) wait_for_bytes(&shared.queries_are_done[place.at], !place.odd);
-    for (int at = thread; at < kRows * kPieces; at += kBringing) {
+    wait_for_bytes(&shared.queries_are_read, !place.odd);
+#pragma unroll 8
+    for (int at = lane; at < kRows * kPieces; at += 32) {
       const int row = at / kPieces, number = at % kPieces;
       const bool is_there = is_query(unit, row);
       const Element* const head = is_there ? q + token_of(unit, row) * token_stride + head_of(unit, row) * HEAD_DIM : q;
-      copy_piece_if(shared_address(shared.piece(place.at, row, number)), head + number * 8, is_there);
+      copy_piece_if(shared_address(shared.piece(row, number)), head + number * 8, is_there);
     }
     wait_for_copies();
     show_to_copies();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive_here(&shared.queries_are_there[place.at]);
+    if (lane == 0) arrive_here(&shared.queries_are_there);
     place.advance();
   }
 }
@@ -137,11 +130,12 @@ __device__ __forceinline__ void bring_all(Shared& shared, const Element* q, long
 
 struct Team {
   Shared& shared;
-  int team;  // its number
-  Place<QUERY_PLACES> query_place;
+  int team;  // its number, the same in all threads of a warp as far as the compiler knows
+  Place<1> query_place;
   Place<STAGES> key_place, value_place;
   float sums[HEAD_DIM / 2], scores[KEYS / 2];
   uint32 weights[KEYS / 4];
+  uint32 queries[kHolds ? HEAD_DIM / 4 : 1];
   float most[2], total[2];  // of the thread's two rows; of the total, the thread's own columns
 
   __device__ __forceinline__ int thread() const { return threadIdx.x % 128; }
@@ -153,14 +147,40 @@ struct Team {
 
   __device__ __forceinline__ void ask_scores() {
     wait_for_bytes(&shared.keys_are_there[key_place.at], key_place.odd);
-    const uint32 queries = shared_address(shared.queries[query_place.at]) + first_row() * 128;
     const uint32 keys = shared_address(shared.keys[key_place.at]);
     begin_products();
-    multiply_tiles_anew(scores, queries, keys, kKeyGroup);
 #pragma unroll
-    for (int k = 1; k < HEAD_DIM / 16; ++k)
-      multiply_tiles(scores, queries + k / 4 * kQueryBox + k % 4 * 32, keys + k / 4 * kKeyBox + k % 4 * 32, kKeyGroup);
+    for (int k = 0; k < HEAD_DIM / 16; ++k) multiply_columns_of_keys(k, keys + k / 4 * kKeyBox + k % 4 * 32);
     end_products();
+  }
+
+  __device__ __forceinline__ void multiply_columns_of_keys(int k, uint32 columns) {
+    if constexpr (kHolds) {
+      if (k == 0) multiply_held_anew(scores, queries, columns, kKeyGroup);
+      else multiply_held(scores, queries + k * 4, columns, kKeyGroup);
+    } else {
+      const uint32 rows = shared_address(shared.queries) + first_row() * 128 + k / 4 * kQueryBox + k % 4 * 32;
+      if (k == 0) multiply_tiles_anew(scores, rows, columns, kKeyGroup);
+      else multiply_tiles(scores, rows, columns, kKeyGroup);
+    }
+  }
+
+  // Of the next tile. Those that are held make room for the ones behind them at once.
+  __device__ __forceinline__ void take_queries() {
+    wait_for_bytes(&shared.queries_are_there, query_place.odd);
+    query_place.advance();
+    if constexpr (kHolds) {
+      const int lane = thread() % 32, row = first_row() + thread() / 32 * 16 + lane % 16;
+#pragma unroll
+      for (int k = 0; k < HEAD_DIM / 16; ++k)
+        load_blocks(*(uint32(*)[4])(queries + k * 4), shared_address(shared.piece(row, k * 2 + lane / 16)));
+      say_queries_are_read();
+    }
+  }
+
+  __device__ __forceinline__ void say_queries_are_read() {
+    meet();
+    if (thread() == 0) arrive_here(&shared.queries_are_read);
   }
 
   __device__ __forceinline__ void say_keys_are_read() {
@@ -190,10 +210,10 @@ struct Team {
     value_place.advance();
   }
 
-  // Values behind the last key are whatever was there; not even a weight of zero would remove a NaN.
+  // Values behind the last key, in its page, are whatever was there; not even a weight of zero would remove a NaN.
   __device__ __forceinline__ void clear_values_behind(int end_in_block) {
     wait_for_bytes(&shared.values_are_there[value_place.at], value_place.odd);
-    for (int at = end_in_block * 8 + thread(); at < KEYS * 8; at += 128) {
+    for (int at = end_in_block * 8 + thread(); at < (end_in_block + 15) / 16 * 128; at += 128) {
       char* const row = shared.values[value_place.at] + at / 64 * kKeyGroup + at % 64 * 16;
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) *(Word4*)(row + box * kKeyBox) = Word4{0, 0, 0, 0};
@@ -214,10 +234,14 @@ struct Team {
     }
   }
 
-  // Whether a query of this team may not see all of a block.
-  __device__ __forceinline__ bool hides(const Unit& unit, int block, int window) const {
+  struct Blocks {
+    int first, end;
+  };
+
+  // Blocks of which all queries of this team see everything.
+  __device__ __forceinline__ Blocks seen_by_all(const Unit& unit, int window) const {
     const int first = unit.position + first_row() / GROUP, last = unit.position + (first_row() + 63) / GROUP;
-    return (block + 1) * KEYS - 1 > first || (window > 0 && block * KEYS <= last - window);
+    return Blocks{window > 0 ? max(0, last - window + KEYS) / KEYS : 0, (first + 1) / KEYS};
   }
 
   // Scores to weights, which stay in their place; by what the sums so far shrink. This is compiled several times: with
@@ -249,7 +273,9 @@ struct Team {
     for (int i = 0; i < KEYS / 4; ++i) weights[i] = rounded(scores[i * 2], scores[i * 2 + 1]);
   }
 
+  // Mostly there is nothing to do: the largest score so far is rarely in the last block.
   __device__ __forceinline__ void shrink_sums(const float (&factor)[2]) {
+    if (!__any_sync(kAll, factor[0] != 1.f || factor[1] != 1.f)) return;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = __fmul_rn(sums[i], factor[i / 2 % 2]);
   }
@@ -290,7 +316,7 @@ struct Team {
 
   // The first scores of a first tile.
   __device__ __forceinline__ void begin(const Unit& unit, float scale, int window) {
-    wait_for_bytes(&shared.queries_are_there[query_place.at], query_place.odd);
+    take_queries();
     ask_scores();
     wait_for_products(scores);
     say_keys_are_read();
@@ -301,39 +327,38 @@ struct Team {
 
   // All other scores of a tile, and all sums but the last.
   __device__ __forceinline__ void go_on(const Unit& unit, float scale, int window) {
+    const Blocks whole = seen_by_all(unit, window);
     for (int block = unit.first_block + 1; block < unit.end_block; ++block) {
-      if (hides(unit, block, window)) step<true>(unit, block, scale, window);
-      else step<false>(unit, block, scale, window);
+      if (block >= whole.first && block < whole.end) step<false>(unit, block, scale, window);
+      else step<true>(unit, block, scale, window);
     }
-    if (unit.end % KEYS != 0) clear_values_behind(unit.end % KEYS);
+    if (unit.end % 16 != 0) clear_values_behind(unit.end % KEYS);
   }
 
   // The last sums of a tile, and the first scores of the next one.
   __device__ __forceinline__ void change(const Unit& unit, const Unit& next, Element* out, float scale, int window) {
-    if (QUERY_PLACES == 1) {
+    if constexpr (!kHolds) {
       end(unit, out);
-      query_place.advance();
       begin(next, scale, window);
       return;
     }
-    const int place = query_place.at;
-    query_place.advance();
-    wait_for_bytes(&shared.queries_are_there[query_place.at], query_place.odd);
+    take_queries();
     ask_both();
     const float totals[2] = {total[0], total[1]};
     weigh_first(next, scale, window);
     wait_for_products_when(total[0] + total[1], sums);
     say_values_are_read();
-    store(unit, place, totals, out);
+    store(unit, totals, out);
     round_weights();
     clear_sums();
   }
 
   __device__ __forceinline__ void end(const Unit& unit, Element* out) {
+    if constexpr (!kHolds) say_queries_are_read();
     ask_sums();
     wait_for_products(sums);
     say_values_are_read();
-    store(unit, query_place.at, total, out);
+    store(unit, total, out);
   }
 
   __device__ __forceinline__ void clear_sums() {
@@ -341,36 +366,51 @@ struct Team {
     for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.f;
   }
 
-  // By way of the place of the queries, so that whole rows are written.
-  __device__ __forceinline__ void store(const Unit& unit, int place, const float (&totals)[2], Element* out) const {
-    constexpr int kPieces = HEAD_DIM / 8;
-    const int row = own_row(), lane = thread() % 32;
+  __device__ __forceinline__ void store(const Unit& unit, const float (&totals)[2], Element* out) const {
+    const int lane = thread() % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float all = totals[half];
       all += __shfl_xor_sync(kAll, all, 1);
       all += __shfl_xor_sync(kAll, all, 2);
       const float share = all > 0.f ? 1.f / all : 0.f;  // rows that are no query's may have seen nothing
+      const int row = own_row() + half * 8;
+      const bool is_there = is_query(unit, row);
+      Element* const to = out + (token_of(unit, row) * (long long)kHeads + head_of(unit, row)) * HEAD_DIM;
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 8; ++i)
-        *(uint32*)(shared.piece(place, row + half * 8, i) + lane % 4 * 4) =
-            rounded(__fmul_rn(sums[i * 4 + half * 2], share), __fmul_rn(sums[i * 4 + half * 2 + 1], share));
-    }
-    meet();
+      for (int i = 0; i < HEAD_DIM / 32; ++i) {
+        uint32 words[4];
 #pragma unroll
-    for (int i = 0; i < 64 * kPieces / 128; ++i) {
-      const int at = i * 128 + thread(), from = first_row() + at / kPieces, number = at % kPieces;
-      Element* const to = out + (token_of(unit, from) * (long long)kHeads + head_of(unit, from)) * HEAD_DIM;
-      if (is_query(unit, from))
-        *(Word4*)(to + number * 8) = *(const Word4*)shared.piece(place, from, number);
+        for (int j = 0; j < 4; ++j) {
+          const int at = (i * 4 + j) * 4 + half * 2;
+          words[j] = rounded(__fmul_rn(sums[at], share), __fmul_rn(sums[at + 1], share));
+        }
+        exchange(words);
+        if (is_there) *(Word4*)(to + i * 32 + lane % 4 * 8) = Word4{words[0], words[1], words[2], words[3]};
+      }
     }
-    meet();
-    if (thread() == 0) arrive_here(&shared.queries_are_done[place]);
+  }
+
+  // The j-th word of the i-th of four lanes becomes the i-th of the j-th, so that 16 bytes of a row are together.
+  __device__ __forceinline__ void exchange(uint32 (&words)[4]) const {
+    const bool is_odd = thread() & 1, is_high = thread() & 2;
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      const uint32 other = __shfl_xor_sync(kAll, is_odd ? words[j] : words[j + 1], 1);
+      words[j] = is_odd ? other : words[j];
+      words[j + 1] = is_odd ? words[j + 1] : other;
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint32 other = __shfl_xor_sync(kAll, is_high ? words[j] : words[j + 2], 2);
+      words[j] = is_high ? other : words[j];
+      words[j + 2] = is_high ? words[j + 2] : other;
+    }
   }
 };
 
 __device__ __forceinline__ void attend_all(Shared& shared, Element* out, float scale, int num_tokens, int window) {
-  Team team{shared, (int)threadIdx.x / 128};
+  Team team{shared, __shfl_sync(kAll, (int)threadIdx.x / 128, 0)};
   if (team.team == kTeams - 1) come_to_meeting(kTurns, kMultiplying);
   Place<2> in_ring;
   Unit unit = next_unit(shared, in_ring);
@@ -400,10 +440,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
            const int* __restrict__ query_lens, float scale, int token_stride, int page_table_stride, int num_tokens,
            int num_requests, int window) {
   Shared& shared = *(Shared*)memory_of_tiles();
-  const bool is_multiplying = threadIdx.x < kMultiplying, is_fetching = threadIdx.x / 32 == kMultiplying / 32;
+  const bool is_multiplying = threadIdx.x < kMultiplying;
+  const int warp = __shfl_sync(kAll, (int)threadIdx.x / 32, 0) - kMultiplying / 32;
   allow_next_kernel();
   Units units{shared, req_rows, seq_lens, query_starts, query_lens, window};
-  if (is_fetching) {
+  if (warp == 0) {
     if (threadIdx.x % 32 == 0) {
       fetch_map(keys);
       fetch_map(values);
@@ -415,13 +456,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         make_count_of(&shared.values_are_there[i], 1);
         make_count_of(&shared.values_are_read[i], kTeams);
       }
-      for (int i = 0; i < QUERY_PLACES; ++i) {
-        make_count_of(&shared.queries_are_there[i], kBringing / 32);
-        make_count_of(&shared.queries_are_done[i], kTeams);
-      }
+      make_count_of(&shared.queries_are_there, 1);
+      make_count_of(&shared.queries_are_read, kTeams);
       for (int i = 0; i < 2; ++i) {
         make_count_of(&shared.unit_is_there[i], 1);
-        make_count_of(&shared.unit_is_read[i], (kMultiplying + kBringing) / 32);
+        make_count_of(&shared.unit_is_read[i], kReaders);
       }
     }
     units.make(num_requests);
@@ -431,13 +470,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     take_registers<232>();
     wait_for_previous();
     attend_all(shared, out, scale, num_tokens, window);
+    return;
+  }
+  give_up_registers<40>();
+  if (warp == 0) {
+    wait_for_previous();
+    list_all(shared, units, counter);
+  } else if (warp == 1) {
+    fetch_all<false>(shared, Ring{shared.keys, shared.keys_are_there, shared.keys_are_read}, keys, many_keys, page_table,
+                     page_table_stride);
+  } else if (warp == 2) {
+    fetch_all<true>(shared, Ring{shared.values, shared.values_are_there, shared.values_are_read}, values, many_values,
+                    page_table, page_table_stride);
   } else {
-    give_up_registers<40>();
-    if (is_fetching) {
-      fetch_all(shared, units, Fetcher{shared, keys, values, many_keys, many_values}, page_table, page_table_stride, counter);
-    } else {
-      wait_for_previous();
-      bring_all(shared, q, token_stride);
-    }
+    wait_for_previous();
+    bring_all(shared, q, token_stride);
   }
 }

@@ -10,8 +10,9 @@ constexpr int kTeams = 2;                           // of four warps, which mult
 constexpr int kRows = kTeams * 64;                  // of a tile
 constexpr int kQueries = kRows / GROUP;             // of a tile, each with the heads that share a KV head
 constexpr int kMultiplying = kTeams * 128;          // threads
-constexpr int kThreads = kMultiplying + 128;        // of the others one warp asks for keys, three bring queries
-constexpr int kBringing = 96;
+constexpr int kThreads = kMultiplying + 128;
+constexpr int kReaders = kMultiplying / 32 + 3;     // warps that read the list of tiles
+constexpr bool kHolds = HEAD_DIM <= 128;            // queries are held in registers
 constexpr int kBoxes = HEAD_DIM / 64;               // beside each other
 constexpr int kPages = KEYS / 16;                   // of a block of keys
 constexpr int kQueryBox = kRows * 128;
@@ -35,20 +36,20 @@ struct Unit {
 };
 
 struct Shared {
-  char queries[QUERY_PLACES][kBoxes * kQueryBox];  // results take their place
+  char queries[kBoxes * kQueryBox];
   char keys[STAGES][kBlockBytes];
   char values[STAGES][kBlockBytes];
   ByteCount keys_are_there[STAGES], keys_are_read[STAGES];
   ByteCount values_are_there[STAGES], values_are_read[STAGES];
-  ByteCount queries_are_there[QUERY_PLACES], queries_are_done[QUERY_PLACES];
+  ByteCount queries_are_there, queries_are_read;
   ByteCount unit_is_there[2], unit_is_read[2];
   Unit units[2];
   int ends[MAX_REQUESTS];  // tiles of requests up to each, with it
   int num_tokens;          // of all requests
 
   // 16 bytes of a row of queries, as tiles lie.
-  __device__ __forceinline__ char* piece(int place, int row, int number) {
-    return queries[place] + number / 8 * kQueryBox + row * 128 + (number % 8 ^ row % 8) * 16;
+  __device__ __forceinline__ char* piece(int row, int number) {
+    return queries + number / 8 * kQueryBox + row * 128 + (number % 8 ^ row % 8) * 16;
   }
 };
 

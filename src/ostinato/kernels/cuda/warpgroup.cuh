@@ -167,6 +167,24 @@ MULTIPLY_COLUMNS(64, NAMES_32, "%32", "%33", "%34", "%35", "%36", EIGHT(0), EIGH
 MULTIPLY_COLUMNS(128, NAMES_64, "%64", "%65", "%66", "%67", "%68", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24),
                  EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56))
 
+#define MULTIPLY_HELD(name, adds, columns, names, a0, a1, a2, a3, b, ...)                                      \
+  __device__ __forceinline__ void name(float (&d)[columns / 2], const uint32* a, uint32 tile, uint32 groups) { \
+    asm volatile("{ .reg .pred adds; setp.eq.u32 adds, " adds ", 1; wgmma.mma_async.sync.aligned.m64n" #columns \
+                 "k16.f32." ELEMENT "." ELEMENT " {" names "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b           \
+                 ", adds, 1, 1, 0; }"                                                                          \
+                 : __VA_ARGS__                                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(described(tile, groups)));                  \
+  }
+
+// d [64, columns] += a [64, 16] * b [columns, 16]^T: a as above, b as of `multiply_tiles`.
+MULTIPLY_HELD(multiply_held, "1", 64, NAMES_32, "%32", "%33", "%34", "%35", "%36", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
+MULTIPLY_HELD(multiply_held, "1", 128, NAMES_64, "%64", "%65", "%66", "%67", "%68", EIGHT(0), EIGHT(8), EIGHT(16),
+              EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56))
+MULTIPLY_HELD(multiply_held_anew, "0", 64, NAMES_32, "%32", "%33", "%34", "%35", "%36", EIGHT(0), EIGHT(8), EIGHT(16),
+              EIGHT(24))
+MULTIPLY_HELD(multiply_held_anew, "0", 128, NAMES_64, "%64", "%65", "%66", "%67", "%68", EIGHT(0), EIGHT(8), EIGHT(16),
+              EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56))
+
 // ---- threads of a program that work apart ----
 
 // All of four warps give registers up, or take them, so that they have so many each.
