@@ -1,11 +1,11 @@
 """Speculation from end to end, and what its parts cost, beside plain decode.
 
-python benchmarks/speculation.py benchmarks/results/speculation-h200.json [--model llama-3.1-8b] [--method eagle3]
+python benchmarks/speculation.py benchmarks/results/speculation-h200.json [--model M] [--method eagle3]
 
 Random weights: acceptance is synthetic, three tokens a step on average with four drafts. Tokens a second of
 engines with and without drafts over batches of one size; each batch with the number of drafts that the engine
-chooses, and with all four. Then single graphs, replayed alone: a plain step, a step that verifies four drafts,
-and the chain that drafts them, with the kernels of that by time. The result is written after every part.
+chooses, and with all four. Then single graphs, replayed alone: a plain step, a step that verifies drafts, and
+the chain that drafts them, with the kernels of that by time. The result is written after every part.
 """
 
 import argparse
