@@ -29,6 +29,19 @@ class DraftAttention:
             return heads
         return StepAttention(heads, functools.partial(self._from_rows, batch))
 
+    def storing(self, batch: AttentionBatch) -> Attend:
+        """That of a pass of which nothing is wanted but its keys and values: none in the last layer, where
+        torch would do it. In one kernel with the rest it is no work to speak of."""
+        if self._backend.attend_qkv is not None:
+            return self.over(batch)
+        return functools.partial(self._store, batch)
+
+    def _store(self, batch: AttentionBatch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer < self._shape.num_layers - 1:
+            return self._from_heads(batch, layer, q, k, v)
+        self._backend.write_kv(k, v, *self._kv.layer(layer), batch)
+        return q
+
     def _from_heads(self, batch: AttentionBatch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_cache, v_cache = self._kv.layer(layer)
         self._backend.write_kv(k, v, k_cache, v_cache, batch)

@@ -75,20 +75,34 @@ def chain_start(
     return ChainStart((tokens * is_real).view(-1), batch, behind_base.view(-1), ends)
 
 
-def next_in_chain(rows: Tensor, positions: Tensor, page_table: Tensor, max_context: int) -> AttentionBatch:
-    """A pass of one token a request, at slots `positions` int64 [R]."""
-    real = rows != 0
-    return AttentionBatch(
-        page_table=page_table,
-        token_rows=rows,
-        positions=positions * real,
-        req_rows=rows,
-        seq_lens=torch.where(real, positions + 1, 1).int(),
-        query_starts=torch.arange(rows.size(0), dtype=torch.int32, device=rows.device),
-        query_lens=real.int(),
-        max_query_len=1,
-        max_context=max_context,
-    )
+def rest_of_chain(
+    rows: Tensor, count: int, offset: int, lengths: Tensor, page_table: Tensor, max_context: int
+) -> list[AttentionBatch]:
+    """So many further passes of one token a request: the first computes the draft behind the last token.
+
+    Padding is at places of page 0, of which a chain has fewer than there are.
+    """
+    if not count:
+        return []
+    steps = torch.arange(2 - offset, 2 - offset + count, dtype=torch.int32, device=rows.device)
+    seq_lens = lengths.index_select(0, rows) + steps.unsqueeze(1)
+    positions = (seq_lens - 1).long()
+    starts = torch.arange(rows.size(0), dtype=torch.int32, device=rows.device)
+    query_lens = (rows != 0).int()
+    return [
+        AttentionBatch(
+            page_table=page_table,
+            token_rows=rows,
+            positions=positions[number],
+            req_rows=rows,
+            seq_lens=seq_lens[number],
+            query_starts=starts,
+            query_lens=query_lens,
+            max_query_len=1,
+            max_context=max_context,
+        )
+        for number in range(count)
+    ]
 
 
 class Pairs(NamedTuple):

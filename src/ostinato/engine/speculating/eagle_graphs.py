@@ -32,7 +32,7 @@ from ostinato.models.drafts.draft import Draft
 from ..scheduling.request import IntArray, Request
 from .config import SpeculativeConfig
 from .draft_attention import DraftAttention
-from .draft_inputs import NO_FEATURE, chain_start, keep_features, next_in_chain, pairs_of_step
+from .draft_inputs import NO_FEATURE, chain_start, keep_features, pairs_of_step, rest_of_chain
 from .tiers import draft_tiers
 
 if TYPE_CHECKING:
@@ -127,10 +127,10 @@ class EagleGraphManager:
         combined = draft.combined(features) if draft.feature_size else None
         if descriptor.query_len is None or descriptor.query_len == 1:
             if combined is None:
-                draft.remember(input_ids, None, batch.positions, self._attention.over(batch))
+                draft.remember(input_ids, None, batch.positions, self._attention.storing(batch))
             else:
                 shifted, pairs = pairs_of_step(batch, combined, self._features, self._base)
-                draft.remember(input_ids, shifted, pairs.positions, self._attention.over(pairs))
+                draft.remember(input_ids, shifted, pairs.positions, self._attention.storing(pairs))
         keep_features(batch, combined, lengths, self._features, self._base)
 
     def try_out(self) -> None:
@@ -166,10 +166,8 @@ class EagleGraphManager:
         hidden = states.hidden.index_select(0, start.ends)
         carried = None if states.carried is None else states.carried.index_select(0, start.ends)
         tokens = [draft.to_target(draft.logits(hidden).argmax(-1))]
-        # The first draft stands behind the last token.
-        first = lengths.index_select(0, req_rows).long() + 1 - self._offset
-        for number in range(1, count):
-            batch = next_in_chain(req_rows, first + (number - 1), self._runner.page_table, self._max_context)
+        rest = (self._offset, lengths, self._runner.page_table, self._max_context)
+        for batch in rest_of_chain(req_rows, count - 1, *rest):
             states = draft(tokens[-1], carried, batch.positions, self._attention.over(batch))
             carried = states.carried
             tokens.append(draft.to_target(draft.logits(states.hidden).argmax(-1)))
