@@ -4,6 +4,7 @@ On a CPU TRL refuses to meet the server's engine for weights: there the meeting,
 place with the function that it calls on a GPU.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ prompts = tokenizer(["hello", "good day"])["input_ids"]
 
 def differences(answer):
     worst = 0.0
-    for prompt, ids, told in zip(prompts, answer["completion_ids"][::2], answer["logprobs"][::2], strict=True):
+    for prompt, ids, told in zip(prompts, *(answer[n][::2] for n in ("completion_ids", "logprobs"))):
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
         own = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
         worst = max(worst, float((own - torch.tensor(told)).abs().max()))
@@ -95,8 +96,6 @@ print("found", json.dumps(found))
 
 
 def test_trls_client_and_grpo_in_server_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-
     model = tmp_path / "model"
     model.mkdir()
     names = {"folder": str(Path(__file__).parents[2] / "examples"), "model": str(model)}
