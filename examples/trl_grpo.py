@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
-from ostinato import LLM
+from ostinato import LLM, SamplingParams
 from ostinato.tools.machine import machine
 # isort: on
 
@@ -82,6 +82,13 @@ class Engine:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._at_start = self._graphs()
+
+    def draw_aside(self, count: int) -> None:
+        """Leave out so many seeds of requests. TRL starts each engine with the same one: runs that are
+        compared with each other would all draw alike."""
+        for name in self.llm.enqueue([{"prompt_token_ids": [0]}] * count, SamplingParams(max_tokens=1)):
+            self.llm.engine.abort(name)
+        self.llm.wait_for_completion(use_tqdm=False)
 
     def _graphs(self) -> set[int]:
         core = self.llm.engine.core
@@ -150,6 +157,8 @@ def train(arguments: argparse.Namespace, kind: str, seed: int) -> dict[str, Any]
             processing_class=tokenizer,
         )
         engine = Engine(trainer.vllm_generation.llm) if kind == "ostinato" else None
+        if engine is not None and seed:
+            engine.draw_aside(seed * arguments.steps * arguments.batch)
         started = time.perf_counter()
         trainer.train()
         ended = time.perf_counter()

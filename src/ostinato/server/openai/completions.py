@@ -148,7 +148,9 @@ class CompletionWriter(ChunkEvents):
         text = piece.text
         if self._logprobs:
             logprobs = CompletionLogprobs()
-            if self._body.logprobs == 0 and not self._body.logprob_token_ids:
+            # With 0 OpenAI lists none, and vLLM the token that came: whoever asks as its clients do is one.
+            in_vllms_way = self._body.logprob_token_ids or self._body.return_tokens_as_token_ids
+            if self._body.logprobs == 0 and not in_vllms_way:
                 logprobs.top_logprobs = None
         is_first = completion.index not in self._prompts_told
         self._prompts_told.add(completion.index)
