@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.lora import NO_ADAPTER, Adapted, Adapters, LowRank, Rows, Stack
-from ostinato.kernels.lora.deltas import Shrunk, deltas_of
+from ostinato.kernels.lora.deltas import Operands, Shrunk
 from ostinato.models.layer import Layer
 from ostinato.models.layers import Linear
 from ostinato.models.weights import load_model
@@ -106,14 +106,14 @@ def by_kind(step: LayerStep, batch_size: int, stacks: dict[str, Stack]) -> dict[
     found = {}
     for kind, x in inputs.items():
         of_kind = [stack for name, stack in stacks.items() if name.endswith(kind)]
-        shrunk = Shrunk.of(x, Adapted(of_kind[0], rows))
+        shrunk = Operands.of(Adapted(of_kind[0], rows)).shrunk(x)
 
         def shrink(x: Tensor = x, of_kind: list[Stack] = of_kind) -> list[Any]:
-            first = deltas_of if batch_size == 1 else Shrunk.of  # the whole for one token
-            return [first(x, Adapted(stack, rows)) for stack in of_kind]
+            adapters = [Operands.of(Adapted(stack, rows)) for stack in of_kind]
+            return [each.deltas(x) if batch_size == 1 else each.shrunk(x) for each in adapters]
 
         def expand(of_kind: list[Stack] = of_kind, shrunk: Shrunk = shrunk) -> list[Any]:
-            return [shrunk._replace(b=stack.b).deltas() for stack in of_kind]
+            return [shrunk._replace(of=shrunk.of._replace(b=stack.b)).deltas() for stack in of_kind]
 
         us = in_turns(
             {

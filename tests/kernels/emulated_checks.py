@@ -23,7 +23,7 @@ from ostinato.kernels.linear import (
 )
 from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile, WideTile
 from ostinato.kernels.lora import Rows
-from ostinato.kernels.lora.deltas import Shrunk
+from ostinato.kernels.lora.deltas import Operands, Shrunk
 from ostinato.kernels.squares import room_for_scaled
 
 CPU = torch.device("cpu")
@@ -203,7 +203,9 @@ def random_shrunk(num_tokens: int, width: int, *, room: int = 48) -> tuple[Shrun
     added = torch.where((slots >= 0)[:, None], torch.cat(added, dim=1), 0.0).float()
     left = torch.where(is_left[:, None, :], left, torch.nan).view(1, num_tokens, 2 * room)
     rows = in_blocks(slots, num_slots)
-    return Shrunk(left, b, ranks, slots, rows.order, rows.blocks, parts[0], width), added
+    assert rows.order is not None
+    assert rows.blocks is not None
+    return Shrunk(left, Operands(b, b, ranks, slots, rows.order, rows.blocks, parts[0], width)), added
 
 
 def _check_layer(

@@ -8,7 +8,7 @@ from torch import Tensor
 from ostinato.kernels.linear import few_tokens, triton_linear
 from ostinato.kernels.linear.tiles import UNFUSED, Tile
 from ostinato.kernels.lora import Adapted, LowRank, Rows, Stack, add
-from ostinato.kernels.lora.deltas import Shrunk, deltas_of
+from ostinato.kernels.lora.deltas import Operands
 
 Device = torch.device | str
 
@@ -139,13 +139,13 @@ def check_fused(
         with patch.object(triton_linear, "choose", lambda *_: tile):
             if isinstance(tile, UNFUSED):
                 assert gated
-                shrunk = Shrunk.of(x, adapted)
-                found = triton_linear.multiply_and_gate_adapted(x, weight, biases, *shrunk)
+                adapters = Operands.of(adapted)
+                found = triton_linear.multiply_and_gate_adapted(x, weight, biases, *adapters)
                 without = triton_linear.multiply(x, weight, biases, True, dtype)
             else:
                 operands = (x, weight, biases, norm_weight, 1e-5, gated, rest)
-                added = deltas_of(x, adapted, norm_weight)
-                found = triton_linear.project_few_adapted_tokens(*operands, torch.float32, *added)
+                adapters = Operands.of(adapted)
+                found = triton_linear.project_few_adapted_tokens(*operands, torch.float32, *adapters)
                 without = triton_linear.project_few_tokens(*operands, torch.float32)
         wanted = few_tokens.reference(
             *(None if tensor is None else tensor.double() for tensor in (x, weight, biases)),

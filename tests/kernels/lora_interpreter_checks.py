@@ -12,7 +12,7 @@ from kernels import lora_checks, unchanged
 from ostinato.kernels.linear import triton_linear
 from ostinato.kernels.linear.tiles import GemvTile, SkinnyTile
 from ostinato.kernels.lora import Adapted, Rows, division
-from ostinato.kernels.lora.deltas import Shrunk, deltas_of
+from ostinato.kernels.lora.deltas import Operands
 
 ALL = sys.argv[1:] == ["all"]
 
@@ -90,7 +90,7 @@ def check_declarations() -> None:
     stack = lora_checks.random_stack("cpu", torch.float32, 32, (16, 8))
     slots = torch.tensor([0, 1, 0], dtype=torch.int32)
     rows, x = Rows.in_blocks(slots, 5), torch.randn(3, 32)
-    shrunk = Shrunk.of(x, Adapted(stack, rows))
+    shrunk = Operands.of(Adapted(stack, rows)).shrunk(x)
     shrunk.deltas()
     torch.library.opcheck(ops.lora_group.default, (slots, 5, 16, 3), test_utils=tests)
     grouped = (stack.ranks, rows.order, rows.blocks)
@@ -100,10 +100,10 @@ def check_declarations() -> None:
     weight, one = torch.randn(24, 32), slots[:1]
     with patch.object(triton_linear, "choose", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
         halves = lora_checks.random_stack("cpu", torch.float32, 32, (12, 12))
-        gated = (x, weight, None, *Shrunk.of(x, Adapted(halves, rows)))
+        gated = (x, weight, None, *Operands.of(Adapted(halves, rows)))
         torch.library.opcheck(ops.multiply_and_gate_adapted.default, gated, test_utils=tests)
     with patch.object(triton_linear, "choose", lambda *_: GemvTile(8, 32, 4)):
-        added = deltas_of(x[:1], Adapted(stack, Rows.in_blocks(one, 5)))
+        added = Operands.of(Adapted(stack, Rows.in_blocks(one, 5)))
         operands = (x[:1], weight, None, None, 1e-5, False, None, torch.float32, *added)
         torch.library.opcheck(ops.project_few_adapted_tokens.default, operands, test_utils=tests)
 

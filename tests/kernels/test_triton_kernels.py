@@ -58,17 +58,16 @@ def test_linear_layers_compile_for_hopper():
     flags = {"norm": True, "has_residual": False}
     operands = pointers(torch.bfloat16, "x", "weight", "bias", "out")
     norms = {**pointers(torch.bfloat16, "norm_weight", "residual"), "eps": "fp32"}
-    operands |= {"slots": "*i32", "deltas": "*fp32"}
-    low_rank = {"b": "*bf16", "ranks": "*i32", "sums": "*fp32", "slots": "*i32"}
-    of_gemv = {name: kind for name, kind in (operands | norms | low_rank).items() if name != "deltas"}
-    ranks = {"second_part": 3072, "third_part": 6144, "splits": 2, "room": 32, "width": 64}
+    of_gemv = operands | norms | {"slots": "*i32", "deltas": "*fp32"}
     for adapted in (False, True):
         flags["adapted"] = adapted
-        assert compiles(_gemv, of_gemv, {**sizes, **flags, **ranks}, GemvTile(4, 1024, 4))
+        assert compiles(_gemv, of_gemv, {**sizes, **flags}, GemvTile(4, 1024, 4))
+    operands |= {"left": "*fp32", "b": "*bf16", "ranks": "*i32", "slots": "*i32", "blocks": "*i32"}
     for tile in (SkinnyTile(64, 16, 128, 4, 4), SkinnyTile(16, 64, 64, 4, 3)):
-        assert compiles(_skinny, operands, {**sizes, "adapted": tile.tokens == 64}, tile)
+        ranks = {"adapted": tile.tokens == 64, "room": 32, "splits": 2}
+        assert compiles(_skinny, operands, {**sizes, **ranks}, tile)
     in_parts = {**operands, "out": "*fp32"}
-    plain = {**sizes, "gated": False, "has_bias": True, "adapted": False}
+    plain = {**sizes, "gated": False, "has_bias": True, "adapted": False, "room": 0, "splits": 0}
     assert compiles(_skinny, in_parts, plain, SkinnyTile(32, 64, 128, 4, 3, parts=2))
 
 

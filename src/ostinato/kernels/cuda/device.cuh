@@ -74,7 +74,7 @@ __device__ __forceinline__ Word4 load_weight_now(const void* p) {
 // What nothing writes while the layers of a step run and many threads read: worth a place in L1.
 __device__ __forceinline__ int load_kept(const int* p) {
   int v;
-  asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 

@@ -40,10 +40,10 @@ struct SlotWeights {
       if (slots[i] < 0) continue;
       const Element* const place =
           from.b + ((long long)slots[i] * from.rows + row) * from.room + rank + (int)threadIdx.x % 4 * 2;
-      b[i][0] = load_word(place);
-      b[i][1] = load_word(place + 8 * from.room);
-      b[i][2] = load_word(place + 8);
-      b[i][3] = load_word(place + 8 * from.room + 8);
+      b[i][0] = (uint32)load_kept((const int*)(place));
+      b[i][1] = (uint32)load_kept((const int*)(place + 8 * from.room));
+      b[i][2] = (uint32)load_kept((const int*)(place + 8));
+      b[i][3] = (uint32)load_kept((const int*)(place + 8 * from.room + 8));
     }
   }
 };

@@ -139,8 +139,8 @@ __device__ __forceinline__ void exchange_sums(Shared& shared, const Work& work) 
   }
 }
 
-#if ADAPTED && TOKENS <= 32
-#define LIMITED __maxnreg__(80)  // programs of shrink.cu should fit beside these
+#if ADAPTED && TOKENS <= 32 && ROWS * (GATED + 1) >= 256
+#define LIMITED __maxnreg__(72)  // programs of shrink.cu should fit beside these
 #else
 #define LIMITED __launch_bounds__(kThreads)
 #endif
@@ -185,12 +185,12 @@ extern "C" __global__ void LIMITED
   }
   wait_for_previous();
 
-  Squares of_tokens;
-  if (SCALED && is_multiplying) of_tokens.ask(squares, num_tokens, work);
   float acc[TOKENS / 2] = {};
 #if ADAPTED
   if (is_adapting) add_low_rank(acc, of_slots, low_rank, matrix_row, work.first_token, work.tokens_here);
 #endif
+  Squares of_tokens;
+  if (SCALED && is_multiplying) of_tokens.ask(squares, num_tokens, work);
   if (is_multiplying) {
     multiply_all(acc, shared, work);
   } else {

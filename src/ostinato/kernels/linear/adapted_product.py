@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from .. import side_stream
 from ..custom_op import custom_op
-from ..lora.deltas import Shrunk, shrinker_of
+from ..lora.deltas import Operands, Shrunk
 from . import triton_linear
 
 
@@ -32,7 +32,8 @@ def multiply_adapted(
     third: int,
 ) -> Tensor:
     """As `products.linear_in_parts`, of dense rows x [T, in]."""
-    shrinker = shrinker_of(x)
+    adapters = Operands(a, b, ranks, slots, order, blocks, second, third)
+    shrinker = adapters.shrinker_of(x)
     sums = shrinker.room_for_sums(x, a)
     with side_stream.forked(x.device):
         shrinker.launch_shrink(x, None, a, b.size(2), ranks, order, blocks, sums, plain=True)
@@ -41,8 +42,7 @@ def multiply_adapted(
     else:
         product = triton_linear.multiply(x, weight, bias, False, x.dtype)
     side_stream.join(x.device)
-    shrunk = Shrunk(sums, b, ranks, slots, order, blocks, second, third)
-    shrunk.add_to(product if product.dim() == 2 else product.select(0, 0), plain=True)
+    Shrunk(sums, adapters).add_to(product if product.dim() == 2 else product.select(0, 0), plain=True)
     return product
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ..custom_op import custom_op
-from ..lora.deltas import Shrunk
+from ..lora.deltas import Operands, Shrunk
 from ..squares import room_for_scaled
 from .choice import choose
 from .cuda_wide import launch_wide
@@ -35,7 +35,7 @@ def project_scaled_adapted(
     bias: Tensor | None,
     eps: float,
     gated: bool,
-    sums: Tensor,
+    a: Tensor,
     b: Tensor,
     ranks: Tensor,
     slots: Tensor,
@@ -44,10 +44,11 @@ def project_scaled_adapted(
     second: int,
     third: int,
 ) -> Tensor:
-    """The same with what adapters add to the product before the norm's factor: `Shrunk`."""
+    """The same with what adapters add to the product before the norm's factor: `lora.deltas.Operands`."""
     out = _results(scaled, weight, gated)
-    tile, added = _tile(scaled, weight, gated), Shrunk(sums, b, ranks, slots, order, blocks, second, third)
-    launch_wide(scaled, weight, bias, out, tile, squares=squares, eps=eps, shrunk=added)
+    shrunk = Operands(a, b, ranks, slots, order, blocks, second, third).shrunk(scaled)
+    tile = _tile(scaled, weight, gated)
+    launch_wide(scaled, weight, bias, out, tile, squares=squares, eps=eps, shrunk=shrunk)
     return out
 
 
@@ -59,7 +60,7 @@ def _(
     bias: Tensor | None,
     eps: float,
     gated: bool,
-    sums: Tensor,
+    a: Tensor,
     b: Tensor,
     ranks: Tensor,
     slots: Tensor,
@@ -116,7 +117,7 @@ def add_projected_adapted(
     bias: Tensor | None,
     rows: Tensor,
     norm_weight: Tensor,
-    sums: Tensor,
+    a: Tensor,
     b: Tensor,
     ranks: Tensor,
     slots: Tensor,
@@ -125,10 +126,9 @@ def add_projected_adapted(
     second: int,
     third: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same with what adapters add to the product: `Shrunk`."""
-    return _add(
-        x, weight, bias, rows, norm_weight, Shrunk(sums, b, ranks, slots, order, blocks, second, third)
-    )
+    """The same with what adapters add to the product: `lora.deltas.Operands`."""
+    shrunk = Operands(a, b, ranks, slots, order, blocks, second, third).shrunk(x)
+    return _add(x, weight, bias, rows, norm_weight, shrunk)
 
 
 @add_projected_adapted.register_fake
@@ -138,7 +138,7 @@ def _(
     bias: Tensor | None,
     rows: Tensor,
     norm_weight: Tensor,
-    sums: Tensor,
+    a: Tensor,
     b: Tensor,
     ranks: Tensor,
     slots: Tensor,

@@ -110,7 +110,7 @@ def launch_wide(
 def _low_rank(shrunk: Shrunk) -> tuple[Tensor | int, ...]:
     """In the order of the kernel's parameters."""
     assert shrunk.sums.size(0) == 1, "nothing is left to be added"
-    assert not (shrunk.second | shrunk.third) % 16, "16 rows belong to one part"
-    tensors = shrunk.sums, shrunk.b, shrunk.ranks, shrunk.slots, shrunk.blocks
-    sizes = shrunk.blocks.size(1), shrunk.b.size(2), shrunk.sums.size(2)
-    return (*tensors, *sizes, shrunk.second, shrunk.third)
+    of = shrunk.of
+    assert not (of.second | of.third) % 16, "16 rows belong to one part"
+    sizes = of.blocks.size(1), of.b.size(2), shrunk.sums.size(2)
+    return (shrunk.sums, of.b, of.ranks, of.slots, of.blocks, *sizes, of.second, of.third)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from .. import lora
 from ..lora import Adapted
-from ..lora.deltas import deltas_of
+from ..lora.deltas import Operands
 from .choice import choose
 from .tiles import FUSED, MatrixShape
 from .weight import Weight, plain, tile_for
@@ -49,10 +49,12 @@ def project(
     if isinstance(tile_for(x, weight, gated=gated), FUSED):
         from . import triton_linear
 
-        operands = (x, matrix, bias, norm_weight, eps, gated, residual, dtype or x.dtype)
+        dtype = dtype or x.dtype
         if adapted is None:
-            return triton_linear.project_few_tokens(*operands)
-        return triton_linear.project_few_adapted_tokens(*operands, *deltas_of(x, adapted, norm_weight))
+            return triton_linear.project_few_tokens(x, matrix, bias, norm_weight, eps, gated, residual, dtype)
+        return triton_linear.project_few_adapted_tokens(
+            x, matrix, bias, norm_weight, eps, gated, residual, dtype, *Operands.of(adapted)
+        )
     return reference(
         x,
         matrix,

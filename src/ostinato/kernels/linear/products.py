@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from .. import lora
 from ..lora import Adapted
-from ..lora.deltas import Shrunk, deltas_of
+from ..lora.deltas import Operands
 from ..rows import silu_mul
 from .cpu_product import multiply, multiply_somehow
 from .tiles import UNFUSED, Library, SkinnyTile, Tile
@@ -73,15 +73,13 @@ def float_linear(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor
 
 
 def _adapted(x: Tensor, matrix: Tensor, bias: Tensor | None, adapted: Adapted, *, by_library: bool) -> Tensor:
-    stack, rows = adapted
-    if rows.order is None or rows.blocks is None:
+    if adapted.rows.blocks is None:
         product = _by_library(x, matrix, bias)
-        lora.add(x, product, stack, rows)
+        lora.add(x, product, *adapted)
         return product
     from .adapted_product import multiply_adapted
 
-    grouped = stack.a, stack.b, stack.ranks, rows.slots, rows.order, rows.blocks
-    return multiply_adapted(x.contiguous(), matrix, bias, by_library, *grouped, *stack.first_rows)
+    return multiply_adapted(x.contiguous(), matrix, bias, by_library, *Operands.of(adapted))
 
 
 def _by_library(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -103,9 +101,9 @@ def _by_kernel(
     if adapted is not None:
         assert gated, "adapters add to a plain product when it is there"
         if isinstance(tile, UNFUSED):
-            return triton_linear.multiply_and_gate_adapted(x, matrix, bias, *Shrunk.of(x, adapted))
+            return triton_linear.multiply_and_gate_adapted(x, matrix, bias, *Operands.of(adapted))
         return triton_linear.project_few_adapted_tokens(
-            x, matrix, bias, None, 0.0, True, None, x.dtype, *deltas_of(x, adapted)
+            x, matrix, bias, None, 0.0, True, None, x.dtype, *Operands.of(adapted)
         )
     if isinstance(tile, UNFUSED):
         return triton_linear.multiply(x, matrix, bias, gated, x.dtype)

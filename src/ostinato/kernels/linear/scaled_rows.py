@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from .. import lora
 from ..lora import Adapted
-from ..lora.deltas import Shrunk
+from ..lora.deltas import Operands
 from ..squares import SQUARES_TOGETHER
 from .choice import choose
 from .tiles import MatrixShape, WideTile
@@ -68,8 +68,8 @@ def project(
 
         if adapted is None:
             return project_scaled(x.scaled, x.squares, matrix, bias, eps, gated)
-        shrunk = Shrunk.of(x.scaled, adapted)
-        return project_scaled_adapted(x.scaled, x.squares, matrix, bias, eps, gated, *shrunk)
+        adapters = Operands.of(adapted)
+        return project_scaled_adapted(x.scaled, x.squares, matrix, bias, eps, gated, *adapters)
     factor = (x.squares.sum(0) / x.rows.size(1) + eps).rsqrt()
     y = functional.linear(x.scaled, matrix)
     if adapted is not None:
@@ -99,8 +99,8 @@ def add_projected(
 
         if adapted is None:
             return ScaledRows(to.rows, *add(x, matrix, bias, to.rows, norm_weight))
-        shrunk = Shrunk.of(x, adapted)
-        return ScaledRows(to.rows, *add_adapted(x, matrix, bias, to.rows, norm_weight, *shrunk))
+        adapters = Operands.of(adapted)
+        return ScaledRows(to.rows, *add_adapted(x, matrix, bias, to.rows, norm_weight, *adapters))
     product = functional.linear(x, matrix, bias)
     if adapted is not None:
         lora.add(x, product, *adapted)

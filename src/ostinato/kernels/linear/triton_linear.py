@@ -6,7 +6,7 @@ from torch import Tensor
 from .. import dependent_launch
 from ..custom_op import custom_op
 from ..host_sizes import cdiv
-from ..lora.deltas import Deltas, Shrunk
+from ..lora.deltas import Deltas, Operands, Shrunk
 from ..on_chip_memory import prefer_l1
 from .choice import choose
 from .tiles import (
@@ -65,12 +65,19 @@ def project_few_adapted_tokens(
     gated: bool,
     residual: Tensor | None,
     dtype: torch.dtype,
-    deltas: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
     slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> Tensor:
-    """The same with what adapters add to the product: `Deltas`."""
+    """The same with what adapters add to the product: `lora.deltas.Operands`."""
+    deltas = Operands(a, b, ranks, slots, order, blocks, second, third).deltas(x, norm_weight)
     out = x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
-    _launch_few_tokens(x, weight, bias, norm_weight, eps, gated, residual, out, (deltas, slots))
+    _launch_few_tokens(x, weight, bias, norm_weight, eps, gated, residual, out, deltas)
     return out
 
 
@@ -84,8 +91,14 @@ def _(
     gated: bool,
     residual: Tensor | None,
     dtype: torch.dtype,
-    deltas: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
     slots: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    second: int,
+    third: int,
 ) -> Tensor:
     return x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
 
@@ -95,7 +108,7 @@ def multiply_and_gate_adapted(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sums: Tensor,
+    a: Tensor,
     b: Tensor,
     ranks: Tensor,
     slots: Tensor,
@@ -104,12 +117,11 @@ def multiply_and_gate_adapted(
     second: int,
     third: int,
 ) -> Tensor:
-    """`multiply`, gated, with what adapters add to the product: `Shrunk`."""
+    """`multiply`, gated, with what adapters add to the product: `lora.deltas.Operands`."""
     tile = _unfused_tile(x, weight, True)
     out = _room(x, weight, True, x.dtype, tile)
-    _launch_unfused(
-        x, weight, bias, True, out, tile, Shrunk(sums, b, ranks, slots, order, blocks, second, third)
-    )
+    shrunk = Operands(a, b, ranks, slots, order, blocks, second, third).shrunk(x)
+    _launch_unfused(x, weight, bias, True, out, tile, shrunk)
     return out
 
 
@@ -118,7 +130,7 @@ def _(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sums: Tensor,
+    a: Tensor,
     b: Tensor,
     ranks: Tensor,
     slots: Tensor,
@@ -259,7 +271,10 @@ def _launch_skinny(
     tile: SkinnyTile,
     shrunk: Shrunk | None,
 ) -> None:
-    assert shrunk is None or (gated and shrunk.second == out.size(-1)), "adapters add to the halves of a gate"
+    assert shrunk is None or (gated and shrunk.of.second == out.size(-1)), (
+        "adapters add to the halves of a gate"
+    )
+    of = shrunk and shrunk.of
     num_tokens, in_features = x.shape
     out_features = out.size(-1)
     grid = (cdiv(num_tokens, tile.tokens), cdiv(out_features, tile.rows), tile.parts)
@@ -268,8 +283,8 @@ def _launch_skinny(
         weight,
         x if bias is None else bias,
         out,
-        *((shrunk.sums, shrunk.b, shrunk.ranks, shrunk.slots, shrunk.blocks) if shrunk else (x,) * 5),
-        shrunk.blocks.size(1) if shrunk else 0,
+        *((shrunk.sums, of.b, of.ranks, of.slots, of.blocks) if shrunk and of else (x,) * 5),
+        of.blocks.size(1) if of else 0,
         num_tokens,
         out_features=out_features,
         in_features=in_features,
@@ -280,7 +295,7 @@ def _launch_skinny(
         block=tile.block,
         parts=tile.parts,
         adapted=shrunk is not None,
-        room=shrunk.b.size(2) if shrunk else 0,
+        room=of.b.size(2) if of else 0,
         splits=shrunk.sums.size(0) if shrunk else 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

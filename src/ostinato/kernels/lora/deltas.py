@@ -14,32 +14,11 @@ Deltas = tuple[Tensor, Tensor]
 """float32 [T, out], undefined for tokens without an adapter, and the slots of all tokens."""
 
 
-def deltas_of(x: Tensor, adapted: Adapted, norm_weight: Tensor | None = None) -> Deltas:
-    """Of rows x [T, in], times the weight of the norm before the layer: its factor is the product's."""
-    from . import cuda_one_token
+class Operands(NamedTuple):
+    """The adapters of a linear layer as an op takes them, field by field: torch dispatches calls that have
+    anything but tensors and numbers among their arguments."""
 
-    stack, rows = adapted
-    if not cuda_one_token.is_the_choice(x):
-        return Shrunk.of(x, adapted, norm_weight).deltas()
-    matrices = stack.a, stack.b, stack.ranks
-    return cuda_one_token.one_token(x, norm_weight, *matrices, rows.slots, *stack.first_rows), rows.slots
-
-
-def shrinker_of(x: Tensor) -> ModuleType:
-    """The kernel for the first matrices of adapters of rows x."""
-    from . import cuda_shrink, triton_shrink
-
-    return cuda_shrink if cuda_shrink.is_the_choice(x) else triton_shrink
-
-
-class Shrunk(NamedTuple):
-    """What was left of a layer's input by the first matrices, and what the second are to make of it.
-
-    Ops take it field by field: a call with a list among its arguments would be dispatched by torch.
-    """
-
-    sums: Tensor
-    """float32 [splits, T, parts * room]; one split where `cuda_shrink` was the choice."""
+    a: Tensor
     b: Tensor
     ranks: Tensor
     slots: Tensor
@@ -50,15 +29,41 @@ class Shrunk(NamedTuple):
     third: int
 
     @classmethod
-    def of(cls, x: Tensor, adapted: Adapted, norm_weight: Tensor | None = None) -> Shrunk:
-        """As `deltas_of`."""
+    def of(cls, adapted: Adapted) -> Operands:
+        """Of rows in blocks."""
         stack, rows = adapted
         assert rows.order is not None
         assert rows.blocks is not None
-        sums = shrinker_of(x).shrink(
-            x, norm_weight, stack.a, stack.room, stack.ranks, rows.order, rows.blocks
-        )
-        return cls(sums, stack.b, stack.ranks, rows.slots, rows.order, rows.blocks, *stack.first_rows)
+        matrices = stack.a, stack.b, stack.ranks
+        return cls(*matrices, rows.slots, rows.order, rows.blocks, *stack.first_rows)
+
+    def shrinker_of(self, x: Tensor) -> ModuleType:
+        """The kernel for the first matrices and rows x [T, in]."""
+        from . import cuda_shrink, triton_shrink
+
+        return cuda_shrink if cuda_shrink.is_the_choice(x) else triton_shrink
+
+    def shrunk(self, x: Tensor, norm_weight: Tensor | None = None) -> Shrunk:
+        """Of rows x [T, in], times the weight of the norm before the layer: its factor is the product's."""
+        room, grouped = self.b.size(2), (self.ranks, self.order, self.blocks)
+        return Shrunk(self.shrinker_of(x).shrink(x, norm_weight, self.a, room, *grouped), self)
+
+    def deltas(self, x: Tensor, norm_weight: Tensor | None = None) -> Deltas:
+        """The same to the end."""
+        from . import cuda_one_token
+
+        if not cuda_one_token.is_the_choice(x):
+            return self.shrunk(x, norm_weight).deltas()
+        matrices, parts = (self.a, self.b, self.ranks), (self.second, self.third)
+        return cuda_one_token.one_token(x, norm_weight, *matrices, self.slots, *parts), self.slots
+
+
+class Shrunk(NamedTuple):
+    """What the first matrices left of a layer's input, for the second."""
+
+    sums: Tensor
+    """float32 [splits, T, parts * room]; one split where `cuda_shrink` was the choice."""
+    of: Operands
 
     def add_to(self, product: Tensor, *, plain: bool = False) -> None:
         """To dense rows [T, out], by a plain launch if asked."""
@@ -66,12 +71,12 @@ class Shrunk(NamedTuple):
 
     def deltas(self) -> Deltas:
         """By themselves."""
-        new = self.sums.new_empty(self.slots.size(0), self.b.size(1), dtype=torch.float32)
+        new = self.sums.new_empty(self.of.slots.size(0), self.of.b.size(1), dtype=torch.float32)
         self._expand(new, is_new=True)
-        return new, self.slots
+        return new, self.of.slots
 
     def _expand(self, product: Tensor, *, is_new: bool, plain: bool = False) -> None:
         from .triton_expand import expand
 
-        grouped = self.ranks, self.order, self.blocks
-        expand(self.sums, self.b, self.second, self.third, *grouped, product, is_new, plain)
+        parts, grouped = (self.of.second, self.of.third), (self.of.ranks, self.of.order, self.of.blocks)
+        expand(self.sums, self.of.b, *parts, *grouped, product, is_new, plain)

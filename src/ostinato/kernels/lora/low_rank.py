@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from .adapters import Adapted
-from .deltas import Shrunk
+from .deltas import Operands
 from .rows import Rows
 from .stack import Stack
 from .torch_reference import add_in_torch
@@ -18,4 +18,4 @@ def add(x: Tensor, product: Tensor, stack: Stack, rows: Rows) -> None:
     if rows.blocks is None:
         add_in_torch(x, product, stack, rows)
     else:
-        Shrunk.of(x, Adapted(stack, rows)).add_to(product)
+        Operands.of(Adapted(stack, rows)).shrunk(x).add_to(product)
