@@ -83,12 +83,11 @@ def parts_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def engine_rows(model: str) -> Iterator[dict[str, Any]]:
+def engine_rows(model: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A row for each batch of prompts."""
     draw, once = random.Random(0), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    with LLM(
-        str(MODELS / model), load_format="dummy", max_model_len=17_000, enable_prefix_caching=False
-    ) as llm:
+    started = {"max_model_len": 17_000, "enable_prefix_caching": False} | options
+    with LLM(str(MODELS / model), load_format="dummy", **started) as llm:
         vocab = llm.engine.core.loaded.model.config.vocab_size
         for number, length in BATCHES:
             prompts = [{"prompt_token_ids": draw.choices(range(vocab), k=length)} for _ in range(number)]
@@ -167,11 +166,12 @@ def product_times(matrices: Tensor, x: Tensor, out: Tensor) -> dict[str, float]:
     return times
 
 
-def main(file: Path | None, models: list[str]) -> None:
-    """Measure, print, write."""
+def main(file: Path | None, models: list[str], options: dict[str, Any]) -> None:
+    """Measure, print, write; of products only where options do not ask for something else."""
     result: dict[str, Any] = {"benchmark": "parts of prompt steps", "machine": machine()}
     for model in models:
-        for kind, rows in (("products", product_rows(model)), ("rows", engine_rows(model))):
+        kinds = {} if options else {"products": product_rows(model)}
+        for kind, rows in {**kinds, "rows": engine_rows(model, options)}.items():
             for row in rows:
                 result.setdefault(kind, []).append(row)
                 print(json.dumps(row), flush=True)
@@ -186,5 +186,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"])
+    parser.add_argument("--options", type=json.loads, default={}, help="of the engine")
     given = parser.parse_args()
-    main(given.file, given.models)
+    main(given.file, given.models, given.options)

@@ -61,6 +61,12 @@ def test_weights_are_made_while_sums_are_on_their_way(tmp_path):
     assert all(len(exponentials) >= 64 for exponentials in overlapping)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_any_number_of_requests_has_room(head_dim):
+    sizes = [prompt_kernel(16, 8, head_dim, requests, torch.bfloat16)[2] for requests in (1, 256, 512, 1024)]
+    assert max(sizes) <= MOST_SHARED_BYTES
+
+
 def test_the_launch_knows_how_much_shared_memory_the_source_takes():
     kernel, _, shared_bytes = prompt_kernel(16, 8, 128, 256, torch.bfloat16)
     constants = {**kernel._constants, "SHARED_BYTES": shared_bytes - 32}

@@ -467,12 +467,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (is_multiplying) {
-    take_registers<232>();
+    take_registers<kTeamRegisters>();
     wait_for_previous();
     attend_all(shared, out, scale, num_tokens, window);
     return;
   }
-  give_up_registers<40>();
+  give_up_registers<512 - 2 * kTeamRegisters>();
   if (warp == 0) {
     wait_for_previous();
     list_all(shared, units, counter);

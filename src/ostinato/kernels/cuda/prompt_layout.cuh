@@ -13,6 +13,7 @@ constexpr int kMultiplying = kTeams * 128;          // threads
 constexpr int kThreads = kMultiplying + 128;
 constexpr int kReaders = kMultiplying / 32 + 3;     // warps that read the list of tiles
 constexpr bool kHolds = HEAD_DIM <= 128;            // queries are held in registers
+constexpr int kTeamRegisters = kHolds ? 232 : 240;  // of a thread that multiplies; the others have what is left
 constexpr int kBoxes = HEAD_DIM / 64;               // beside each other
 constexpr int kPages = KEYS / 16;                   // of a block of keys
 constexpr int kQueryBox = kRows * 128;
