@@ -8,6 +8,8 @@ full graph for that, the forward pass runs as that of a prompt, and acceptance b
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +41,7 @@ from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PLACEHOLDER, ScheduledStep
 from ..stepping.token_return import Bunch
 from .config import SpeculativeConfig
-from .counts import DraftCounts
+from .counts import DraftCounts, SpeculationReport
 from .drafting import Drafter
 from .fields import LONGER, UNCHANGED
 from .limits import why_single
@@ -153,6 +155,21 @@ class Speculation:
         for graphs in self.runners:
             graphs.drop()
 
+    def summary(self) -> SpeculationReport:
+        """What drafts brought since the start, and why there were none."""
+        eager = [graphs.eager_steps for graphs in self.runners]
+        sizes = self.policy.chosen
+        return SpeculationReport(
+            method=self.config.method,
+            drafts=self.counts.read(),
+            chosen=sizes,
+            speed_up={size: found for size in sizes if (found := self.policy.speed_up(size)) is not None},
+            single_requests=dict(self.single_requests),
+            steps_without=dict(self.policy.steps_without),
+            eager_drafts={str(reason): count for reason, count in eager[0].items()},
+            eager_acceptance={str(reason): count for reason, count in eager[1].items()},
+        )
+
     def report(self) -> Report:
         """Graphs of drafts and acceptance, and eager ones by reason."""
         return Report.joined([graphs.report() for graphs in self.runners])
@@ -163,6 +180,15 @@ class Speculation:
         found |= self.drafter.named_tensors()
         found["draft_limits"] = self.state.limits
         return found if self.state.history is None else {**found, "history": self.state.history}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Whoever is seated inside was never there."""
+        can_draft, single = self._can_draft.copy(), self.single_requests.copy()
+        try:
+            yield
+        finally:
+            self._can_draft, self.single_requests = can_draft, single
 
     # -- requests ----------------------------------------------------------------------------------
 
