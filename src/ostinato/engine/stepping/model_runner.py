@@ -157,9 +157,10 @@ class ModelRunner:
         """Of one layer."""
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
-        # A line a step, and as many again: a step that failed may have written one, too.
+        # A line a step, or two with drafts, and as many again: a step that failed may have written one, too.
         places = max(running, verified_line(verified, 1 + config.max_drafts))
-        self.returned = TokenReturn(self.last_tokens, self.began, places, 2 * (config.lookahead + 2))
+        num_lines = (2 if config.speculation is None else 4) * (config.lookahead + 2)
+        self.returned = TokenReturn(self.last_tokens, self.began, places, num_lines)
         self.sample_plain = PlainSampling(self.rows, self.logits, self.returned)
         self.has_sampled = False
         """Whether the last step has chosen the tokens of its plain requests."""
