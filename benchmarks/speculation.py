@@ -96,7 +96,7 @@ def with_drafts(llm: LLM, batch: int) -> dict[str, Any]:
         **found,
         "mean_acceptance_length": 1 + accepted / verified if verified else 1.0,
         "mean_drafts": drafted / verified if verified else 0.0,
-        "eager": dict(after.graphs.eager_steps),
+        "eager": after.eager_drafts,
     }
 
 

@@ -6,7 +6,7 @@ import functools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -157,9 +157,10 @@ class ModelRunner:
         """Of one layer."""
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
-        # A line a step, and as many again: a step that failed may have written one, too.
+        # A line a step, or two with drafts, and as many again: a step that failed may have written one, too.
         places = max(running, verified_line(verified, 1 + config.max_drafts))
-        self.returned = TokenReturn(self.last_tokens, self.began, places, 2 * (config.lookahead + 2))
+        num_lines = (2 if config.speculation is None else 4) * (config.lookahead + 2)
+        self.returned = TokenReturn(self.last_tokens, self.began, places, num_lines)
         self.sample_plain = PlainSampling(self.rows, self.logits, self.returned)
         self.has_sampled = False
         """Whether the last step has chosen the tokens of its plain requests."""
@@ -242,7 +243,7 @@ class ModelRunner:
     def kernels_of(self, key: GraphKey) -> Hashable:
         """Equal for graphs that run the same compiled kernels."""
         num_tokens, query_len = key.descriptor.num_tokens, key.descriptor.query_len
-        is_decode, device = query_len == 1, self.config.device
+        is_decode, device = query_len is not None, self.config.device
         if device.type != "cuda":
             return key.mode, query_len, key.descriptor.cascade, key.descriptor.lora
         # Where drafts are verified, every token has logits.
@@ -257,6 +258,7 @@ class ModelRunner:
             is_decode=is_decode,
             is_cascade=key.descriptor.cascade,
             num_slots=key.descriptor.lora,
+            query_len=query_len or 1,
         )
         queries = queries_of(self.model.config, self.config, key.descriptor)
         attention = None if is_decode else query_class(queries, gpu_of(device))
@@ -359,8 +361,9 @@ class ModelRunner:
     def unchanged(self) -> Iterator[None]:
         """Rows, lines and what they count are put back at the end; inputs are held by nobody."""
         host, sampled, notes = self._host, self.has_sampled, self.notes_beginning
+        counts = nullcontext() if self.speculation is None else self.speculation.unchanged()
         try:
-            with self.rows.unchanged(), self.returned.unchanged():
+            with self.rows.unchanged(), self.returned.unchanged(), counts:
                 yield
         finally:
             self._host, self.has_sampled, self.notes_beginning = host, sampled, notes
