@@ -95,6 +95,8 @@ class _Held(NamedTuple):
         return step.rows is self.rows and of_step == (self.shared_prefix, self.num_drafts)
 
 
+_ON_DEVICE = HostLengths((), (), ())
+"""Lengths that only the device knows, of a step whose attention is outside of graphs."""
 _NOTHING = _Held(None, 0, 0, BatchShape.decode(1))
 
 
@@ -335,7 +337,8 @@ class ModelRunner:
         # Only a full graph has attention inside; between segments and eagerly it wants the real lengths. Of
         # requests whose drafts are being verified nobody knows them.
         is_known = self.speculation is None or not self.config.lookahead
-        self._host = host_lengths(step) if decision.mode is not GraphMode.FULL and is_known else None
+        outside = host_lengths(step) if is_known else _ON_DEVICE
+        self._host = None if decision.mode is GraphMode.FULL else outside
         logits = self.graphs.run(inputs_of(step, is_drafting=self.speculation is not None), shape)
         if step.num_drafts and not self.has_sampled:
             assert self.speculation is not None
@@ -510,7 +513,13 @@ class ModelRunner:
         if self._host is None:
             return self.attention.attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=window)
         return self.attention.attend_eager(
-            q, k_cache, v_cache, batch, scale=scale, sliding_window=window, lengths=self._host
+            q,
+            k_cache,
+            v_cache,
+            batch,
+            scale=scale,
+            sliding_window=window,
+            lengths=None if self._host is _ON_DEVICE else self._host,
         )
 
     def _dummy(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
