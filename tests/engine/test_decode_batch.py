@@ -84,7 +84,7 @@ def test_a_steady_step_is_the_one_that_would_be_scheduled(ahead: int) -> None:
     for seed in range(12):
         with patch.object(DecodeBatch, "advance", counted), patch.object(Scheduler, "_land", checked_land):
             found = steps_of(seed, ahead=ahead)
-        with patch.object(DecodeBatch, "look_ahead", lambda batch: None):
+        with patch.object(DecodeBatch, "look_ahead", lambda batch, num_drafts: None):
             assert found == steps_of(seed, ahead=ahead)
     assert steady > 50, "hardly a step was steady"
 

@@ -64,22 +64,27 @@ class KVCache:
         num_pages: int,
         device: torch.device | str,
         allocate: Allocate | None = None,
+        name: str = "kv",
     ) -> None:
-        """Allocate `num_pages` pages on `device`; `allocate` gives the memory, if not torch."""
+        """Allocate `num_pages` pages on `device`; `allocate` gives the memory, if not torch.
+
+        `name`: what the names of its tensors begin with.
+        """
         if num_pages < 2:
             raise KVCacheError(f"a KV cache needs at least 2 pages (page 0 is reserved), not {num_pages}")
         self.shape = shape
         self.num_pages = num_pages
+        self._name = name
         size = (num_pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
 
-        def zeros(name: str) -> torch.Tensor:
+        def zeros(of: str) -> torch.Tensor:
             if allocate is None:  # on a CPU, memory that is touched only as it is used
                 return torch.zeros(size, dtype=shape.dtype, device=device)
-            return allocated(allocate, size, shape.dtype, torch.device(device), name).zero_()
+            return allocated(allocate, size, shape.dtype, torch.device(device), of).zero_()
 
-        self.k = [zeros(f"kv.{layer}.k") for layer in range(shape.num_layers)]
+        self.k = [zeros(f"{name}.{layer}.k") for layer in range(shape.num_layers)]
         """Keys per layer."""
-        self.v = [zeros(f"kv.{layer}.v") for layer in range(shape.num_layers)]
+        self.v = [zeros(f"{name}.{layer}.v") for layer in range(shape.num_layers)]
         """Values per layer."""
 
     @property
@@ -93,5 +98,5 @@ class KVCache:
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, for the runner's address watch."""
-        keys = {f"kv.{layer}.k": tensor for layer, tensor in enumerate(self.k)}
-        return keys | {f"kv.{layer}.v": tensor for layer, tensor in enumerate(self.v)}
+        keys = {f"{self._name}.{layer}.k": tensor for layer, tensor in enumerate(self.k)}
+        return keys | {f"{self._name}.{layer}.v": tensor for layer, tensor in enumerate(self.v)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ostinato.graphs import ConfigError, GraphMode, Ladder
 from ostinato.kernels.constants import PAGE_SIZE
 
 from .capture_sizes import capture_ladders, check_capture_sizes
+from .speculating.config import SpeculativeConfig
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -162,6 +164,9 @@ class EngineConfig:
     """A class, as package.module.Class, whose methods `collective_rpc` can call; see docs/memory.md."""
     weight_transfer_timeout: float = 300.0
     """Seconds that a trainer's process has to come to a group, or to a broadcast of weights."""
+    speculative_config: Mapping[str, Any] | None = None
+    """Draft tokens and verify several of them in a step: vLLM's keys, see docs/speculation.md. What comes out
+    is what would without it."""
     batch_invariant: bool = False
     """Give each request the same bits whatever runs beside it: one shape for every step. Slower."""
 
@@ -194,6 +199,22 @@ class EngineConfig:
             raise ConfigError("hostile_wake is about memory that sleeps: it needs enable_sleep_mode")
         if self.batch_invariant:
             self._check_batch_invariant()
+        if self.speculative_config is not None:
+            self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        assert self.speculative_config is not None
+        SpeculativeConfig.parse(self.speculative_config)
+        if self.batch_invariant:
+            raise ConfigError(
+                "batch_invariant and speculative_config exclude each other: how many tokens a step computes "
+                "for a request depends on its drafts, and bits depend on that"
+            )
+        if self.enable_cascade_attention:
+            raise ConfigError(
+                "enable_cascade_attention and speculative_config exclude each other: a shared prefix is read "
+                "once for single tokens only"
+            )
 
     def _check_adapters(self) -> None:
         if self.max_lora_rank > MAX_LORA_RANK:
@@ -309,6 +330,29 @@ class ResolvedConfig:
     decode_ladder: Ladder
     token_ladder: Ladder
 
+    @cached_property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None: they are not."""
+        asked = self.config.speculative_config
+        return None if asked is None else SpeculativeConfig.parse(asked)
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a request in one step."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that a step may compute: drafts reach beyond the end of a request."""
+        return self.max_model_len + self.max_drafts
+
+    @property
+    def verify_ladder(self) -> Ladder:
+        """Batches, in requests, whose drafts are verified; larger ones get none."""
+        assert self.speculation is not None
+        limit = min(self.speculation.max_speculative_requests, self.decode_ladder.limit)
+        return Ladder([*(size for size in self.decode_ladder if size < limit), limit])
+
     @property
     def lookahead(self) -> int:
         """Steps launched before the tokens of the last one are read; a CPU has nothing to gain from it."""
@@ -333,12 +377,13 @@ class ResolvedConfig:
     @property
     def max_step_tokens(self) -> int:
         """Tokens of the largest step, padding included."""
-        return max(self.max_batched_tokens, self.token_ladder.limit, self.decode_ladder.limit)
+        verified = 0 if self.speculation is None else self.verify_ladder.limit * (1 + self.max_drafts)
+        return max(self.max_batched_tokens, self.token_ladder.limit, self.decode_ladder.limit, verified)
 
     @property
     def page_columns(self) -> int:
         """Pages of the longest request."""
-        return -(-self.max_model_len // PAGE_SIZE)
+        return -(-self.max_positions // PAGE_SIZE)
 
     @property
     def max_rows(self) -> int:

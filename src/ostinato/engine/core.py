@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import cast
 
 import numpy as np
@@ -51,6 +52,7 @@ from ostinato.models.weight_update import NamedTensors, TornWeightsError
 from .adapters.first_adapters import load_first_adapters
 from .adapters.served_adapters import ServedAdapters
 from .loading.device_memory import DeviceMemory
+from .loading.drafts import draft_kv_shape, draft_parts
 from .loading.load import LoadedModel, ModelLoadError, allocate_kv
 from .loading.memory_plan import MemoryPlan
 from .loading.rehearsal import rehearse
@@ -59,8 +61,8 @@ from .parameters.sampling_params import RequestError, SamplingParams
 from .sampling.following import Following
 from .sampling.prompt_logprobs import prompt_logprobs_of
 from .sampling.sampler import Sampler
-from .scheduling.request import FinishReason, Request
-from .scheduling.scheduled_step import ScheduledStep
+from .scheduling.request import FinishReason, IntArray, Request
+from .scheduling.scheduled_step import CompletedStep, ScheduledStep
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig, window_of
 from .sleeping.served_weights import DROPPED, ServedWeights, WeightsReport
@@ -99,14 +101,20 @@ class EngineCore:
         loaded, config = self.loaded, self.config
         plan = self._rehearsed()
         with self.startup.phase("kv"):
-            kv = allocate_kv(loaded.model, config, plan, loaded.arenas)
+            beside = draft_kv_shape(loaded.draft, config.dtype)
+            kv = allocate_kv(loaded.model, config, plan, loaded.arenas, beside)
+            draft = draft_parts(loaded.draft, kv.num_pages, config, loaded.arenas)
         memory = loaded.memory
         with nullcontext() if memory is None else memory.static_buffers():
             of_graphs = None if memory is None else memory.of_graphs
-            self.runner = ModelRunner(loaded.model, kv, loaded.attention, config, of_graphs, loaded.adapters)
+            self.runner = ModelRunner(
+                loaded.model, kv, loaded.attention, config, of_graphs, loaded.adapters, draft
+            )
             self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
         if memory is not None:
             memory.clear_at_wake(kv)
+            if draft is not None:
+                memory.clear_at_wake(draft.kv)
         self.sleeper = Sleeper(None if memory is None else memory.saver, config.device)
         """What is away while the engine sleeps, and whether it may take a step."""
         self.weights = ServedWeights(loaded.model, self.sleeper)
@@ -126,9 +134,11 @@ class EngineCore:
                 shared_prefixes=config.config.enable_cascade_attention,
                 lookahead=config.lookahead,
                 window=window_of(loaded.model.config.layer_windows, config.max_model_len),
+                max_drafts=config.max_drafts,
             ),
             PageAllocator(kv.num_pages),
             None if self.adapters is None else self.adapters.slots,
+            None if self.runner.speculation is None else self.runner.speculation.choose,
         )
         self.following = Following(
             self.scheduler,
@@ -209,7 +219,7 @@ class EngineCore:
         self._arrived = [progress for progress in kept if any(progress)]
         for flight in self._flights:
             if flight.landed is not None:
-                flight.landed = flight.landed.without(request_id)
+                flight.landed = tuple([part.without(request_id) for part in flight.landed])
         is_aborted = self.scheduler.abort(request_id)
         self.following.let_go()
         return is_aborted
@@ -323,13 +333,14 @@ class EngineCore:
     def memory(self) -> dict[str, int]:
         """Bytes by what they are for; see `LLM.memory_report`."""
         runner = self.runner
-        tensors = [*self.loaded.model.parameters(), *self.loaded.model.buffers()]
+        models = [model for model in (self.loaded.model, self.loaded.draft) if model is not None]
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         outputs = (runner.logits, runner.hidden)
         of_adapters = {} if runner.adapters is None else {"adapters": runner.adapters.num_bytes}
         found = {
             "weights": sum(tensor.nbytes for tensor in tensors),
             **of_adapters,
-            "kv": runner.kv.num_bytes,
+            "kv": runner.kv.num_bytes + (0 if runner.draft is None else runner.draft.kv.num_bytes),
             "inputs": runner.graphs.buffers.bytes + runner.rows.num_bytes,
             "outputs": sum(tensor.nbytes for tensor in outputs),
             "sampling": 0 if self.sampler is None else self.sampler.num_bytes,
@@ -350,6 +361,8 @@ class EngineCore:
         if self.sampler is not None:
             self.sampler.drop()
         self.runner.rows.drop()
+        if self.runner.speculation is not None:
+            self.runner.speculation.drop()
         self.runner.graphs.drop()
 
     # -- the verbs of a step -----------------------------------------------------------------------
@@ -373,8 +386,10 @@ class EngineCore:
         flight = Flight(step)
         self._flights.append(flight)
         self.clock.steps += 1
+        began = perf_counter()
         try:
             self._launch(flight)
+            flight.launch_seconds = perf_counter() - began
         except BaseException as error:
             flight.error = _told(f"the step failed on {self.config.device}", error)
             logger.exception("step %d failed", step.index)
@@ -468,10 +483,14 @@ class EngineCore:
             # It stays under way until its tokens are there: an interrupt during the wait changes nothing.
             sampled = self._read(flight)
             self.clock.lap("wait")
-            self.clock.on_device(None if sampled is None else sampled.span, counts=flight.is_timed)
+            span = None if sampled is None else sampled.span
+            took = self.clock.on_device(span, counts=flight.is_timed)
+            if self.runner.speculation is not None and flight.step.is_uniform_decode and flight.error is None:
+                is_done = self.config.device.type == "cpu"
+                self.runner.speculation.note_cost(flight.step, flight.launch_seconds if is_done else took)
             self._take_in(flight, sampled)
         # In one line: between two, what it brought would be returned twice or not at all.
-        self._arrived.append(cast(Progress, self._flights.popleft().landed))
+        self._arrived += cast(tuple[Progress, ...], self._flights.popleft().landed)
         self.clock.lap("complete")
 
     def _read(self, flight: Flight) -> Sampled | None:
@@ -493,21 +512,33 @@ class EngineCore:
         except BaseException as error:
             logger.exception("the tokens of step %d could not be taken in", flight.step.index)
             text = _told("the tokens of a step could not be taken in", error)
-            flight.landed = Progress((), [], self.scheduler.give_up(flight.step, text), {})
+            flight.landed = (Progress((), [], self.scheduler.give_up(flight.step, text), {}),)
             if not isinstance(error, Exception):
                 raise
 
-    def _booked(self, flight: Flight, sampled: Sampled | None) -> Progress:
+    def _booked(self, flight: Flight, sampled: Sampled | None) -> tuple[Progress, ...]:
         step = flight.step
         if flight.error is not None:
-            return Progress((), [], self.scheduler.fail(step, flight.error), {})
+            return (Progress((), [], self.scheduler.fail(step, flight.error), {}),)
         tokens = np.zeros(step.num_requests, dtype=np.int64) if sampled is None else sampled.tokens
-        done = self.scheduler.complete(step, tokens)
+        done = self._completed(step, tokens, sampled)
         ended = done.finished
         if followed := [at for at in flight.constrained if done.accepted[at]]:
             requests = [step.requests[at] for at in followed]
             ended += self.following.follow(requests, [int(tokens[at]) for at in followed])
         return flight.progress(done, sampled, ended)
+
+    def _completed(self, step: ScheduledStep, tokens: IntArray, sampled: Sampled | None) -> CompletedStep:
+        if not step.num_drafts:
+            return self.scheduler.complete(step, tokens)
+        assert self.runner.speculation is not None
+        assert sampled is not None
+        assert sampled.further is not None
+        assert sampled.num_new is not None
+        num_new = sampled.num_new.copy()  # its line is written again soon
+        done = self.scheduler.complete(step, np.concatenate([tokens[None], sampled.further]), num_new)
+        self.runner.speculation.note(step, num_new, done.accepted)
+        return done
 
     def _finish_what_was_interrupted(self) -> None:
         if self.scheduler.num_steps_in_flight != len(self._flights):

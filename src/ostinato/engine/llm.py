@@ -31,6 +31,7 @@ from .pooling_outputs import (
 )
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport
+from .speculating.counts import SpeculationReport
 from .stepping.times import StepTimes
 from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.beam_search import BeamSearch, BeamSearchOutput
@@ -318,6 +319,11 @@ class LLM(EngineServices, TrainerServices):
         """The same for sampling that is not in decode graphs; None for a model that only embeds."""
         sampler = self.engine.core.sampler
         return None if sampler is None else sampler.report()
+
+    def speculation_report(self) -> SpeculationReport | None:
+        """What drafts brought, and why there were none; None without speculation."""
+        speculation = self.engine.core.runner.speculation
+        return None if speculation is None else speculation.summary()
 
     def step_times(self, *, reset: bool = False) -> StepTimes:
         """CPU time of the steps so far, by part, and on a GPU how long the device waited for a decode step.

@@ -22,7 +22,8 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """The projections around attention."""
 
-    def __init__(self, config: ModelConfig, index: int, room: Room) -> None:
+    def __init__(self, config: ModelConfig, index: int, room: Room, in_features: int | None = None) -> None:
+        """`in_features`: the width of what it projects, if not the model's."""
         super().__init__()
         kind = config.layers[index]
         self.index = index
@@ -32,7 +33,7 @@ class Attention(nn.Module):
         parts = (self.q_width, self.kv_width, self.kv_width)
         self.qkv_proj = Linear(
             room.of("qkv_proj"),
-            config.hidden_size,
+            in_features or config.hidden_size,
             sum(parts),
             bias=kind.qkv_bias,
             shard_dim=0,

@@ -10,12 +10,17 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def locate_model(
-    model: str | Path | None = None, *, revision: str | None = None, download_dir: str | None = None
+    model: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    with_pickles: bool = False,
 ) -> Path:
     """The directory of `model`: None for the default model, a model directory, a .gguf file (converted into
     the cache on first use), or the name of a repository on the Hugging Face hub.
 
-    `revision` and `download_dir` are about the hub: which commit, and where it is kept."""
+    `revision`, `download_dir` and `with_pickles` are about the hub: which commit, where it is kept, and
+    whether files of pickled tensors are fetched as well."""
     is_here = model is None or Path(model).expanduser().exists()
     if is_here and revision not in (None, "main"):
         raise ModelError(
@@ -32,7 +37,8 @@ def locate_model(
         raise ModelError(f"{path} is a file but not a .gguf; give a .gguf or the directory of a model")
     if path.suffix == ".gguf":
         raise ModelError(f"{path} does not exist")
-    return _from_hub(str(model), revision, download_dir)
+    files = [*_HUB_FILES, "pytorch_model.bin"] if with_pickles else _HUB_FILES
+    return _from_hub(str(model), revision, download_dir, files)
 
 
 def _converted(gguf: Path, restored: Callable[[], Path] | None = None) -> Path:
@@ -41,7 +47,7 @@ def _converted(gguf: Path, restored: Callable[[], Path] | None = None) -> Path:
     return convert_gguf(gguf, restored=restored)
 
 
-def _from_hub(name: str, revision: str | None, download_dir: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, download_dir: str | None, files: list[str]) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelError(
             f"no model {name!r}: there is no such directory or file, and a hub name has the form owner/model"
@@ -53,9 +59,7 @@ def _from_hub(name: str, revision: str | None, download_dir: str | None) -> Path
             f"no directory {name!r} here, and huggingface_hub is not installed to look for it on the hub"
         ) from error
     try:
-        fetched = snapshot_download(
-            name, allow_patterns=_HUB_FILES, revision=revision, cache_dir=download_dir
-        )
+        fetched = snapshot_download(name, allow_patterns=files, revision=revision, cache_dir=download_dir)
         return Path(fetched)
     except (
         Exception

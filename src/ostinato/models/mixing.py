@@ -14,7 +14,7 @@ from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.linear.products import joined
 
 from .layer import Attention
-from .layers import rotate
+from .layers import RotaryTable, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]`; keeps k and v for later steps.
@@ -77,3 +77,10 @@ class FromHeads:
         turned = rotate(qk, self.cos, self.signed_sin)
         q, k = turned.split([layer.num_heads, layer.num_kv_heads], dim=1)
         return self.attend(layer.index, q, k, v.unflatten(-1, (layer.num_kv_heads, layer.head_dim)))
+
+
+def mix_of(attend: Attend, rotary: RotaryTable, positions: Tensor) -> Mix:
+    """How tokens at these positions [T] see each other, in every layer of a step."""
+    if isinstance(attend, StepAttention):
+        return FromRows(attend, rotary.table)
+    return FromHeads(attend, *rotary(positions))

@@ -22,8 +22,9 @@ from .errors import ModelError
 from .forms import Form, Step, form_of
 from .layer import Layer
 from .layers import Embedding, Linear, RMSNorm, RotaryTable
-from .mixing import Attend, FromHeads, FromRows, Mix, StepAttention
+from .mixing import Attend, mix_of
 from .room import Room
+from .taps import Taps
 
 
 class Transformer(nn.Module):
@@ -70,19 +71,24 @@ class Transformer(nn.Module):
         self._formats = frozenset(part.format for part in self.layers.modules() if isinstance(part, Linear))
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, adapters: Adapters | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        adapters: Adapters | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """input_ids and positions, both int64 [T], to normalised hidden states [T, H].
 
-        What `adapters` make of the input of linear layers is added to their products.
+        What `adapters` make of the input of linear layers is added to their products. `taps` take hidden
+        states on the way.
         """
         x = self.embed_tokens(input_ids)
-        if isinstance(attend, StepAttention):
-            mix: Mix = FromRows(attend, self.rotary.table)
-        else:
-            mix = FromHeads(attend, *self.rotary(positions))
+        if taps is not None:
+            taps.begin(x)
         layers = [cast(Layer, self.layers[index]) for index in self._run]
-        return self.form(x.size(0), adapters).through(layers, x, mix, self.norm)
+        mix = mix_of(attend, self.rotary, positions)
+        return self.form(x.size(0), adapters).through(layers, x, mix, self.norm, taps)
 
     def form(self, num_tokens: int, adapters: Adapters | None = None) -> Form[Any]:
         """How a step of so many tokens runs."""

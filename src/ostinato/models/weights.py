@@ -145,6 +145,12 @@ def stored_weights(directory: Path, device: torch.device) -> Generator[tuple[str
         yield tensor.name, tensor.reader.get_tensor(tensor.name)
 
 
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The names in a checkpoint with their shapes; no tensor is read."""
+    tensors = _stored_tensors(directory, torch.device("cpu"))
+    return {each.name: tuple(each.reader.get_slice(each.name).get_shape()) for each in tensors}
+
+
 def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTensor]:
     """Readers that place what they read on `device` at once."""
     from safetensors import SafetensorError, safe_open

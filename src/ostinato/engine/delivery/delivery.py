@@ -60,10 +60,12 @@ class Delivery:
         """The outputs that grew or ended with these steps, and of them those that have ended altogether."""
         changed: list[RequestOutput] = []
         over: list[ServedCompletion] = []
-        for step in steps:
-            # More than one only where a launch fails: its requests end and get no token. One that a stop
-            # string has just ended may be among them, and stays as it is.
-            grown, ended = self._take_in(step)
+        for at, step in enumerate(steps):
+            # More than one where drafts were accepted, several steps were waited for, or a launch failed, whose
+            # requests end and get no token. One that a stop string has just ended may be among them: it stays
+            # as it is.
+            told = step.without_tokens_of({completion.request for completion in over}) if over else step
+            grown, ended = self._take_in(told, is_first=not at)
             changed = _each_once([*changed, *grown]) if changed else grown
             over += ended
         if not over:
@@ -85,11 +87,15 @@ class Delivery:
                 completion.fail(error)
         return wholes
 
-    def _take_in(self, step: Progress) -> tuple[list[RequestOutput], Iterable[ServedCompletion]]:
+    def _take_in(
+        self, step: Progress, *, is_first: bool
+    ) -> tuple[list[RequestOutput], Iterable[ServedCompletion]]:
         requests, tokens, ended, extras = step
         batch = self._batch
         if batch.requests is not requests:
-            batch = self._batch = self._batch_of(requests)
+            batch = self._batch_of(requests)
+            if is_first:  # those that get further tokens are others in every step
+                self._batch = batch
         for token_ids, token in zip(batch.token_ids, tokens, strict=True):
             token_ids.append(token)
         stopped = [completion for completion in batch.watched if self._stops(completion, ended)]

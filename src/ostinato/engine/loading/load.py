@@ -17,6 +17,7 @@ from ostinato.kernels import triton_start
 from ostinato.kernels.attention import AttentionBackend, BackendError, get_backend
 from ostinato.models.adapters.stacks import AdapterStacks
 from ostinato.models.config import ModelConfig
+from ostinato.models.drafts.draft import Draft
 from ostinato.models.errors import DownloadError, ModelError
 from ostinato.models.locate import locate_model
 from ostinato.models.transformer import Transformer
@@ -28,6 +29,7 @@ from ostinato.text.tokenizer import Tokenizer
 from ..config import EngineConfig, ResolvedConfig
 from .arenas import Arenas, from_torch
 from .default_sampling import default_sampling
+from .drafts import draft_for, load_draft
 from .kernel_table import use_table_of_user
 from .memory_plan import MemoryPlan
 from .saved_memory import SavedMemory
@@ -63,19 +65,21 @@ class LoadedModel:
     """Of an engine in sleep mode: all that it allocates for good."""
     adapters: AdapterStacks | None = None
     """Slots of adapters, where they are served."""
+    draft: Draft | None = None
+    """A model that drafts tokens, where one was asked for."""
 
 
 def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
     """Find, read and place the model that was asked for."""
     room: Room | None = None
     try:
-        of_hub = {"revision": asked.revision, "download_dir": asked.download_dir}
-        directory = locate_model(asked.model, **of_hub)
+        directory = locate_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
         beside_it = directory
         if asked.tokenizer is not None:
             beside_it = locate_model(asked.tokenizer, download_dir=asked.download_dir)
         shape = ModelConfig.load(directory, asked.hf_overrides)
         config = asked.resolved(shape.max_position_embeddings, getattr(torch, shape.dtype))
+        found_draft = draft_for(shape, config)
         if config.device.type == "cuda":
             triton_start.begin()
             torch.empty(1, device=config.device)  # makes the context, while Triton is imported
@@ -94,7 +98,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
                 device=config.device,
                 dtype=config.dtype,
                 load_format="dummy" if asked.load_format == "dummy" else "safetensors",
-                max_positions=config.max_model_len,
+                max_positions=config.max_positions,
                 seed=asked.seed,
                 allocate=arenas("weights", config.device),
                 config=shape,
@@ -102,6 +106,9 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
             tokenizer = reading.result()
         if memory is not None:
             memory.take_over_buffers(model)
+        draft = None
+        if found_draft is not None:
+            draft = load_draft(found_draft, model, config, arenas, memory)
         adapters = None
         if asked.serves_adapters:
             slots, rank = asked.adapter_slots, asked.max_lora_rank
@@ -120,7 +127,18 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
     logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
     names = frozenset(eos)
     return LoadedModel(
-        directory, config, model, attention, tokenizer, beside_it, names, sampling, arenas, memory, adapters
+        directory,
+        config,
+        model,
+        attention,
+        tokenizer,
+        beside_it,
+        names,
+        sampling,
+        arenas,
+        memory,
+        adapters,
+        draft,
     )
 
 
@@ -136,37 +154,45 @@ def kv_shape(model: Transformer, config: ResolvedConfig) -> KVShape:
 
 
 def allocate_kv(
-    model: Transformer, config: ResolvedConfig, plan: MemoryPlan, arenas: Arenas = from_torch
+    model: Transformer,
+    config: ResolvedConfig,
+    plan: MemoryPlan,
+    arenas: Arenas = from_torch,
+    beside: KVShape | None = None,
 ) -> KVCache:
-    """The KV cache: as many pages as asked for, or as fit beside weights and what `rehearse` found."""
+    """The KV cache: as many pages as asked for, or as fit beside weights and what `rehearse` found.
+
+    `beside`: what a draft stores per token, in as many pages of its own, for which room is left.
+    """
     shape = kv_shape(model, config)
+    page_bytes = shape.bytes_per_page + (0 if beside is None else beside.bytes_per_page)
     room = Room.on(config.device) if config.device.type == "cuda" else None
     try:
-        pages = config.config.num_pages or _pages_that_fit(model, config, plan, shape, room)
+        pages = config.config.num_pages or _pages_that_fit(model, config, plan, page_bytes, room)
         cache = KVCache(shape, pages, config.device, arenas("kv_cache", config.device))
     except KVCacheError as error:
         raise ModelLoadError(str(error)) from error
     except torch.OutOfMemoryError as error:
         if room is None:
             raise
-        raise ModelLoadError(too_many_pages(config, pages, shape.bytes_per_page, room)) from error
-    if room is not None and (short := is_short_of_one_request(config, pages, shape.bytes_per_page, room)):
+        raise ModelLoadError(too_many_pages(config, pages, page_bytes, room)) from error
+    if room is not None and (short := is_short_of_one_request(config, pages, page_bytes, room)):
         logger.warning("%s", short)
     logger.info("KV cache: %d pages, %.1f MiB", pages, cache.num_bytes / 2**20)
     return cache
 
 
 def _pages_that_fit(
-    model: Transformer, config: ResolvedConfig, plan: MemoryPlan, shape: KVShape, room: Room | None
+    model: Transformer, config: ResolvedConfig, plan: MemoryPlan, page_bytes: int, room: Room | None
 ) -> int:
     if room is None:
         # Pages of all requests at their longest, and page 0: more would never be used but as prefix cache.
         useful = config.max_running_requests * config.page_columns + 1
-        return min(useful, max(shape.pages_that_fit(CPU_KV_BYTES), config.page_columns + 1))
-    pages = (room.allowed(config.config.mem_fraction) - plan.to_come) // shape.bytes_per_page
+        return min(useful, max(CPU_KV_BYTES // page_bytes, config.page_columns + 1))
+    pages = (room.allowed(config.config.mem_fraction) - plan.to_come) // page_bytes
     if pages < 2:
         weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        raise ModelLoadError(no_room_for_kv(config, plan, weights, shape.bytes_per_page, room))
+        raise ModelLoadError(no_room_for_kv(config, plan, weights, page_bytes, room))
     return pages
 
 

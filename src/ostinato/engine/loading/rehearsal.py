@@ -18,7 +18,9 @@ from ostinato.kernels.compile_ahead import compiling_only
 from ..sampling.sampler import Sampler
 from ..stepping.model_runner import ModelRunner
 from ..stepping.times import StartupTimes
+from .arenas import from_torch
 from .device_memory import DeviceMemory
+from .drafts import draft_parts
 from .load import LoadedModel, kv_shape
 from .memory_plan import MemoryPlan
 
@@ -47,7 +49,10 @@ def _rehearse(loaded: LoadedModel, times: StartupTimes) -> MemoryPlan:
     with times.phase("compile"):
         kv = KVCache(kv_shape(loaded.model, config), 2, config.device)
         before = DeviceMemory.now(config.device)
-        runner = ModelRunner(loaded.model, kv, loaded.attention, config, adapters=loaded.adapters)
+        draft = draft_parts(loaded.draft, kv.num_pages, config, from_torch)
+        runner = ModelRunner(
+            loaded.model, kv, loaded.attention, config, adapters=loaded.adapters, draft=draft
+        )
         sampler = Sampler(runner) if loaded.model.config.has_lm_head else None
         buffers = DeviceMemory.now(config.device).less(before).allocated
         _compile(runner, sampler)
@@ -68,6 +73,8 @@ def _compile(runner: ModelRunner, sampler: Sampler | None) -> None:
                 runner.graphs.try_out(key)
         if sampler is not None:
             sampler.try_out()
+        if runner.speculation is not None:
+            runner.speculation.try_out()
 
 
 def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:
@@ -83,12 +90,14 @@ def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:
         graphs.capture(keys=graphs.keys[:1], progress=False)
     grown = DeviceMemory.now(runner.config.device).less(before)
     of_driver = max(0, grown.taken - grown.reserved)
-    runners = [runner.graphs, *of_sampling, runner.rows.scatter]
+    known = [runner.graphs, *of_sampling]
+    of_drafts = () if runner.speculation is None else runner.speculation.runners
+    runners = [*known, runner.rows.scatter, *of_drafts]
     tried, all_nodes = (sum(each) for each in zip(*map(_nodes, runners), strict=True))
     plan = MemoryPlan(
         activations=_pool_bytes(runners),
         executables=round(of_driver * (all_nodes / tried - 1)) if tried else 0,
-        rungs=[_growth(graphs) for graphs in runners[:-1]],
+        rungs=[_growth(graphs) for graphs in known],
     )
     for graphs in runners:
         graphs.drop()
@@ -105,7 +114,7 @@ def _some_of(keys: Iterable[GraphKey]) -> list[GraphKey]:
 
 def _kind(key: GraphKey) -> object:
     of = key.descriptor
-    return key.mode, of.is_uniform, of.cascade, of.lora
+    return key.mode, of.query_len, of.cascade, of.lora
 
 
 def _nodes(graphs: CudaGraphRunner) -> tuple[int, int]:

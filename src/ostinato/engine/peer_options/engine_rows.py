@@ -283,7 +283,6 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     refused("kv_transfer_config", "vllm", "json", "{}", NO_DISAGGREGATION),
     harmless("disaggregation_mode", "sglang", "text", "null", NO_DISAGGREGATION, same=("null",)),
     refused("disaggregation_transfer_backend", "sglang", "text", "nixl", NO_DISAGGREGATION),
-    refused("speculative_config", "vllm", "json", "{}", "there is no speculative decoding yet"),
     refused("speculative_algorithm", "sglang", "text", "EAGLE", "there is no speculative decoding yet"),
     refused("speculative_num_steps", "sglang", "int", "3", "there is no speculative decoding yet"),
     refused("speculative_eagle_topk", "sglang", "int", "1", "there is no speculative decoding yet"),

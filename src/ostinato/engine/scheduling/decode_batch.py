@@ -8,6 +8,7 @@ Note [Steady steps]
 Between two changes every step is the one before it, one token further. How many such steps there are is
 known: until a request needs a page, or reaches the length at which it ends. So a step inside such a stretch
 costs a few additions, and everything that could change it (an arrival, an end, a page) ends the stretch.
+Where drafts are verified, a step may bring less than it was given room for: such stretches last longer.
 """
 
 from __future__ import annotations
@@ -39,26 +40,28 @@ class DecodeBatch:
         """Tokens that all of them begin with, in the same pages..."""
         self.num_twins: int | None = None
         """...as of that many `RequestPages.num_twins`; None: not looked up yet."""
-        self._starts: IntArray = self.rows
         self.steady_steps = 0
         """So many steps are the last one, one token further; see Note [Steady steps]."""
+        self.num_drafts = 0
+        """Of each request, in these steps."""
 
-    def look_ahead(self) -> None:
-        """All of them have just been scheduled: how many steady steps follow?"""
+    def look_ahead(self, num_drafts: int = 0) -> None:
+        """All of them have just been scheduled, with so many drafts: how many steady steps follow?"""
         state, places = self._state, self._places
+        self.num_drafts, count = num_drafts, 1 + num_drafts
         if not len(places):
             self.steady_steps = 0
             return
-        self._starts = state.num_scheduled[places]
-        to_page = int((state.capacity[places] - self._starts).min())
-        to_end = int((state.max_tokens[places] - state.num_promised[places]).min())
+        to_page = int((state.capacity[places] - state.num_scheduled[places]).min()) // count
+        to_end = -(-int((state.max_tokens[places] - state.num_promised[places]).min()) // count)
         self.steady_steps = max(0, min(to_page, to_end))
 
     def advance(self) -> IntArray:
         """Account for a steady step; int32 [R]: where its tokens stand."""
         assert self.steady_steps
         self.steady_steps -= 1
-        starts, self._starts = self._starts, self._starts + 1
-        self._state.num_scheduled[self._places] = self._starts
-        self._state.num_promised[self._places] += 1
+        # Read anew: what was scheduled beyond the drafts that were accepted has been taken back since.
+        starts = self._state.num_scheduled[self._places]
+        self._state.num_scheduled[self._places] = starts + (1 + self.num_drafts)
+        self._state.num_promised[self._places] += 1 + self.num_drafts
         return starts

@@ -19,6 +19,9 @@ While one step runs and the next is scheduled ahead, a request that decodes look
 - num_unscheduled = num_promised - num_scheduled: what the next step may take; 1 while decoding
 
 A decode step is scheduled while its input token is pending: the device has the id in the request's row.
+
+A step that verifies k drafts brings 1 to k + 1 tokens. Until it is complete, num_scheduled and num_promised
+count as if all of them were accepted; then what was too much is taken back.
 """
 
 from __future__ import annotations
@@ -162,6 +165,12 @@ class Request:
             return None
         return self.rules.next(self.last_output(self.rules.num_looked_at), self.num_output_tokens)
 
+    def first_tokens(self, count: int) -> IntArray:
+        """So many of its tokens, prompt and output, while it runs."""
+        assert self._rows is not None
+        tokens: IntArray = self._rows.token_ids[self.row, :count]
+        return tokens
+
     def last_output(self, count: int) -> list[int]:
         """At most so many of the tokens generated last, as far as the host knows them."""
         if self._rows is None:
@@ -237,8 +246,9 @@ class RequestRows:
     earlier tenant. `tenancy` tells them apart: it changes whenever a row changes hands.
     """
 
-    def __init__(self, max_running: int, max_len: int, page_size: int) -> None:
-        """Rows 1..max_running for requests of at most `max_len` tokens, prompt and output together."""
+    def __init__(self, max_running: int, max_len: int, page_size: int, max_drafts: int = 0) -> None:
+        """Rows 1..max_running for requests of at most `max_len` tokens, prompt and output together, with pages
+        for `max_drafts` more."""
         rows = max_running + 1
         self._page_size = page_size
         self._free = list(range(max_running, 0, -1))
@@ -247,7 +257,7 @@ class RequestRows:
         # Virtual until touched: a row costs what its longest tenant used.
         self.token_ids = np.zeros((rows, max_len), dtype=np.int32)
         """Known token ids by position."""
-        self.pages = np.zeros((rows, -(-max_len // page_size)), dtype=np.intp)
+        self.pages = np.zeros((rows, -(-(max_len + max_drafts) // page_size)), dtype=np.intp)
         """Pages in the order of positions, as many as `capacity` says; 0 for one that was given back."""
         self.num_tokens = np.zeros(rows, dtype=np.int32)
         """See Note [Lengths of a request]; so are the next three."""
@@ -359,6 +369,24 @@ class RequestRows:
             return (_places(over) if np.count_nonzero(over) else []), []
         stopped &= lengths >= self.stops_from[rows]
         return _places(over | stopped), _places(stopped)
+
+    def append_bunch(
+        self, rows: IntArray, lengths: IntArray, tokens: IntArray, counts: IntArray
+    ) -> list[tuple[IntArray, list[int], list[int]]]:
+        """Add the first `counts` [n] of tokens [q, n] to these rows of these lengths, as far as none of them
+        ends its request. One after another: who gets a token; which of them end, and which of these by a stop
+        token, as places in `rows`."""
+        rounds: list[tuple[IntArray, list[int], list[int]]] = []
+        left = counts.copy()
+        for at, line in enumerate(tokens):
+            places = np.flatnonzero(left > at)
+            if not len(places):
+                break
+            over, stopped = self.append(rows[places], lengths[places] + at, line[places])
+            ended = places[over].tolist()
+            left[ended] = 0
+            rounds.append((places, ended, places[stopped].tolist()))
+        return rounds
 
     def _set_stops(self, row: int, request: Request) -> None:
         params = request.params

@@ -40,7 +40,7 @@ class RequestPages:
     def __init__(self, pages: PageAllocator, rows: RequestRows, config: SchedulerConfig) -> None:
         """Take pages from this allocator, which nobody else may use."""
         self._pages, self._rows, self._prefix_caching = pages, rows, config.prefix_caching
-        self._window = config.window
+        self._window, self._max_drafts = config.window, config.max_drafts
         self._most_at_once = most_pages_at_once(config, pages)
         self._updates: list[PageUpdate] = []
         self.num_twins = 0
@@ -90,7 +90,8 @@ class RequestPages:
         # As long as there is plenty, several at a time: each change costs an upload.
         counts = [1] * len(requests)
         if self._pages.num_free > _PLENTY * num_running:
-            longest = [self.missing(request, int(self._rows.max_tokens[request.row])) for request in requests]
+            ends = [int(self._rows.max_tokens[request.row]) + self._max_drafts for request in requests]
+            longest = [self.missing(request, end) for request, end in zip(requests, ends, strict=True)]
             counts = [min(_AT_A_TIME, wanted) for wanted in longest]
         taken, end = np.array(self._pages.allocate(sum(counts)), dtype=np.intp), 0
         for request, count in zip(requests, counts, strict=True):
@@ -119,7 +120,9 @@ class RequestPages:
         if self._window is None or not requests:
             return False
         rows = np.array([request.row for request in requests], dtype=np.intp)
-        needed = self._first_needed(self._rows.num_scheduled[rows])
+        # Of drafts nobody knows how many will be accepted.
+        begun = self._rows.num_computed if self._max_drafts else self._rows.num_scheduled
+        needed = self._first_needed(begun[rows])
         ends = np.minimum(needed, self._rows.num_committed_pages[rows] - 1)
         begins = self._rows.num_given_back[rows]
         ready = np.flatnonzero(ends > begins).tolist()
@@ -217,8 +220,11 @@ def most_pages_at_once(config: SchedulerConfig, pages: PageAllocator) -> int | N
     """More a request does not need to go on, however long it is; None: as many as it is long."""
     if config.window is None:
         return None
-    # A window, begun at a multiple; what one step adds; and the pages at either end that these only touch.
-    return pages.pages_for(config.window + WINDOW_ALIGNMENT + config.max_batched_tokens) + 3
+    # A window, begun at a multiple; what one step adds, or with drafts all that are in flight; and the pages at
+    # either end that these only touch.
+    num_steps = 1 + config.lookahead if config.max_drafts else 1
+    added = num_steps * (config.max_batched_tokens + config.max_drafts)
+    return pages.pages_for(config.window + WINDOW_ALIGNMENT + added) + 3
 
 
 def longest_request(config: SchedulerConfig, pages: PageAllocator) -> int:
@@ -226,4 +232,4 @@ def longest_request(config: SchedulerConfig, pages: PageAllocator) -> int:
     most = most_pages_at_once(config, pages)
     if most is not None and most <= pages.num_usable:
         return config.max_model_len
-    return min(config.max_model_len, pages.num_usable * pages.page_size)
+    return min(config.max_model_len, pages.num_usable * pages.page_size - config.max_drafts)

@@ -54,6 +54,8 @@ class ScheduledStep:
     """So many tokens all requests of a decode step begin with, in the same pages; 0 if nobody asks."""
     num_adapters: int = 0
     """Different adapters that its requests have."""
+    num_drafts: int = 0
+    """Drafts that are verified behind each request's last token; 0 where a prompt is computed."""
 
     @property
     def items(self) -> list[tuple[Request, int]]:
@@ -73,13 +75,21 @@ class ScheduledStep:
     @cached_property
     def total_tokens(self) -> int:
         """T."""
-        return self.num_requests - len(self.prompt_tokens) + sum(map(len, self.prompt_tokens))
+        num_decodes = self.num_requests - len(self.prompt_tokens)
+        return num_decodes * self.query_len + sum(map(len, self.prompt_tokens))
 
     @cached_property
     def input_ids(self) -> IntArray:
-        """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row."""
-        decoding = np.full(self.num_requests - len(self.prompt_tokens), PLACEHOLDER, dtype=np.int64)
+        """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row, and
+        PLACEHOLDER - i for its draft i, from 1 on."""
+        each = PLACEHOLDER - np.arange(self.query_len, dtype=np.int64)
+        decoding = np.tile(each, self.num_requests - len(self.prompt_tokens))
         return np.concatenate([decoding, *self.prompt_tokens], dtype=np.int64)
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of each request that decodes."""
+        return 1 + self.num_drafts
 
     @property
     def is_steady(self) -> bool:
@@ -108,6 +118,17 @@ class ScheduledStep:
         return first + np.arange(self.total_tokens)
 
 
+class FurtherTokens(NamedTuple):
+    """One more token of some requests of a step that has verified drafts."""
+
+    tokens: IntArray
+    """[R]"""
+    accepted: IntArray
+    """bool [R]: who has got one."""
+    finished: tuple[Request, ...]
+    """Requests that ended with it."""
+
+
 @dataclass(frozen=True, eq=False)
 class CompletedStep:
     """What came of a step."""
@@ -118,9 +139,12 @@ class CompletedStep:
     accepted: IntArray
     """bool [R]: which of them became part of their request's output."""
     finished: tuple[Request, ...]
-    """Requests that ended with this step."""
+    """Requests that ended with these tokens."""
+    further: tuple[FurtherTokens, ...] = ()
+    """What came behind them where drafts were accepted, one after another."""
 
     def new_tokens(self) -> Iterator[tuple[Request, int]]:
-        """Each request that got a token, with the token. O(R)."""
-        for at in np.flatnonzero(self.accepted).tolist():
-            yield self.step.requests[at], int(self.tokens[at])
+        """Each request that got a token, with the token, in order. O(R)."""
+        for tokens, accepted in ((self.tokens, self.accepted), *(each[:2] for each in self.further)):
+            for at in np.flatnonzero(accepted).tolist():
+                yield self.step.requests[at], int(tokens[at])

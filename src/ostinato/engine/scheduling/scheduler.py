@@ -10,6 +10,14 @@ needs to know of an unfinished step is how many tokens it computes and samples, 
     schedule N+2   ...
     complete N+1   token 42 arrives; if the request finished at N, it is dropped
 
+A step that verifies drafts brings a request one token at least and as many more as were accepted. That is not
+known when the next step is scheduled, so both are given room for all of them (`num_scheduled`), positions come
+from the device, and what was too much is taken back when the step is complete:
+
+    schedule N     positions 40 to 44: the token at 40 and 4 drafts
+    schedule N+1   positions 45 to 49 at most; they begin behind what N accepts, which the device knows
+    complete N     two drafts were accepted, tokens 41 to 43 arrive: N+1 has positions 43 to 47
+
 A request leaves (finish, abort, preemption) at once, with its row and its pages, though steps in flight
 still read and write them. That is sound, because steps run in the order in which they were scheduled:
 whoever gets a page or a row next does so in a later step, and writes a slot before it reads it. Committed
@@ -31,7 +39,7 @@ oldest, and nobody starves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -50,7 +58,7 @@ from .request import (
     RequestStatus,
 )
 from .request_pages import RequestPages, longest_request
-from .scheduled_step import CompletedStep, ScheduledStep
+from .scheduled_step import CompletedStep, FurtherTokens, ScheduledStep
 from .scheduler_config import SchedulerConfig
 from .slot_line import SlotLine
 from .step_maker import StepMaker
@@ -60,14 +68,22 @@ class Scheduler:
     """Waiting and running requests, and what the next step computes."""
 
     def __init__(
-        self, config: SchedulerConfig, pages: PageAllocator, slots: AdapterSlots | None = None
+        self,
+        config: SchedulerConfig,
+        pages: PageAllocator,
+        slots: AdapterSlots | None = None,
+        choose_drafts: Callable[[IntArray], int] | None = None,
     ) -> None:
-        """Schedule over these pages, and slots of adapters, which nobody else may use."""
+        """Schedule over these pages, and slots of adapters, which nobody else may use.
+
+        `choose_drafts`: how many drafts, at most `max_drafts`, a step of all that decode, in these rows, is to
+        verify for each of them.
+        """
         self.config = config
         self.pages = pages
         self.max_len = longest_request(config, pages)
         """The longest a request can get: max_model_len, or less where the KV cache is smaller."""
-        self.rows = RequestRows(config.max_running, self.max_len, pages.page_size)
+        self.rows = RequestRows(config.max_running, self.max_len, pages.page_size, config.max_drafts)
         self.waiting: deque[Request] = deque()
         """Requests without a row, oldest first; all younger than the running ones."""
         self.running: list[Request] = []
@@ -86,6 +102,7 @@ class Scheduler:
         self._prefilling: Request | None = None
         self._decoding: list[Request] = []
         self._decode_batch: DecodeBatch | None = None
+        self._choose_drafts = choose_drafts
         self._steps = StepMaker(self.rows, config.max_running)
         self._in_flight: deque[ScheduledStep] = deque()
         # Of the step that landed last, whose requests had not left; `give_up` needs it as it was before.
@@ -273,27 +290,46 @@ class Scheduler:
         assert len(self._in_flight) <= self.config.lookahead, "complete a step before scheduling another"
         if self._is_paused:
             return None
-        if self._decode_batch is not None and self._decode_batch.steady_steps and not self._may_prompt:
-            return self._steady_step(self._decode_batch)
+        batch, may_prompt = self._decode_batch, self._may_prompt
+        if batch is not None and batch.steady_steps and not may_prompt:
+            num_drafts = self._num_drafts(batch.rows)
+            if num_drafts == batch.num_drafts:
+                return self._steady_step(batch)
+        elif may_prompt:
+            num_drafts = 0
+        else:
+            num_drafts = self._num_drafts(self._ready_decodes()[1])
         if self._taken.give_back(self.running):
             self._head_is_blocked = False
         requests, rows = self._ready_decodes()
-        if self._grow(requests, rows):
+        if self._grow(requests, rows, 1 + num_drafts):
             requests, rows = self._ready_decodes()
         chunks = self._prompts(self.config.max_batched_tokens - len(rows))
         if not chunks and not requests:
             return None
         joined, page_updates = tuple(self._joined), self._taken.take_updates()
-        step = self._steps.step(requests, rows, chunks, joined, page_updates, self._shared_prefix())
+        if chunks:
+            num_drafts = 0  # whoever was preempted may have come back at once
+        shared = self._shared_prefix()
+        step = self._steps.step(requests, rows, chunks, joined, page_updates, shared, num_drafts)
         self._advance(step, chunks)
         return step
 
-    def complete(self, step: ScheduledStep, sampled_tokens: Sequence[int] | IntArray) -> CompletedStep:
+    def complete(
+        self,
+        step: ScheduledStep,
+        sampled_tokens: Sequence[int] | IntArray,
+        num_new: Sequence[int] | IntArray | None = None,
+    ) -> CompletedStep:
         """Take in the results of the oldest step in flight: one token per request of the step.
 
-        Tokens of requests that do not sample in this step, or have left since, are ignored.
+        Of one that has verified drafts [q, R] tokens, and how many of them are new for each request. Tokens of
+        requests that do not sample in this step, or have left since, are ignored.
         """
         tokens = np.asarray(sampled_tokens)
+        if step.num_drafts:
+            assert tokens.shape == (step.query_len, step.num_requests), "as many tokens as were computed"
+            return self._complete_verified(step, tokens, np.asarray(num_new))
         assert tokens.shape == (step.num_requests,), "one token per request of the step"
         # What numpy indexes with; from anything else it makes one, every time.
         rows, counts = step.rows.astype(np.intp), step.num_new_tokens
@@ -314,6 +350,34 @@ class Scheduler:
         finished = [self._finish_sampled(int(rows[at]), int(new[at]), at in stopped) for at in over]
         finished += self._finish_embeddings(step, live)
         return CompletedStep(step, tokens, accepted, tuple(finished))
+
+    def _complete_verified(self, step: ScheduledStep, tokens: IntArray, num_new: IntArray) -> CompletedStep:
+        places = step.rows.astype(np.intp)
+        live = np.flatnonzero(self._land(step, places))
+        rows, counts = places[live], num_new[live]
+        assert not len(live) or (1 <= counts.min() and counts.max() <= step.query_len)
+        before = self.rows.num_computed[rows]
+        rejected = step.query_len - counts
+        self.rows.num_scheduled[rows] -= rejected
+        self.rows.num_promised[rows] -= rejected
+        rounds = self.rows.append_bunch(rows, before + 1, tokens[:, live], counts)
+        computed = before.copy()
+        for theirs, _, _ in rounds:
+            computed[theirs] += 1
+        self.rows.num_computed[rows] = computed
+        if self._taken.commit_full(rows, computed):
+            self._head_is_blocked = False
+        found = []
+        for line, (theirs, over, stopped) in zip(tokens, rounds, strict=False):
+            finished = [
+                self._finish_sampled(int(rows[at]), int(line[live[at]]), at in stopped) for at in over
+            ]
+            accepted = np.zeros(step.num_requests, dtype=bool)
+            accepted[live[theirs]] = True
+            found.append(FurtherTokens(line, accepted, tuple(finished)))
+        if not found:
+            return CompletedStep(step, tokens[0], np.zeros(step.num_requests, dtype=bool), ())
+        return CompletedStep(step, *found[0], tuple(found[1:]))
 
     def fail(self, step: ScheduledStep, error: str) -> tuple[Request, ...]:
         """Instead of `complete`: the step did not run, or who knows how far. Ends its requests with `error`
@@ -425,6 +489,12 @@ class Scheduler:
             return requests, rows
         return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]
 
+    def _num_drafts(self, rows: IntArray) -> int:
+        """How many drafts a step of these rows verifies for each."""
+        if self._choose_drafts is None or not len(rows):
+            return 0
+        return self._choose_drafts(rows)
+
     def _shared_prefix(self) -> int:
         """What the decode batch has in common; looked up when the batch has changed, or one of its pages."""
         batch = self._decode_batch
@@ -434,12 +504,13 @@ class Scheduler:
             batch.num_twins = self._taken.num_twins
         return batch.shared_prefix
 
-    def _grow(self, requests: tuple[Request, ...], rows: IntArray) -> bool:
-        """Give a page to each decoding request that begins one; where none is left, preempt the youngest.
+    def _grow(self, requests: tuple[Request, ...], rows: IntArray, count: int = 1) -> bool:
+        """Give a page to each decoding request that has no room for `count` tokens, at most as many as a page
+        has; where none is left, preempt the youngest.
 
         Whether somebody was preempted: others decode then.
         """
-        full = self.rows.num_scheduled[rows] >= self.rows.capacity[rows]
+        full = self.rows.num_scheduled[rows] + count > self.rows.capacity[rows]
         if not full.any():
             return False
         growing = [requests[at] for at in np.flatnonzero(full).tolist()]
@@ -528,11 +599,11 @@ class Scheduler:
                 self._decoding.append(request)
                 self._decode_batch = None
         self.rows.num_scheduled[step.rows] = step.seq_lens
-        self.rows.num_promised[step.rows] += step.samples
+        self.rows.num_promised[step.rows] += step.samples * step.query_len
         self._joined.clear()
         self._in_flight.append(step)
         if self._decode_batch is not None and step.requests is self._decode_batch.requests:
-            self._decode_batch.look_ahead()
+            self._decode_batch.look_ahead(step.num_drafts)
         elif self._decode_batch is not None:
             self._decode_batch.steady_steps = 0
 

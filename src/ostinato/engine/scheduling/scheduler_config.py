@@ -26,11 +26,16 @@ class SchedulerConfig:
     """Steps that may be incomplete when the next one is scheduled; 0 waits for every step."""
     window: int | None = None
     """So many tokens, its own included, a token looks back on at most; None: on all before it."""
+    max_drafts: int = 0
+    """Drafts that a step may verify behind the last token of each request. They are computed before anybody
+    knows whether the request is as long, so it has room for as many behind its last position."""
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_drafts < 0:
+            raise ConfigError(f"max_drafts must be at least 0, not {self.max_drafts}")
         if self.lookahead < 0:
             raise ConfigError(f"lookahead must be at least 0, not {self.lookahead}")
         if self.max_batched_tokens < self.max_running:

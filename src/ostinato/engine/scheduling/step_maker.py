@@ -18,7 +18,8 @@ class StepMaker:
         self._state = rows
         self._num_steps = 0
         # Every steady step is described by these, so nobody may write to them.
-        self._ones = np.ones(max_running, dtype=np.int32)
+        self._counts = {1: np.ones(max_running, dtype=np.int32)}
+        self._max_running = max_running
         self._all_true = np.ones(max_running, dtype=bool)
 
     def step(
@@ -29,14 +30,17 @@ class StepMaker:
         joined: tuple[Request, ...],
         page_updates: tuple[PageUpdate, ...],
         shared_prefix: int,
+        num_drafts: int = 0,
     ) -> ScheduledStep:
-        """The requests in these rows decode; behind them so many tokens of each prompt."""
+        """The requests in these rows decode, with so many drafts each; behind them so many tokens of each
+        prompt, if there are no drafts."""
+        assert not (num_drafts and chunks)
         state = self._state
         num_decodes = len(rows)
         if chunks:
             requests += tuple(request for request, _ in chunks)
             rows = np.concatenate([rows, np.array([request.row for request, _ in chunks], dtype=np.int32)])
-        counts, samples = self._ones[: len(rows)], self._all_true[: len(rows)]
+        counts, samples = self._counts_of(1 + num_drafts)[: len(rows)], self._all_true[: len(rows)]
         starts = state.num_scheduled[rows]
         prompt_tokens: tuple[IntArray, ...] = ()
         if chunks:
@@ -63,17 +67,18 @@ class StepMaker:
             tenancies=state.tenancy[rows],
             shared_prefix=0 if chunks else shared_prefix,
             num_adapters=state.num_adapters(rows),
+            num_drafts=num_drafts,
         )
 
     def steady(self, batch: DecodeBatch, page_updates: tuple[PageUpdate, ...]) -> ScheduledStep:
-        """All of the batch, one token further."""
+        """All of the batch, one token further, or as many more as it has drafts."""
         count = len(batch.rows)
         return ScheduledStep(
             index=self._next_index(),
             requests=batch.requests,
             rows=batch.rows,
             starts=batch.advance(),
-            num_new_tokens=self._ones[:count],
+            num_new_tokens=self._counts_of(1 + batch.num_drafts)[:count],
             samples=self._all_true[:count],
             prompt_tokens=(),
             joined=(),
@@ -81,7 +86,13 @@ class StepMaker:
             tenancies=batch.tenancies,
             shared_prefix=batch.shared_prefix,
             num_adapters=batch.num_adapters,
+            num_drafts=batch.num_drafts,
         )
+
+    def _counts_of(self, each: int) -> IntArray:
+        if each not in self._counts:
+            self._counts[each] = np.full(self._max_running, each, dtype=np.int32)
+        return self._counts[each]
 
     def _next_index(self) -> int:
         self._num_steps += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ..outputs import Logprob
-from ..scheduling.request import Request
+from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import CompletedStep, ScheduledStep
 from .prompt_states import PromptStates
 from .token_return import Launched, Sampled
@@ -28,7 +29,7 @@ class Extras(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What one step brought."""
+    """What one step brought; where drafts were accepted, a part of it: the next token of each that has one."""
 
     requests: tuple[Request, ...]
     """Those that got a token; the very same tuple as in the step before while nothing changes."""
@@ -41,12 +42,23 @@ class Progress(NamedTuple):
 
     def without(self, request_id: str) -> Progress:
         """The same for everybody else."""
-        kept = [at for at, request in enumerate(self.requests) if request.request_id != request_id]
+        gone = {request for request in self.requests if request.request_id == request_id}
+        return Progress(
+            *self.without_tokens_of(gone)[:2],
+            tuple([request for request in self.ended if request.request_id != request_id]),
+            {request: more for request, more in self.extras.items() if request.request_id != request_id},
+        )
+
+    def without_tokens_of(self, gone: Collection[Request]) -> Progress:
+        """The same, but these get no token, and nothing beside it."""
+        kept = [at for at, request in enumerate(self.requests) if request not in gone]
+        if len(kept) == len(self.requests):
+            return self
         return Progress(
             tuple([self.requests[at] for at in kept]),
             [self.tokens[at] for at in kept],
-            tuple([request for request in self.ended if request.request_id != request_id]),
-            {request: more for request, more in self.extras.items() if request.request_id != request_id},
+            self.ended,
+            {request: more for request, more in self.extras.items() if request not in gone},
         )
 
 
@@ -67,18 +79,32 @@ class Flight:
     """By place, of those that want all of their distribution."""
     is_timed: bool = False
     """Whether the device notes its beginning, and another step was under way when it was launched."""
+    launch_seconds: float = 0.0
+    """What its launch took: on a CPU all of it."""
     error: str | None = "the step was interrupted before it was launched"
     """Why it was not launched to the end, or not read; None once it was launched."""
-    landed: Progress | None = None
+    landed: tuple[Progress, ...] | None = None
     """What it brought, from when that is in the books until `step` returns it."""
 
-    def progress(self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]) -> Progress:
-        """What it brought; `ended` are those that it ended."""
-        requests, tokens = self.step.requests, done.tokens
-        if np.count_nonzero(done.accepted) < len(requests):
-            places = np.flatnonzero(done.accepted)
+    def progress(
+        self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
+    ) -> tuple[Progress, ...]:
+        """What it brought, one token of each after another; `ended` are those that the first ones ended."""
+        extras = self._extras(done, sampled, ended)
+        first = Progress(*self._tokens_of(done.tokens, done.accepted), ended, extras)
+        if not done.further:
+            return (first,)
+        further = [
+            Progress(*self._tokens_of(each.tokens, each.accepted), each.finished, {}) for each in done.further
+        ]
+        return (first, *further)
+
+    def _tokens_of(self, tokens: IntArray, accepted: IntArray) -> tuple[tuple[Request, ...], list[int]]:
+        requests = self.step.requests
+        if np.count_nonzero(accepted) < len(requests):
+            places = np.flatnonzero(accepted)
             requests, tokens = tuple([requests[at] for at in places.tolist()]), tokens[places]
-        return Progress(requests, tokens.tolist(), ended, self._extras(done, sampled, ended))
+        return requests, tokens.tolist()
 
     def _extras(
         self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]

@@ -6,7 +6,7 @@ import functools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,20 +39,26 @@ from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLeng
 from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.attention.query_tiles import Queries, query_class
 from ostinato.kernels.gpu import gpu_of
+from ostinato.kernels.speculation.acceptance import verified_line
 from ostinato.kernels.variants import kernel_class
 from ostinato.models.adapters.stacks import AdapterStacks
 from ostinato.models.config import ModelConfig
-from ostinato.models.transformer import Attend, StepAttention, Transformer
+from ostinato.models.mixing import Attend, StepAttention
+from ostinato.models.taps import Taps
+from ostinato.models.transformer import Transformer
 
 from ..config import ResolvedConfig
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate, ScheduledStep
+from ..speculating.eagle_graphs import DraftParts
+from ..speculating.fields import LONGER, UNCHANGED, drafting_fields
+from ..speculating.making import make_speculation
 from . import shared_prefix
 from .device_rows import DeviceRows
 from .plain_sampling import PlainSampling
 from .row_fields import row_fields
 from .times import StartupTimes
-from .token_return import TokenReturn
+from .token_return import Bunch, TokenReturn
 
 
 def step_fields(vocab_size: int, max_model_len: int) -> tuple[Field, ...]:
@@ -60,7 +66,8 @@ def step_fields(vocab_size: int, max_model_len: int) -> tuple[Field, ...]:
 
     Padded tokens belong to row 0, whose pages are all page 0; padded requests have no tokens. A decode graph
     uses `req_rows` alone: what else it needs is in those rows. Poisoned padding has any token at any place
-    of page 0, and contexts of any length on that page.
+    of page 0, and contexts of any length on that page. Where tokens are drafted, the host does not know the
+    lengths of requests that decode: see `Speculation.fill_in`.
     """
     last = min(PAGE_SIZE, max_model_len) - 1
     return (
@@ -79,10 +86,16 @@ class _Held(NamedTuple):
 
     rows: IntArray | None
     shared_prefix: int
+    num_drafts: int
     shape: BatchShape
 
+    def is_for(self, step: ScheduledStep) -> bool:
+        """Whether the step needs no other."""
+        of_step = step.shared_prefix, step.num_drafts
+        return step.rows is self.rows and of_step == (self.shared_prefix, self.num_drafts)
 
-_NOTHING = _Held(None, 0, BatchShape.decode(1))
+
+_NOTHING = _Held(None, 0, 0, BatchShape.decode(1))
 
 
 class ModelRunner:
@@ -102,20 +115,26 @@ class ModelRunner:
         config: ResolvedConfig,
         memory: Memory | None = None,
         adapters: AdapterStacks | None = None,
+        draft: DraftParts | None = None,
     ) -> None:
-        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are."""
+        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are. `draft`:
+        a model that drafts, where one was asked for."""
         self.model = model
         self.adapters = adapters
         self.kv = kv
         self.config = config
-        self._attention = attention
+        self.draft = draft
+        self.attention = attention
         self._host: HostLengths | None = None
         self._held = _NOTHING
         device = config.device
         budget = config.config.cuda_graph_memory_mb
         self.pool = GraphPool(device, budget=budget * 2**20 if budget else None, memory=memory)
         self.rows = DeviceRows(
-            row_fields(config.page_columns, has_adapters=adapters is not None),
+            (
+                *row_fields(config.page_columns, has_adapters=adapters is not None),
+                *drafting_fields(config),
+            ),
             config.max_rows,
             self.pool,
             GraphMode.FULL_DECODE_ONLY if self._has_graphs and device.type == "cuda" else GraphMode.NONE,
@@ -126,7 +145,9 @@ class ModelRunner:
         shape = model.config
         vocab = shape.vocab_size if shape.has_lm_head else 0
         running, tokens = config.max_running_requests, config.max_step_tokens
-        self.logits = torch.zeros(running, vocab, dtype=torch.float32, device=device)
+        verified = 0 if config.speculation is None else config.verify_ladder.limit
+        num_lines = max(running, verified * (1 + config.max_drafts))
+        self.logits = torch.zeros(num_lines, vocab, dtype=torch.float32, device=device)
         self.hidden = torch.zeros(tokens, shape.hidden_size, dtype=config.dtype, device=device)
         self.began = torch.zeros(1, dtype=torch.int64, device=device)
         self.missed_cascades: Counter[Reason] = Counter()
@@ -136,11 +157,17 @@ class ModelRunner:
         """Of one layer."""
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
-        # A line a step, and as many again: a step that failed may have written one, too.
-        self.returned = TokenReturn(self.last_tokens, self.began, running, 2 * (config.lookahead + 2))
+        # A line a step, or two with drafts, and as many again: a step that failed may have written one, too.
+        places = max(running, verified_line(verified, 1 + config.max_drafts))
+        num_lines = (2 if config.speculation is None else 4) * (config.lookahead + 2)
+        self.returned = TokenReturn(self.last_tokens, self.began, places, num_lines)
         self.sample_plain = PlainSampling(self.rows, self.logits, self.returned)
         self.has_sampled = False
         """Whether the last step has chosen the tokens of its plain requests."""
+        self.bunch: Bunch | None = None
+        """How they come back, if the last step has verified drafts."""
+        self.speculation = make_speculation(self)
+        """Who drafts tokens and verifies them; None: nobody."""
         self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
         self._attend = eager_boundary(self._attend_layer)
@@ -154,7 +181,7 @@ class ModelRunner:
     def _make_runner(self) -> CudaGraphRunner:
         config = self.config
         asked = config.config
-        capability = Capability[self._attention.capability]
+        capability = Capability[self.attention.capability]
         dispatcher = Dispatcher(
             config.graph_mode, capability=capability, padding=not asked.disable_cuda_graph_padding
         )
@@ -166,7 +193,7 @@ class ModelRunner:
             lora_cases=config.lora_cases,
             context_buckets=config.context_buckets,
             cascade=asked.enable_cascade_attention
-            and self._attention.reads_prefix_once
+            and self.attention.reads_prefix_once
             and self._has_whole_contexts,
         )
         keys = [
@@ -176,6 +203,8 @@ class ModelRunner:
         ]
         if asked.batch_invariant:
             keys = [key for key in keys if not key.descriptor.is_uniform]
+        if self.speculation is not None:
+            keys += self.speculation.verify_keys(dispatcher.mode)
         runner = CudaGraphRunner(
             self.step,
             InputBuffers(
@@ -199,22 +228,28 @@ class ModelRunner:
             kernels_of=self.kernels_of,
         )
         runner.watch(self.model)
+        if self.draft is not None:
+            runner.watch({f"draft.{name}": each for name, each in self.draft.model.named_parameters()})
         static = {"page_table": self.page_table, "prefix_lens": self.rows["prefix_lens"]}
         static |= {"lengths": self.lengths, "last_tokens": self.last_tokens}
         static |= {"began": self.began, **self.returned.state}
         if self.adapters is not None:
             static |= {"adapter_slots": self.rows["adapter_slots"], **self.adapters.named_tensors()}
+        if self.speculation is not None:
+            static |= self.speculation.named_tensors()
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
         return runner
 
     def kernels_of(self, key: GraphKey) -> Hashable:
         """Equal for graphs that run the same compiled kernels."""
-        num_tokens, is_decode = key.descriptor.num_tokens, key.descriptor.is_uniform
-        device = self.config.device
+        num_tokens, query_len = key.descriptor.num_tokens, key.descriptor.query_len
+        is_decode, device = query_len is not None, self.config.device
         if device.type != "cuda":
-            return key.mode, is_decode, key.descriptor.cascade, key.descriptor.lora
+            return key.mode, query_len, key.descriptor.cascade, key.descriptor.lora
+        # Where drafts are verified, every token has logits.
+        num_predicted = key.descriptor.num_reqs if query_len is None else num_tokens
         kernels = kernel_class(
-            self.model.products_of(num_tokens, key.descriptor.num_reqs),
+            self.model.products_of(num_tokens, num_predicted),
             num_tokens,
             self.model.config.num_heads,
             self.model.config.num_kv_heads,
@@ -223,10 +258,11 @@ class ModelRunner:
             is_decode=is_decode,
             is_cascade=key.descriptor.cascade,
             num_slots=key.descriptor.lora,
+            query_len=query_len or 1,
         )
         queries = queries_of(self.model.config, self.config, key.descriptor)
         attention = None if is_decode else query_class(queries, gpu_of(device))
-        return key.mode, is_decode, kernels, attention
+        return key.mode, query_len, kernels, attention
 
     def capture(
         self, times: StartupTimes, *, keys: Sequence[GraphKey] | None = None, progress: bool | None = None
@@ -236,6 +272,9 @@ class ModelRunner:
         report = self.graphs.capture(keys, progress=progress)
         for graph in self.graphs.graphs.values():
             times.add("capture decode" if graph.descriptor.is_uniform else "capture prefill", graph.seconds)
+        if self.speculation is not None:
+            with times.phase("capture drafts"):
+                self.speculation.capture(some=keys is not None)
         return report
 
     def update_pages(self, updates: Sequence[PageUpdate]) -> None:
@@ -247,16 +286,16 @@ class ModelRunner:
             self.rows.write_cells("page_table", np.repeat(rows, lengths), columns, np.concatenate(pages))
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Enter the adapters of newcomers; `rows.send` brings them to the device."""
+        """Enter the adapters of newcomers, and what drafts need; `rows.send` brings it to the device."""
+        if self.speculation is not None:
+            self.speculation.drafter.join(requests)
         if self.adapters is not None:
             for request in requests:
                 self.rows.write("adapter_slots", request.row, request.adapter_slot)
 
     def update_prefix(self, step: ScheduledStep) -> None:
         """Enter what the step's requests share, if it pays to know; `rows.send` brings it to the device."""
-        held = self._held
-        is_same = step.rows is held.rows and step.shared_prefix == held.shared_prefix
-        if not is_same and self._wants_cascade(step):
+        if not self._held.is_for(step) and self._wants_cascade(step):
             self.rows.write_rows("prefix_lens", step.rows, step.shared_prefix)
 
     def _wants_cascade(self, step: ScheduledStep) -> bool:
@@ -273,10 +312,13 @@ class ModelRunner:
 
     def run(self, step: ScheduledStep) -> torch.Tensor:
         """One step; the logits of each request's last token, good until the next step."""
+        if step.num_drafts:
+            assert self.speculation is not None
+            self.speculation.draft(step)
         # While the rows stay the same, a decode graph needs nothing new; its bucket of contexts may change.
         # If this fails on the way, nobody knows what the inputs are.
         held, self._held = self._held, _NOTHING
-        is_same = step.rows is held.rows and step.shared_prefix == held.shared_prefix
+        is_same = held.is_for(step)
         shape = held.shape if is_same and not self._contexts else self.shape_of(step)
         if self._why_no_cascade is not None:
             self.missed_cascades[self._why_no_cascade] += 1
@@ -286,14 +328,22 @@ class ModelRunner:
             self._held = held
             return logits
         decision = self.graphs.decide(shape)
-        self.notes_beginning = decision.descriptor is not None and decision.descriptor.is_uniform
-        self.has_sampled = self.samples(decision.descriptor or shape.as_descriptor())
-        # Only a full graph has attention inside; between segments and eagerly it needs the real lengths.
-        self._host = None if decision.mode is GraphMode.FULL else host_lengths(step)
-        logits = self.graphs.run(inputs_of(step), shape)
+        descriptor = decision.descriptor or shape.as_descriptor()
+        self.notes_beginning = decision.descriptor is not None and descriptor.is_uniform
+        self.has_sampled = self.samples(descriptor)
+        self.bunch = Bunch(descriptor.num_reqs, step.query_len) if step.num_drafts else None
+        # Only a full graph has attention inside; between segments and eagerly it wants the real lengths. Of
+        # requests whose drafts are being verified nobody knows them.
+        is_known = self.speculation is None or not self.config.lookahead
+        self._host = host_lengths(step) if decision.mode is not GraphMode.FULL and is_known else None
+        logits = self.graphs.run(inputs_of(step, is_drafting=self.speculation is not None), shape)
+        if step.num_drafts and not self.has_sampled:
+            assert self.speculation is not None
+            self.bunch = self.speculation.run_tail(step)
+            self.has_sampled = True
         self._count_line()
         if self.notes_beginning:
-            self._held = _Held(step.rows, step.shared_prefix, shape)
+            self._held = _Held(step.rows, step.shared_prefix, step.num_drafts, shape)
         return logits
 
     def run_from(self, graph: CapturedGraph, step: ScheduledStep, *, poison: bool = False) -> torch.Tensor:
@@ -311,8 +361,9 @@ class ModelRunner:
     def unchanged(self) -> Iterator[None]:
         """Rows, lines and what they count are put back at the end; inputs are held by nobody."""
         host, sampled, notes = self._host, self.has_sampled, self.notes_beginning
+        counts = nullcontext() if self.speculation is None else self.speculation.unchanged()
         try:
-            with self.rows.unchanged(), self.returned.unchanged():
+            with self.rows.unchanged(), self.returned.unchanged(), counts:
                 yield
         finally:
             self._host, self.has_sampled, self.notes_beginning = host, sampled, notes
@@ -336,7 +387,7 @@ class ModelRunner:
             context = self._contexts[bisect_left(self._contexts, int(step.seq_lens.max()))]
         # Bits depend on shapes, so that invariance means: no step gets a shape of its own.
         is_decode = step.is_uniform_decode and not self.config.config.batch_invariant
-        query_len = 1 if is_decode else None
+        query_len = step.query_len if is_decode else None
         shape = BatchShape(
             step.total_tokens, step.num_requests, query_len, lora=step.num_adapters, context=context
         )
@@ -365,11 +416,20 @@ class ModelRunner:
 
         In a decode step, on to the tokens of those requests that are plain.
         """
-        if descriptor.is_uniform:
+        query_len, speculation = descriptor.query_len, self.speculation
+        if query_len is not None and query_len > 1:
+            assert speculation is not None
+            verified = speculation.begin(req_rows, query_len, self.began)
+            input_ids, positions, token_rows, seq_lens, query_starts, query_lens = verified
+        elif descriptor.is_uniform:
             input_ids, positions, seq_lens, query_lens = request_rows.begin_decode(
                 req_rows, self.lengths, self.last_tokens, self.began
             )
             token_rows, query_starts = req_rows, self._one_token_each[: req_rows.size(0)]
+        elif speculation is not None:
+            input_ids, positions, seq_lens = speculation.fill_in(
+                input_ids, positions, token_rows, req_rows, seq_lens, query_lens
+            )
         else:
             input_ids = torch.where(input_ids < 0, self.last_tokens.index_select(0, token_rows), input_ids)
             request_rows.set_lengths(req_rows, self.lengths, seq_lens)
@@ -389,7 +449,14 @@ class ModelRunner:
         if descriptor.lora:
             assert self.adapters is not None
             adapters = self.adapters.of_tokens(self.rows["adapter_slots"].index_select(0, token_rows))
-        hidden = self.model(input_ids, positions, self._attention_over(batch), adapters)
+        tapped = () if speculation is None else speculation.drafter.tapped_layers
+        taps = Taps(tapped) if tapped else None
+        hidden = self.model(input_ids, positions, self._attention_over(batch), adapters, taps)
+        if speculation is not None:
+            features = hidden if taps is None else taps.features()
+            speculation.drafter.note_step(input_ids, batch, features, descriptor)
+        if query_len is not None and query_len > 1:
+            return self.verify(hidden, req_rows, query_len)
         if not descriptor.is_uniform:
             self.hidden[: input_ids.size(0)].copy_(hidden)
             hidden = hidden.index_select(0, (query_starts + query_lens - 1).clamp(min=0))
@@ -400,18 +467,30 @@ class ModelRunner:
             self.sample_plain(req_rows)
         return logits
 
+    def verify(self, hidden: torch.Tensor, req_rows: torch.Tensor, query_len: int) -> torch.Tensor:
+        """Captured, behind the forward pass of as many tokens of each request: accept drafts, from the states
+        [T, H]. Logits of each request's first token, as those of a step without drafts."""
+        assert self.speculation is not None
+        num_requests = req_rows.size(0)
+        # All first tokens, then all second ones: whoever samples behind this finds what it always finds.
+        by_place = hidden.view(num_requests, query_len, -1).transpose(0, 1).reshape(hidden.shape)
+        logits = self.logits[: hidden.size(0)]
+        self.model.logits(by_place, logits)
+        self.speculation.accept(logits, req_rows, query_len, self.returned.lines)
+        return logits[:num_requests]
+
     def _attention_over(self, batch: AttentionBatch) -> Attend:
         heads = functools.partial(self._attend, batch)
-        if self._attention.attend_qkv is None:
+        if self.attention.attend_qkv is None:
             return heads
         return StepAttention(heads, functools.partial(self._attend_rows, batch))
 
     def _attend_rows_of_layer(
         self, batch: AttentionBatch, layer: int, rows: torch.Tensor, heads: HeadPreparation
     ) -> torch.Tensor:
-        assert self._attention.attend_qkv is not None
+        assert self.attention.attend_qkv is not None
         model = self.model.config
-        return self._attention.attend_qkv(
+        return self.attention.attend_qkv(
             rows,
             heads,
             *self.kv.layer(layer),
@@ -426,11 +505,11 @@ class ModelRunner:
     ) -> torch.Tensor:
         model = self.model.config
         k_cache, v_cache = self.kv.layer(layer)
-        self._attention.write_kv(k, v, k_cache, v_cache, batch)
+        self.attention.write_kv(k, v, k_cache, v_cache, batch)
         scale, window = model.attention_scale, model.layer_windows[layer]
         if self._host is None:
-            return self._attention.attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=window)
-        return self._attention.attend_eager(
+            return self.attention.attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=window)
+        return self.attention.attend_eager(
             q, k_cache, v_cache, batch, scale=scale, sliding_window=window, lengths=self._host
         )
 
@@ -448,7 +527,7 @@ class ModelRunner:
 
 def max_context(config: ResolvedConfig, descriptor: BatchDescriptor) -> int:
     """No request of a step is longer."""
-    return min(descriptor.context or config.max_model_len, config.page_columns * PAGE_SIZE)
+    return min(descriptor.context or config.max_positions, config.page_columns * PAGE_SIZE)
 
 
 def queries_of(model: ModelConfig, config: ResolvedConfig, descriptor: BatchDescriptor) -> Queries:
@@ -465,14 +544,19 @@ def queries_of(model: ModelConfig, config: ResolvedConfig, descriptor: BatchDesc
     )
 
 
-def inputs_of(step: ScheduledStep) -> dict[str, IntArray]:
-    """What a step brings from the host."""
+def inputs_of(step: ScheduledStep, *, is_drafting: bool = False) -> dict[str, IntArray]:
+    """What a step brings from the host. `is_drafting`: the device alone knows how long requests are that decode,
+    see `Speculation.fill_in`."""
+    seq_lens = step.seq_lens
+    if is_drafting:
+        seq_lens = seq_lens.copy()
+        seq_lens[: step.num_requests - len(step.prompt_tokens)] = UNCHANGED if step.num_drafts else LONGER
     return {
         "input_ids": step.input_ids,
         "positions": step.positions,
         "token_rows": step.token_rows,
         "req_rows": step.rows,
-        "seq_lens": step.seq_lens,
+        "seq_lens": seq_lens,
         "query_starts": step.query_starts,
         "query_lens": step.num_new_tokens,
     }

@@ -87,19 +87,22 @@ class StepClock:
         self._nanoseconds[part] += now - self._began
         self._began = now
 
-    def on_device(self, span: tuple[int, int] | None, *, counts: bool) -> None:
+    def on_device(self, span: tuple[int, int] | None, *, counts: bool) -> float | None:
         """A step was on the device: when it began and ended, in nanoseconds of the device's clock, if known.
 
-        `counts`: whether its beginning is, and it was launched while the one before was under way.
+        `counts`: whether its beginning is, and it was launched while the one before was under way. Returns the
+        seconds between the end of that one and its own, then.
         """
         if span is None:
             self._device_ended = None
-            return
-        began, ended = span
-        if counts and self._device_ended is not None:
-            self._device_ns += ended - self._device_ended
-            self._idle_ns += max(0, began - self._device_ended)
+            return None
+        (began, ended), before = span, self._device_ended
         self._device_ended = ended
+        if not counts or before is None:
+            return None
+        self._device_ns += ended - before
+        self._idle_ns += max(0, began - before)
+        return (ended - before) / 1e9
 
     def read(self) -> StepTimes:
         """The totals so far."""

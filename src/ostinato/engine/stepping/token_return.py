@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +39,10 @@ class Sampled:
     one."""
     told: IntArray | None = None
     """int64: the places of those who asked for logprobs; None if nobody did."""
+    further: IntArray | None = None
+    """int64 [k, R], of a step that has verified k drafts: what came behind `tokens`..."""
+    num_new: IntArray | None = None
+    """...and int64 [R]: how many tokens are new, that of `tokens` included."""
 
 
 class Amendment(NamedTuple):
@@ -49,36 +53,85 @@ class Amendment(NamedTuple):
     logprobs: LogprobLines
 
 
+class Bunch(NamedTuple):
+    """How the line of a step that has verified drafts is laid out; see `kernels.speculation.acceptance`."""
+
+    num_requests: int
+    """R of the graph that wrote it, padding included."""
+    query_len: int
+    """Tokens of each."""
+
+
 class Launched:
     """A step whose tokens are on their way."""
 
     def __init__(
-        self, line: IntArray, count: int, amendment: Amendment | None, done: torch.cuda.Event | None
+        self,
+        line: IntArray,
+        num_requests: int,
+        count: int,
+        amendment: Amendment | None,
+        bunch: Bunch | None,
+        done: torch.cuda.Event | None,
     ) -> None:
         """`done`: None where everything is done already."""
         self._line = line
+        self._num_requests = num_requests
         self._count = count
         self._amendment = amendment
+        self._bunch = bunch
         self._done = done
+        self._others: tuple[Launched, IntArray] | None = None
+
+    def amended_by(self, others: Launched, places: IntArray) -> None:
+        """The tokens of those at `places` bool [R] are in another line of the same form, written behind this."""
+        self._others = others, places
 
     def read(self) -> Sampled:
         """The tokens on the host; waits for the device."""
+        if self._others is None:
+            return self._read()
+        own, (others, places) = self._read(), self._others
+        found = others._read()
+
+        def merged(mine: IntArray | None, theirs: IntArray | None) -> IntArray:
+            assert mine is not None
+            assert theirs is not None
+            return np.where(places, theirs, mine)
+
+        return replace(
+            own,
+            tokens=merged(own.tokens, found.tokens),
+            further=merged(own.further, found.further),
+            num_new=merged(own.num_new, found.num_new),
+            span=None if own.span is None or found.span is None else (own.span[0], found.span[1]),
+        )
+
+    def _read(self) -> Sampled:
         if self._done is not None:
             self._done.synchronize()
-        tokens = self._line[LINE_HEAD:]
+        tokens = self._line[LINE_HEAD : LINE_HEAD + self._num_requests]
         assert self._line[0] == self._count, "the tokens of another step"
         assert self._line[3] == (self._amendment is not None), "tokens of requests that ask for more"
         span = None if self._done is None else (int(self._line[1]), int(self._line[2]))
+        num_new, further = self._read_bunch()
         if self._amendment is None or not len(self._amendment.told):
-            return Sampled(tokens, span=span)
+            return Sampled(tokens, span=span, further=further, num_new=num_new)
         told = self._amendment.told
         values, named, ranks = (self._placed(lines, told) for lines in self._amendment.logprobs)
-        return Sampled(tokens, values, named, ranks, span, told=self._amendment.told)
+        return Sampled(tokens, values, named, ranks, span, told, further, num_new)
+
+    def _read_bunch(self) -> tuple[IntArray | None, IntArray | None]:
+        if self._bunch is None:
+            return None, None
+        count, length = self._bunch
+        parts = self._line[LINE_HEAD : LINE_HEAD + count * (length + 1)].reshape(length + 1, count)
+        return parts[1, : self._num_requests], parts[2:, : self._num_requests]
 
     def _placed(self, lines: Tensor, told: IntArray) -> IntArray:
         """What came back one after another, each where its request is in the step."""
         compact = lines[self._count % lines.size(0), : len(told)].numpy()
-        placed = np.zeros((len(self._line) - LINE_HEAD, *compact.shape[1:]), compact.dtype)
+        placed = np.zeros((self._num_requests, *compact.shape[1:]), compact.dtype)
         placed[told] = compact
         return placed
 
@@ -91,9 +144,10 @@ class TokenReturn:
     `Launched.read` checks that they agree, and that the line was amended if it should have been.
     """
 
-    def __init__(self, last_tokens: Tensor, began: Tensor, max_requests: int, num_lines: int) -> None:
-        """`num_lines`: more than those of the steps whose tokens are unread at any time."""
-        self.lines = TokenLines.of(last_tokens, began, max_requests, num_lines)
+    def __init__(self, last_tokens: Tensor, began: Tensor, max_tokens: int, num_lines: int) -> None:
+        """Lines with places for `max_tokens`. `num_lines`: more than those of the steps whose tokens are unread
+        at any time."""
+        self.lines = TokenLines.of(last_tokens, began, max_tokens, num_lines)
         self._ring = self.lines.ring.numpy()
         self._num_launched = 0
         self._is_in_doubt = False
@@ -134,11 +188,14 @@ class TokenReturn:
             self.lines.counts.copy_(torch.tensor([self._num_launched, 0]))
             self._is_in_doubt = False
 
-    def newest(self, num_requests: int, amendment: Amendment | None = None) -> Launched:
-        """The line that was launched last, to be read; `amendment`: what was launched behind it."""
+    def newest(
+        self, num_requests: int, amendment: Amendment | None = None, bunch: Bunch | None = None
+    ) -> Launched:
+        """The line that was launched last, to be read; `amendment`: what was launched behind it; `bunch`: of a
+        step that has verified drafts."""
         count = self._num_launched - 1
         place = count % len(self._ring)
         done = self._events[place]
         if done is not None:
             done.record(self._stream.get())
-        return Launched(self._ring[place, : LINE_HEAD + num_requests], count, amendment, done)
+        return Launched(self._ring[place], num_requests, count, amendment, bunch, done)

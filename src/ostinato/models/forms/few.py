@@ -56,6 +56,10 @@ class Few(Form[Tensor]):
         adapted = adapted_by(self.adapters, linear.name)
         return few_tokens.project(x, linear.matrix, linear.bias, residual=rows, adapted=adapted)
 
+    def stream(self, rows: Tensor) -> Tensor:
+        """As `Form`."""
+        return rows
+
     def end(self, rows: Tensor, norm: RMSNorm) -> Tensor:
         """As `Form`."""
         return norm(rows)

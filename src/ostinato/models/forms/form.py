@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ostinato.kernels.linear.tiles import MatrixShape
 
-from ..layer import Layer
+from ..layer import FeedForward, Layer
 from ..layers import Linear, RMSNorm
 from ..mixing import Mix
+from ..taps import Taps
 
 Rows = TypeVar("Rows")
 """What is on its way through the layers: rows [T, H], and what a form keeps beside them."""
@@ -64,25 +65,36 @@ class Form(ABC, Generic[Rows]):
         """`rows + linear(x)`; `next_norm` is who reads it."""
 
     @abstractmethod
+    def stream(self, rows: Rows) -> Tensor:
+        """What came in so far, as one tensor [T, H]; on a GPU good until the next `add`."""
+
+    @abstractmethod
     def end(self, rows: Rows, norm: RMSNorm) -> Tensor:
         """To normalised hidden states [T, H]."""
 
-    def through(self, layers: Sequence[Layer], x: Tensor, mix: Mix, norm: RMSNorm) -> Tensor:
-        """Hidden states [T, H] through layers to normalised ones."""
+    def through(
+        self, layers: Sequence[Layer], x: Tensor, mix: Mix, norm: RMSNorm, taps: Taps | None = None
+    ) -> Tensor:
+        """Hidden states [T, H] through layers to normalised ones; `taps` get what they want on the way."""
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), norm]
         rows = self.begin(x, layers[0].input_layernorm)
         for layer, next_norm in zip(layers, next_norms, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
+            attention = layer.self_attn
             before, between = layer.input_layernorm, layer.post_attention_layernorm
             rows = self.normed(rows, before)
+            if taps is not None and attention.index in taps.layers:
+                taps.take(attention.index, self.stream(rows))
             projected = self.project(rows, before, attention.qkv_proj)
             mixed = mix(attention, projected).flatten(1)
             if not self.keeps_projected:
                 del projected  # of a long prompt, too large to be kept; so is the next
             rows = self.add(rows, attention.o_proj, mixed, between)
             del mixed
-            rows = self.normed(rows, between)
-            inner = self.project(rows, between, mlp.gate_up_proj, gated=True)
-            rows = self.add(rows, mlp.down_proj, inner, next_norm)
-            del inner
+            rows = self.feed(rows, between, layer.mlp, next_norm)
         return self.end(rows, norm)
+
+    def feed(self, rows: Rows, norm: RMSNorm, mlp: FeedForward, next_norm: RMSNorm) -> Rows:
+        """`rows + mlp(norm(rows))`; `next_norm` is who reads it."""
+        rows = self.normed(rows, norm)
+        inner = self.project(rows, norm, mlp.gate_up_proj, gated=True)
+        return self.add(rows, mlp.down_proj, inner, next_norm)

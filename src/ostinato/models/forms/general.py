@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ostinato.kernels import lora
 from ostinato.kernels.linear import products
+from ostinato.kernels.linear.products import joined
 from ostinato.kernels.linear.weight import PLAIN
 from ostinato.kernels.lora import Adapters, adapted_by
 from ostinato.kernels.rows import add_rms_norm, rms_norm
@@ -64,6 +65,10 @@ class General(Form[Sum]):
     def add(self, rows: Sum, linear: Linear, x: Tensor, next_norm: RMSNorm) -> Sum:
         """As `Form`."""
         return Sum(rows.rows, added=self._product(linear, x))
+
+    def stream(self, rows: Sum) -> Tensor:
+        """As `Form`."""
+        return rows.rows if rows.added is None else rows.rows + joined(rows.added, rows.rows.dtype)
 
     def end(self, rows: Sum, norm: RMSNorm) -> Tensor:
         """As `Form`."""

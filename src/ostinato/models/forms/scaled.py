@@ -52,6 +52,10 @@ class Scaled(Form[ScaledRows]):
         adapted = adapted_by(self.adapters, linear.name)
         return scaled_rows.add_projected(rows, x, linear.matrix, linear.bias, next_norm.weight, adapted)
 
+    def stream(self, rows: ScaledRows) -> Tensor:
+        """As `Form`."""
+        return rows.rows
+
     def end(self, rows: ScaledRows, norm: RMSNorm) -> Tensor:
         """As `Form`."""
         return norm(rows.rows)

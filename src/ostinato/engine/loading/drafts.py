@@ -1,0 +1,66 @@
+"""The model that drafts, beside the one that it drafts for: found and checked first, placed behind it."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.cache.kv import KVCache, KVShape
+from ostinato.models.config import ModelConfig
+from ostinato.models.drafts.draft import Draft
+from ostinato.models.drafts.loading import FoundDraft, find_draft
+from ostinato.models.locate import locate_model
+from ostinato.models.transformer import Transformer
+
+from ..config import ResolvedConfig
+from ..speculating.eagle_graphs import DraftParts
+from .arenas import Arenas
+from .saved_memory import SavedMemory
+
+
+def draft_for(target: ModelConfig, config: ResolvedConfig) -> FoundDraft | None:
+    """The one that was asked for, if it fits; None: tokens are drafted without a model, or not at all.
+
+    ModelError says what does not fit. Nothing is allocated.
+    """
+    asked = config.speculation
+    if asked is None or asked.model is None:
+        return None
+    directory = locate_model(
+        asked.model, revision=asked.revision, download_dir=config.config.download_dir, with_pickles=True
+    )
+    made_up = (asked.load_format or config.config.load_format) == "dummy"
+    return find_draft(asked.method, directory, target, made_up=made_up)
+
+
+def load_draft(
+    found: FoundDraft, target: Transformer, config: ResolvedConfig, arenas: Arenas, memory: SavedMemory | None
+) -> Draft:
+    """Place it."""
+    draft = found.load(
+        target,
+        max_positions=config.max_positions,
+        seed=config.config.seed,
+        allocate=arenas("weights", config.device),
+    )
+    if memory is not None:
+        memory.take_over_buffers(draft)
+    return draft
+
+
+def draft_kv_shape(draft: Draft | None, dtype: torch.dtype) -> KVShape | None:
+    """What it stores per token; None: there is no draft."""
+    if draft is None:
+        return None
+    shape = draft.shape
+    return KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+
+
+def draft_parts(
+    draft: Draft | None, num_pages: int, config: ResolvedConfig, arenas: Arenas
+) -> DraftParts | None:
+    """The draft with its KV cache, of as many pages as the target's."""
+    shape = draft_kv_shape(draft, config.dtype)
+    if draft is None or shape is None:
+        return None
+    allocate = arenas("kv_cache", config.device)
+    return DraftParts(draft, KVCache(shape, num_pages, config.device, allocate, name="draft_kv"))

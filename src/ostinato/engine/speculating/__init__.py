@@ -1,0 +1,1 @@
+"""Speculation: drafts of tokens that the model verifies several at a time, on the device."""

@@ -1,0 +1,157 @@
+"""What a draft computes, read from request rows and steps on the device. Fixed shapes, nothing is read back.
+
+A head pairs the token at position p with the target's feature of position p - 1, at slot p - 1; a whole model
+has the token at slot p (`offset` is 1 and 0). Of each row there are features of some positions in a row, the
+first of them `base`: those of the last step's tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.attention.batch import AttentionBatch
+
+NO_FEATURE = -(1 << 20)
+"""As `base` of a row that has none."""
+
+
+class ChainStart(NamedTuple):
+    """The first pass of a chain: `width` tokens a request, as many of them real as the last step brought."""
+
+    input_ids: Tensor
+    """int64 [R * width]."""
+    batch: AttentionBatch
+    features: Tensor
+    """int64 [R * width]: where the feature of each token is among those of its row."""
+    ends: Tensor
+    """int64 [R]: where the last token of each request is."""
+
+
+def chain_start(
+    rows: Tensor,
+    width: int,
+    offset: int,
+    lengths: Tensor,
+    last_tokens: Tensor,
+    drafts: Tensor,
+    base: Tensor,
+    page_table: Tensor,
+    max_context: int,
+) -> ChainStart:
+    """What `rows` int32 [R] have to catch up with: tokens behind position `base`, up to their last one.
+
+    All else by request row, as in `SpecState`. Drafts up to there were accepted. The last token is computed
+    in any case, the others as far as `width` reaches.
+    """
+    real = rows != 0
+    length = lengths.index_select(0, rows).long()
+    first = base.index_select(0, rows).long()
+    count = (length - first).clamp(1, width)
+    steps = torch.arange(width, device=rows.device)
+    positions = (length - count + 1).unsqueeze(1) + steps
+    is_last = steps == (count - 1).unsqueeze(1)
+    is_real = (steps < count.unsqueeze(1)) & real.unsqueeze(1)
+    # The feature of the token before a token; and if that is no draft, the token is the last one.
+    behind_base = (positions - first.unsqueeze(1) - 1).clamp(0, drafts.size(1))
+    drafted = drafts.index_select(0, rows).long().gather(1, behind_base.clamp(max=drafts.size(1) - 1))
+    tokens = torch.where(is_last, last_tokens.index_select(0, rows).unsqueeze(1), drafted)
+    starts = torch.arange(0, rows.size(0) * width, width, dtype=torch.int32, device=rows.device)
+    batch = AttentionBatch(
+        page_table=page_table,
+        token_rows=(rows.unsqueeze(1) * is_real).view(-1).int(),
+        positions=((positions - offset) * is_real).view(-1),
+        req_rows=rows,
+        seq_lens=torch.where(real, length + 1 - offset, 1).int(),
+        query_starts=starts,
+        query_lens=(count * real).int(),
+        max_query_len=width,
+        max_context=max_context,
+    )
+    ends = starts + torch.where(real, count - 1, 0)
+    return ChainStart((tokens * is_real).view(-1), batch, behind_base.view(-1), ends)
+
+
+def next_in_chain(rows: Tensor, positions: Tensor, page_table: Tensor, max_context: int) -> AttentionBatch:
+    """A pass of one token a request, at slots `positions` int64 [R]."""
+    real = rows != 0
+    return AttentionBatch(
+        page_table=page_table,
+        token_rows=rows,
+        positions=positions * real,
+        req_rows=rows,
+        seq_lens=torch.where(real, positions + 1, 1).int(),
+        query_starts=torch.arange(rows.size(0), dtype=torch.int32, device=rows.device),
+        query_lens=real.int(),
+        max_query_len=1,
+        max_context=max_context,
+    )
+
+
+class Pairs(NamedTuple):
+    """The tokens of a step of the target with the features before them."""
+
+    features: Tensor
+    """[T, H]: of the token before each."""
+    batch: AttentionBatch
+
+
+def pairs_of_step(batch: AttentionBatch, features: Tensor, stored: Tensor, base: Tensor) -> Pairs:
+    """Each token of a step with the feature of the one before it, from `features` [T, H] of that very step.
+
+    That of a request's first token is from the step before, in `stored` [max_rows, n, H]; where that has none
+    (the request begins here, or behind pages that were found in the cache) the token is left out.
+    """
+    num_tokens, width = features.shape
+    rows, has_tokens = batch.req_rows, batch.query_lens > 0
+    start = batch.seq_lens - batch.query_lens
+    before = (start - 1 - base.index_select(0, rows)).long()
+    is_left_out = has_tokens & ((start == 0) | (before < 0) | (before >= stored.size(1)))
+    places = rows.long() * stored.size(1) + before.clamp(0, stored.size(1) - 1)
+    # One more than there are tokens: requests without any write there.
+    firsts = torch.where(has_tokens, batch.query_starts, num_tokens).long()
+    shifted = features.new_empty(num_tokens + 1, width)
+    shifted[1:].copy_(features)
+    shifted.index_copy_(0, firsts, stored.view(-1, width).index_select(0, places))
+    stays = torch.ones(num_tokens + 1, dtype=torch.bool, device=rows.device)
+    stays.index_copy_(0, firsts, ~is_left_out)
+    stays = stays[:num_tokens] & (batch.token_rows != 0)
+    left_out = is_left_out.int()
+    pairs = replace(
+        batch,
+        token_rows=batch.token_rows * stays,
+        positions=(batch.positions - 1) * stays,
+        seq_lens=(batch.seq_lens - 1).clamp(min=1),
+        query_starts=batch.query_starts + left_out,
+        query_lens=batch.query_lens - left_out,
+        prefix_lens=None,
+    )
+    return Pairs(shifted[:num_tokens], pairs)
+
+
+def keep_features(
+    batch: AttentionBatch, features: Tensor | None, lengths: Tensor, stored: Tensor, base: Tensor
+) -> None:
+    """Keep, of a step's `features` [T, H], what the next step and the next drafts need, and note whose it is.
+
+    Rows whose drafts are being verified have not moved on: the features of all their tokens are kept. Of all
+    others the last one. None: only note.
+    """
+    rows, places = batch.req_rows, batch.req_rows.long()
+    real = rows != 0
+    is_verified = lengths.index_select(0, rows) != batch.seq_lens
+    first = batch.seq_lens - torch.where(is_verified, batch.query_lens, 1)
+    base.index_copy_(0, places, first * real)
+    if features is None:
+        return
+    num_kept = min(stored.size(1), batch.max_query_len)
+    steps = torch.arange(num_kept, device=rows.device)
+    last = (batch.query_lens - 1).clamp(min=0).unsqueeze(1)
+    # Behind the last one comes the last one again.
+    kept = torch.where(is_verified.unsqueeze(1), torch.minimum(steps, last), last)
+    chosen = (batch.query_starts.unsqueeze(1) + kept).clamp(max=features.size(0) - 1).long()
+    found = features.index_select(0, chosen.view(-1)).view(rows.size(0), num_kept, -1)
+    stored[:, :num_kept].index_copy_(0, places, found)

@@ -1,0 +1,183 @@
+"""Drafts by a model: the chain of all drafts of a step is one graph, for each number of requests and drafts.
+
+The first pass of a chain computes what the target's last step has brought: accepted tokens with the target's
+own features, up to the last one. Each further pass computes the draft before it. After prompts, and after
+steps without drafts, keys and values of the draft follow in the very step of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.cache.kv import KVCache
+from ostinato.graphs import (
+    BatchDescriptor,
+    BatchShape,
+    CaptureOptions,
+    CudaGraphRunner,
+    Dispatcher,
+    Field,
+    GraphKey,
+    GraphMode,
+    InputBuffers,
+    capture_keys,
+)
+from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch
+from ostinato.models.drafts.draft import Draft
+
+from ..scheduling.request import IntArray, Request
+from .config import SpeculativeConfig
+from .draft_attention import DraftAttention
+from .draft_inputs import NO_FEATURE, chain_start, keep_features, next_in_chain, pairs_of_step
+from .tiers import draft_tiers
+
+if TYPE_CHECKING:
+    from ..stepping.model_runner import ModelRunner
+
+
+class DraftParts(NamedTuple):
+    """A draft in memory."""
+
+    model: Draft
+    kv: KVCache
+    """As many pages as the target's, of the same numbers."""
+
+
+class EagleGraphManager:
+    """Drafts of heads on the target's features, and of whole models, from graphs."""
+
+    def __init__(self, runner: ModelRunner, config: SpeculativeConfig, parts: DraftParts) -> None:
+        self._config = config
+        self._runner = runner
+        self._rows = runner.rows
+        self._draft = parts.model
+        self._kv = parts.kv
+        self._attention = DraftAttention(runner.attention, parts.model.shape, parts.kv)
+        self.tapped_layers = parts.model.tapped_layers
+        self._offset = parts.model.slot_offset
+        most = config.num_speculative_tokens
+        # What a whole model computed of accepted drafts stays right; it only lacks the last of them.
+        self._width = 1 + most if parts.model.feature_size else 2
+        self._base = runner.rows["feature_base"]
+        resolved = runner.config
+        hidden = parts.model.shape.hidden_size if parts.model.feature_size else 0
+        self._features = torch.zeros(
+            resolved.max_rows, 1 + most, hidden, dtype=resolved.dtype, device=resolved.device
+        )
+        self._max_context = min(resolved.max_positions, resolved.page_columns * PAGE_SIZE)
+        self._held: tuple[IntArray | None, int] = (None, 0)
+        self.graphs = self._make_graphs(runner)
+
+    def _make_graphs(self, runner: ModelRunner) -> CudaGraphRunner:
+        config, ladder = runner.config, runner.config.verify_ladder
+        mode = GraphMode.NONE if config.graph_mode is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
+        keys = [
+            key
+            for count in draft_tiers(self._config)
+            for key in capture_keys(mode, ladder, None, query_len=count, max_reqs=ladder.limit)
+        ]
+        graphs = CudaGraphRunner(
+            self._chain,
+            InputBuffers(
+                (Field("req_rows", torch.int32, per="request"),),
+                max_tokens=ladder.limit * config.max_drafts,
+                max_reqs=ladder.limit,
+                device=config.device,
+                allocate=runner.pool.allocate,
+            ),
+            keys,
+            dispatcher=Dispatcher(mode),
+            pool=runner.pool,
+            options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
+            state={},  # padding writes page 0 and row 0
+            kernels_of=_kernels_of,
+        )
+        graphs.watch(self._draft)
+        graphs.watch({**self.named_tensors(), "page_table": runner.page_table})
+        return graphs
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """What graphs read, beside weights and rows."""
+        return {"features": self._features, **self._kv.named_tensors()}
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """Nothing is known of the tokens before a newcomer's first step."""
+        for request in requests:
+            self._rows.write("feature_base", request.row, NO_FEATURE)
+
+    def run(self, rows: IntArray, num_drafts: int) -> None:
+        """Launch so many drafts for each of these rows."""
+        shape = BatchShape.decode(len(rows), num_drafts)
+        (of, count), self._held = self._held, (None, 0)
+        if of is rows and count == num_drafts and self.graphs.can_rerun(shape):
+            self.graphs.rerun(shape)
+        else:
+            self.graphs.run({"req_rows": rows}, shape)
+        self._held = rows, num_drafts
+
+    def note_step(
+        self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
+    ) -> None:
+        """Store keys and values of a step's tokens, and keep the features that come next."""
+        draft, lengths = self._draft, self._rows["lengths"]
+        combined = draft.combined(features) if draft.feature_size else None
+        if descriptor.query_len is None or descriptor.query_len == 1:
+            if combined is None:
+                draft.remember(input_ids, None, batch.positions, self._attention.over(batch))
+            else:
+                shifted, pairs = pairs_of_step(batch, combined, self._features, self._base)
+                draft.remember(input_ids, shifted, pairs.positions, self._attention.over(pairs))
+        keep_features(batch, combined, lengths, self._features, self._base)
+
+    def try_out(self) -> None:
+        """Run the kernels of every chain once, without a trace."""
+        done = set()
+        for key in self.graphs.keys:
+            if (kernels := _kernels_of(key)) not in done:
+                done.add(kernels)
+                self.graphs.try_out(key)
+
+    def _chain(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
+        """Captured: all drafts of a step."""
+        assert descriptor.query_len is not None
+        rows, draft, count = self._rows, self._draft, descriptor.query_len
+        lengths = rows["lengths"]
+        start = chain_start(
+            req_rows,
+            self._width,
+            self._offset,
+            lengths,
+            rows["last_tokens"],
+            rows["drafts"],
+            self._base,
+            self._runner.page_table,
+            self._max_context,
+        )
+        features = None
+        if draft.feature_size:
+            places = start.batch.token_rows.long() * self._features.size(1) + start.features
+            features = self._features.view(-1, self._features.size(2)).index_select(0, places)
+        attend = self._attention.over(start.batch)
+        states = draft(start.input_ids, features, start.batch.positions, attend)
+        hidden = states.hidden.index_select(0, start.ends)
+        carried = None if states.carried is None else states.carried.index_select(0, start.ends)
+        tokens = [draft.to_target(draft.logits(hidden).argmax(-1))]
+        # The first draft stands behind the last token.
+        first = lengths.index_select(0, req_rows).long() + 1 - self._offset
+        for number in range(1, count):
+            batch = next_in_chain(req_rows, first + (number - 1), self._runner.page_table, self._max_context)
+            states = draft(tokens[-1], carried, batch.positions, self._attention.over(batch))
+            carried = states.carried
+            tokens.append(draft.to_target(draft.logits(states.hidden).argmax(-1)))
+        found = torch.stack(tokens, 1).to(rows["drafts"].dtype) * (req_rows != 0).unsqueeze(1)
+        rows["drafts"][:, :count].index_copy_(0, req_rows.long(), found)
+        return ()
+
+
+def _kernels_of(key: GraphKey) -> tuple[int, bool]:
+    """Chains of more than one draft launch the same kernels again."""
+    return key.descriptor.num_reqs, key.descriptor.query_len == 1

@@ -1,0 +1,120 @@
+"""Drafts from the text itself: what followed when the last tokens stood there before. No model is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ostinato.graphs import (
+    BatchDescriptor,
+    BatchShape,
+    CaptureOptions,
+    CudaGraphRunner,
+    Dispatcher,
+    Field,
+    GraphMode,
+    InputBuffers,
+    capture_keys,
+)
+from ostinato.kernels.attention.batch import AttentionBatch
+from ostinato.kernels.speculation.ngram import draft_ngram
+
+from ..scheduling.request import IntArray, Request
+from .config import SpeculativeConfig
+from .tiers import draft_tiers
+
+if TYPE_CHECKING:
+    from ..stepping.model_runner import ModelRunner
+
+
+class NgramDrafter:
+    """Keeps the text of every row on the device, and looks for its end in it."""
+
+    tapped_layers: tuple[int, ...] = ()
+
+    def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
+        self._config = config
+        self._rows = runner.rows
+        self.history = runner.rows["history"]
+        """int32 [max_rows, positions]: the text of each row."""
+        self._held: tuple[IntArray | None, int] = (None, 0)
+        self.graphs = self._make_graphs(runner)
+
+    def _make_graphs(self, runner: ModelRunner) -> CudaGraphRunner:
+        config, ladder = runner.config, runner.config.verify_ladder
+        mode = GraphMode.NONE if config.graph_mode is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
+        keys = [
+            key
+            for count in draft_tiers(self._config)
+            for key in capture_keys(mode, ladder, None, query_len=count, max_reqs=ladder.limit)
+        ]
+        return CudaGraphRunner(
+            self._draft,
+            InputBuffers(
+                (Field("req_rows", torch.int32, per="request"),),
+                max_tokens=ladder.limit * config.max_drafts,
+                max_reqs=ladder.limit,
+                device=config.device,
+                allocate=runner.pool.allocate,
+            ),
+            keys,
+            dispatcher=Dispatcher(mode),
+            pool=runner.pool,
+            options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
+            state={},  # row 0 stays as it is
+            kernels_of=lambda key: key.descriptor.query_len,
+        )
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Nothing beside rows."""
+        return {}
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """Enter what no step computes: the tokens whose pages were found in the cache."""
+        for request in requests:
+            if count := request.num_computed:
+                self._rows.write("history", request.row, request.first_tokens(count).tolist())
+
+    def run(self, rows: IntArray, num_drafts: int) -> None:
+        """Launch so many drafts for each of these rows."""
+        shape = BatchShape.decode(len(rows), num_drafts)
+        (of, count), self._held = self._held, (None, 0)
+        if of is rows and count == num_drafts and self.graphs.can_rerun(shape):
+            self.graphs.rerun(shape)
+        else:
+            self.graphs.run({"req_rows": rows}, shape)
+        self._held = rows, num_drafts
+
+    def note_step(
+        self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
+    ) -> None:
+        """Keep the tokens of a step; of drafts that are being verified those that are accepted are kept then."""
+        if descriptor.query_len is not None and descriptor.query_len > 1:
+            return
+        # Padding writes to row 0, which nobody reads.
+        places = batch.token_rows.long() * self.history.size(1) + batch.positions
+        self.history.view(-1).index_copy_(0, places, input_ids.int())
+
+    def try_out(self) -> None:
+        """Run the kernels once for each number of drafts."""
+        for key in {key.descriptor.query_len: key for key in self.graphs.keys}.values():
+            self.graphs.try_out(key)
+
+    def _draft(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
+        assert descriptor.query_len is not None
+        rows, config = self._rows, self._config
+        draft_ngram(
+            req_rows,
+            descriptor.query_len,
+            rows["lengths"],
+            rows["last_tokens"],
+            self.history,
+            rows["drafts"],
+            config.prompt_lookup_min,
+            config.prompt_lookup_max,
+            self.history.size(1),
+        )
+        return ()
