@@ -7,6 +7,7 @@ import torch
 
 from kernels import fused_checks
 from kernels import speculation_checks as checks
+from ostinato.kernels import request_rows
 from ostinato.kernels.attention import cuda_decode, gpu_ops
 from ostinato.kernels.cuda import compiled
 
@@ -23,6 +24,21 @@ def test_drafts(device):
     checks.check_note_history(device)
     for seed in range(60):
         checks.check_ngram(device, seed)
+
+
+def test_chains(device):
+    for seed in range(40):
+        checks.check_chain(device, seed)
+    for vocab in (40, 32_000, 128_256):
+        checks.check_best_draft(device, vocab)
+
+
+def test_the_time_is_noted(device):
+    began = torch.zeros(1, dtype=torch.int64, device=device)
+    request_rows.note_time(began)
+    first = began.item()
+    request_rows.note_time(began)
+    assert 0 < first < began.item()
 
 
 def test_acceptance(device):

@@ -12,7 +12,7 @@ import torch
 from ostinato.kernels.sampling import torch_reference
 from ostinato.kernels.sampling.plain import PlainSettings
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, TokenLines
-from ostinato.kernels.speculation import acceptance, ngram, verification
+from ostinato.kernels.speculation import acceptance, chains, draft_tokens, ngram, verification
 from ostinato.kernels.speculation.acceptance import verified_line
 from ostinato.kernels.speculation.state import NO_TOKEN, SpecState
 
@@ -27,9 +27,20 @@ class Ops(NamedTuple):
     accept: Callable[..., Any]
     draft_ngram: Callable[..., Any]
     note_history: Callable[..., Any]
+    chain_start: Callable[..., Any]
+    chain_next: Callable[..., Any]
+    note_best: Callable[..., Any]
 
 
-BY_DEVICE = Ops(verification.begin_verify, acceptance.accept, ngram.draft_ngram, ngram.note_history)
+BY_DEVICE = Ops(
+    verification.begin_verify,
+    acceptance.accept,
+    ngram.draft_ngram,
+    ngram.note_history,
+    chains.chain_start,
+    chains.chain_next,
+    draft_tokens.note_best,
+)
 """Whatever the device has."""
 
 
@@ -121,6 +132,67 @@ def check_begin_verify(device: Device, num_requests: int, q: int, ops: Ops = BY_
     for before, after in zip((lengths, last, drafts), moved, strict=True):
         assert torch.equal(before, after.cpu())
     assert (began.item() > 0) == began.is_cuda
+    again = ops.begin_verify(given, q, *moved, None)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(again, found, strict=True))
+
+
+def check_chain(device: Device, seed: int, ops: Ops = BY_DEVICE) -> None:
+    """Rows that are any number of tokens behind."""
+    pick = random.Random(seed)
+    num_drafts = pick.randint(1, 5)
+    width, offset, num_features = num_drafts + 1, pick.randint(0, 1), num_drafts + 1
+    rows = [*pick.sample(range(1, MAX_ROWS), pick.randint(1, 6)), *([0] * pick.randint(0, 3))]
+    lengths = torch.randint(width + 1, 60, (MAX_ROWS,), dtype=torch.int32)
+    base = lengths - torch.randint(1, width + 1, (MAX_ROWS,), dtype=torch.int32)
+    lengths[0] = base[0] = 0
+    last, drafts = torch.arange(MAX_ROWS) + 500, torch.randint(0, 99, (MAX_ROWS, num_drafts))
+    given = torch.tensor(rows, dtype=torch.int32, device=device)
+    moved = [tensor.to(device) for tensor in (lengths, last, drafts, base)]
+    start = ops.chain_start(given, width, offset, *moved, num_features)
+    found = chains.ChainStart(*(part.cpu().tolist() for part in start))
+    for r, row in enumerate(rows):
+        mine, length = slice(r * width, (r + 1) * width), int(lengths[row])
+        texts = [int(last[row])]
+        at = length - 1
+        while row and at > base[row] and len(texts) < width:
+            texts.insert(0, int(drafts[row, max(0, at - int(base[row]) - 1)]))
+            at -= 1
+        count = len(texts) if row else 0
+        first = length - len(texts) + 1
+        unused = [0] * (width - count)
+        assert found.input_ids[mine] == texts[:count] + unused
+        assert found.positions[mine] == [first + i - offset for i in range(count)] + unused
+        assert found.token_rows[mine] == [row] * count + unused
+        behind = [max(0, min(first + i - int(base[row]) - 1, num_features - 1)) for i in range(count)]
+        assert found.features[mine] == [row * num_features + place for place in behind] + unused
+        assert found.seq_lens[r] == (length + 1 - offset if row else 1)
+        assert (found.query_starts[r], found.query_lens[r]) == (r * width, count)
+        assert found.ends[r] == r * width + max(count - 1, 0)
+    positions, seq_lens, query_lens = (part.tolist() for part in ops.chain_next(given, moved[0], 3 - offset))
+    assert positions == [int(lengths[row]) + 3 - offset if row else 0 for row in rows]
+    assert seq_lens == [position + 1 for position in positions]
+    assert query_lens == [int(row != 0) for row in rows]
+
+
+def check_best_draft(device: Device, vocab: int, ops: Ops = BY_DEVICE) -> None:
+    """The first of equal ones; ids of the target where the draft has fewer."""
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[1, vocab - 1] = logits[1, vocab // 2] = 9.0
+    rows = torch.tensor([3, 1, 0, 5], dtype=torch.int32)
+    offsets = torch.randint(0, 1000, (vocab,))
+    best = logits.argmax(-1)
+    best[1] = vocab // 2
+    for given in (None, offsets):
+        drafts = torch.full((MAX_ROWS, 4), 7, dtype=torch.int32, device=device)
+        wanted = (best if given is None else best + given[best]) * (rows != 0)
+        moved = None if given is None else given.to(device)
+        found = ops.note_best(logits.to(device), rows.to(device), 2, drafts, moved)
+        assert found.dtype == torch.int64
+        assert found.tolist() == wanted.tolist()
+        noted = torch.full((MAX_ROWS, 4), 7, dtype=torch.int32)
+        noted[rows[rows != 0].long(), 2] = wanted[rows != 0].int()
+        noted[0] = drafts[0].cpu()
+        assert torch.equal(drafts.cpu(), noted)
 
 
 @dataclass

@@ -26,6 +26,9 @@ WIDE = {
     "two groups of warps": ((256, 512), WideTile(64, 128, 128, 2, 4), Form(bias=True), (61,)),
     "programs share columns": ((64, 512), WideTile(32, 64, 64, 2, 2, slices=4), Form(bias=True), (3, 9, 31)),
     "as many as there can be": ((64, 1024), WideTile(64, 64, 64, 2, 2, slices=8), Form(), (61,)),
+    "40 tokens": ((64, 512), WideTile(40, 64, 64, 2, 3), Form(bias=True), (33, 40, 75)),
+    "48 tokens, gated": ((64, 256, True), WideTile(48, 32, 64, 2, 2), Form(bias=True), (41, 48)),
+    "40 tokens, four share": ((128, 512), WideTile(40, 128, 64, 2, 2, slices=4), Form(), (5, 38, 40)),
     "two share": ((128, 1024), WideTile(64, 64, 128, 2, 3, slices=2), Form(dtype=torch.float32), (50, 70)),
     "gated, two groups": ((128, 256, True), WideTile(64, 64, 64, 4, 4), Form(dtype=torch.float32), (33,)),
     "gated, with all else": ((128, 512, True), WideTile(64, 64, 64, 2, 3, slices=2), Form(bias=True), (61,)),
@@ -47,6 +50,8 @@ HALF_NORMS = {
     "four tokens each": ((64, 1024), WideTile(32, 64, 64, 2, 2, slices=8), (29,), False),
     "several programs": ((128, 512), WideTile(64, 64, 64, 3, 2, slices=2), (60, 80), True),
     "gated": ((128, 256, True), WideTile(32, 32, 64, 2, 2), (30,), True),
+    "40 tokens, shared": ((128, 512), WideTile(40, 64, 64, 2, 2, slices=4), (37, 40), True),
+    "48 tokens, shared": ((64, 1024), WideTile(48, 64, 64, 2, 2, slices=2), (45,), False),
     "gated, shared": ((64, 512, True), WideTile(64, 64, 64, 2, 2, slices=4), (33, 64), False),
 }
 

@@ -13,7 +13,9 @@ from ostinato.kernels.speculation.ngram import draft_ngram
 from ostinato.kernels.speculation.verification import begin_verify
 
 TYPES = dict.fromkeys(("input_ids", "positions", "last_tokens", "drafts", "began", "seeds"), "*i64")
-TYPES |= dict.fromkeys(("ring", "counts"), "*i64") | {"values": "*fp32", "rates": "*fp32"}
+TYPES |= dict.fromkeys(("ring", "counts", "features", "ends", "offsets", "ids"), "*i64")
+TYPES |= {"logits": "*fp32", "best": "*fp32", "best_at": "*i32", "base": "*i32"}
+TYPES |= {"values": "*fp32", "rates": "*fp32"}
 TYPES |= dict.fromkeys(("rows", "tokens", "lengths", "num_accepted", "limits", "history"), "*i32")
 TYPES |= dict.fromkeys(("token_rows", "seq_lens", "query_starts", "query_lens"), "*i32")
 
@@ -34,6 +36,15 @@ def test_drafts_are_what_followed_the_longest_latest_occurrence():
 
 def test_the_last_token_is_noted():
     checks.check_note_history("cpu")
+
+
+def test_a_draft_catches_up_and_goes_on():
+    for seed in range(40):
+        checks.check_chain("cpu", seed)
+
+
+def test_the_best_token_of_a_draft_is_noted():
+    checks.check_best_draft("cpu", 40)
 
 
 def test_what_agrees_is_kept_and_every_length_occurs():
@@ -98,7 +109,14 @@ def test_kernels_compile(capability):
     triton = pytest.importorskip("triton")
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
-    from ostinato.kernels.speculation import triton_acceptance, triton_ngram, triton_verification
+    from ostinato.kernels import triton_request_rows
+    from ostinato.kernels.speculation import (
+        triton_acceptance,
+        triton_chains,
+        triton_draft_tokens,
+        triton_ngram,
+        triton_verification,
+    )
 
     lines = {"head": 4, "no_token": -1, "rows_block": 8, "steps_block": 8, "block": 64}
     for kernel, constants in (
@@ -107,6 +125,11 @@ def test_kernels_compile(capability):
         (triton_acceptance._accept, {**lines, "synthetic": False, "noted": False, "timed": True}),
         (triton_ngram._draft_ngram, {"k": 4, "k_block": 4, "min_n": 2, "max_n": 5, "block": 2048}),
         (triton_ngram._note_history, {}),
+        (triton_request_rows._note_time, {}),
+        (triton_chains._chain_start, {"block": 128}),
+        (triton_chains._chain_next, {"block": 128}),
+        (triton_draft_tokens._best_of_block, {"block": 2048}),
+        (triton_draft_tokens._note_best, {"block": 64, "has_offsets": True}),
     ):
         if "dependent" in kernel.arg_names:
             constants["dependent"] = capability >= 90

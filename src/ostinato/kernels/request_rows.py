@@ -47,6 +47,14 @@ def begin_decode(rows: Tensor, lengths: Tensor, last_tokens: Tensor, began: Tens
     return DecodeInputs(last_tokens.index_select(0, rows), positions.long(), seq_lens, query_lens)
 
 
+def note_time(began: Tensor) -> None:
+    """On a GPU, put the time into `began` int64 [1], as `begin_decode` does; a CPU notes none."""
+    if began.is_cuda:
+        from . import triton_request_rows
+
+        triton_request_rows.note_time(began)
+
+
 def set_lengths(rows: Tensor, lengths: Tensor, seq_lens: Tensor) -> None:
     """Note that the context of these rows is now as long as `seq_lens` int32 [R] says."""
     lengths.index_copy_(0, rows.long(), seq_lens * (rows != 0))

@@ -78,12 +78,15 @@ def cuda_decode_tile(
 ) -> CudaDecodeTile:
     """The CUDA kernel's tile for a batch; measured on an H200 (docs/kernels.md)."""
     pairs, multiprocessors = num_requests * num_kv_heads, gpu.multiprocessors
-    if num_queries > 1 and pairs > 32:
-        # Results of many heads need registers, and four slots at least.
-        chunk_tiles, chunks = (32, 2 * multiprocessors // pairs) if pairs <= multiprocessors else (64, 8)
-        how = (4, 5, 2) if group * num_queries <= 24 else (8, 5, 1)
-        return CudaDecodeTile(*how, chunk_tiles, chunks)
-    if group > 8 and num_queries == 1:  # twice the registers
+    if num_queries > 1:
+        # Joining takes longer than attending to twice the keys: chunks are long, warps many.
+        chunks = max(1, multiprocessors // pairs)
+        if group * num_queries > 24 or pairs <= multiprocessors:
+            return CudaDecodeTile(
+                8, 4, 1, chunk_tiles=32, max_chunks=chunks if pairs <= multiprocessors else 8
+            )
+        return CudaDecodeTile(4, 5, 2, chunk_tiles=64, max_chunks=8)
+    if group > 8:  # twice the registers
         return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, multiprocessors // pairs))
     if pairs <= 32:
         # 256 keys are on their way before the wait; short contexts are joined in one program.
@@ -154,8 +157,8 @@ def decode_class(
 ) -> Hashable:
     """Equal for batches that run the same compiled kernels, whichever of the two kernels that is.
 
-    Of several tokens a request only what the CUDA kernel decides: where that does not serve, attention is that
-    of any batch (`query_tiles.query_class`).
+    Of several tokens a request only what the CUDA kernel decides: where that does not serve, attention is
+    that of any batch (`query_tiles.query_class`).
     """
     triton = None
     if num_queries == 1:

@@ -26,6 +26,9 @@
 
 constexpr int kOutEach = GROUP * HEAD_DIM;  // results of a token for a KV head
 
+// Chunks of so many pairs of results are asked for at a time.
+constexpr int kJoinedAtOnce = QUERIES > 1 && kColumns <= 3 ? 2 : 1;
+
 // Where a pair of results of a unit lies behind its first one.
 __device__ __forceinline__ int out_pair(int e) {
   return QUERIES == 1 ? e : e % (kOutEach / 2) + e / (kOutEach / 2) * (KV_HEADS * kOutEach / 2);
@@ -126,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_PROGRAMS)
       __syncthreads();
       if (for_all == unit.chunks - 1) {
         if (threadIdx.x == 0) *counter = 0;
+#pragma unroll(kJoinedAtOnce)
         for (int e = threadIdx.x; e < kHeads * HEAD_DIM / 2; e += kThreads) {
           const int head = e / (HEAD_DIM / 2), dim = e % (HEAD_DIM / 2) * 2;
           const long long part = pair * max_chunks * kHeads + head;

@@ -13,17 +13,17 @@ __device__ __forceinline__ Joined join_warps(const char* rings, int head, int di
   Joined joined{-infinity(), 0.f, 0.f, 0.f};
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) {
-    sums[w] = *(const float2*)(rings + w * kRingBytes + (HEAD_DIM * kGroupStride + head * 2) * 4);
+    sums[w] = *(const float2*)(rings + w * kRingBytes + (kSumsAt + head * 2) * 4);
     joined.most = fmaxf(joined.most, sums[w].x);
   }
   const float base = base_of(joined.most);
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) {
-    const float* const from = (const float*)(rings + w * kRingBytes) + dim * kGroupStride + head;
+    const float2 two = *(const float2*)((const float*)(rings + w * kRingBytes) + head * kHeadStride + dim);
     const float faded = exp2_of(sums[w].x - base);
     joined.total += sums[w].y * faded;
-    joined.a += from[0] * faded;
-    joined.b += from[kGroupStride] * faded;
+    joined.a += two.x * faded;
+    joined.b += two.y * faded;
   }
   return joined;
 }

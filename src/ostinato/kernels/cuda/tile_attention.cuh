@@ -10,12 +10,13 @@
 
 constexpr int kColumns = (kHeads + 7) / 8;  // blocks of 8 heads
 constexpr int kSteps = HEAD_DIM / 16;
-constexpr int kGroupStride = (kHeads + 1) / 2 * 2;
+constexpr int kHeadStride = HEAD_DIM + 4;  // of a warp's results: what threads store at a time is in different banks
+constexpr int kSumsAt = kHeads * kHeadStride;
 constexpr bool kHoldsQueries = kColumns <= 2;  // in registers; more are read from shared memory as they are needed
 constexpr int kHeld = kHoldsQueries ? kColumns : 1;
 
 static_assert(HEAD_DIM % 16 == 0 && GROUP >= 1 && kHeads <= 32 && QUERIES <= 16, "what the tensor cores are given");
-static_assert((HEAD_DIM * kGroupStride + 2 * kGroupStride) * 4 <= kRingBytes, "a warp's result fits its ring");
+static_assert((kSumsAt + 2 * kHeads) * 4 <= kRingBytes, "a warp's result fits its ring");
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
@@ -139,7 +140,7 @@ struct Attention {
     }
   }
 
-  // As floats: acc [dim][kGroupStride], then of each head the best score and the total.
+  // As floats: acc [head][kHeadStride], then of each head the best score and the total.
   __device__ __forceinline__ void store(float* result) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -149,17 +150,13 @@ struct Attention {
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int by = 4; by < 32; by *= 2) total[c][h] += __shfl_xor_sync(kAll, total[c][h], by);
-      if (head < kHeads) {
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-          float* const to = result + (s * 16 + lane / 4) * kGroupStride + head;
-          *(float2*)to = make_float2(acc[c][s][0], acc[c][s][1]);
-          *(float2*)(to + 8 * kGroupStride) = make_float2(acc[c][s][2], acc[c][s][3]);
-        }
-        if (lane < 4) {
-          float* const to = result + HEAD_DIM * kGroupStride + head * 2;
-          *(float2*)to = make_float2(best[c][0], total[c][0]);
-          *(float2*)(to + 2) = make_float2(best[c][1], total[c][1]);
+      for (int h = 0; h < 2; ++h) {
+        if (head + h < kHeads) {
+          float* const to = result + (head + h) * kHeadStride + lane / 4;
+#pragma unroll
+          for (int s = 0; s < kSteps; ++s) to[s * 16] = acc[c][s][h], to[s * 16 + 8] = acc[c][s][h + 2];
+          if (lane < 4) *(float2*)(result + kSumsAt + (head + h) * 2) = make_float2(best[c][h], total[c][h]);
         }
       }
     }

@@ -117,8 +117,11 @@ __device__ __forceinline__ unsigned long long described(uint32 tile, uint32 grou
 
 #define EIGHT(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_20 NAMES_16 ", %16, %17, %18, %19"
+#define NAMES_24 NAMES_20 ", %20, %21, %22, %23"
 #define NAMES_32 \
   NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64                                                                                              \
@@ -146,6 +149,8 @@ __device__ __forceinline__ unsigned long long described(uint32 tile, uint32 grou
 // columns, those at 2 * (lane % 4) and + 1 of rows lane / 4 and + 8. `b_groups`: from 8 rows of b to the next 8.
 MULTIPLY_TILES(multiply_tiles, "1", 16, NAMES_8, "%8, %9", EIGHT(0))
 MULTIPLY_TILES(multiply_tiles, "1", 32, NAMES_16, "%16, %17", EIGHT(0), EIGHT(8))
+MULTIPLY_TILES(multiply_tiles, "1", 40, NAMES_20, "%20, %21", EIGHT(0), EIGHT(8), FOUR(16))
+MULTIPLY_TILES(multiply_tiles, "1", 48, NAMES_24, "%24, %25", EIGHT(0), EIGHT(8), EIGHT(16))
 MULTIPLY_TILES(multiply_tiles, "1", 64, NAMES_32, "%32, %33", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
 MULTIPLY_TILES(multiply_tiles, "1", 128, NAMES_64, "%64, %65", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32),
                EIGHT(40), EIGHT(48), EIGHT(56))

@@ -10,7 +10,7 @@ constexpr int kMultiplying = kGroups * 128;  // threads
 constexpr int kThreads = kMultiplying + 32;
 constexpr int kBoxes = COLUMNS / 64;  // beside each other, of a tile
 constexpr int kSteps = IN / SLICES / COLUMNS;
-constexpr int kOwned = TOKENS / SLICES;  // tokens that a program of the cluster finishes
+constexpr int kOwned = (TOKENS + SLICES * 4 - 1) / (SLICES * 4) * 4;  // tokens that a program of the cluster finishes
 constexpr int kWeightBox = kMatrixRows * 128, kTokenBox = TOKENS * 128;
 constexpr int kWeightBytes = kBoxes * kWeightBox, kTokenBytes = kBoxes * kTokenBox;
 constexpr int kRingBytes = WEIGHT_SLOTS * kWeightBytes + TOKEN_SLOTS * kTokenBytes;
@@ -43,7 +43,7 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
 static_assert(kMatrixRows % 64 == 0, "each four warps take 64 rows");
 static_assert(IN % (SLICES * COLUMNS) == 0, "columns are shared evenly");
 static_assert(WEIGHT_SLOTS > 1 && TOKEN_SLOTS > 1, "a place is free again when the next tiles are multiplied");
-static_assert(kOwned % 4 == 0, "tokens are finished in fours");
+static_assert(kOwned * (SLICES - 1) < TOKENS, "every program of the cluster finishes some");
 static_assert(!ADDED || ROWS % 64 == 0, "squares are added by warps");
 
 // Which of the work is this program's.

@@ -37,7 +37,7 @@ struct Squares {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kSquares; ++i) sum += asked[i];
-    shared.squares[share()][token()] = sum;
+    if (kMultiplying % kOwned == 0 || share() < kShares) shared.squares[share()][token()] = sum;
   }
 };
 

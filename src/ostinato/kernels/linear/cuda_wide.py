@@ -17,7 +17,7 @@ def shared_bytes(tile: WideTile, shape: MatrixShape, *, scaled: bool = False) ->
     """As `sizeof(Shared)` there."""
     rows = tile.rows * (2 if shape.gated else 1)
     rings = (tile.weight_slots * rows + tile.token_slots * tile.tokens) * tile.columns * 2
-    owned = tile.tokens // tile.slices
+    owned = tile.owned
     part = rows * (owned + (4 if owned % 8 == 0 else 0)) * 4
     from_cluster = max((tile.slices - 1) * part, 16)
     squares = (rows * 2 // owned + 1) * owned * 4 if scaled else 16

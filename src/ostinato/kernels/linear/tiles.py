@@ -21,7 +21,7 @@ _OTHER_WIDE_REGISTERS = 26
 """Of a thread of `cuda_wide` beside its sums, at least."""
 _COLUMNS_OF_A_BOX, _MOST_ROWS_OF_A_BOX = 64, 256
 _CLUSTERS = (1, 2, 4, 8)
-_WIDTHS = (16, 32, 64)
+WIDTHS = (16, 32, 40, 48, 64)
 """Tokens that the tensor cores of four warps take at once, of those that `warpgroup.cuh` has."""
 
 
@@ -183,6 +183,11 @@ class WideTile:
     slices: int = 1
     """Programs of a cluster that share the columns."""
 
+    @property
+    def owned(self) -> int:
+        """Tokens that a program of a cluster finishes; the last one perhaps fewer."""
+        return -(-self.tokens // (self.slices * 4)) * 4
+
     def num_threads(self, shape: MatrixShape) -> int:
         """Of a program: those that multiply, and a warp that fetches."""
         return self.rows * (2 if shape.gated else 1) * 2 + 32
@@ -194,8 +199,8 @@ class WideTile:
         return (
             rest == 0
             and self.columns % _COLUMNS_OF_A_BOX == 0
-            and self.tokens in _WIDTHS
-            and self.tokens % (self.slices * 4) == 0
+            and self.tokens in WIDTHS
+            and self.owned * (self.slices - 1) < self.tokens
             and rows % 64 == 0
             and shape.out_features % self.rows == 0
             and self.slices in _CLUSTERS

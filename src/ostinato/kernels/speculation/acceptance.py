@@ -47,9 +47,9 @@ def accept(
     at = torch.arange(q, device=rows.device).unsqueeze(1)
     positions = (length + 1 + at).view(-1)
     asked = (settings.is_plain, settings.temperature, settings.seeds)
-    gathered = (each.index_select(0, rows).repeat(q) for each in asked)
+    is_plain, heat, seeds = (each.index_select(0, rows).repeat(q) for each in asked)
     lines_of_logits = torch.arange(q * count, dtype=torch.int32, device=rows.device)
-    drawn = plain_tokens(logits, lines_of_logits, *gathered, positions).view(q, count)
+    drawn = plain_tokens(logits, lines_of_logits, is_plain, heat, seeds, positions).view(q, count)
     drafts = state.drafts.index_select(0, rows)[:, : q - 1].T.long()
     if synthetic is None:
         agrees = drafts == drawn[: q - 1]

@@ -27,8 +27,8 @@ def draft_ngram(
     if rows.is_cuda:
         from . import triton_ngram
 
-        texts = (lengths, last_tokens, history)
-        triton_ngram.draft_ngram(rows, k, *texts, drafts, min_n, max_n, max_context)
+        by_row = (lengths, last_tokens, history, drafts)
+        triton_ngram.draft_ngram(rows, k, *by_row, min_n, max_n, max_context)
         return
     note_history(rows, lengths, last_tokens, history)
     real, length = rows != 0, lengths.index_select(0, rows).long()

@@ -215,6 +215,16 @@ def accept(
 ) -> None:
     """As `acceptance.accept`."""
     values, tokens = triton_draw.best_of_blocks(logits, rows, *settings, verifies=True)
-    kept = (state.lengths, state.last_tokens, state.drafts, state.num_accepted, state.limits, state.history)
-    found = (values, tokens, logits.size(1))
-    accept_best(rows, q, *found, *kept, settings.seeds, synthetic, *lines[1:])
+    accept_best(
+        rows,
+        q,
+        values,
+        tokens,
+        logits.size(1),
+        *state,
+        settings.seeds,
+        synthetic,
+        lines.ring,
+        lines.counts,
+        lines.began,
+    )

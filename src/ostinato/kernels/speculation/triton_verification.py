@@ -60,7 +60,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @custom_op("begin_verify", mutates_args=("began",))
 def begin_verify(
-    rows: Tensor, q: int, lengths: Tensor, last_tokens: Tensor, drafts: Tensor, began: Tensor
+    rows: Tensor, q: int, lengths: Tensor, last_tokens: Tensor, drafts: Tensor, began: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Custom op of `verification.begin_verify`."""
     outputs = _outputs(rows, q)
@@ -71,12 +71,12 @@ def begin_verify(
         last_tokens,
         drafts,
         *outputs,
-        began,
+        rows if began is None else began,
         num_rows,
         q,
         drafts.stride(0),
         block=_BLOCK,
-        timed=rows.is_cuda,
+        timed=rows.is_cuda and began is not None,
         enable_fp_fusion=True,
     )
     return outputs

@@ -28,12 +28,12 @@ class VerifyInputs(NamedTuple):
 
 
 def begin_verify(
-    rows: Tensor, q: int, lengths: Tensor, last_tokens: Tensor, drafts: Tensor, began: Tensor
+    rows: Tensor, q: int, lengths: Tensor, last_tokens: Tensor, drafts: Tensor, began: Tensor | None
 ) -> VerifyInputs:
     """Read the inputs of a step of q tokens from `rows` int32 [R]; nothing is changed, `accept` does that.
 
     All else by request row, as in `SpecState`. On a GPU the time goes into `began` int64 [1], in nanoseconds
-    of the device's own clock.
+    of the device's own clock; None: a draft before it has noted when the step began.
     """
     if rows.is_cuda:
         from . import triton_verification

@@ -20,6 +20,7 @@ from ostinato.kernels.linear.rules import (
 )
 from ostinato.kernels.linear.tiles import (
     MOST_TOKENS,
+    WIDTHS,
     CudaGemvTile,
     FragmentsTile,
     GemvTile,
@@ -50,8 +51,6 @@ _STREAMED_WARPS = range(3, 17)
 """Of a program of `streamed`."""
 _FEWEST_STREAMED_WARPS, _MOST_STREAMED_PROGRAMS = 1024, 1024
 """Of all programs together: so many must be on their way to keep the memory busy."""
-_WIDE_TOKENS = (16, 32, 64)
-"""Of a program of `wide`."""
 _COLUMNS_FOR_256_ROWS = 4096
 """At least: matrices of smaller models would have too few such programs."""
 _FEW_ROWS, _FEWEST_PROGRAMS_OF_FEW_ROWS = 4096, 60
@@ -150,7 +149,7 @@ def wide_tiles(shape: MatrixShape, num_tokens: int, *, gpu: Gpu) -> list[Tile]:
 
 def _shallow_wide_tiles(shape: MatrixShape, num_tokens: int) -> Iterator[WideTile]:
     """With the fewest slots; not all of them fit."""
-    tokens = next(width for width in _WIDE_TOKENS if num_tokens <= width)
+    tokens = next(width for width in WIDTHS if num_tokens <= width)
     all_rows = (64, 128, 256) if shape.in_features >= _COLUMNS_FOR_256_ROWS else (64, 128)
     for rows, slices, columns in itertools.product(all_rows, (1, 2, 4, 8), (128, 64)):
         yield WideTile(tokens, rows // (2 if shape.gated else 1), columns, 2, 2, slices)
