@@ -13,7 +13,12 @@ def test_prompts_beside_drafts_see_their_own_context(tmp_path: Path) -> None:
     """A batch is one object for all replays of a graph; what attention once found out about it is not."""
     saved_model("llama", tmp_path)
     options: dict[str, Any] = {"max_model_len": 64, "max_running_requests": 5, "chunked_prefill_size": 16}
-    options |= {"cuda_graph_bs": (5,), "cuda_graph_prefill_tokens": (8, 16), "num_pages": 30, "steps_ahead": 1}
+    options |= {
+        "cuda_graph_bs": (5,),
+        "cuda_graph_prefill_tokens": (8, 16),
+        "num_pages": 30,
+        "steps_ahead": 1,
+    }
     prompts = prompts_of((3, 2, 7, 20, 1, 5), vocabulary=97)
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     asked = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "disable_adaptive": True}

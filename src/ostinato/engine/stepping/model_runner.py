@@ -119,8 +119,8 @@ class ModelRunner:
         adapters: AdapterStacks | None = None,
         draft: DraftParts | None = None,
     ) -> None:
-        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are. `draft`:
-        a model that drafts, where one was asked for."""
+        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are.
+        `draft`: a model that drafts, where one was asked for."""
         self.model = model
         self.adapters = adapters
         self.kv = kv
