@@ -27,6 +27,7 @@ from ostinato.graphs import (
     capture_keys,
 )
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch
+from ostinato.kernels.request_rows import note_time
 from ostinato.kernels.speculation.chains import chain_next, chain_start
 from ostinato.kernels.speculation.draft_tokens import note_best
 from ostinato.models.drafts.draft import Draft, DraftStates
@@ -145,8 +146,9 @@ class EagleGraphManager:
                 self.graphs.try_out(key)
 
     def _chain(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
-        """Captured: all drafts of a step."""
+        """Captured: all drafts of a step, which begins here."""
         assert descriptor.query_len is not None
+        note_time(self._runner.began)
         states = self._catch_up(req_rows)
         for number in range(descriptor.query_len):
             tokens = note_best(

@@ -244,10 +244,10 @@ class Speculation:
         """Launch the drafts of a step."""
         self.drafter.run(step.rows, step.num_drafts)
 
-    def begin(self, req_rows: Tensor, query_len: int, began: Tensor) -> VerifyInputs:
+    def begin(self, req_rows: Tensor, query_len: int) -> VerifyInputs:
         """Captured: the inputs of a forward pass over the last token and the drafts of each row."""
         state = self.state
-        return begin_verify(req_rows, query_len, state.lengths, state.last_tokens, state.drafts, began)
+        return begin_verify(req_rows, query_len, state.lengths, state.last_tokens, state.drafts, None)
 
     def accept(self, logits: Tensor, req_rows: Tensor, query_len: int, lines: TokenLines) -> None:
         """Captured: draw, accept drafts, move rows on, and leave the new tokens in the next line."""

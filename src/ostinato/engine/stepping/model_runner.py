@@ -422,7 +422,7 @@ class ModelRunner:
         query_len, speculation = descriptor.query_len, self.speculation
         if query_len is not None and query_len > 1:
             assert speculation is not None
-            verified = speculation.begin(req_rows, query_len, self.began)
+            verified = speculation.begin(req_rows, query_len)
             input_ids, positions, token_rows, seq_lens, query_starts, query_lens = verified
         elif descriptor.is_uniform:
             input_ids, positions, seq_lens, query_lens = request_rows.begin_decode(
