@@ -93,7 +93,7 @@ class NgramDrafter:
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:
-        """Keep the tokens of a step; of drafts that are being verified acceptance keeps those that it takes."""
+        """Keep the tokens of a step; of drafts under verification acceptance keeps those that it takes."""
         if descriptor.query_len is not None and descriptor.query_len > 1:
             return
         # Padding writes to row 0, which nobody reads.
