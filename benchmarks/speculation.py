@@ -4,7 +4,7 @@ python benchmarks/speculation.py benchmarks/results/speculation-h200.json [--mod
 
 Random weights: acceptance is synthetic, three tokens a step on average with four drafts. Tokens a second of
 engines with and without drafts over batches of one size; each batch with the number of drafts that the engine
-chooses, and with all four. Single graphs, replayed alone: a plain step, and by that the one that verifies four
+chooses, and with all four. Single graphs, replayed alone: a plain step, and by that what verifies four
 drafts and the chain that makes them, with its kernels by time. The result is written after every row.
 """
 
