@@ -26,7 +26,7 @@ from .parameters.sampling_params import RequestError, SamplingParams
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport, check_mode
-from .speculating.report import SpeculationReport
+from .speculating.counts import SpeculationReport
 from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.async_trainer_services import AsyncTrainerServices
 from .vllm_api.conversations import Messages

@@ -67,7 +67,6 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig, window_of
 from .sleeping.served_weights import DROPPED, ServedWeights, WeightsReport
 from .sleeping.sleeper import EngineAsleepError, Sleeper, SleepReport
-from .speculating.report import SpeculationReport, report_of
 from .stepping.flight import Flight, Progress
 from .stepping.model_runner import ModelRunner
 from .stepping.prompt_states import PromptSums
@@ -352,11 +351,6 @@ class EngineCore:
             **self._plan.predictions,
         }
         return self.sleeper.less_what_is_away(found)
-
-    def speculation_report(self) -> SpeculationReport | None:
-        """What drafts brought; None where there are none."""
-        speculation = self.runner.speculation
-        return None if speculation is None else report_of(speculation, list(self.config.verify_ladder))
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""

@@ -31,7 +31,7 @@ from .pooling_outputs import (
 )
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport
-from .speculating.report import SpeculationReport
+from .speculating.counts import SpeculationReport
 from .stepping.times import StepTimes
 from .text_engine import Prompt, TextEngine, check_params
 from .vllm_api.beam_search import BeamSearch, BeamSearchOutput
@@ -321,8 +321,9 @@ class LLM(EngineServices, TrainerServices):
         return None if sampler is None else sampler.report()
 
     def speculation_report(self) -> SpeculationReport | None:
-        """Drafts and how many were accepted, by position; None where no tokens are drafted."""
-        return self.engine.core.speculation_report()
+        """What drafts brought, and why there were none; None without speculation."""
+        speculation = self.engine.core.runner.speculation
+        return None if speculation is None else speculation.summary()
 
     def step_times(self, *, reset: bool = False) -> StepTimes:
         """CPU time of the steps so far, by part, and on a GPU how long the device waited for a decode step.

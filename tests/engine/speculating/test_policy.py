@@ -22,7 +22,13 @@ def config(drafts: int = 4, **options: Any) -> SpeculativeConfig:
 
 
 def live(
-    policy: DraftPolicy, cost: Callable[[int], float], chance: float, *, size: int = 8, steps: int = 400, seed: int = 0
+    policy: DraftPolicy,
+    cost: Callable[[int], float],
+    chance: float,
+    *,
+    size: int = 8,
+    steps: int = 400,
+    seed: int = 0,
 ) -> Counter[int]:
     """How often so many drafts were chosen, in a world of these costs and this chance for every draft."""
     generator, chosen = np.random.default_rng(seed), Counter[int]()

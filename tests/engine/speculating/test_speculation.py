@@ -157,17 +157,42 @@ def test_others_beside_those_with_drafts(plain: LLM, ahead: tuple[LLM, Oracle]) 
     compare(plain, ahead, [SamplingParams(max_tokens=15, **each) for each in asked], wrong=(1, 4))
     others: list[dict[str, Any]] = [
         {"temperature": 0.0},
-        {"temperature": 0.0, "logit_bias": {5: 4.0}},
+        {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 5},
         {"temperature": 0.0, "bad_words": [[7], [3, 4]]},
-        {"temperature": 0.0, "logprobs": 40}
-        if TINY["vocab_size"] < 40
-        else {"temperature": 0.0, "prompt_logprobs": 1},
+        {"temperature": 0.0, "frequency_penalty": 0.5},
         {"temperature": 0.0, "logits_processors": [lambda ids, logits: logits]},
     ]
     compare(plain, ahead, [SamplingParams(max_tokens=15, **each) for each in others], wrong=(1, 4))
-    speculation = ahead[0].engine.core.runner.speculation
-    assert speculation is not None
-    assert {"logprobs", "penalties", "logits processors"} <= set(speculation.single_requests)
+    report = ahead[0].speculation_report()
+    assert report is not None
+    assert set(report.single_requests) == {
+        "logprobs",
+        "penalties",
+        "logits processors",
+        "bad_words of several tokens",
+    }
+
+
+def test_filters_and_biases_have_drafts_verified(plain: LLM, drafting: tuple[LLM, Oracle]) -> None:
+    """What people ask for most: their tokens are chosen at every place, with drafts accepted as for others."""
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.9, "seed": 3, "top_k": 20},
+        {"temperature": 1.1, "seed": 4, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 0.0, "logit_bias": {5: 4.0, 9: -100.0}},
+        {"temperature": 1.5, "seed": 5, "allowed_token_ids": list(range(0, 131, 3)), "bad_words": [[6]]},
+        {"temperature": 0.7, "seed": 5},
+    ]
+    report = drafting[0].speculation_report()
+    assert report is not None
+    before = report.drafts.num_accepted_tokens
+    compare(plain, drafting, [SamplingParams(max_tokens=15, **each) for each in asked], wrong=(1, 4))
+    least = {"min_tokens": 6, "stop_token_ids": [3, 20, 40, 60, 80, 100, 120]}
+    mixed = [{**each, **least} for each in asked[:4]]
+    compare(plain, drafting, [SamplingParams(max_tokens=15, **each) for each in [*mixed, {"logprobs": 1, "seed": 1}]])
+    report = drafting[0].speculation_report()
+    assert report is not None
+    # Of 150 tokens at most, two thirds at least came as drafts.
+    assert report.drafts.num_accepted_tokens - before > 60
 
 
 def test_stop_strings_inside_what_a_step_brings(tiny_text: TinyModel) -> None:

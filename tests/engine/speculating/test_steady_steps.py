@@ -111,7 +111,9 @@ def test_a_steady_step_is_two_launches(
     for at, prompt in enumerate(prompts):
         # Some are right and some are not: lengths differ, and only the device knows them.
         text = tiny.greedy(tuple(prompt), 40)
-        oracle.known[key_of(prompt, params)] = [token if place % (3 + at) else 0 for place, token in enumerate(text)]
+        oracle.known[key_of(prompt, params)] = [
+            token if place % (3 + at) else 0 for place, token in enumerate(text)
+        ]
     steps = run(engine, events, prompts)
     steady = [f"launch {DRAFTS}", f"launch {DRAFTS + 1}", "read"]
     assert steps.count(steady) >= 4, steps

@@ -108,9 +108,11 @@ class RowKinds:
         found: list[int] = np.flatnonzero(wanted[step.rows] & step.samples).tolist()
         return found
 
-    def asking(self, step: ScheduledStep) -> Asking | None:
-        """Who asks for more in this step; None: nobody."""
+    def asking(self, step: ScheduledStep, served: IntArray | None = None) -> Asking | None:
+        """Who asks for more in this step, but those that are served in another way; None: nobody."""
         asks = self.kinds[step.rows] > Kind.PLAIN
+        if served is not None:
+            asks &= ~served
         if not step.is_uniform_decode:
             asks &= step.samples
         places = np.flatnonzero(asks)

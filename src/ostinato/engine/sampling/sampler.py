@@ -85,6 +85,8 @@ class Sampler:
             masks=self._masks.tensor,
             **{name: self._rows[name] for name in Asked._fields[:-3]},
         )
+        if runner.speculation is not None:
+            runner.speculation.asked = self._asked
         self._returned = runner.returned
         self.logprobs = LogprobLines.of(self._returned.lines, min(MOST_IN_GRAPHS, vocab))
         """Where log-probabilities come back."""
@@ -92,7 +94,7 @@ class Sampler:
         buffers = {Kind.PLAIN: self._buffers_for(PLAIN_FIELDS), Kind.ADJUSTED: asking, Kind.FILTERED: asking}
         self.graphs = {kind: self._make_graphs(kind, buffers[kind]) for kind in Kind}
         """The graphs of each kind."""
-        self._decided: tuple[IntArray | None, Asking | None] = (None, None)
+        self._decided: tuple[IntArray | None, int, Asking | None] = (None, 0, None)
         self._held: dict[Kind, object] = dict.fromkeys(Kind)
         eager_steps: Counter[Reason] = Counter()  # one count for all kinds: they report as one
         for graphs in self.graphs.values():
@@ -160,7 +162,7 @@ class Sampler:
                 tensor.copy_(content)
             self._kinds = kinds
             self._biased_rows = biased
-            self._decided, self._held = (None, None), dict.fromkeys(Kind)
+            self._decided, self._held = (None, 0, None), dict.fromkeys(Kind)
 
     def drop(self) -> None:
         """Forget all graphs."""
@@ -330,12 +332,24 @@ class Sampler:
             self._run(Kind.PLAIN, {"req_rows": _sampling_rows(step)}, rows)
             self._returned.launched()
         asking = self._asking_in(step)
-        bunch = self._runner.bunch
-        if asking is None:
-            return self._returned.newest(step.num_requests, bunch=bunch)
-        self._run(asking.kind, {"rows": asking.rows, "places": asking.places}, asking)
-        amendment = Amendment(asking.told, self.logprobs, self._beside(asking.drawn))
-        return self._returned.newest(step.num_requests, amendment, bunch)
+        amendment = None
+        if asking is not None:
+            self._run(asking.kind, {"rows": asking.rows, "places": asking.places}, asking)
+            amendment = Amendment(asking.told, self.logprobs, self._beside(asking.drawn))
+        launched = self._returned.newest(step.num_requests, amendment, self._runner.bunch)
+        return self._with_bunches(step, launched) if step.num_drafts else launched
+
+    def _with_bunches(self, step: ScheduledStep, launched: Launched) -> Launched:
+        """Choose all tokens of those whose drafts are verified though they ask for more than plain sampling."""
+        speculation, bunch = self._runner.speculation, self._runner.bunch
+        assert speculation is not None
+        assert bunch is not None
+        is_asking = speculation.asking_in(step)
+        if is_asking.any():
+            speculation.run_asking(step, is_asking, bunch)
+            self._returned.launched()
+            launched.amended_by(self._returned.newest(step.num_requests, bunch=bunch), is_asking)
+        return launched
 
     def _beside(self, drawn: Drawn | None) -> BesideLines | None:
         if drawn is None:
@@ -346,11 +360,18 @@ class Sampler:
         )
 
     def _asking_in(self, step: ScheduledStep) -> Asking | None:
-        rows, asking = self._decided
-        if step.rows is not rows:
-            asking = self._kinds.asking(step)
-            self._decided = (step.rows if step.is_uniform_decode else None), asking
+        rows, num_drafts, asking = self._decided
+        if step.rows is not rows or step.num_drafts != num_drafts:
+            asking = self._kinds.asking(step, self._others_asking(step))
+            self._decided = (step.rows if step.is_uniform_decode else None), step.num_drafts, asking
         return asking
+
+    def _others_asking(self, step: ScheduledStep) -> IntArray | None:
+        """Who is served together with its drafts."""
+        if not step.num_drafts:
+            return None
+        assert self._runner.speculation is not None
+        return self._runner.speculation.asking_in(step)
 
     def _run(self, kind: Kind, batch: Mapping[str, IntArray], made_of: object) -> None:
         """`made_of`: while it is the same as in the last such step, the graph needs nothing new."""

@@ -35,6 +35,46 @@ class DraftReport:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
+@dataclass(frozen=True)
+class SpeculationReport:
+    """What speculation did since the start."""
+
+    method: str
+    """Who drafts."""
+    drafts: DraftReport
+    """What was accepted."""
+    chosen: dict[int, int]
+    """Drafts of a step at present, by size of batch, where measurements decide."""
+    speed_up: dict[int, float]
+    """Estimated: tokens a second with drafts by those without, by size of batch, where both were measured."""
+    single_requests: dict[str, int]
+    """Requests that get one token a step, by what they ask for."""
+    steps_without: dict[str, int]
+    """Decode steps that had no drafts, by reason."""
+    eager_drafts: dict[str, int]
+    """Drafts that did not come from a graph, by reason."""
+    eager_acceptance: dict[str, int]
+    """Acceptance, where it is no part of the forward graph and did not come from one of its own, by reason."""
+
+    def __str__(self) -> str:
+        drafts = self.drafts
+        shares = zip(drafts.accepted_per_position, drafts.drafted_per_position, strict=True)
+        rates = ", ".join(f"{taken / tried:.0%}" if tried else "-" for taken, tried in shares)
+        text = (
+            f"speculation by {self.method}: {drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} drafts "
+            f"accepted ({rates} by position), {drafts.mean_acceptance_length:.2f} tokens a step"
+        )
+        for name, counts in (
+            ("one token a step", self.single_requests),
+            ("steps without drafts", self.steps_without),
+            ("drafts without a graph", self.eager_drafts),
+            ("acceptance without a graph", self.eager_acceptance),
+        ):
+            if counts:
+                text += f"; {name}: " + ", ".join(f"{why} {count:,}" for why, count in counts.items())
+        return text
+
+
 class DraftCounts:
     """Counts them."""
 

@@ -1,8 +1,8 @@
-"""What a draft computes, read from request rows and steps on the device. Fixed shapes, nothing is read back.
+"""What a draft computes and keeps of a step of the target. Fixed shapes, nothing is read back.
 
-A head pairs the token at position p with the target's feature of position p - 1, at slot p - 1; a whole model
-has the token at slot p (`offset` is 1 and 0). Of each row there are features of some positions in a row, the
-first of them `base`: those of the last step's tokens.
+A head pairs the token at position p with the target's feature of position p - 1, at slot p - 1. Of each row
+there are features of some positions in a row, the first of them `base`: those of the last step's tokens. What
+becomes of them in a chain is in `kernels.speculation.chains`.
 """
 
 from __future__ import annotations
@@ -17,92 +17,6 @@ from ostinato.kernels.attention.batch import AttentionBatch
 
 NO_FEATURE = -(1 << 20)
 """As `base` of a row that has none."""
-
-
-class ChainStart(NamedTuple):
-    """The first pass of a chain: `width` tokens a request, as many of them real as the last step brought."""
-
-    input_ids: Tensor
-    """int64 [R * width]."""
-    batch: AttentionBatch
-    features: Tensor
-    """int64 [R * width]: where the feature of each token is among those of its row."""
-    ends: Tensor
-    """int64 [R]: where the last token of each request is."""
-
-
-def chain_start(
-    rows: Tensor,
-    width: int,
-    offset: int,
-    lengths: Tensor,
-    last_tokens: Tensor,
-    drafts: Tensor,
-    base: Tensor,
-    page_table: Tensor,
-    max_context: int,
-) -> ChainStart:
-    """What `rows` int32 [R] have to catch up with: tokens behind position `base`, up to their last one.
-
-    All else by request row, as in `SpecState`. Drafts up to there were accepted. The last token is computed
-    in any case, the others as far as `width` reaches.
-    """
-    real = rows != 0
-    length = lengths.index_select(0, rows).long()
-    first = base.index_select(0, rows).long()
-    count = (length - first).clamp(1, width)
-    steps = torch.arange(width, device=rows.device)
-    positions = (length - count + 1).unsqueeze(1) + steps
-    is_last = steps == (count - 1).unsqueeze(1)
-    is_real = (steps < count.unsqueeze(1)) & real.unsqueeze(1)
-    # The feature of the token before a token; and if that is no draft, the token is the last one.
-    behind_base = (positions - first.unsqueeze(1) - 1).clamp(0, drafts.size(1))
-    drafted = drafts.index_select(0, rows).long().gather(1, behind_base.clamp(max=drafts.size(1) - 1))
-    tokens = torch.where(is_last, last_tokens.index_select(0, rows).unsqueeze(1), drafted)
-    starts = torch.arange(0, rows.size(0) * width, width, dtype=torch.int32, device=rows.device)
-    batch = AttentionBatch(
-        page_table=page_table,
-        token_rows=(rows.unsqueeze(1) * is_real).view(-1).int(),
-        positions=((positions - offset) * is_real).view(-1),
-        req_rows=rows,
-        seq_lens=torch.where(real, length + 1 - offset, 1).int(),
-        query_starts=starts,
-        query_lens=(count * real).int(),
-        max_query_len=width,
-        max_context=max_context,
-    )
-    ends = starts + torch.where(real, count - 1, 0)
-    return ChainStart((tokens * is_real).view(-1), batch, behind_base.view(-1), ends)
-
-
-def rest_of_chain(
-    rows: Tensor, count: int, offset: int, lengths: Tensor, page_table: Tensor, max_context: int
-) -> list[AttentionBatch]:
-    """So many further passes of one token a request: the first computes the draft behind the last token.
-
-    Padding is at places of page 0, of which a chain has fewer than there are.
-    """
-    if not count:
-        return []
-    steps = torch.arange(2 - offset, 2 - offset + count, dtype=torch.int32, device=rows.device)
-    seq_lens = lengths.index_select(0, rows) + steps.unsqueeze(1)
-    positions = (seq_lens - 1).long()
-    starts = torch.arange(rows.size(0), dtype=torch.int32, device=rows.device)
-    query_lens = (rows != 0).int()
-    return [
-        AttentionBatch(
-            page_table=page_table,
-            token_rows=rows,
-            positions=positions[number],
-            req_rows=rows,
-            seq_lens=seq_lens[number],
-            query_starts=starts,
-            query_lens=query_lens,
-            max_query_len=1,
-            max_context=max_context,
-        )
-        for number in range(count)
-    ]
 
 
 class Pairs(NamedTuple):

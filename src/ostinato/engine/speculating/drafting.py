@@ -38,8 +38,8 @@ class Drafter(Protocol):
     ) -> None:
         """Captured in every step of the target, behind its forward pass: keep what drafts will need of it.
 
-        `features` [T, F]: the last states, or what was tapped. In a step that verifies drafts this comes before
-        acceptance: `batch` has the length of all tokens, and `lengths` of its rows are as they were.
+        `features` [T, F]: the last states, or what was tapped. In a step that verifies drafts this comes
+        before acceptance: `batch` has the length of all tokens, and `lengths` of its rows are as they were.
         """
         ...
 

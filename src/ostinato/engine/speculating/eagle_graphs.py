@@ -27,12 +27,15 @@ from ostinato.graphs import (
     capture_keys,
 )
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch
-from ostinato.models.drafts.draft import Draft
+from ostinato.kernels.request_rows import note_time
+from ostinato.kernels.speculation.chains import chain_next, chain_start
+from ostinato.kernels.speculation.draft_tokens import note_best
+from ostinato.models.drafts.draft import Draft, DraftStates
 
 from ..scheduling.request import IntArray, Request
 from .config import SpeculativeConfig
 from .draft_attention import DraftAttention
-from .draft_inputs import NO_FEATURE, chain_start, keep_features, pairs_of_step, rest_of_chain
+from .draft_inputs import NO_FEATURE, keep_features, pairs_of_step
 from .tiers import draft_tiers
 
 if TYPE_CHECKING:
@@ -68,6 +71,7 @@ class EagleGraphManager:
         self._features = torch.zeros(
             resolved.max_rows, 1 + most, hidden, dtype=resolved.dtype, device=resolved.device
         )
+        self._one_each = torch.arange(resolved.verify_ladder.limit, dtype=torch.int32, device=resolved.device)
         self._max_context = min(resolved.max_positions, resolved.page_columns * PAGE_SIZE)
         self._held: tuple[IntArray | None, int] = (None, 0)
         self.graphs = self._make_graphs(runner)
@@ -142,38 +146,64 @@ class EagleGraphManager:
                 self.graphs.try_out(key)
 
     def _chain(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
-        """Captured: all drafts of a step."""
+        """Captured: all drafts of a step, which begins here."""
         assert descriptor.query_len is not None
-        rows, draft, count = self._rows, self._draft, descriptor.query_len
-        lengths = rows["lengths"]
-        start = chain_start(
-            req_rows,
-            self._width,
-            self._offset,
-            lengths,
-            rows["last_tokens"],
-            rows["drafts"],
-            self._base,
-            self._runner.page_table,
-            self._max_context,
-        )
-        features = None
-        if draft.feature_size:
-            places = start.batch.token_rows.long() * self._features.size(1) + start.features
-            features = self._features.view(-1, self._features.size(2)).index_select(0, places)
-        attend = self._attention.over(start.batch)
-        states = draft(start.input_ids, features, start.batch.positions, attend)
-        hidden = states.hidden.index_select(0, start.ends)
-        carried = None if states.carried is None else states.carried.index_select(0, start.ends)
-        tokens = [draft.to_target(draft.logits(hidden).argmax(-1))]
-        rest = (self._offset, lengths, self._runner.page_table, self._max_context)
-        for batch in rest_of_chain(req_rows, count - 1, *rest):
-            states = draft(tokens[-1], carried, batch.positions, self._attention.over(batch))
-            carried = states.carried
-            tokens.append(draft.to_target(draft.logits(states.hidden).argmax(-1)))
-        found = torch.stack(tokens, 1).to(rows["drafts"].dtype) * (req_rows != 0).unsqueeze(1)
-        rows["drafts"][:, :count].index_copy_(0, req_rows.long(), found)
+        note_time(self._runner.began)
+        states = self._catch_up(req_rows)
+        for number in range(descriptor.query_len):
+            tokens = note_best(
+                self._draft.logits(states.hidden),
+                req_rows,
+                number,
+                self._rows["drafts"],
+                self._draft.target_offsets,
+            )
+            if number + 1 < descriptor.query_len:
+                states = self._go_on(req_rows, tokens, states.carried, number + 1)
         return ()
+
+    def _catch_up(self, req_rows: Tensor) -> DraftStates:
+        """The first pass, up to the last token of each row: what came of that."""
+        rows, draft = self._rows, self._draft
+        texts = (rows["lengths"], rows["last_tokens"], rows["drafts"], self._base)
+        start = chain_start(req_rows, self._width, self._offset, *texts, self._features.size(1))
+        batch = AttentionBatch(
+            page_table=self._runner.page_table,
+            token_rows=start.token_rows,
+            positions=start.positions,
+            req_rows=req_rows,
+            seq_lens=start.seq_lens,
+            query_starts=start.query_starts,
+            query_lens=start.query_lens,
+            max_query_len=self._width,
+            max_context=self._max_context,
+            equal_places=True,
+        )
+        features = (
+            self._features.flatten(0, 1).index_select(0, start.features) if draft.feature_size else None
+        )
+        found = draft(start.input_ids, features, start.positions, self._attention.over(batch))
+        carried = None if found.carried is None else found.carried.index_select(0, start.ends)
+        if carried is not None and found.carried is found.hidden:
+            return DraftStates(carried, carried)
+        return DraftStates(found.hidden.index_select(0, start.ends), carried)
+
+    def _go_on(self, req_rows: Tensor, tokens: Tensor, carried: Tensor | None, number: int) -> DraftStates:
+        """A pass over draft `number` of each row, counted from 1."""
+        found = chain_next(req_rows, self._rows["lengths"], number - self._offset)
+        batch = AttentionBatch(
+            page_table=self._runner.page_table,
+            token_rows=req_rows,
+            positions=found.positions,
+            req_rows=req_rows,
+            seq_lens=found.seq_lens,
+            query_starts=self._one_each[: req_rows.size(0)],
+            query_lens=found.query_lens,
+            max_query_len=1,
+            max_context=self._max_context,
+        )
+        states: DraftStates = self._draft(tokens, carried, found.positions, self._attention.over(batch))
+        return states
 
 
 def _kernels_of(key: GraphKey) -> tuple[int, bool]:

@@ -24,5 +24,6 @@ def drafting_fields(config: ResolvedConfig) -> tuple[RowField, ...]:
         RowField("drafts", integer, config.max_drafts, advances=True),
         RowField("num_accepted", integer, advances=True),
         RowField("draft_limits", integer),
+        RowField("asking_draft_limits", integer),
         *(of_text if config.speculation.method == "ngram" else of_features),
     )

@@ -3,15 +3,17 @@
 from ..parameters.sampling_params import SamplingParams
 
 
-def why_single(params: SamplingParams, is_processed: bool) -> str:
-    """What keeps a request that is not plain from having its drafts verified."""
+def why_single(params: SamplingParams, *, is_processed: bool, follows_tokens: bool) -> str | None:
+    """What keeps a request from having its drafts verified: its next token depends on the one before it in ways
+    that only the host knows, or is told more about than a token; None: nothing does.
+
+    `is_processed`: functions change its logits; `follows_tokens`: what may come depends on what has come.
+    """
     asked = {
         "structured output": params.structured_outputs is not None,
         "logits processors": is_processed,
         "penalties": params.has_penalties,
         "logprobs": params.wants_logprobs,
-        "min_tokens": params.min_tokens > 0,
-        "bad_words or allowed_token_ids": bool(params.bad_words) or params.allowed_token_ids is not None,
-        "logit_bias": bool(params.logit_bias),
+        "bad_words of several tokens": follows_tokens,
     }
-    return next((name for name, is_asked in asked.items() if is_asked), "top_k, top_p or min_p")
+    return next((name for name, is_asked in asked.items() if is_asked), None)

@@ -20,6 +20,7 @@ from ostinato.graphs import (
     capture_keys,
 )
 from ostinato.kernels.attention.batch import AttentionBatch
+from ostinato.kernels.request_rows import note_time
 from ostinato.kernels.speculation.ngram import draft_ngram
 
 from ..scheduling.request import IntArray, Request
@@ -38,6 +39,7 @@ class NgramDrafter:
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         self._config = config
         self._rows = runner.rows
+        self._began = runner.began
         self.history = runner.rows["history"]
         """int32 [max_rows, positions]: the text of each row."""
         self._held: tuple[IntArray | None, int] = (None, 0)
@@ -91,7 +93,7 @@ class NgramDrafter:
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:
-        """Keep the tokens of a step; of drafts that are being verified those that are accepted are kept then."""
+        """Keep the tokens of a step; of drafts under verification acceptance keeps those that it takes."""
         if descriptor.query_len is not None and descriptor.query_len > 1:
             return
         # Padding writes to row 0, which nobody reads.
@@ -106,6 +108,7 @@ class NgramDrafter:
     def _draft(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
         assert descriptor.query_len is not None
         rows, config = self._rows, self._config
+        note_time(self._began)
         draft_ngram(
             req_rows,
             descriptor.query_len,

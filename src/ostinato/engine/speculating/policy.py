@@ -89,7 +89,9 @@ class DraftPolicy:
         if not rung.left:
             self._decide(rung, num_drafting / num_requests)
         rung.left -= 1
-        return rung.current or self._none("drafts cost more than they bring")
+        if rung.current:
+            return rung.current
+        return self._none("tried without drafts" if rung.chosen else "drafts cost more than they bring")
 
     def note(self, num_drafts: int, accepted: IntArray) -> None:
         """A step verified so many drafts of some requests, and accepted so many of each."""
@@ -123,6 +125,11 @@ class DraftPolicy:
         if not self._is_adaptive or 0 not in rung.costs or rung.chosen not in rung.costs:
             return None
         return self.expected_tokens(rung.chosen) * rung.costs[0] / rung.costs[rung.chosen]
+
+    @property
+    def chosen(self) -> dict[int, int]:
+        """Drafts of a step at present, by the size of batches that were served."""
+        return {size: rung.chosen for size, rung in sorted(self._rungs.items())}
 
     def _none(self, why: str) -> int:
         self.steps_without[why] += 1

@@ -3,11 +3,16 @@
 A step of k drafts is two launches: the drafter's graph, which writes `drafts` of its rows, and the forward pass
 over the last token and the drafts of each, which ends with acceptance (docs/speculation.md). Where there is no
 full graph for that, the forward pass runs as that of a prompt, and acceptance behind it: `run_tail`.
+
+Requests that ask for filters, biases or the like get one token from all that, as if they had no drafts; a graph
+behind it chooses all of their tokens, accepts, and tells it in a line of its own: `run_asking`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,9 +33,12 @@ from ostinato.graphs import (
     capture_keys,
 )
 from ostinato.kernels import request_rows
+from ostinato.graphs.capturing.recorder import Step
+from ostinato.kernels.sampling.asked import Asked
 from ostinato.kernels.sampling.plain import PlainSettings
 from ostinato.kernels.sampling.token_lines import TokenLines
 from ostinato.kernels.speculation.acceptance import accept
+from ostinato.kernels.speculation.asking import tokens_of_asking
 from ostinato.kernels.speculation.state import SpecState
 from ostinato.kernels.speculation.verification import VerifyInputs, begin_verify
 
@@ -39,7 +47,7 @@ from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PLACEHOLDER, ScheduledStep
 from ..stepping.token_return import Bunch
 from .config import SpeculativeConfig
-from .counts import DraftCounts
+from .counts import DraftCounts, SpeculationReport
 from .drafting import Drafter
 from .fields import LONGER, UNCHANGED
 from .limits import why_single
@@ -80,8 +88,15 @@ class Speculation:
         """Requests that get one token a step, by what they ask for."""
         self.policy = DraftPolicy(config, runner.config.verify_ladder)
         """How many drafts a step has."""
-        self.tail = self._make_tail()
+        is_piecewise = runner.config.graph_mode.decode is GraphMode.PIECEWISE
+        self.tail = self._make_graphs(self._tail, is_captured=is_piecewise)
         """Acceptance, where it is not part of the forward graph."""
+        self.asking = self._make_graphs(self._accept_asking, is_captured=True)
+        """Acceptance for requests that ask for more than plain sampling."""
+        self.asked: Asked | None = None
+        """What they ask for; given by who samples."""
+        self._asks = np.zeros(runner.config.max_rows, dtype=bool)
+        self._all_plain = torch.ones_like(rows["is_plain"])
 
     # -- graphs ------------------------------------------------------------------------------------
 
@@ -104,19 +119,18 @@ class Speculation:
             )
         ]
 
-    def _make_tail(self) -> CudaGraphRunner:
+    def _make_graphs(self, step: Step, *, is_captured: bool) -> CudaGraphRunner:
         config = self._runner.config
         ladder = config.verify_ladder
         has_graphs = config.graph_mode is not GraphMode.NONE
         mode = GraphMode.FULL_DECODE_ONLY if has_graphs else GraphMode.NONE
         keys = [
             key
-            # Elsewhere it is part of the forward graphs, or nothing is captured.
-            for count in (draft_tiers(self.config) if config.graph_mode.decode is GraphMode.PIECEWISE else ())
+            for count in (draft_tiers(self.config) if is_captured else ())
             for key in capture_keys(mode, ladder, None, query_len=1 + count, max_reqs=ladder.limit)
         ]
         return CudaGraphRunner(
-            self._tail,
+            step,
             InputBuffers(
                 (Field("req_rows", torch.int32, per="request"),),
                 max_tokens=ladder.limit * (1 + config.max_drafts),
@@ -135,7 +149,7 @@ class Speculation:
     @property
     def runners(self) -> tuple[CudaGraphRunner, ...]:
         """All graphs but the forward ones."""
-        return self.drafter.graphs, self.tail
+        return self.drafter.graphs, self.tail, self.asking
 
     def capture(self, *, some: bool = False) -> None:
         """Capture the graphs of drafts, and of acceptance where it is one of its own; `some`: the largest."""
@@ -145,13 +159,29 @@ class Speculation:
     def try_out(self) -> None:
         """Run what has kernels of its own once, without a trace."""
         self.drafter.try_out()
-        for key in self.tail.keys[:1]:
-            self.tail.try_out(key)
+        for graphs in (self.tail, self.asking):
+            for key in graphs.keys[:1]:
+                graphs.try_out(key)
 
     def drop(self) -> None:
         """Forget all graphs."""
         for graphs in self.runners:
             graphs.drop()
+
+    def summary(self) -> SpeculationReport:
+        """What drafts brought since the start, and why there were none."""
+        eager = [graphs.eager_steps for graphs in self.runners]
+        sizes = self.policy.chosen
+        return SpeculationReport(
+            method=self.config.method,
+            drafts=self.counts.read(),
+            chosen=sizes,
+            speed_up={size: found for size in sizes if (found := self.policy.speed_up(size)) is not None},
+            single_requests=dict(self.single_requests),
+            steps_without=dict(self.policy.steps_without),
+            eager_drafts={str(reason): count for reason, count in eager[0].items()},
+            eager_acceptance={str(reason): count for reason, count in (eager[1] + eager[2]).items()},
+        )
 
     def report(self) -> Report:
         """Graphs of drafts and acceptance, and eager ones by reason."""
@@ -162,18 +192,35 @@ class Speculation:
         found = {"drafts": self.state.drafts, "num_accepted": self.state.num_accepted}
         found |= self.drafter.named_tensors()
         found["draft_limits"] = self.state.limits
+        found["asking_draft_limits"] = self._runner.rows["asking_draft_limits"]
         return found if self.state.history is None else {**found, "history": self.state.history}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Whoever is seated inside was never there."""
+        can_draft, asks, single = self._can_draft.copy(), self._asks.copy(), self.single_requests.copy()
+        try:
+            yield
+        finally:
+            self._can_draft, self._asks, self.single_requests = can_draft, asks, single
 
     # -- requests ----------------------------------------------------------------------------------
 
     def seat(self, request: Request, params: SamplingParams, *, is_plain: bool) -> None:
-        """Enter how many drafts of a newcomer can be accepted."""
-        self._can_draft[request.row] = is_plain
-        self._runner.rows.write(
-            "draft_limits", request.row, self.config.num_speculative_tokens if is_plain else 0
-        )
-        if not is_plain and not request.num_preemptions:
-            self.single_requests[why_single(params, request.is_processed)] += 1
+        """Enter how many drafts of a newcomer can be accepted, and by whom."""
+        follows = request.rules is not None and request.rules.follows_tokens
+        why = why_single(params, is_processed=request.is_processed, follows_tokens=follows)
+        row, most, write = request.row, self.config.num_speculative_tokens, self._runner.rows.write
+        self._can_draft[row], self._asks[row] = why is None, why is None and not is_plain
+        write("draft_limits", row, most if is_plain else 0)
+        write("asking_draft_limits", row, most if self._asks[row] else 0)
+        if why is not None and not request.num_preemptions:
+            self.single_requests[why] += 1
+
+    def asking_in(self, step: ScheduledStep) -> IntArray:
+        """bool [R]: who of a step with drafts asks for more than plain sampling, and has them verified."""
+        found: IntArray = self._asks[step.rows]
+        return found
 
     def choose(self, rows: IntArray) -> int:
         """How many drafts the next step has, if requests in these rows decode."""
@@ -197,10 +244,10 @@ class Speculation:
         """Launch the drafts of a step."""
         self.drafter.run(step.rows, step.num_drafts)
 
-    def begin(self, req_rows: Tensor, query_len: int, began: Tensor) -> VerifyInputs:
+    def begin(self, req_rows: Tensor, query_len: int) -> VerifyInputs:
         """Captured: the inputs of a forward pass over the last token and the drafts of each row."""
         state = self.state
-        return begin_verify(req_rows, query_len, state.lengths, state.last_tokens, state.drafts, began)
+        return begin_verify(req_rows, query_len, state.lengths, state.last_tokens, state.drafts, None)
 
     def accept(self, logits: Tensor, req_rows: Tensor, query_len: int, lines: TokenLines) -> None:
         """Captured: draw, accept drafts, move rows on, and leave the new tokens in the next line."""
@@ -246,4 +293,39 @@ class Speculation:
     def _tail(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
         assert descriptor.query_len is not None
         self._runner.verify(self._runner.hidden[: descriptor.num_tokens], req_rows, descriptor.query_len)
+        return ()
+
+    def run_asking(self, step: ScheduledStep, is_asking: IntArray, bunch: Bunch) -> None:
+        """Choose the tokens of those who ask, and accept: behind a step that has given them one, in a next line of
+        the same form."""
+        rows = np.zeros(bunch.num_requests, dtype=np.int32)
+        rows[: step.num_requests] = np.where(is_asking, step.rows, 0)
+        self.asking.run({"req_rows": rows}, BatchShape.decode(bunch.num_requests, bunch.query_len))
+
+    def _accept_asking(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
+        assert self.asked is not None
+        assert descriptor.query_len is not None
+        runner, state, count = self._runner, self.state, descriptor.num_reqs
+        logits, is_real = runner.logits[: descriptor.num_tokens], req_rows != 0
+        places = torch.arange(descriptor.num_tokens, dtype=torch.int32, device=logits.device)
+        found = []
+        for at, lines in enumerate(places.split(count)):
+            # The step has moved them on by one already.
+            asked = self.asked._replace(lengths=state.lengths + at)
+            found.append(tokens_of_asking(logits, req_rows, lines, asked))
+        tokens = torch.cat(found).unsqueeze(1)
+        # One token is left in each line: acceptance can only draw that.
+        theirs = is_real.repeat(descriptor.query_len).unsqueeze(1)
+        kept = torch.where(theirs, 0.0, logits.gather(1, tokens))
+        logits.masked_fill_(theirs, float("-inf")).scatter_(1, tokens, kept)
+        state.lengths.index_add_(0, req_rows.long(), -is_real.int())
+        accept(
+            logits,
+            req_rows,
+            descriptor.query_len,
+            self._settings._replace(is_plain=self._all_plain),
+            state._replace(limits=runner.rows["asking_draft_limits"]),
+            self._rates,
+            runner.returned.lines,
+        )
         return ()

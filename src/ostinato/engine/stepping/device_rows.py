@@ -112,6 +112,11 @@ class DeviceRows:
         return self._tensors[name]
 
     @property
+    def advancing(self) -> tuple[torch.Tensor, ...]:
+        """The fields that graphs change."""
+        return tuple(self._tensors[name] for name, field in self._fields.items() if field.advances)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
         return self._state.nbytes

@@ -6,7 +6,7 @@ import functools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -95,6 +95,8 @@ class _Held(NamedTuple):
         return step.rows is self.rows and of_step == (self.shared_prefix, self.num_drafts)
 
 
+_ON_DEVICE = HostLengths((), (), ())
+"""Lengths that only the device knows, of a step whose attention is outside of graphs."""
 _NOTHING = _Held(None, 0, 0, BatchShape.decode(1))
 
 
@@ -117,8 +119,8 @@ class ModelRunner:
         adapters: AdapterStacks | None = None,
         draft: DraftParts | None = None,
     ) -> None:
-        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are. `draft`:
-        a model that drafts, where one was asked for."""
+        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are.
+        `draft`: a model that drafts, where one was asked for."""
         self.model = model
         self.adapters = adapters
         self.kv = kv
@@ -157,9 +159,10 @@ class ModelRunner:
         """Of one layer."""
         self.notes_beginning = False
         """Whether the last step ran from a decode graph, which notes the time in `began`."""
-        # A line a step, and as many again: a step that failed may have written one, too.
+        # A line a step, or two with drafts, and as many again: a step that failed may have written one, too.
         places = max(running, verified_line(verified, 1 + config.max_drafts))
-        self.returned = TokenReturn(self.last_tokens, self.began, places, 2 * (config.lookahead + 2))
+        num_lines = (2 if config.speculation is None else 4) * (config.lookahead + 2)
+        self.returned = TokenReturn(self.last_tokens, self.began, places, num_lines)
         self.sample_plain = PlainSampling(self.rows, self.logits, self.returned)
         self.has_sampled = False
         """Whether the last step has chosen the tokens of its plain requests."""
@@ -242,7 +245,7 @@ class ModelRunner:
     def kernels_of(self, key: GraphKey) -> Hashable:
         """Equal for graphs that run the same compiled kernels."""
         num_tokens, query_len = key.descriptor.num_tokens, key.descriptor.query_len
-        is_decode, device = query_len == 1, self.config.device
+        is_decode, device = query_len is not None, self.config.device
         if device.type != "cuda":
             return key.mode, query_len, key.descriptor.cascade, key.descriptor.lora
         # Where drafts are verified, every token has logits.
@@ -257,6 +260,7 @@ class ModelRunner:
             is_decode=is_decode,
             is_cascade=key.descriptor.cascade,
             num_slots=key.descriptor.lora,
+            query_len=query_len or 1,
         )
         queries = queries_of(self.model.config, self.config, key.descriptor)
         attention = None if is_decode else query_class(queries, gpu_of(device))
@@ -333,7 +337,8 @@ class ModelRunner:
         # Only a full graph has attention inside; between segments and eagerly it wants the real lengths. Of
         # requests whose drafts are being verified nobody knows them.
         is_known = self.speculation is None or not self.config.lookahead
-        self._host = host_lengths(step) if decision.mode is not GraphMode.FULL and is_known else None
+        outside = host_lengths(step) if is_known else _ON_DEVICE
+        self._host = None if decision.mode is GraphMode.FULL else outside
         logits = self.graphs.run(inputs_of(step, is_drafting=self.speculation is not None), shape)
         if step.num_drafts and not self.has_sampled:
             assert self.speculation is not None
@@ -359,8 +364,9 @@ class ModelRunner:
     def unchanged(self) -> Iterator[None]:
         """Rows, lines and what they count are put back at the end; inputs are held by nobody."""
         host, sampled, notes = self._host, self.has_sampled, self.notes_beginning
+        counts = nullcontext() if self.speculation is None else self.speculation.unchanged()
         try:
-            with self.rows.unchanged(), self.returned.unchanged():
+            with self.rows.unchanged(), self.returned.unchanged(), counts:
                 yield
         finally:
             self._host, self.has_sampled, self.notes_beginning = host, sampled, notes
@@ -416,7 +422,7 @@ class ModelRunner:
         query_len, speculation = descriptor.query_len, self.speculation
         if query_len is not None and query_len > 1:
             assert speculation is not None
-            verified = speculation.begin(req_rows, query_len, self.began)
+            verified = speculation.begin(req_rows, query_len)
             input_ids, positions, token_rows, seq_lens, query_starts, query_lens = verified
         elif descriptor.is_uniform:
             input_ids, positions, seq_lens, query_lens = request_rows.begin_decode(
@@ -507,7 +513,13 @@ class ModelRunner:
         if self._host is None:
             return self.attention.attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=window)
         return self.attention.attend_eager(
-            q, k_cache, v_cache, batch, scale=scale, sliding_window=window, lengths=self._host
+            q,
+            k_cache,
+            v_cache,
+            batch,
+            scale=scale,
+            sliding_window=window,
+            lengths=None if self._host is _ON_DEVICE else self._host,
         )
 
     def _dummy(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -96,9 +96,33 @@ class Launched:
         self._amendment = amendment
         self._bunch = bunch
         self._done = done
+        self._others: tuple[Launched, IntArray] | None = None
+
+    def amended_by(self, others: Launched, places: IntArray) -> None:
+        """The tokens of those at `places` bool [R] are in another line of the same form, written behind this."""
+        self._others = others, places
 
     def read(self) -> Sampled:
         """The tokens on the host; waits for the device."""
+        if self._others is None:
+            return self._read()
+        own, (others, places) = self._read(), self._others
+        found = others._read()
+
+        def merged(mine: IntArray | None, theirs: IntArray | None) -> IntArray:
+            assert mine is not None
+            assert theirs is not None
+            return np.where(places, theirs, mine)
+
+        return replace(
+            own,
+            tokens=merged(own.tokens, found.tokens),
+            further=merged(own.further, found.further),
+            num_new=merged(own.num_new, found.num_new),
+            span=None if own.span is None or found.span is None else (own.span[0], found.span[1]),
+        )
+
+    def _read(self) -> Sampled:
         if self._done is not None:
             self._done.synchronize()
         tokens = self._line[LINE_HEAD : LINE_HEAD + self._num_requests]

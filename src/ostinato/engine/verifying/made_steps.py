@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,6 +48,16 @@ class MadeStep:
         """T."""
         return sum(part.count for part in self.parts)
 
+    @property
+    def num_drafts(self) -> int:
+        """Tokens of each request that are drafts: who goes on has a single token otherwise."""
+        return max(part.count - 1 if part.is_decode else 0 for part in self.parts)
+
+    def up_to(self, place: int) -> MadeStep:
+        """The same, as if each request had the tokens up to this one only."""
+        parts = [replace(part, end=part.start + 1 + place) for part in self.parts]
+        return replace(self, parts=tuple(parts))
+
     def __str__(self) -> str:
         contexts = [part.end for part in self.parts]
         return (
@@ -69,6 +79,7 @@ class MadeStep:
             joined=(),
             page_updates=(),
             tenancies=np.zeros(len(self.parts), dtype=np.int64),
+            num_drafts=self.num_drafts,
         )
 
     def slots(self) -> IntArray:
@@ -81,8 +92,9 @@ class MadeStep:
 
 
 def decode_steps(requests: Sequence[MadeRequest], graph: BatchDescriptor) -> Iterator[MadeStep]:
-    """Steps of one token per request."""
-    usable = [request for request in requests if request.first_own < _end(request, graph)]
+    """Steps of as many tokens per request as the graph is for."""
+    count = graph.query_len or 1
+    usable = [request for request in requests if request.first_own + count <= _end(request, graph)]
     if graph.cascade:  # those on the pages of the longest; if there are none, a prefix of no length is one
         usable = [request for request in usable if request.first_own] or usable
     full = min(graph.num_reqs, len(usable))
@@ -111,7 +123,8 @@ def mixed_steps(requests: Sequence[MadeRequest], graph: BatchDescriptor) -> Iter
 def _decode(name: str, requests: Sequence[MadeRequest], graph: BatchDescriptor) -> MadeStep:
     ends = [_end(request, graph) for request in requests]
     pairs = zip(requests, ends, strict=True)
-    parts = tuple(Part(request, end - 1, end, is_decode=True) for request, end in pairs)
+    count = graph.query_len or 1
+    parts = tuple(Part(request, end - count, end, is_decode=True) for request, end in pairs)
     shared = min(request.first_own for request in requests) if graph.cascade else 0
     return MadeStep(name, parts, shared)
 

@@ -50,9 +50,16 @@ class RowState:
         runner = core.runner
         lengths, last_tokens = self.lengths.copy(), self.last_tokens.copy()
         lengths[list(rows)] = [part.end for part in step.parts]
-        yield "lengths", int((runner.lengths.cpu().numpy() != lengths).sum())
         num_lines = self.num_lines
-        if runner.samples(graph.descriptor):
+        if step.num_drafts:
+            num_lines += 1
+            bunches = list(self._bunches(core, step, graph))
+            lengths[list(rows)] = [
+                part.start + len(new) for part, new in zip(step.parts, bunches, strict=True)
+            ]
+            last_tokens[list(rows)] = [new[-1] for new in bunches]
+            yield "tokens", sum(self._wrong_in_bunches(core, step, graph, requests, bunches))
+        elif runner.samples(graph.descriptor):
             num_lines += 1
             line = written_line(core, self.num_lines, len(rows))
             right = [
@@ -65,9 +72,45 @@ class RowState:
             yield "tokens", right.count(False)
             last_tokens[list(rows)] = line[1:]
             yield "line", int(line[0] != self.num_lines)
+        yield "lengths", int((runner.lengths.cpu().numpy() != lengths).sum())
         yield "last tokens", int((runner.last_tokens.cpu().numpy() != last_tokens).sum())
         yield "number of lines", abs(int(runner.returned.lines.counts[0]) - num_lines)
         yield "other fields of rows", self._other_cells(core)
+
+    def _bunches(self, core: EngineCore, step: MadeStep, graph: CapturedGraph) -> Iterator[list[int]]:
+        """The new tokens of each request of a step with drafts."""
+        count, length = graph.descriptor.num_reqs, 1 + step.num_drafts
+        line = written_line(core, self.num_lines, count * (1 + length))[1:]
+        for at in range(len(step.parts)):
+            num_new = min(max(line[count + at], 1), length)
+            yield [line[at], *(line[count * (1 + place) + at] for place in range(1, num_new))]
+
+    def _wrong_in_bunches(
+        self,
+        core: EngineCore,
+        step: MadeStep,
+        graph: CapturedGraph,
+        requests: Sequence[Request],
+        bunches: Sequence[list[int]],
+    ) -> Iterator[int]:
+        """How many tokens of each request are not what its draws and drafts say; a bunch that ends too early or
+        too late counts as one."""
+        logits = core.runner.logits
+        for at, (part, request, new) in enumerate(zip(step.parts, requests, bunches, strict=True)):
+            assert request.params is not None
+            if request.params.top_k > 0:
+                yield len(new) - 1
+                continue
+            draws = [
+                SampledFrom(request.params, part.start + 1 + place).is_right(
+                    token, logits[place * graph.descriptor.num_reqs + at]
+                )
+                for place, token in enumerate(new)
+            ]
+            drafts: list[int] = part.request.tokens[part.start + 1 : part.end].tolist()
+            accepted = len(new) - 1
+            is_whole = accepted == len(drafts) or new[accepted] != drafts[accepted]
+            yield draws.count(False) + (new[:accepted] != drafts[:accepted]) + (not is_whole)
 
     def _other_cells(self, core: EngineCore) -> int:
         """Cells that no graph moves on, and that changed."""
@@ -75,7 +118,7 @@ class RowState:
         now = rows.cells
         moved = torch.zeros_like(now, dtype=torch.bool)
         base = now.data_ptr()
-        for tensor in (core.runner.lengths, core.runner.last_tokens):
+        for tensor in rows.advancing:
             first = (tensor.data_ptr() - base) // 4
             moved[first : first + tensor.nbytes // 4] = True
         moved[:RESERVED_CELLS] = True

@@ -87,7 +87,7 @@ class StepGraphs:
             return Check(name, batch, kind, what, float(errors[at]), self.tolerances[what], detail)
 
         if logits.size(1):
-            yield compared("logits", logit_errors(logits, self.expected.logits(step)))
+            yield compared("logits", self._logit_errors(graph, step))
         if not graph.descriptor.is_uniform:
             hidden = runner.hidden[: step.num_tokens].float()
             yield compared("hidden", relative_errors(hidden, self.expected.hidden(step)))
@@ -96,6 +96,19 @@ class StepGraphs:
         self.pages.write(stale)
         for what, wrong in before.wrong_after(self.core, step, rows, graph, requests, logits):
             yield Check(name, batch, kind, what, float(wrong), 0)
+
+    def _logit_errors(self, graph: CapturedGraph, step: MadeStep) -> torch.Tensor:
+        """Of each request's last token, or of all where there are drafts: all first ones, all second ones..."""
+        count, logits = len(step.parts), self.core.runner.logits
+        if not step.num_drafts:
+            return logit_errors(logits[:count], self.expected.logits(step))
+        errors = [
+            logit_errors(
+                logits[place * graph.descriptor.num_reqs :][:count], self.expected.logits(step.up_to(place))
+            )
+            for place in range(1 + step.num_drafts)
+        ]
+        return torch.cat(errors)
 
     def _every_key_counts(self, graph: CapturedGraph, name: str, step: MadeStep) -> Iterator[Check]:
         """A key of each context gets an enormous value: whoever sees it must say something else.
@@ -112,8 +125,8 @@ class StepGraphs:
         rows, requests = self._seat(step, "plain")
         self.pages.spoil(stale)
         self.pages.spoil_values(slots)
-        logits = self.core.runner.run_from(graph, step.scheduled(rows, requests))
-        changes = logit_errors(logits, self.expected.logits(step))[looked_at]
+        self.core.runner.run_from(graph, step.scheduled(rows, requests))
+        changes = self._logit_errors(graph, step).view(-1, len(rows)).amin(0)[looked_at]
         self.pages.write(torch.cat([slots, stale]))
         unseen = [looked_at[at] for at in (changes <= self.tolerances["logits"]).nonzero()[:, 0].tolist()]
         first = unseen[0] if unseen else 0
@@ -157,6 +170,8 @@ class StepGraphs:
             updates.append(PageUpdate(row, 0, np.array(pages)))
             runner.rows.write("lengths", row, part.start)
             runner.rows.write("last_tokens", row, int(part.request.tokens[part.start]))
+            if step.num_drafts:
+                runner.rows.write("drafts", row, part.request.tokens[part.start + 1 : part.end].tolist())
             if runner.adapters is not None:
                 slot = NO_ADAPTER if self.adapters is None else self.adapters.slot_of(part.request)
                 runner.rows.write("adapter_slots", row, slot)

@@ -98,10 +98,10 @@ def _counters(engine: TextEngine) -> list[Metric]:
 
 def _drafts(engine: TextEngine) -> list[Metric]:
     """Where tokens are drafted."""
-    report = engine.core.speculation_report()
-    if report is None:
+    speculation = engine.core.runner.speculation
+    if speculation is None:
         return []
-    found, name = report.drafts, f"{PREFIX}spec_decode_num"
+    found, name = speculation.counts.read(), f"{PREFIX}spec_decode_num"
     return [
         Counter(f"{name}_drafts", {}, found.num_drafts),
         Counter(f"{name}_draft_tokens", {}, found.num_draft_tokens),

@@ -113,7 +113,7 @@ def reference(
     size = max(1, _PIECE_BYTES // (8 * logits.size(1)))
     for at in real.split(size):
         of, raw = rows[at].long(), logits[places[at].long()]
-        tokens = _tokens(adjusted(raw, of, asked), of, asked, has_filters)
+        tokens = filtered_tokens(adjusted(raw, of, asked), of, asked, has_filters=has_filters)
         lines.last_tokens[of] = tokens
         lines.ring[number, LINE_HEAD + places[at].long()] = tokens
         told = (asked.num_logprobs[of] >= 0).nonzero().squeeze(1)
@@ -146,7 +146,8 @@ def adjusted(logits: Tensor, rows: Tensor, asked: Asked) -> Tensor:
     return torch_reference.allow(logits, asked.masks[rows])
 
 
-def _tokens(logits: Tensor, rows: Tensor, asked: Asked, has_filters: bool) -> Tensor:
+def filtered_tokens(logits: Tensor, rows: Tensor, asked: Asked, *, has_filters: bool = True) -> Tensor:
+    """int64 [n]: drawn from adjusted logits [n, vocab] of rows int64 [n], after their filters."""
     drawn_by = (asked.temperature[rows], asked.seeds[rows], asked.lengths[rows])
     tokens = torch_reference.sample_unfiltered(logits, *drawn_by)
     if has_filters:

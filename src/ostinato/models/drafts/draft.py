@@ -41,6 +41,11 @@ class Draft(nn.Module, ABC):
     vocab_size: int
     """Tokens that it can propose."""
 
+    @property
+    def target_offsets(self) -> Tensor | None:
+        """int64 [vocab_size]: what is added to an id of its own to make it the target's; None: nothing is."""
+        return None
+
     @abstractmethod
     def combined(self, features: Tensor) -> Tensor:
         """Features of the target [T, feature_size] as the first step of a chain takes them: [T, H]."""
@@ -61,7 +66,3 @@ class Draft(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [T, vocab_size]."""
-
-    @abstractmethod
-    def to_target(self, ids: Tensor) -> Tensor:
-        """What the target calls tokens that this vocabulary has: int64 of the same shape."""

@@ -63,9 +63,10 @@ class Eagle3Head(Head):
         """As `Draft`."""
         self._stored(self._joined(input_ids, carried)[0], positions, attend)
 
-    def to_target(self, ids: Tensor) -> Tensor:
+    @property
+    def target_offsets(self) -> Tensor:
         """As `Draft`."""
-        return ids + self.d2t.index_select(0, ids)
+        return self.d2t
 
     def _joined(self, input_ids: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
         assert carried is not None

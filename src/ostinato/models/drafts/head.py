@@ -84,10 +84,6 @@ class Head(Draft):
         """As `Draft`."""
         return products.float_linear(hidden, (self.lm_head or self._target.lm_head).matrix)
 
-    def to_target(self, ids: Tensor) -> Tensor:
-        """As `Draft`."""
-        return ids
-
     def _form(self, num_tokens: int) -> Form[Any]:
         """How what comes behind the QKV projection runs."""
         config, weight = self.shape, self.layer.mlp.down_proj

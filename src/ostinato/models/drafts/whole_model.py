@@ -39,7 +39,3 @@ class WholeModel(Draft):
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Draft`."""
         return self.model.logits(hidden)
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        """As `Draft`."""
-        return ids

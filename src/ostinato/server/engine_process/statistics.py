@@ -11,7 +11,7 @@ import torch
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.scheduling.request import Request
-from ostinato.engine.speculating.report import SpeculationReport
+from ostinato.engine.speculating.counts import SpeculationReport
 from ostinato.graphs import Report
 
 from ..wire.messages import DraftCounters, GraphCounters, Statistics
@@ -88,7 +88,7 @@ def _drafts(report: SpeculationReport | None, num_running: int) -> DraftCounters
         return None
     found = report.drafts
     # Of the smallest captured batch that the running requests fit into.
-    speed_up = next((factor for size, factor in report.speed_ups.items() if size >= num_running), None)
+    speed_up = next((factor for size, factor in report.speed_up.items() if size >= num_running), None)
     return DraftCounters(
         method=report.method,
         num_drafts=found.num_drafts,
@@ -98,7 +98,7 @@ def _drafts(report: SpeculationReport | None, num_running: int) -> DraftCounters
         mean_acceptance_length=found.mean_acceptance_length,
         speed_up=speed_up,
         steps_without=dict(report.steps_without),
-        eager_steps=dict(report.graphs.eager_steps),
+        eager_steps=report.eager_drafts,
     )
 
 

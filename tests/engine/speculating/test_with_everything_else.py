@@ -1,0 +1,136 @@
+"""Speculation beside adapters, cached prefixes, verification and options that it excludes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from engine.conftest import TinyModel, prompts_of
+from engine.lora_world import LoraWorld
+from engine.test_engine_greedy import assert_all_back
+from ostinato import LLM, SamplingParams
+from ostinato.engine.speculating.speculation import Speculation
+from ostinato.graphs.errors import ConfigError, VerifyError
+
+from .oracle import key_of, oracle_llm
+from .test_speculation import SMALL
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "disable_adaptive": True}
+LOOKUP = {**NGRAM, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def test_adapters_on_the_target(tmp_path: Path) -> None:
+    world = LoraWorld.make(tmp_path)
+    prompts, numbers = prompts_of((5, 9, 3, 12)), [0, None, 1, 0]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    options = {**SMALL, "cuda_graph_mode": "full", "steps_ahead": 1, "max_lora_rank": 8, "max_loras": 2}
+    with oracle_llm(world.base.directory, 3, enable_lora=True, **options) as (llm, oracle):
+        for prompt, number in zip(prompts, numbers, strict=True):
+            text = world.expected(number, prompt, 12)
+            oracle.known[key_of(prompt["prompt_token_ids"], params)] = [*text[:5], 0, *text[6:]]
+        world.check(llm, prompts, numbers, 12)
+        report = llm.speculation_report()
+        assert report is not None
+        assert 0 < report.drafts.num_accepted_tokens < report.drafts.num_draft_tokens
+        assert not llm.graph_report().eager_steps
+        assert_all_back(llm)
+
+
+def test_drafts_are_found_in_a_prefix_that_no_step_computed(tiny: TinyModel) -> None:
+    """The text of cached pages is known to the drafter as well."""
+    options = {**SMALL, "cuda_graph_mode": "full", "steps_ahead": 1}
+    # A text that says what will come: the model's own continuation stands in the prompt.
+    start = prompts_of((5,))[0]["prompt_token_ids"]
+    follows = tiny.greedy(tuple(start), 20)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with (
+        LLM(tiny.directory, speculative_config=LOOKUP, **options) as llm,
+        LLM(tiny.directory, **options) as plain,
+    ):
+        core = llm.engine.core
+        prompt = {"prompt_token_ids": [*start, *follows, *follows[:1]]}
+        expected = plain.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+        for is_cached in (False, True):
+            output = llm.generate(prompt, params, use_tqdm=False)[0]
+            assert output.outputs[0].token_ids == expected
+            assert (output.num_cached_tokens > 0) == is_cached
+            assert core.runner.speculation is not None
+            # Whatever row it had, its text is there up to where it ended.
+            history = core.runner.rows["history"].tolist()
+            text = [*prompt["prompt_token_ids"], *expected[:-1]]
+            assert any(row[: len(text)] == text for row in history)
+            core.runner.rows["history"].zero_()
+
+
+def test_verification_looks_at_steps_with_drafts(tiny: TinyModel) -> None:
+    options = {**SMALL, "cuda_graph_mode": "full", "max_running_requests": 2}
+    with LLM(tiny.directory, speculative_config=NGRAM, **options) as llm:
+        found = llm.verify(progress=False)
+        found.raise_if_failed()
+        names = {check.graph for check in found.checks}
+        assert {"full decode 2x4 context<=80", "full decode 1x4 context<=80"} <= names
+        report = llm.speculation_report()
+        assert report is not None
+        assert not report.single_requests
+
+    right = Speculation.accept
+
+    def wrong(self: Speculation, logits: Tensor, req_rows: Tensor, *rest: Any) -> None:
+        right(self, logits, req_rows, *rest)
+        self.state.lengths.index_add_(0, req_rows.long(), (req_rows != 0).int())
+
+    with (
+        patch.object(Speculation, "accept", wrong),
+        LLM(tiny.directory, speculative_config=NGRAM, **options) as llm,
+        pytest.raises(VerifyError, match="2 of 12 graphs are wrong .*\n.*2x4.*lengths.*\n.*1x4.*lengths"),
+    ):
+        llm.verify(progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"batch_invariant": True}, "batch_invariant and speculative_config"),
+        ({"enable_cascade_attention": True}, "enable_cascade_attention and speculative_config"),
+        ({"speculative_config": {**NGRAM, "num_speculative_tokens": 0}}, "num_speculative_tokens"),
+        ({"speculative_config": {**NGRAM, "num_speculative_tokens": 99}}, "num_speculative_tokens"),
+        ({"speculative_config": {"method": "magic", "num_speculative_tokens": 1}}, "magic"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(
+    tiny: TinyModel, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LLM(tiny.directory, **{"speculative_config": NGRAM, **options})
+
+
+def test_synthetic_acceptance_has_the_length_that_was_asked_for(tiny: TinyModel) -> None:
+    rates = {**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    with LLM(tiny.directory, speculative_config=rates, cuda_graph_mode="full", **SMALL) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=50, seed=seed) for seed in range(8)]
+        outputs = llm.generate(prompts_of((3,) * 8), params, use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == 50 for output in outputs)
+        report = llm.speculation_report()
+        assert report is not None
+        assert report.drafts.mean_acceptance_length == pytest.approx(2.5, abs=0.15)
+
+
+def test_a_schedule_by_size_of_batch(tiny: TinyModel) -> None:
+    asked = {**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0]]}
+    del asked["disable_adaptive"]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(tiny.directory, speculative_config=asked, cuda_graph_mode="full", **SMALL) as llm:
+        llm.generate(prompts_of((3, 3, 3, 3)), params, use_tqdm=False)
+        report = llm.speculation_report()
+        assert report is not None
+        assert report.drafts.num_drafts == 0
+        assert set(report.steps_without) == {"num_speculative_tokens_per_batch_size"}
+        assert "steps without drafts: num_speculative_tokens_per_batch_size" in str(report)
+        llm.generate(prompts_of((3, 3)), params, use_tqdm=False)
+        report = llm.speculation_report()
+        assert report is not None
+        assert report.drafts.num_draft_tokens == 3 * report.drafts.num_drafts > 0
