@@ -94,7 +94,7 @@ class RowKinds:
         whole = wants_whole(params, is_processed and not self._tells_drawn)
         is_drawn = change > Change.NOTHING and params.wants_logprobs and not whole
         self.wants_whole[row] = whole
-        self.num_drawn[row] = params.logprobs if is_drawn else -1
+        self.num_drawn[row] = (params.logprobs or 0) if is_drawn else -1
         self.wants_logprobs[row] = params.wants_logprobs and not whole and not is_drawn
         self._may_want_whole = bool(self.wants_whole.any())
         return kind

@@ -135,11 +135,11 @@ class Launched:
         told, logprobs, beside = self._amendment
         values, named, ranks = (self._placed(lines, told) for lines in logprobs)
         if beside is not None:
-            places, *more = beside
-            for placed, lines in zip((values, named, ranks), more, strict=True):
-                # Fewer columns than there is room for, or none at all, as of ranks.
-                placed[(places, *(slice(width) for width in lines.shape[1:]))] = lines.numpy()
-            told = np.concatenate([told, places])
+            width = beside.values.size(1)
+            values[beside.places, :width] = beside.values.numpy()
+            named[beside.places, :width] = beside.tokens.numpy()
+            ranks[beside.places] = beside.ranks.numpy()
+            told = np.concatenate([told, beside.places])
         return Sampled(tokens, values, named, ranks, span, told, further, num_new)
 
     def _read_bunch(self) -> tuple[IntArray | None, IntArray | None]:
