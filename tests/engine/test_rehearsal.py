@@ -108,10 +108,14 @@ def test_room_is_kept_for_buffers_that_come_behind_the_kv_cache(
     monkeypatch.setattr(rehearsal, "compiling_only", lambda _: nullcontext())
     monkeypatch.setattr(rehearsal, "_trial_capture", lambda *_: MemoryPlan(activations=7))
     config = dataclasses.replace(loaded.config, config=dataclasses.replace(llm.config, num_pages=None))
-    plan = rehearsal._rehearse(dataclasses.replace(loaded, config=config), StartupTimes())
+    times = StartupTimes()
+    plan = rehearsal._rehearse(dataclasses.replace(loaded, config=config), times)
+    assert list(times.seconds) == ["compile", "rehearse"], "what it costs is told apart"
     assert (plan.buffers, plan.to_come) == (200, 200 + 7 + OUTSIDE_GRAPHS)
     assert made == ["ModelRunner", "Sampler"]
-    given = rehearsal._rehearse(loaded, StartupTimes())
+    times = StartupTimes()
+    given = rehearsal._rehearse(loaded, times)
+    assert list(times.seconds) == ["compile"]
     assert (given.to_come, given.predictions) == (0, {}), "the number of pages is given"
 
 

@@ -196,6 +196,46 @@ class _Script:
             name_gpus_by_uuid()
         return serialized(given)
 
+    def lend_buffer(self, address: str, size: int, names: list[str], shift: int = 0) -> list[str]:
+        """Fill a buffer again and again and say what is in it, as checkpoint-engine does; the answers.
+        `shift`: what is said is wrong by so much."""
+        from multiprocessing.reduction import ForkingPickler
+
+        import torch.multiprocessing
+        import zmq
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        buckets: list[list[str]] = [[]]
+        for name in names:
+            if sum(self._tensors[each].nbytes for each in [*buckets[-1], name]) > size:
+                buckets.append([])
+            buckets[-1].append(name)
+        buffer = torch.empty(2 * size, dtype=torch.uint8, device=self._tensors[names[0]].device)
+        with zmq.Context.instance().socket(zmq.REQ) as asking:
+            asking.bind(address)
+            asking.send(bytes(ForkingPickler.dumps(reduce_tensor(buffer))))
+            for number, bucket in enumerate(buckets):
+                told, begin = [], number % 2 * size
+                for name in bucket:
+                    flat = self._tensors[name].contiguous().view(-1).view(torch.uint8)
+                    buffer[begin : begin + flat.numel()] = flat
+                    tensor = self._tensors[name]
+                    entry = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype}
+                    told.append({**entry, "offset": begin + shift})
+                    begin += flat.numel()
+                if buffer.is_cuda:
+                    torch.cuda.synchronize()
+                if problem := asking.recv().decode():
+                    asking.send_pyobj(RuntimeError("Some workers failed to update weights"))
+                    return [problem]
+                asking.send_pyobj(told)
+            answers = [asking.recv().decode()]
+            for _ in range(2):
+                asking.send_pyobj(None)
+                answers.append(asking.recv().decode())
+            return answers
+
     def announce(self, names: list[str] | None = None) -> dict[str, Any]:
         tensors = {name: self._tensors[name] for name in names or self._tensors}
         return {

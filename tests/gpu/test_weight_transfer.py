@@ -123,6 +123,17 @@ def test_sizes_are_checked_against_the_memory_that_is_there(llm: LLM, trainer: T
     trainer.do("overwrite")
 
 
+def test_a_buffer_that_checkpoint_engine_fills(llm: LLM, trainer: Trainer, second, tmp_path: Any) -> None:
+    address, uuid = f"ipc://{tmp_path}/buffer", torch.cuda.get_device_properties(0).uuid
+    largest = max(weight.nbytes for weight in second[0].values())
+    for _ in range(2):
+        llm.update_weights({NORM: torch.zeros_like(second[0][NORM])})
+        trainer.begin("lend_buffer", address=address, size=largest, names=list(second[0]))
+        done_here(llm.trainer_link.update_through_buffer({f"GPU-{uuid}": address}, "9"))
+        assert trainer.end() == ["", "", ""]
+        assert (tokens(llm), llm.weight_version) == (second[1], "9")
+
+
 def test_gloo_to_an_engine_on_a_gpu(llm: LLM, trainer: Trainer, second) -> None:
     port = free_port()
     trainer.begin("meet", port=port, name="group")

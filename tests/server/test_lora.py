@@ -5,12 +5,19 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from ostinato.server.config import ServerConfig
+from ostinato.server.engine_client.client import EngineState
+from ostinato.server.openai.errors import ApiError
+from ostinato.server.service import Service
+from ostinato.server.wire.messages import AdapterInfo, Ready
 
 from .server_process import ServerProcess
 
@@ -207,3 +214,24 @@ def test_adapters_are_for_admins(model: Path, server: ServerProcess) -> None:
     answer = server.post("/v1/load_lora_adapter", {"lora_name": "n", "lora_path": "/x"})
     assert answer.status_code == 400
     assert "start the server with --enable-lora" in answer.json()["error"]["message"]
+
+
+def test_who_names_an_adapter_of_an_engine_that_ended_is_told() -> None:
+    """Nothing is loaded again behind anybody's back: its files may be others by now."""
+    service = Service(ServerConfig(), SimpleNamespace(state=EngineState.READY), "m")  # type: ignore[arg-type]
+    first = Ready(
+        "d", "d", "X", 64, 4, 320, 320, False, True, [1], {}, "", adapters=[AdapterInfo("x", 1, "p", False)]
+    )
+    service.on_ready(first)
+    assert service.model is not None
+    service.model.adapters["z"] = AdapterInfo("z", 2, "q", False)
+    for _ in range(2):
+        service.on_ready(first)
+        assert service.model.named("x").adapter == "x"
+        for name in ("z", "m:z"):
+            with pytest.raises(ApiError, match="started again since this adapter was loaded: load it again"):
+                service.model.named(name)
+        with pytest.raises(ApiError, match="'z' is not loaded; the engine was started again"):
+            service.model.with_adapter("z", "lora_path")
+        with pytest.raises(ApiError, match=r"'w' is not loaded$"):
+            service.model.with_adapter("w", "lora_path")

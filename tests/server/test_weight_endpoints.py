@@ -222,6 +222,31 @@ def test_what_is_malformed_or_hostile_changes_nothing(
     assert (said(server), version(server)) == (BY_ONE, "0")
 
 
+def test_what_checkpoint_engine_puts_into_its_buffer(
+    server: ServerProcess, trainer: Trainer, by_twos, tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path}/buffer"
+    body = {"zmq_handles": {"GPU-of-somebody-else": "ipc://nowhere", "cpu": address}, "weight_version": "9"}
+    largest = max(weight.nbytes for weight in by_twos.values())
+    trainer.begin("lend_buffer", address=address, size=largest, names=list(by_twos))
+    answer = server.post("/update_weights_from_ipc", body)
+    assert answer.json()["success"], answer.text
+    assert trainer.end() == ["", "", ""]
+    assert (said(server), version(server)) == (BY_TWO, "9")
+    # Of several fillings it stops at the first that is refused; behind the last it asks no more.
+    for names in (list(by_twos), [HEAD]):
+        for shift, why in ((2 * largest, "of a bucket of"), (-(2**40), "at least 0")):
+            trainer.begin("lend_buffer", address=address, size=largest, names=names, shift=shift)
+            answer = server.post("/update_weights_from_ipc", body)
+            assert answer.status_code == 400, answer.text
+            assert why in answer.text
+            assert why in trainer.end()[0]
+    for handles in ({"GPU-1": address}, {"cpu": "tcp://127.0.0.1:1"}):
+        answer = server.post("/update_weights_from_ipc", {"zmq_handles": handles})
+        assert answer.status_code == 400
+    assert (said(server), version(server)) == (BY_TWO, "9")
+
+
 def test_weights_can_be_looked_at(server: ServerProcess, by_twos, trainer: Trainer) -> None:
     norm = server.post("/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 2}).json()
     assert norm == by_twos["model.norm.weight"][:2].tolist()

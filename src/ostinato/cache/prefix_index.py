@@ -14,9 +14,9 @@ for tokens.
 Note [Blocks]
 A prompt of 32,768 tokens has 2,048 pages, and to look each of them up takes as long as a third of a decode
 step. So 16 pages in a row that begin at a multiple of 16 are found in one look as well, under the number of
-the page before them and the bytes of all their tokens, and so are 256. A page may be in several blocks, which
-differ behind it, and takes their entries with it when it leaves. Blocks of each size have an index of their
-own: a salt before the first of them makes its length anything.
+the page before them and the bytes of all their tokens, and so are 16 such blocks in a row. A page may be in
+several blocks, which differ behind it, and takes their entries with it when it leaves; so do blocks in larger
+ones. Both have an index of their own: a salt before the first of them makes its length anything.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy as np
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
-_BLOCKS = (256, 16)
-"""Pages of a block, the largest first."""
+_BLOCK = 16
+_LARGE = _BLOCK * _BLOCK
 _ID = np.dtype(np.int32)
 _Key = tuple[int, bytes]
 
@@ -43,9 +43,14 @@ class PrefixIndex:
         self._page_size = page_size
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
-        self._pages_of: dict[int, dict[_Key, IntArray]] = {size: {} for size in _BLOCKS}
-        """By the size of blocks."""
-        self._blocks_with: defaultdict[int, set[tuple[int, _Key]]] = defaultdict(set)
+        self._pages_of: dict[_Key, IntArray] = {}
+        self._blocks_with: defaultdict[int, set[_Key]] = defaultdict(set)
+        self._block_ending: dict[int, _Key] = {}
+        """By its last page."""
+        self._pages_of_large: dict[_Key, IntArray] = {}
+        self._blocks_of: dict[_Key, list[_Key]] = {}
+        """Of a large one."""
+        self._large_with: defaultdict[_Key, set[_Key]] = defaultdict(set)
         self._numbers = [0] * num_pages
         self._num_entered = 0
         self._parents = [0] * num_pages
@@ -74,8 +79,7 @@ class PrefixIndex:
         """The pages of the longest known beginning of these, under a salt."""
         found: list[IntArray] = []
         numbers, before, begin = self._numbers, 0, 0
-        for size in _BLOCKS:
-            find_block = self._pages_of[size].get
+        for size, find_block in ((_LARGE, self._pages_of_large.get), (_BLOCK, self._pages_of.get)):
             for content in self.contents(token_ids[begin:], size):
                 block = find_block((before, salt + content if salt and not begin else content))
                 if block is None:
@@ -109,25 +113,28 @@ class PrefixIndex:
         self._numbers[page] = self._num_entered
         self._parents[page], self._places[page] = parent, self._places[parent] + 1
         self._page_of[key], self._key_of[page] = page, key
-        for block_size in _BLOCKS:
-            if self._places[page] % block_size == block_size - 1:
-                self._enter_block(page, block_size)
+        if self._places[page] % _BLOCK == _BLOCK - 1:
+            self._enter_block(page)
+        if self._places[page] % _LARGE == _LARGE - 1:
+            self._enter_large_block(page)
 
     def remove(self, page: int) -> None:
         """It is found no more, nor are pages behind it."""
         del self._page_of[self._key_of.pop(page)]
-        for size, key in list(self._blocks_with.get(page, ())):
-            for member in self._pages_of[size].pop(key).tolist():
-                self._blocks_with[member].remove((size, key))
+        for block in list(self._blocks_with.get(page, ())):
+            self._remove_block(block)
         self._blocks_with.pop(page, None)
 
     def clear(self) -> None:
         """Forget everything."""
         self._page_of.clear()
         self._key_of.clear()
-        for blocks in self._pages_of.values():
-            blocks.clear()
+        self._pages_of.clear()
         self._blocks_with.clear()
+        self._block_ending.clear()
+        self._pages_of_large.clear()
+        self._blocks_of.clear()
+        self._large_with.clear()
 
     def parent_of(self, page: int) -> int | None:
         """The page before one in the index, 0 for the first of a chain; None if that one has left."""
@@ -139,21 +146,58 @@ class PrefixIndex:
         """Whether its parts agree with each other."""
         if {page: key for key, page in self._page_of.items()} != self._key_of:
             return False
-        blocks = [((size, key), pages) for size in _BLOCKS for key, pages in self._pages_of[size].items()]
-        members = {(page, block) for block, pages in blocks for page in pages.tolist()}
-        known = {(page, block) for page, blocks in self._blocks_with.items() for block in blocks}
-        return members == known and self._blocks_with.keys() <= self._key_of.keys()
+        members = {(page, key) for key, pages in self._pages_of.items() for page in pages.tolist()}
+        known = {(page, key) for page, keys in self._blocks_with.items() for key in keys}
+        ends = {pages.item(-1): key for key, pages in self._pages_of.items()}
+        if members != known or not self._blocks_with.keys() <= self._key_of.keys():
+            return False
+        large = {(key, of) for of, keys in self._blocks_of.items() for key in keys}
+        known_large = {(key, of) for key, found in self._large_with.items() for of in found}
+        is_each = self._blocks_of.keys() == self._pages_of_large.keys()
+        return ends == self._block_ending and is_each and large == known_large
 
-    def _enter_block(self, last: int, size: int) -> None:
+    def _enter_block(self, last: int) -> None:
         block = [last]
-        while len(block) < size:
+        while len(block) < _BLOCK:
             parent = self.parent_of(block[-1])
             if parent is None:
                 return
             block.append(parent)
         block.reverse()
-        keys = [self._key_of[page] for page in block]
-        key = keys[0][0], b"".join([content for _, content in keys])
-        self._pages_of[size][key] = np.array(block, dtype=np.intp)
+        key = _joined([self._key_of[page] for page in block])
+        self._pages_of[key] = np.array(block, dtype=np.intp)
+        self._block_ending[last] = key
         for page in block:
-            self._blocks_with[page].add((size, key))
+            self._blocks_with[page].add(key)
+
+    def _enter_large_block(self, last: int) -> None:
+        blocks: list[_Key] = []
+        page: int | None = last
+        while len(blocks) < _BLOCK:
+            block = None if page is None else self._block_ending.get(page)
+            if block is None:
+                return
+            blocks.append(block)
+            page = self.parent_of(self._pages_of[block].item(0))
+        blocks.reverse()
+        key = _joined(blocks)
+        self._pages_of_large[key] = np.concatenate([self._pages_of[block] for block in blocks])
+        self._blocks_of[key] = blocks
+        for block in blocks:
+            self._large_with[block].add(key)
+
+    def _remove_block(self, block: _Key) -> None:
+        pages = self._pages_of.pop(block).tolist()
+        del self._block_ending[pages[-1]]
+        for page in pages:
+            self._blocks_with[page].remove(block)
+        for large in self._large_with.pop(block, ()):
+            del self._pages_of_large[large]
+            for other in self._blocks_of.pop(large):
+                if other != block:
+                    self._large_with[other].remove(large)
+
+
+def _joined(keys: Sequence[_Key]) -> _Key:
+    """The key of what lies in a row."""
+    return keys[0][0], b"".join([content for _, content in keys])

@@ -159,6 +159,7 @@ class EngineCore:
         self._captured = DeviceMemory.now(config.device).less(before)
         self.sleeper.driver_bytes = max(0, self._captured.taken - self._captured.reserved)
         logger.info("%s", report)
+        logger.info("start: %s", ", ".join(f"{name} {s:.2f} s" for name, s in self.startup.read().items()))
         logger.info("memory: %s", ", ".join(f"{name} {size:,}" for name, size in self.memory().items()))
 
     def _rehearsed(self) -> MemoryPlan:

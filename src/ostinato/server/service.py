@@ -59,7 +59,10 @@ class Service:
         if tokenizer is not None and self._chat_template is not None:
             tokenizer = tokenizer.with_chat_template(self._chat_template)
         self.close()
-        self.model = ServedModel(self.model_name, ready, self.config, tokenizer)
+        before, self.model = self.model, ServedModel(self.model_name, ready, self.config, tokenizer)
+        if before is not None:
+            known = {*before.adapters, *before.lost_adapters}
+            self.model.lost_adapters = frozenset(known - self.model.adapters.keys())
 
     def close(self) -> None:
         """End what works for the model."""

@@ -36,7 +36,7 @@ def rehearse(loaded: LoadedModel, times: StartupTimes) -> MemoryPlan:
     gc.collect()  # what goes meanwhile would make the buffers look smaller
     before = DeviceMemory.now(device)
     plan = _rehearse(loaded, times)
-    with times.phase("kv"):
+    with times.phase("rehearse"):
         # A runner and its graphs know each other, and what they hold must be gone before anything is sized.
         gc.collect()
         torch.cuda.empty_cache()
@@ -58,7 +58,7 @@ def _rehearse(loaded: LoadedModel, times: StartupTimes) -> MemoryPlan:
         _compile(runner, sampler)
     if config.config.num_pages is not None:
         return MemoryPlan(buffers)
-    with times.phase("kv"):
+    with times.phase("rehearse"):
         # The engine will make these buffers again, behind its KV cache.
         return replace(_trial_capture(runner, sampler), buffers=buffers)
 

@@ -298,6 +298,7 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
     harmless("worker_cls", "vllm", "text", "auto", "the engine has no workers", same=("auto",)),
     acts("enable_sleep_mode", "vllm", "flag", "", "memory that sleep gives back"),
     mapped("enable_memory_saver", "sglang", "flag", "", "enable_sleep_mode", "the same"),
+    harmless("enable_weights_cpu_backup", "sglang", "flag", "", "they are always kept", same=(True, False)),
     acts("worker_extension_cls", "vllm", "text", "x.Y", "methods for `collective_rpc`"),
     harmless(
         *("weight_transfer_config", "vllm", "json", '{"backend": "nccl"}'),

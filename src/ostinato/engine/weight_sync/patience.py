@@ -47,6 +47,16 @@ class Patience:
         result: _Found = found
         return result
 
+    def until(self, what: str, look: Callable[[float], bool]) -> None:
+        """Call `look`, which waits for so many seconds, until it says yes; errors as of `within`."""
+        self._is_given_up.clear()
+        end = time.monotonic() + self.seconds
+        while not look(_LOOK_SECONDS):
+            if self._is_given_up.is_set():
+                raise TransferError(f"{what} was given up for a later call")
+            if time.monotonic() >= end:
+                raise TransferTimeout(f"{what} took longer than {self.seconds:g} s")
+
     def give_up(self) -> None:
         """Wait no longer."""
         self._is_given_up.set()

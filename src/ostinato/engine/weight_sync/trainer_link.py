@@ -32,6 +32,7 @@ from .broadcast_groups import DEFAULT_NAMES, BroadcastGroup, Place, TorchGroup
 from .errors import TransferError
 from .patience import Patience
 from .received_weights import Landing, check_amount, received
+from .shared_buffer import SharedBuffer, address_for
 from .stateless_nccl import StatelessGroup
 from .weight_checks import WeightChecks
 from .wire_formats import Pairs, announced, sglang_tensors, vllm_tensors
@@ -106,6 +107,24 @@ class TrainerLink:
         with self._alone():
             pairs: Pairs = yield lambda: sglang_tensors(payloads, load_format)
             return self._apply(pairs, version)
+
+    def update_through_buffer(self, handles: object, version: str | None) -> Operation[WeightsReport]:
+        """Weights that another process puts into a buffer of its own, one filling after the other."""
+        address = address_for(self._device, handles)
+        with self._alone():
+            buffer = SharedBuffer(address, self._device, self._patience, self._most_bytes)
+            try:
+                pairs: Pairs = yield buffer.received
+                try:
+                    report = self._apply(pairs, version)
+                except Exception as error:
+                    told = f"{type(error).__name__}: {error}"
+                    yield lambda: buffer.finish(told)
+                    raise
+                yield buffer.finish
+                return report
+            finally:
+                buffer.close()
 
     def join(
         self, group_name: str, address: str, port: int, rank_offset: int, world_size: int, backend: str

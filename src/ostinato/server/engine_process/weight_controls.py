@@ -30,6 +30,7 @@ class WeightControls:
             "weights_from_disk": self._from_disk,
             "weights_from_tensors": self._from_tensors,
             "weights_from_group": self._from_group,
+            "weights_through_buffer": self._through_buffer,
             "join_group": self._link.join,
             "leave_group": self._link.leave,
             "init_weight_transfer": self._link.init_transfer,
@@ -57,6 +58,9 @@ class WeightControls:
     def _from_group(self, load_format: str | None, version: str | None, **what: Any) -> Any:
         operation = self._link.update_from_group(**what, load_format=load_format, version=version)
         return _told((yield from operation))
+
+    def _through_buffer(self, handles: dict[str, str], version: str | None) -> Any:
+        return _told((yield from self._link.update_through_buffer(handles, version)))
 
     def _finish(self, version: str | None) -> object:
         report = self._link.finish(version)

@@ -31,6 +31,7 @@ WEIGHT_PATHS = frozenset(
         "/update_weights",
         "/update_weights_from_disk",
         "/update_weights_from_distributed",
+        "/update_weights_from_ipc",
         "/update_weights_from_tensor",
         "/weights_checker",
     }

@@ -48,6 +48,13 @@ class TensorsUpdate(_Update):
     """Changes nothing: there is none."""
 
 
+class BufferUpdate(_Update):
+    """`/update_weights_from_ipc`."""
+
+    zmq_handles: dict[Name, Name]
+    """By the UUID of a GPU, where checkpoint-engine listens for the engine on it."""
+
+
 class GroupUpdate(_Update):
     """`/update_weights_from_distributed`."""
 

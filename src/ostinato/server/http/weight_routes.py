@@ -18,6 +18,7 @@ from .api_document import answers
 from .engine_calls import engine_call
 from .json_answers import json_response
 from .weight_bodies import (
+    BufferUpdate,
     DiskUpdate,
     GroupEnd,
     GroupMeeting,
@@ -67,6 +68,16 @@ def _add_sglang(routes: APIRouter, service: Service) -> None:
             body.abort_all_requests,
             payloads=body.serialized_named_tensors,
             load_format=body.load_format,
+            version=body.weight_version,
+        )
+
+    @routes.post("/update_weights_from_ipc", include_in_schema=False)
+    async def update_weights_from_ipc(body: BufferUpdate) -> Response:
+        """Weights that checkpoint-engine puts into a buffer of its own."""
+        return await update(
+            "weights_through_buffer",
+            body.abort_all_requests,
+            handles=body.zmq_handles,
             version=body.weight_version,
         )
 

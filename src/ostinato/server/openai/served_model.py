@@ -41,6 +41,8 @@ class ServedModel:
         """The adapter that a request has named, in a view of the model for it."""
         self.adapters = {each.name: each for each in ready.adapters}
         """All that are loaded."""
+        self.lost_adapters = frozenset[str]()
+        """Those that an engine before had and this one has not."""
         self.tokenizer = tokenizer
         self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self.created = int(time.time())
@@ -76,6 +78,7 @@ class ServedModel:
         if adapter not in self.adapters:
             message = f"the model {name!r} does not exist; this server has {self.name!r}"
             message += "".join(f", {known!r}" for known in self.adapters)
+            message += self._why_lost(name if name in self.lost_adapters else behind)
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._with_adapter(adapter, name)
 
@@ -84,8 +87,14 @@ class ServedModel:
         if adapter is None:
             return self
         if adapter not in self.adapters:
-            raise ApiError(400, f"{param}: the adapter {adapter!r} is not loaded", param=param)
+            message = f"{param}: the adapter {adapter!r} is not loaded{self._why_lost(adapter)}"
+            raise ApiError(400, message, param=param)
         return self._with_adapter(adapter, adapter)
+
+    def _why_lost(self, adapter: str) -> str:
+        if adapter not in self.lost_adapters:
+            return ""
+        return "; the engine was started again since this adapter was loaded: load it again"
 
     def _with_adapter(self, adapter: str, name: str) -> ServedModel:
         view = copy.copy(self)
