@@ -66,7 +66,7 @@ def check_fragments(
     """A layer by `fragments.cu`."""
     assert tile.fits(shape)
     with emulated_fragments(emulator):
-        _check_layer(cuda_fragments.launch_fragments, shape, tile, form, num_tokens)
+        _check_layer(cuda_fragments.launch_fragments, shape, tile, form, num_tokens, random_shrunk)
 
 
 def check_gemv(emulator: Emulator, shape: MatrixShape, tile: CudaGemvTile, form: Form) -> None:
@@ -82,7 +82,7 @@ def check_streamed(
     """A layer by `streamed.cu`."""
     assert tile.fits(shape)
     with patch.object(cuda_streamed, "cuda_kernel", emulator.kernel):
-        _check_layer(cuda_streamed.launch_streamed, shape, tile, form, num_tokens)
+        _check_layer(cuda_streamed.launch_streamed, shape, tile, form, num_tokens, random_shrunk)
 
 
 def check_wide(emulator: Emulator, shape: MatrixShape, tile: WideTile, form: Form, num_tokens: int) -> None:

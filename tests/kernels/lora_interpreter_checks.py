@@ -9,8 +9,9 @@ from unittest.mock import patch
 import torch
 
 from kernels import lora_checks, unchanged
-from ostinato.kernels.linear import triton_linear
-from ostinato.kernels.linear.tiles import GemvTile, SkinnyTile
+from ostinato.kernels.linear import adapted_product, products, triton_linear
+from ostinato.kernels.linear.tiles import GemvTile, Library, SkinnyTile
+from ostinato.kernels.linear.weight import Weight
 from ostinato.kernels.lora import Adapted, Rows, division
 from ostinato.kernels.lora.deltas import Operands
 
@@ -67,6 +68,27 @@ def check_rows_that_lie_apart() -> None:
     torch.testing.assert_close(product.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
+def check_products_that_lie_there() -> None:
+    """By a library, whole, and by a kernel, in parts; and their gate."""
+    stack = lora_checks.random_stack("cpu", torch.float32, 96, (24, 24))
+    x, weight = torch.randn(20, 96), torch.randn(48, 96) / 10
+    slots = lora_checks.random_slots("cpu", 20, 5)
+    adapted = Adapted(stack, Rows.in_blocks(slots, 5))
+    wanted = x.double() @ weight.double().T + lora_checks.wanted_delta(x, stack, slots)
+    tile = SkinnyTile(16, 16, 16, 4, 2, parts=2)
+    for is_library in (True, False):
+        chosen = Library() if is_library else tile
+        with patch.object(products, "tile_for", lambda *_, gated, chosen=chosen: chosen):
+            with patch.object(triton_linear, "choose", lambda *_: tile):
+                found = products.linear_in_parts(x, Weight(weight), None, adapted)
+        assert found.dim() == (2 if is_library else 3)
+        found = products.joined(found, torch.float32).double()
+        assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    first, second = wanted.chunk(2, dim=-1)
+    gated = products.gated_linear(x, Weight(weight), None, adapted).double()
+    torch.testing.assert_close(gated, torch.nn.functional.silu(first) * second, atol=1e-4, rtol=1e-4)
+
+
 def check_fused_products() -> None:
     """One token with everything around it, more ranks than are taken at a time; a gate behind the product."""
     for flags in (
@@ -98,6 +120,8 @@ def check_declarations() -> None:
     expanded = (shrunk.sums, stack.b, 16, 24, *grouped, torch.randn(3, 24), False)
     torch.library.opcheck(ops.lora_expand.default, expanded, test_utils=tests)
     weight, one = torch.randn(24, 32), slots[:1]
+    beside = (x, weight, None, True, *Operands.of(Adapted(stack, rows)))
+    torch.library.opcheck(adapted_product.multiply_adapted._dispatched, beside, test_utils=tests)
     with patch.object(triton_linear, "choose", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
         halves = lora_checks.random_stack("cpu", torch.float32, 32, (12, 12))
         gated = (x, weight, None, *Operands.of(Adapted(halves, rows)))
@@ -111,7 +135,7 @@ def check_declarations() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     checks = [check_grouping, check_adding, check_fused_products, check_rows_that_lie_apart]
-    checks.append(check_declarations)
+    checks += [check_products_that_lie_there, check_declarations]
     for check in checks[:2] if unchanged.is_brief() else checks:
         check()
         print(check.__name__, flush=True)

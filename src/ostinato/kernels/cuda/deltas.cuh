@@ -16,14 +16,4 @@ struct Deltas {
     const float delta = __uint_as_float(load_word(at(token, row)));
     return has(token) ? delta : 0.f;
   }
-  __device__ __forceinline__ float2 two(int token, int row) const {
-    if (!has(token)) return make_float2(0.f, 0.f);
-    const uint2 v = load_two_words(at(token, row));
-    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-  }
-  __device__ __forceinline__ float4 four(int token, int row) const {
-    if (!has(token)) return make_float4(0.f, 0.f, 0.f, 0.f);
-    const Word4 v = load_four_words(at(token, row));
-    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-  }
 };

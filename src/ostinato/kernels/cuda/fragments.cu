@@ -18,7 +18,7 @@
 //
 // What a program takes of a multiprocessor decides how many kernels are on their way at the same time. Two must
 // fit side by side: an empty kernel then takes 0.6 us, otherwise 1.5 to 3.
-#include "deltas.cuh"
+#include "low_rank.cuh"
 #include "linear_layer.cuh"
 
 constexpr int kThreads = WARPS * 32;
@@ -90,8 +90,12 @@ __device__ __forceinline__ float sum_one(const float* first) {
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     project(const Element* __restrict__ weight, const Element* __restrict__ norm_weight,
-            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out, const float* deltas,
-            const int* slots, int num_tokens, int out_features, float eps) {
+            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out,
+#if ADAPTED
+            const float* shrunk, const Element* b, const int* ranks, const int* slots, const int* blocks, int num_blocks,
+            int room, int width, int second_part, int third_part,
+#endif
+            int num_tokens, int out_features, float eps) {
   Shared& shared = *(Shared*)dynamic_shared();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int rank = SLICES > 1 ? (int)cluster_rank() : 0;
@@ -214,7 +218,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     wait_for_bytes(&shared.arrived, false);
   }
 
-  const Deltas added{deltas, slots, out_features * kHalves};
+#if ADAPTED
+  const LowRank added{shrunk, b,    ranks,       slots,     {blocks, num_blocks}, out_features * kHalves,
+                      width, room, second_part, third_part};
+#endif
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int item = threadIdx.x + i * kThreads;
@@ -229,10 +236,15 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
       y = sum_four<WARPS, kPartStride>(&shared.parts[0][token][own]);
       if (GATED) second = sum_four<WARPS, kPartStride>(&shared.parts[0][token][ROWS + own]);
     }
-    if (ADAPTED) {
-      y = y + added.four(token, row);
-      if (GATED) second = second + added.four(token, out_features + row);
+#if ADAPTED
+    float more[4];
+    added.of_rows(more, token, row);
+    y = y + make_float4(more[0], more[1], more[2], more[3]);
+    if (GATED) {
+      added.of_rows(more, token, out_features + row);
+      second = second + make_float4(more[0], more[1], more[2], more[3]);
     }
+#endif
 #if NORM
     const float squares = SLICES > 1 ? sum_one<SLICES>(&shared.squares_from_cluster[0][token])
                                      : sum_one<WARPS>(&shared.squares[0][token]);

@@ -1,7 +1,7 @@
-// What adapters add to a product of tiles, in the registers of its sums: b [16 rows, ranks] of a slot times what
-// shrink.cu left of the tokens.
+// What adapters add to a product: b [rows, ranks] of a slot times what shrink.cu left of the tokens.
 //
-// Each slot that a step has is multiplied with all tokens, and added to the sums of its own: a product that is not
+// To few results of a thread it is added one by one (`of_rows`). To sums of tiles in registers (`add_low_rank`) by the
+// tensor cores: each slot that a step has is multiplied with all tokens, and added to the sums of its own: a product that is not
 // wanted reaches nobody, whatever a broken adapter makes of it, and sums without an adapter keep their bits.
 #pragma once
 #include "adapter_rows.cuh"
@@ -14,6 +14,35 @@ struct LowRank {
   AdapterBlocks blocks;
   int rows, width, room;
   int second, third;  // first rows of these parts
+
+  __device__ __forceinline__ int part_of(int row) const { return (row >= second) + (row >= third); }
+
+  // For rows of one part, from `row` on, of a token that may have an adapter.
+  template <int kRows>
+  __device__ __forceinline__ void of_rows(float (&sums)[kRows], int token, int row) const {
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) sums[k] = 0.f;
+    const int slot = load_kept(slots + token);
+    if (slot < 0) return;
+    const int rank = room > 16 ? load_kept(ranks + slot) : 16;
+    const float* const of_token = left + (long long)token * width + part_of(row) * room;
+    const Element* const of_row = b + ((long long)slot * rows + row) * room;
+#pragma unroll 1
+    for (int r = 0; r < rank || r < 16; r += 8) {
+      const Word4 v = load_four_words(of_token + r), w = load_four_words(of_token + r + 4);
+      const uint32 by[8] = {v.x, v.y, v.z, v.w, w.x, w.y, w.z, w.w};
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const Word4 p = load_weight_now(of_row + k * room + r);
+        const uint32 pairs[4] = {p.x, p.y, p.z, p.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[k] = fmaf(low(pairs[i]), __uint_as_float(by[i * 2]), sums[k]);
+          sums[k] = fmaf(high(pairs[i]), __uint_as_float(by[i * 2 + 1]), sums[k]);
+        }
+      }
+    }
+  }
 };
 
 constexpr int kSlotsTogether = 2, kGroupsTogether = 4;  // more would take more registers than a step gains by it
@@ -55,7 +84,7 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[kSums], SlotWeights we
                                              int first_row, int first_token, int tokens_here) {
   constexpr int kGroups = kSums / 4, kTogether = kGroups < kGroupsTogether ? kGroups : kGroupsTogether;
   const int lane = threadIdx.x % 32;
-  const int part = (first_row >= from.second) + (first_row >= from.third);
+  const int part = from.part_of(first_row);
 #pragma unroll
   for (int group = 0; group < kGroups; group += kTogether) {
 #pragma unroll 1

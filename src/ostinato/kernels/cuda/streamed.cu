@@ -20,7 +20,7 @@
 // NORM: the rows of x are to be normalised. The norm's weight is applied to a chunk by the threads that copied it;
 // the norm's factor, one number per token, to the results. GATED: silu(first half) * second half. Sums are float32
 // and rounded once.
-#include "deltas.cuh"
+#include "low_rank.cuh"
 #include "linear_layer.cuh"
 
 constexpr int kTileRows = GATED ? 8 : 16;  // results of a warp
@@ -72,8 +72,12 @@ __device__ __forceinline__ void for_own_pieces(F f) {
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     project(const Element* __restrict__ weight, const Element* __restrict__ norm_weight,
-            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out, const float* deltas,
-            const int* slots, int num_tokens, int out_features, float eps) {
+            const Element* __restrict__ bias, const Element* x, const Element* residual, Out* out,
+#if ADAPTED
+            const float* shrunk, const Element* b, const int* ranks, const int* slots, const int* blocks, int num_blocks,
+            int room, int width, int second_part, int third_part,
+#endif
+            int num_tokens, int out_features, float eps) {
   Shared& shared = *(Shared*)dynamic_shared();
   const int lane = threadIdx.x % 32;
   const int tile = (int)threadIdx.x / 32 % kTiles, share = (int)threadIdx.x / 32 / kTiles;
@@ -212,7 +216,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     __syncthreads();
   }
 
-  const Deltas added{deltas, slots, out_features * kHalves};
+#if ADAPTED
+  const LowRank added{shrunk, b,    ranks,       slots,     {blocks, num_blocks}, out_features * kHalves,
+                      width, room, second_part, third_part};
+#endif
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int item = threadIdx.x + i * kThreads, token = item / kPairs, own = item % kPairs * 2;
@@ -226,10 +233,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                                              : &shared.streams.parts[s][token][half * ROWS + own];
         y = make_float2(y.x + part[0], y.y + part[1]);
       }
-      if (ADAPTED) {
-        const float2 delta = added.two(token, row + half * out_features);
-        y = make_float2(y.x + delta.x, y.y + delta.y);
-      }
+#if ADAPTED
+      float more[2];
+      added.of_rows(more, token, row + half * out_features);
+      y = make_float2(y.x + more[0], y.y + more[1]);
+#endif
       const float factor = NORM ? shared.factors[token] : 1.f;
       const uint32 added = BIAS ? *(const uint32*)(bias + row + half * out_features) : 0;
       return make_float2(y.x * factor + low(added), y.y * factor + high(added));

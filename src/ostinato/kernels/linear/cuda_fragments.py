@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, cuda_kernel
-from ..lora.deltas import Deltas
+from ..lora.deltas import Shrunk
 from .cuda_layer import launch_sliced, layer_constants
 from .tiles import FragmentsTile, MatrixShape
 
@@ -56,8 +56,8 @@ def launch_fragments(
     residual: Tensor | None,
     out: Tensor,
     tile: FragmentsTile,
-    deltas: Deltas | None = None,
+    shrunk: Shrunk | None = None,
 ) -> None:
     """Queue the kernel; see `launch_sliced`."""
-    operands = (x, weight, bias, norm_weight, eps, residual, out, deltas)
+    operands = (x, weight, bias, norm_weight, eps, residual, out, shrunk)
     launch_sliced(fragments_kernel, shared_bytes, tile, tile.num_warps, *operands)

@@ -59,7 +59,8 @@ def launch_gemv(
         grid=(shape.out_features // (tile.rows * tile.num_warps), 1, 1),
         block=tile.num_warps * 32,
         args=(
-            *layer_tensors(x, weight, bias, norm_weight, residual, out, deltas),
+            *layer_tensors(x, weight, bias, norm_weight, residual, out),
+            *(deltas or (x, x)),
             shape.out_features,
             float(eps),
         ),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel
-from ..lora.deltas import Deltas
+from ..lora.deltas import Shrunk
 from .tiles import MOST_TOKENS, FragmentsTile, MatrixShape, StreamedTile
 
 
@@ -37,15 +37,20 @@ def layer_tensors(
     norm_weight: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
-    deltas: Deltas | None,
 ) -> tuple[Tensor, ...]:
     """In the order of the kernels' parameters; x in place of what there is not."""
     norm = x if norm_weight is None else norm_weight
     assert not (x.data_ptr() | weight.data_ptr() | norm.data_ptr()) % 16, "16 bytes are loaded at a time"
-    return (
-        *(weight, norm, x if bias is None else bias, x, x if residual is None else residual, out),
-        *(deltas or (x, x)),
-    )
+    return weight, norm, x if bias is None else bias, x, x if residual is None else residual, out
+
+
+def low_rank_operands(shrunk: Shrunk) -> tuple[Tensor | int, ...]:
+    """What adapters add, in the order of the kernels' parameters."""
+    assert shrunk.sums.size(0) == 1, "nothing is left to be added"
+    of = shrunk.of
+    assert not (of.second | of.third) % 4, "results are finished in fours, of one part"
+    sizes = of.blocks.size(1), of.b.size(2), shrunk.sums.size(2)
+    return (shrunk.sums, of.b, of.ranks, of.slots, of.blocks, *sizes, of.second, of.third)
 
 
 def launch_sliced(
@@ -60,7 +65,7 @@ def launch_sliced(
     eps: float,
     residual: Tensor | None,
     out: Tensor,
-    deltas: Deltas | None = None,
+    shrunk: Shrunk | None = None,
 ) -> None:
     """Queue the kernel of a tile; all operands dense and bfloat16, `out` that or float32.
 
@@ -70,13 +75,14 @@ def launch_sliced(
     assert num_tokens <= MOST_TOKENS[type(tile)], num_tokens
     tokens, norm = tile.compiled_tokens(num_tokens), norm_weight is not None
     form = {"norm": norm, "bias": bias is not None, "residual": residual is not None}
-    form |= {"adapted": deltas is not None}
+    form |= {"adapted": shrunk is not None}
     shared_bytes = count_shared_bytes(tile, shape, tokens, norm=norm)
     make_kernel(tile, shape, tokens, **form, dtype=out.dtype).launch(
         grid=(shape.out_features // tile.rows * tile.slices, 1, 1),
         block=num_warps * 32,
         args=(
-            *layer_tensors(x, weight, bias, norm_weight, residual, out, deltas),
+            *layer_tensors(x, weight, bias, norm_weight, residual, out),
+            *(() if shrunk is None else low_rank_operands(shrunk)),
             num_tokens,
             shape.out_features,
             float(eps),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, cuda_kernel
-from ..lora.deltas import Deltas
+from ..lora.deltas import Shrunk
 from .cuda_layer import launch_sliced, layer_constants, layer_shape
 from .tiles import MatrixShape, StreamedTile
 
@@ -59,9 +59,9 @@ def launch_streamed(
     residual: Tensor | None,
     out: Tensor,
     tile: StreamedTile,
-    deltas: Deltas | None = None,
+    shrunk: Shrunk | None = None,
 ) -> None:
     """Queue the kernel; see `launch_sliced`."""
-    operands = (x, weight, bias, norm_weight, eps, residual, out, deltas)
+    operands = (x, weight, bias, norm_weight, eps, residual, out, shrunk)
     num_warps = tile.num_warps(layer_shape(x, weight, out))
     launch_sliced(streamed_kernel, shared_bytes, tile, num_warps, *operands)

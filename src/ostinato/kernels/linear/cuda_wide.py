@@ -6,7 +6,7 @@ from torch import Tensor
 from ..cuda.compiled import CudaKernel, TileMap, cuda_kernel
 from ..host_sizes import cdiv
 from ..lora.deltas import Shrunk
-from .cuda_layer import layer_shape
+from .cuda_layer import layer_shape, low_rank_operands
 from .tiles import MatrixShape, WideTile
 
 _COLUMNS = 64
@@ -88,6 +88,7 @@ def launch_wide(
         adapted=shrunk is not None,
         dtype=out.dtype,
     )
+    assert shrunk is None or not (shrunk.of.second | shrunk.of.third) % 16, "a warp has rows of one part"
     kernel.launch(
         grid=(shape.out_features // tile.rows * tile.slices, cdiv(num_tokens, tile.tokens), 1),
         block=tile.num_threads(shape),
@@ -97,7 +98,7 @@ def launch_wide(
             *(x if tensor is None else tensor for tensor in (bias, squares, norm_weight)),
             out,
             *(out if tensor is None else tensor for tensor in (scaled, new_squares)),
-            *(() if shrunk is None else _low_rank(shrunk)),
+            *(() if shrunk is None else low_rank_operands(shrunk)),
             num_tokens,
             shape.out_features,
             float(eps),
@@ -105,12 +106,3 @@ def launch_wide(
         shared_bytes=shared_bytes(tile, shape, scaled=is_scaled),
         cluster=tile.slices,
     )
-
-
-def _low_rank(shrunk: Shrunk) -> tuple[Tensor | int, ...]:
-    """In the order of the kernel's parameters."""
-    assert shrunk.sums.size(0) == 1, "nothing is left to be added"
-    of = shrunk.of
-    assert not (of.second | of.third) % 16, "16 rows belong to one part"
-    sizes = of.blocks.size(1), of.b.size(2), shrunk.sums.size(2)
-    return (shrunk.sums, of.b, of.ranks, of.slots, of.blocks, *sizes, of.second, of.third)

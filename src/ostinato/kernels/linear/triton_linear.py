@@ -6,7 +6,7 @@ from torch import Tensor
 from .. import dependent_launch
 from ..custom_op import custom_op
 from ..host_sizes import cdiv
-from ..lora.deltas import Deltas, Operands, Shrunk
+from ..lora.deltas import Operands, Shrunk
 from ..on_chip_memory import prefer_l1
 from .choice import choose
 from .tiles import (
@@ -75,9 +75,9 @@ def project_few_adapted_tokens(
     third: int,
 ) -> Tensor:
     """The same with what adapters add to the product: `lora.deltas.Operands`."""
-    deltas = Operands(a, b, ranks, slots, order, blocks, second, third).deltas(x, norm_weight)
     out = x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1), dtype=dtype)
-    _launch_few_tokens(x, weight, bias, norm_weight, eps, gated, residual, out, deltas)
+    adapters = Operands(a, b, ranks, slots, order, blocks, second, third)
+    _launch_few_tokens(x, weight, bias, norm_weight, eps, gated, residual, out, adapters)
     return out
 
 
@@ -201,9 +201,13 @@ def _launch_few_tokens(
     gated: bool,
     residual: Tensor | None,
     out: Tensor,
-    deltas: Deltas | None = None,
+    adapters: Operands | None = None,
 ) -> None:
     tile = _choice(x, weight, gated=gated)
+    if isinstance(tile, FragmentsTile | StreamedTile):
+        shrunk = adapters and adapters.shrunk(x, norm_weight)
+    else:
+        deltas = adapters and adapters.deltas(x, norm_weight)
     match tile:
         case GemvTile(rows, block, num_warps):
             launched = _gemv[(cdiv(out.size(1), rows),)](
@@ -236,11 +240,11 @@ def _launch_few_tokens(
         case FragmentsTile():
             from .cuda_fragments import launch_fragments
 
-            launch_fragments(x, weight, bias, norm_weight, eps, residual, out, tile, deltas)
+            launch_fragments(x, weight, bias, norm_weight, eps, residual, out, tile, shrunk)
         case StreamedTile():
             from .cuda_streamed import launch_streamed
 
-            launch_streamed(x, weight, bias, norm_weight, eps, residual, out, tile, deltas)
+            launch_streamed(x, weight, bias, norm_weight, eps, residual, out, tile, shrunk)
         case _:
             raise AssertionError(f"{tile} is not fused")
 

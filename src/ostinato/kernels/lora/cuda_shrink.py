@@ -20,7 +20,7 @@ def is_the_choice(x: Tensor) -> bool:
     return (
         compiled.is_supported(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
-        and 1 < x.size(0) <= MOST_TOKENS
+        and x.size(0) <= MOST_TOKENS
         and x.size(1) % 32 == 0
     )
 
