@@ -5,8 +5,7 @@
     qkv of a token   | q heads ... | k heads ... | v heads ... |
     goes to          | q_out       | k_cache     | v_cache     |
 
-A program takes a few tokens and a block of heads of one kind, each head as its two halves: what is turned in
-one half goes into the other, and a token's angles serve all its heads.
+A program takes a few tokens and a block of heads of one kind.
 """
 
 import triton
@@ -18,11 +17,10 @@ from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
 from .heads import HeadPreparation
-from .triton_tiles import INDEX_BUFFERS
+from .triton_tiles import INDEX_BUFFERS, load_heads, load_norm, load_turn, turned
 
 _TOKENS_AT_A_TIME = 4
 _HEADS_AT_A_TIME = 8
-_WARPS = 4
 
 
 @triton.jit(do_not_specialize=("num_tokens",), do_not_specialize_on_alignment=INDEX_BUFFERS)
@@ -51,69 +49,46 @@ def _prepare_heads(
     dim_block: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    half: tl.constexpr = head_dim // 2
+    place = tl.arange(0, token_block * head_block)
+    token = (tl.program_id(0) * token_block + place // head_block).to(tl.int64)
+    is_token = token < num_tokens
+    block = tl.program_id(1)
     q_blocks: tl.constexpr = (num_heads + head_block - 1) // head_block
     kv_blocks: tl.constexpr = (num_kv_heads + head_block - 1) // head_block
-    block = tl.program_id(1)
-    token = (tl.program_id(0) * token_block + tl.arange(0, token_block)).to(tl.int64)
-    dims = tl.arange(0, dim_block // 2)
-    is_token, in_half = token < num_tokens, dims < half
     position = tl.load(positions + token, mask=is_token, other=0)
-    angles = rotary + position[:, None] * head_dim + dims[None, :]
-    cos = tl.load(angles, mask=is_token[:, None] & in_half[None, :], other=0.0)[:, None, :]
-    sin = tl.load(angles + half, mask=is_token[:, None] & in_half[None, :], other=0.0)[:, None, :]
+    dims = tl.arange(0, dim_block)[None, :]
+    cos, sin = load_turn(rotary, position, head_dim, dim_block)
     if has_norm:
-        norm = q_norm if block < q_blocks else k_norm
-        first_weight = tl.load(norm + dims, mask=in_half, other=0.0).to(tl.float32)[None, None, :]
-        second_weight = tl.load(norm + half + dims, mask=in_half, other=0.0).to(tl.float32)[None, None, :]
+        weight_x, weight_y = load_norm(q_norm if block < q_blocks else k_norm, head_dim, dim_block)
     else:
-        first_weight, second_weight = None, None
+        weight_x, weight_y = None, None
+    wait_for_previous(dependent)
+    if block < q_blocks:
+        head = block * head_block + place % head_block
+        real = is_token & (head < num_heads)
+        x, y = load_heads(qkv + token * token_stride + head * head_dim, real, head_dim, dim_block)
+        q = turned(x, y, weight_x, weight_y, cos, sin, eps, head_dim, has_norm)
+        target = q_out + (token * num_heads + head)[:, None] * head_dim + dims
+        tl.store(target, q.to(q_out.dtype.element_ty), real[:, None] & (dims < head_dim))
+        return
     table_row = tl.load(token_rows + token, mask=is_token, other=0).to(tl.int64)
     page = tl.load(page_table + table_row * page_table_stride + position // page_size).to(tl.int64)
     slot = page * page_size + position % page_size
-    wait_for_previous(dependent)
-    source = qkv + token[:, None, None] * token_stride + dims[None, None, :]
-    real = is_token[:, None, None] & in_half[None, None, :]
-    if block < q_blocks:
-        head = (block * head_block + tl.arange(0, head_block))[None, :, None]
-        wanted = real & (head < num_heads)
-        first = tl.load(source + head * head_dim, mask=wanted, other=0.0)
-        second = tl.load(source + head * head_dim + half, mask=wanted, other=0.0)
-        first, second = _turned(
-            first, second, first_weight, second_weight, cos, sin, eps, head_dim, has_norm
-        )
-        target = q_out + (token[:, None, None] * num_heads + head) * head_dim + dims[None, None, :]
-        tl.store(target, first.to(q_out.dtype.element_ty), wanted)
-        tl.store(target + half, second.to(q_out.dtype.element_ty), wanted)
-        return
-    is_value = (block - q_blocks) // kv_blocks
-    head = ((block - q_blocks) % kv_blocks * head_block + tl.arange(0, head_block))[None, :, None]
-    wanted = real & (head < num_kv_heads)
-    source += (num_heads + is_value * num_kv_heads + head) * head_dim
-    first = tl.load(source, mask=wanted, other=0.0)
-    second = tl.load(source + half, mask=wanted, other=0.0)
-    place = (slot[:, None, None] * num_kv_heads + head) * head_dim + dims[None, None, :]
-    if is_value:
-        tl.store(v_cache + place, first.to(v_cache.dtype.element_ty), wanted)
-        tl.store(v_cache + place + half, second.to(v_cache.dtype.element_ty), wanted)
-        return
-    first, second = _turned(first, second, first_weight, second_weight, cos, sin, eps, head_dim, has_norm)
-    tl.store(k_cache + place, first.to(k_cache.dtype.element_ty), wanted)
-    tl.store(k_cache + place + half, second.to(k_cache.dtype.element_ty), wanted)
-
-
-@triton.jit
-def _turned(
-    first, second, first_weight, second_weight, cos, sin, eps, head_dim: tl.constexpr, has_norm: tl.constexpr
-):
-    """Both halves of heads [tokens, heads, dims], normalised and rotated, in float32."""
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    if has_norm:
-        factor = tl.rsqrt(tl.sum(a * a + b * b, 2) / head_dim + eps)[:, :, None]
-        # Rounded here like a norm that is a step of its own.
-        a = (a * factor * first_weight).to(first.dtype).to(tl.float32)
-        b = (b * factor * second_weight).to(first.dtype).to(tl.float32)
-    return a * cos - b * sin, b * cos + a * sin
+    if block < q_blocks + kv_blocks:
+        head = (block - q_blocks) * head_block + place % head_block
+        real = is_token & (head < num_kv_heads)
+        source = qkv + token * token_stride + (num_heads + head) * head_dim
+        x, y = load_heads(source, real, head_dim, dim_block)
+        k = turned(x, y, weight_x, weight_y, cos, sin, eps, head_dim, has_norm)
+        target = k_cache + (slot * num_kv_heads + head)[:, None] * head_dim + dims
+        tl.store(target, k.to(k_cache.dtype.element_ty), real[:, None] & (dims < head_dim))
+    else:
+        head = (block - q_blocks - kv_blocks) * head_block + place % head_block
+        mask = (is_token & (head < num_kv_heads))[:, None] & (dims < head_dim)
+        source = qkv + token * token_stride + (num_heads + num_kv_heads + head) * head_dim
+        value = tl.load(source[:, None] + dims, mask=mask, other=0.0)
+        target = v_cache + (slot * num_kv_heads + head)[:, None] * head_dim + dims
+        tl.store(target, value.to(v_cache.dtype.element_ty), mask)
 
 
 def prepare_heads(
@@ -156,7 +131,7 @@ def prepare_heads(
         token_block=_TOKENS_AT_A_TIME,
         head_block=head_block,
         dim_block=max(16, next_power_of_2(head_dim)),
-        num_warps=_WARPS,
+        num_warps=4,
         enable_fp_fusion=True,
         **dependent_launch.options(qkv.device),
     )
