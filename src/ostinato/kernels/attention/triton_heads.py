@@ -21,7 +21,6 @@ from .triton_tiles import INDEX_BUFFERS, load_heads, load_norm, load_turn, turne
 
 _TOKENS_AT_A_TIME = 4
 _HEADS_AT_A_TIME = 8
-_WARPS = 4
 
 
 @triton.jit(do_not_specialize=("num_tokens",), do_not_specialize_on_alignment=INDEX_BUFFERS)
@@ -132,7 +131,7 @@ def prepare_heads(
         token_block=_TOKENS_AT_A_TIME,
         head_block=head_block,
         dim_block=max(16, next_power_of_2(head_dim)),
-        num_warps=_WARPS,
+        num_warps=4,
         enable_fp_fusion=True,
         **dependent_launch.options(qkv.device),
     )

@@ -4,8 +4,8 @@
 // multiprocessor, draw tiles from a list that each works out from the lengths of the requests, so a grid that only
 // fills the GPU serves any mixture of them.
 //
-//     four warps       list tiles, bring the queries of the next one, and ask for blocks of keys, and of values, page
-//                      by page, as far ahead as there are places
+//     one warp         asks for blocks of keys and of values, page by page, as far ahead as there are places
+//     three warps      bring the queries of the next tile
 //     two teams of     multiply 64 rows each:   scores = queries x keys of block b + 1
 //     four warps                                sums  += weights x values of block b
 //                      and make weights of the scores while the tensor cores do the sums, and the other team's products
@@ -31,13 +31,58 @@ __device__ __forceinline__ Unit next_unit(Shared& shared, Place<2>& in_ring) {
   return unit;
 }
 
-// ---- the warp that makes the list of tiles ----
+// ---- the warp that asks for keys and values ----
 
-__device__ __forceinline__ void list_all(Shared& shared, const Units& units, int* counter) {
+// Keys are asked for before the values of the block before them: they are needed, and their places are free, sooner.
+struct Fetcher {
+  Shared& shared;
+  const TensorMap &keys, &values;            // in boxes of a page
+  const TensorMap &many_keys, &many_values;  // of as many pages as a block has
+  Place<STAGES> key_place, value_place;
+  int box, group, pages;  // of the values that are still to be asked for; 0 pages: none
+
+  // Pages that lie behind the last key are not asked for. Where those of a block lie one behind the other, as they
+  // mostly do in a cache that is not full, they come together: that is one more than all of them here.
+  __device__ __forceinline__ void block(const Unit& unit, int block, int page) {
+    const int lane = threadIdx.x % 32;
+    int number = min(kPages, (unit.end - block * KEYS + 15) / 16);
+    const bool is_apart = page != __shfl_sync(kAll, page, 0) + lane % kPages;
+    if (number == kPages && __ballot_sync(kAll, is_apart) == 0) number = kPages + 1;
+    wait_for_bytes(&shared.keys_are_read[key_place.at], !key_place.odd);
+    copy(unit.kv_head * kBoxes, page * 2, number, shared.keys[key_place.at], number > kPages ? many_keys : keys,
+         &shared.keys_are_there[key_place.at]);
+    key_place.advance();
+    values_of_last();
+    box = unit.kv_head * kBoxes;
+    group = page * 2;
+    pages = number;
+  }
+
+  __device__ __forceinline__ void values_of_last() {
+    if (pages == 0) return;
+    wait_for_bytes(&shared.values_are_read[value_place.at], !value_place.odd);
+    copy(box, group, pages, shared.values[value_place.at], pages > kPages ? many_values : values,
+         &shared.values_are_there[value_place.at]);
+    value_place.advance();
+    pages = 0;
+  }
+
+  __device__ __forceinline__ void copy(int box, int group, int pages, char* to, const TensorMap& map,
+                                       ByteCount* count) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) expect_bytes(count, min(pages, kPages) * kPageBytes);
+    __syncwarp();
+    if (lane < (pages > kPages ? 1 : pages)) copy_boxes(to + lane * kPageBytes, map, box, group, count);
+  }
+};
+
+__device__ __forceinline__ void fetch_all(Shared& shared, const Units& units, Fetcher fetch, const int* page_table,
+                                          int page_table_stride, int* counter) {
   const int lane = threadIdx.x % 32;
   const bool draws = units.count > (int)gridDim.x;
   Place<2> in_ring;
-  for (int number = blockIdx.x;;) {
+  int number = blockIdx.x;
+  for (int n = 0;; ++n) {
     const Unit unit = units.at(number);
     wait_for_bytes(&shared.unit_is_read[in_ring.at], !in_ring.odd);
     if (lane == 0) {
@@ -45,74 +90,46 @@ __device__ __forceinline__ void list_all(Shared& shared, const Units& units, int
       arrive_here(&shared.unit_is_there[in_ring.at]);
     }
     in_ring.advance();
-    if (unit.end == 0) return;
-    if (!draws) {
-      number = units.count;
-      continue;
+    if (unit.end == 0) {
+      fetch.values_of_last();
+      if (n == 0) wait_for_previous();  // the next kernel waits for this one only
+      return;
     }
-    // Every tile is drawn for once, so the last draw of all is known.
-    int ticket = 0;
-    if (lane == 0) ticket = atomicAdd(counter, 1);
-    if (lane == 0 && ticket == units.count - 1) *counter = 0;
-    number = (int)gridDim.x + __shfl_sync(kAll, ticket, 0);
-  }
-}
-
-// ---- the warps that ask for keys, and for values ----
-
-struct Ring {
-  char (&blocks)[STAGES][kBlockBytes];
-  ByteCount (&are_there)[STAGES], (&are_read)[STAGES];
-};
-
-// Pages that lie behind the last key are not asked for, or come as zeros. Where those of a block lie one behind the
-// other, as they mostly do in a cache that is not full, they come together.
-template <bool kWithZeros>
-__device__ __forceinline__ void fetch_all(Shared& shared, Ring ring, const TensorMap& page_map, const TensorMap& block_map,
-                                          const int* page_table, int page_table_stride) {
-  constexpr int kNowhere = 1 << 29;  // a page that no cache has
-  const int lane = threadIdx.x % 32;
-  Place<2> in_ring;
-  Place<STAGES> place;
-  for (bool is_first = true;; is_first = false) {
-    const Unit unit = next_unit(shared, in_ring);
-    if (unit.end == 0) return;
     const int* const pages = page_table + (long long)unit.table_row * page_table_stride;
     const int last = (unit.end - 1) / 16;
     int at = unit.first_block * kPages + lane % kPages;  // the page that is this lane's in a block
-    int next_page = at <= last ? __ldg(pages + at) : kNowhere;
-    if (is_first) wait_for_previous();
+    int page = at <= last ? __ldg(pages + at) : 0;
+    if (n == 0) wait_for_previous();
+    int ticket = 0;
+    if (draws && lane == 0) ticket = atomicAdd(counter, 1);
     for (int block = unit.first_block; block < unit.end_block; ++block) {
-      const int page = next_page;
+      const int this_page = page;
       at += kPages;
-      next_page = at <= last ? __ldg(pages + at) : kNowhere;  // of the next block, before it is needed
-      const bool is_apart = page != __shfl_sync(kAll, page, 0) + lane % kPages;
-      const bool is_row = __ballot_sync(kAll, is_apart) == 0;
-      const int number = kWithZeros ? kPages : min(kPages, last + 1 - block * kPages);
-      wait_for_bytes(&ring.are_read[place.at], !place.odd);
-      if (lane == 0) expect_bytes(&ring.are_there[place.at], number * kPageBytes);
-      __syncwarp();
-      if (lane < (is_row ? 1 : number))
-        copy_boxes(ring.blocks[place.at] + lane * kPageBytes, is_row ? block_map : page_map, unit.kv_head * kBoxes,
-                   page * 2, &ring.are_there[place.at]);
-      place.advance();
+      if (at <= last) page = __ldg(pages + at);  // of the next block, before it is needed
+      fetch.block(unit, block, this_page);
+    }
+    if (!draws) {
+      number = units.count;
+    } else {
+      // Every tile is drawn for once, so the last draw of all is known.
+      if (lane == 0 && ticket == units.count - 1) *counter = 0;
+      number = (int)gridDim.x + __shfl_sync(kAll, ticket, 0);
     }
   }
 }
 
-// ---- the warp that brings queries ----
+// ---- the warps that bring queries ----
 
 __device__ __forceinline__ void bring_all(Shared& shared, const Element* q, long long token_stride) {
   constexpr int kPieces = HEAD_DIM / 8;
-  const int lane = threadIdx.x % 32;
+  const int thread = (int)threadIdx.x - (kThreads - kBringing);
   Place<2> in_ring;
   Place<1> place;
   for (;;) {
     const Unit unit = next_unit(shared, in_ring);
     if (unit.end == 0) return;
     wait_for_bytes(&shared.queries_are_read, !place.odd);
-#pragma unroll 8
-    for (int at = lane; at < kRows * kPieces; at += 32) {
+    for (int at = thread; at < kRows * kPieces; at += kBringing) {
       const int row = at / kPieces, number = at % kPieces;
       const bool is_there = is_query(unit, row);
       const Element* const head = is_there ? q + token_of(unit, row) * token_stride + head_of(unit, row) * HEAD_DIM : q;
@@ -121,7 +138,7 @@ __device__ __forceinline__ void bring_all(Shared& shared, const Element* q, long
     wait_for_copies();
     show_to_copies();
     __syncwarp();
-    if (lane == 0) arrive_here(&shared.queries_are_there);
+    if (threadIdx.x % 32 == 0) arrive_here(&shared.queries_are_there);
     place.advance();
   }
 }
@@ -210,10 +227,10 @@ struct Team {
     value_place.advance();
   }
 
-  // Values behind the last key, in its page, are whatever was there; not even a weight of zero would remove a NaN.
+  // Values behind the last key are whatever was there; not even a weight of zero would remove a NaN.
   __device__ __forceinline__ void clear_values_behind(int end_in_block) {
     wait_for_bytes(&shared.values_are_there[value_place.at], value_place.odd);
-    for (int at = end_in_block * 8 + thread(); at < (end_in_block + 15) / 16 * 128; at += 128) {
+    for (int at = end_in_block * 8 + thread(); at < KEYS * 8; at += 128) {
       char* const row = shared.values[value_place.at] + at / 64 * kKeyGroup + at % 64 * 16;
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) *(Word4*)(row + box * kKeyBox) = Word4{0, 0, 0, 0};
@@ -234,14 +251,10 @@ struct Team {
     }
   }
 
-  struct Blocks {
-    int first, end;
-  };
-
-  // Blocks of which all queries of this team see everything.
-  __device__ __forceinline__ Blocks seen_by_all(const Unit& unit, int window) const {
+  // Whether a query of this team may not see all of a block.
+  __device__ __forceinline__ bool hides(const Unit& unit, int block, int window) const {
     const int first = unit.position + first_row() / GROUP, last = unit.position + (first_row() + 63) / GROUP;
-    return Blocks{window > 0 ? max(0, last - window + KEYS) / KEYS : 0, (first + 1) / KEYS};
+    return (block + 1) * KEYS - 1 > first || (window > 0 && block * KEYS <= last - window);
   }
 
   // Scores to weights, which stay in their place; by what the sums so far shrink. This is compiled several times: with
@@ -327,12 +340,11 @@ struct Team {
 
   // All other scores of a tile, and all sums but the last.
   __device__ __forceinline__ void go_on(const Unit& unit, float scale, int window) {
-    const Blocks whole = seen_by_all(unit, window);
     for (int block = unit.first_block + 1; block < unit.end_block; ++block) {
-      if (block >= whole.first && block < whole.end) step<false>(unit, block, scale, window);
-      else step<true>(unit, block, scale, window);
+      if (hides(unit, block, window)) step<true>(unit, block, scale, window);
+      else step<false>(unit, block, scale, window);
     }
-    if (unit.end % 16 != 0) clear_values_behind(unit.end % KEYS);
+    if (unit.end % KEYS != 0) clear_values_behind(unit.end % KEYS);
   }
 
   // The last sums of a tile, and the first scores of the next one.
@@ -440,11 +452,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
            const int* __restrict__ query_lens, float scale, int token_stride, int page_table_stride, int num_tokens,
            int num_requests, int window) {
   Shared& shared = *(Shared*)memory_of_tiles();
-  const bool is_multiplying = threadIdx.x < kMultiplying;
-  const int warp = __shfl_sync(kAll, (int)threadIdx.x / 32, 0) - kMultiplying / 32;
+  const bool is_multiplying = threadIdx.x < kMultiplying, is_fetching = threadIdx.x / 32 == kMultiplying / 32;
   allow_next_kernel();
   Units units{shared, req_rows, seq_lens, query_starts, query_lens, window};
-  if (warp == 0) {
+  if (is_fetching) {
     if (threadIdx.x % 32 == 0) {
       fetch_map(keys);
       fetch_map(values);
@@ -456,34 +467,30 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         make_count_of(&shared.values_are_there[i], 1);
         make_count_of(&shared.values_are_read[i], kTeams);
       }
-      make_count_of(&shared.queries_are_there, 1);
+      make_count_of(&shared.queries_are_there, kBringing / 32);
       make_count_of(&shared.queries_are_read, kTeams);
       for (int i = 0; i < 2; ++i) {
         make_count_of(&shared.unit_is_there[i], 1);
-        make_count_of(&shared.unit_is_read[i], kReaders);
+        make_count_of(&shared.unit_is_read[i], (kMultiplying + kBringing) / 32);
       }
     }
     units.make(num_requests);
   }
   __syncthreads();
+  // Only what others give up can be taken: for more, the teams would wait without end.
+  static_assert(kTeams * 232 + 40 <= 65536 / kThreads / 8 * 8 * (kTeams + 1), "registers that the launch brings");
   if (is_multiplying) {
-    take_registers<kTeamRegisters>();
+    take_registers<232>();
     wait_for_previous();
     attend_all(shared, out, scale, num_tokens, window);
-    return;
-  }
-  give_up_registers<512 - 2 * kTeamRegisters>();
-  if (warp == 0) {
-    wait_for_previous();
-    list_all(shared, units, counter);
-  } else if (warp == 1) {
-    fetch_all<false>(shared, Ring{shared.keys, shared.keys_are_there, shared.keys_are_read}, keys, many_keys, page_table,
-                     page_table_stride);
-  } else if (warp == 2) {
-    fetch_all<true>(shared, Ring{shared.values, shared.values_are_there, shared.values_are_read}, values, many_values,
-                    page_table, page_table_stride);
   } else {
-    wait_for_previous();
-    bring_all(shared, q, token_stride);
+    give_up_registers<40>();
+    if (is_fetching) {
+      fetch_all(shared, units, Fetcher{shared, keys, values, many_keys, many_values, {}, {}, 0, 0, 0}, page_table,
+                page_table_stride, counter);
+    } else {
+      wait_for_previous();
+      bring_all(shared, q, token_stride);
+    }
   }
 }

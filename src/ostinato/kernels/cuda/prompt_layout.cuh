@@ -10,10 +10,9 @@ constexpr int kTeams = 2;                           // of four warps, which mult
 constexpr int kRows = kTeams * 64;                  // of a tile
 constexpr int kQueries = kRows / GROUP;             // of a tile, each with the heads that share a KV head
 constexpr int kMultiplying = kTeams * 128;          // threads
-constexpr int kThreads = kMultiplying + 128;
-constexpr int kReaders = kMultiplying / 32 + 3;     // warps that read the list of tiles
+constexpr int kThreads = kMultiplying + 128;        // of the others one warp asks for keys, three bring queries
+constexpr int kBringing = 96;
 constexpr bool kHolds = HEAD_DIM <= 128;            // queries are held in registers
-constexpr int kTeamRegisters = kHolds ? 232 : 240;  // of a thread that multiplies; the others have what is left
 constexpr int kBoxes = HEAD_DIM / 64;               // beside each other
 constexpr int kPages = KEYS / 16;                   // of a block of keys
 constexpr int kQueryBox = kRows * 128;
