@@ -23,6 +23,8 @@ from engine.trainer_process import (
 )
 from ostinato import LLM, AsyncLLM, SamplingParams
 from ostinato.engine.weight_sync.errors import TransferError, TransferTimeout
+from ostinato.engine.weight_sync.patience import Patience
+from ostinato.engine.weight_sync.shared_buffer import SharedBuffer
 from ostinato.engine.weight_sync.stateless_nccl import pickled_id, unique_id
 from ostinato.engine.weight_sync.trainer_link import TrainerLink, done_here
 from ostinato.models.errors import WeightsError
@@ -375,3 +377,12 @@ def test_weights_can_be_looked_at(llm: LLM, first, second) -> None:
     assert checks.run("checksum") != sums, "the same numbers, elsewhere"
     with pytest.raises(TransferError, match="no action"):
         checks.run("break")
+
+
+def test_nobody_waits_for_ever_for_a_buffer(tmp_path: Path) -> None:
+    buffer = SharedBuffer(f"ipc://{tmp_path}/nobody", torch.device("cpu"), Patience(0.2), 1000)
+    try:
+        with pytest.raises(TransferTimeout, match=r"nobody took longer than 0\.2 s"):
+            buffer.received()
+    finally:
+        buffer.close()
