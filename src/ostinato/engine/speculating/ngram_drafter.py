@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +19,13 @@ from ostinato.graphs import (
     capture_keys,
 )
 from ostinato.kernels.attention.batch import AttentionBatch
+from ostinato.kernels.request_rows import note_time
 from ostinato.kernels.speculation.ngram import draft_ngram
 
 from ..scheduling.request import IntArray, Request
 from .config import SpeculativeConfig
+from .target import Target
 from .tiers import draft_tiers
-
-if TYPE_CHECKING:
-    from ..stepping.model_runner import ModelRunner
 
 
 class NgramDrafter:
@@ -35,15 +33,16 @@ class NgramDrafter:
 
     tapped_layers: tuple[int, ...] = ()
 
-    def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
+    def __init__(self, runner: Target, config: SpeculativeConfig) -> None:
         self._config = config
         self._rows = runner.rows
+        self._began = runner.returned.lines.began
         self.history = runner.rows["history"]
         """int32 [max_rows, positions]: the text of each row."""
         self._held: tuple[IntArray | None, int] = (None, 0)
         self.graphs = self._make_graphs(runner)
 
-    def _make_graphs(self, runner: ModelRunner) -> CudaGraphRunner:
+    def _make_graphs(self, runner: Target) -> CudaGraphRunner:
         config, ladder = runner.config, runner.config.verify_ladder
         mode = GraphMode.NONE if config.graph_mode is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
         keys = [
@@ -91,7 +90,8 @@ class NgramDrafter:
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:
-        """Keep the tokens of a step; of drafts that are being verified those that are accepted are kept then."""
+        """Keep the tokens of a step; of drafts that are being verified those that are accepted are kept
+        then."""
         if descriptor.query_len is not None and descriptor.query_len > 1:
             return
         # Padding writes to row 0, which nobody reads.
@@ -106,6 +106,7 @@ class NgramDrafter:
     def _draft(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
         assert descriptor.query_len is not None
         rows, config = self._rows, self._config
+        note_time(self._began)
         draft_ngram(
             req_rows,
             descriptor.query_len,
