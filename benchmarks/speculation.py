@@ -4,8 +4,8 @@ python benchmarks/speculation.py benchmarks/results/speculation-h200.json [--mod
 
 Random weights: acceptance is synthetic, three tokens a step on average with four drafts. Tokens a second of
 engines with and without drafts over batches of one size; each batch with the number of drafts that the engine
-chooses, and with all four. Then single graphs, replayed alone: a plain step, a step that verifies drafts, and
-the chain that drafts them, with the kernels of that by time. The result is written after every part.
+chooses, and with all four. Single graphs, replayed alone: a plain step, and by that what verifies four
+drafts and the chain that makes them, with its kernels by time. The result is written after every row.
 """
 
 import argparse
@@ -31,8 +31,6 @@ BATCHES = (1, 8, 64)
 INPUT_LEN, OUTPUT_LEN, REPEATS = 64, 256, 2
 WANTED = {1: 2.3, 8: 1.8, 64: 1.0}
 """Times as many tokens a second as without drafts, by batch."""
-CHAIN_WANTED = 0.10
-"""At most so much of a plain step, at one request."""
 
 
 def head_folder(place: Path, model: str, method: str) -> str:
@@ -144,42 +142,42 @@ def main() -> None:
     given = parser.parse_args()
     result: dict[str, Any] = {"machine": machine(), "model": given.model, "method": given.method}
 
-    def keep(name: str, value: Any) -> None:
-        result[name] = value
+    def keep(name: str, row: Any, value: Any) -> None:
+        result.setdefault(name, {})[row] = value
         given.result.write_text(json.dumps(result, indent=1) + "\n")
-        print(name, json.dumps(value, indent=1), flush=True)
+        print(f"{time.perf_counter() - began:5.1f} s", name, row, json.dumps(value), flush=True)
 
-    with engine(given.model, None) as llm:
-        keep("plain", {batch: throughput(llm, batch) for batch in BATCHES})
+    began = time.perf_counter()
     asked: dict[str, Any] = {"method": given.method, "num_speculative_tokens": DRAFTS}
     asked |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
     with tempfile.TemporaryDirectory() as place:
         if given.method != "ngram":
             asked["model"] = head_folder(Path(place) / "head", given.model, given.method)
         with engine(given.model, asked) as llm:
-            keep("adaptive", {batch: with_drafts(llm, batch) for batch in BATCHES})
+            keep("start", "seconds", llm.startup_times())
+            for batch in BATCHES:
+                keep("adaptive", batch, with_drafts(llm, batch))
             runner = llm.engine.core.runner
             assert runner.speculation is not None
             chains = runner.speculation.drafter.graphs
-            steps = {
-                batch: {
-                    "plain_us": graph_microseconds(runner.graphs, batch, 1),
-                    "verify_us": graph_microseconds(runner.graphs, batch, 1 + DRAFTS),
-                    "chain_us": graph_microseconds(chains, batch, DRAFTS),
-                }
-                for batch in BATCHES
-            }
-            keep("graphs", steps)
-            keep("chain_kernels", {batch: kernels(chains, batch) for batch in (1, 8)})
+            for batch in BATCHES:
+                plain_us = graph_microseconds(runner.graphs, batch, 1)
+                verify_us = graph_microseconds(runner.graphs, batch, 1 + DRAFTS) / plain_us
+                chain_us = graph_microseconds(chains, batch, DRAFTS) / plain_us
+                keep("graphs", batch, {"plain_us": plain_us, "verify": verify_us, "chain": chain_us})
+            for batch in (1, 8):
+                keep("chain kernels", batch, kernels(chains, batch))
+        with engine(given.model, None) as llm:
+            for batch in BATCHES:
+                keep("plain", batch, throughput(llm, batch))
+                factor = (
+                    result["adaptive"][batch]["tokens_per_second"]
+                    / result["plain"][batch]["tokens_per_second"]
+                )
+                keep("times plain", batch, {"found": round(factor, 3), "wanted": WANTED[batch]})
         with engine(given.model, {**asked, "disable_adaptive": True}) as llm:
-            keep("all drafts", {batch: with_drafts(llm, batch) for batch in (1, 8)})
-    ratio = {
-        batch: result["adaptive"][batch]["tokens_per_second"] / result["plain"][batch]["tokens_per_second"]
-        for batch in BATCHES
-    }
-    keep("times_plain", {batch: [round(ratio[batch], 3), WANTED[batch]] for batch in BATCHES})
-    chain = steps[1]["chain_us"] / steps[1]["plain_us"]
-    keep("chain_of_a_plain_step", [round(chain, 3), CHAIN_WANTED])
+            for batch in (1, 8):
+                keep("all drafts", batch, with_drafts(llm, batch))
 
 
 if __name__ == "__main__":

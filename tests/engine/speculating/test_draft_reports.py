@@ -26,6 +26,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     }
     small: dict[str, Any] = {"max_model_len": 64, "max_running_requests": 2, "chunked_prefill_size": 16}
     small |= {"cuda_graph_bs": (2,), "cuda_graph_prefill_tokens": (16,), "num_pages": 20}
+    small |= {"enable_sleep_mode": True, "hostile_wake": True}
     target = walks.save_target(place / "target")
     with LLM(target, speculative_config={**asked, "disable_adaptive": True}, **small) as made:
         plain = SamplingParams(temperature=0, max_tokens=30)
@@ -78,3 +79,23 @@ def test_metrics_of_the_server_say_the_same(llm: LLM) -> None:
     )
     assert found["vllm:spec_accept_length", None] == report.drafts.mean_acceptance_length
     assert ("ostinato:steps_without_drafts_total", "no request can accept drafts") in found
+
+
+def test_a_draft_comes_back_from_sleep_even_where_weights_are_dropped(llm: LLM) -> None:
+    def accepted() -> float:
+        before = llm.speculation_report()
+        output = llm.generate({"prompt_token_ids": [9, 21]}, SamplingParams(temperature=0, max_tokens=30))
+        assert output[0].outputs[0].token_ids == walks.walk(21, 30)
+        after = llm.speculation_report()
+        assert before is not None
+        assert after is not None
+        return after.drafts.num_accepted_tokens - before.drafts.num_accepted_tokens
+
+    awake = accepted()
+    assert awake > 8
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.update_weights(str(llm.engine.core.loaded.directory))
+        assert accepted() == awake, level

@@ -35,12 +35,12 @@ def draft_for(target: ModelConfig, config: ResolvedConfig) -> FoundDraft | None:
 def load_draft(
     found: FoundDraft, target: Transformer, config: ResolvedConfig, arenas: Arenas, memory: SavedMemory | None
 ) -> Draft:
-    """Place it."""
+    """Place it. In sleep mode its weights come back by themselves: new ones are for the target."""
     draft = found.load(
         target,
         max_positions=config.max_positions,
         seed=config.config.seed,
-        allocate=arenas("weights", config.device),
+        allocate=arenas("weights", config.device) if memory is None else memory.lasting,
     )
     if memory is not None:
         memory.take_over_buffers(draft)

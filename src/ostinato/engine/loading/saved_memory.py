@@ -3,7 +3,7 @@
 | memory | tag | class | when it is back |
 |---|---|---|---|
 | parameters, slots of adapters | weights | data | restored, or lost, as asked |
-| buffers of the model (rotary tables) | weights | once | restored, whatever was asked |
+| buffers of the model (rotary tables), weights of a draft | weights | once | restored, whatever was asked |
 | KV cache, page 0 included | kv_cache | scratch | zeros, as at the start; no request has pages then |
 | rows of requests (row 0), counts, templates, inputs, logits, states of sampling | graphs | once | restored |
 | intermediates of graphs, workspaces in their pool | graphs | scratch | written by each replay |
@@ -44,6 +44,11 @@ class SavedMemory:
             return self.saver.empty(shape, dtype, tag, _CONTENTS[tag])
 
         return allocate
+
+    def lasting(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        """Allocate what goes with the weights and comes back with them, whatever becomes of those: nobody
+        else has it."""
+        return self.saver.empty(shape, dtype, "weights", Content.ONCE)
 
     def static_buffers(self) -> AbstractContextManager[None]:
         """A context for whoever allocates what graphs point to."""

@@ -135,9 +135,9 @@ class EagleGraphManager:
                 self.graphs.try_out(key)
 
     def _chain(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
-        """Captured: all drafts of a step."""
+        """Captured: all drafts of a step, which begins here."""
         assert descriptor.query_len is not None
-        note_time(self._runner.returned.lines.began)
+        note_time(self._runner.began)
         states = self._catch_up(req_rows)
         for number in range(descriptor.query_len):
             tokens = note_best(

@@ -36,7 +36,7 @@ class NgramDrafter:
     def __init__(self, runner: Target, config: SpeculativeConfig) -> None:
         self._config = config
         self._rows = runner.rows
-        self._began = runner.returned.lines.began
+        self._began = runner.began
         self.history = runner.rows["history"]
         """int32 [max_rows, positions]: the text of each row."""
         self._held: tuple[IntArray | None, int] = (None, 0)
@@ -90,8 +90,7 @@ class NgramDrafter:
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:
-        """Keep the tokens of a step; of drafts that are being verified those that are accepted are kept
-        then."""
+        """Keep the tokens of a step; of drafts under verification acceptance keeps those that it takes."""
         if descriptor.query_len is not None and descriptor.query_len > 1:
             return
         # Padding writes to row 0, which nobody reads.

@@ -46,6 +46,8 @@ class Target(Protocol):
     attention: AttentionBackend
     draft: DraftParts | None
     page_table: Tensor
+    began: Tensor
+    """int64 [1]: when the last decode step began."""
     logits: Tensor
     """float32 [lines, vocab]: of the last step."""
     hidden: Tensor
