@@ -161,7 +161,7 @@ def test_triton_starts_beside_loading_on_a_gpu_only(deep: TinyModel, monkeypatch
     monkeypatch.setattr(loading.triton_start, "begin", begin)
     config = EngineConfig(deep.directory, dtype="float32", device="cpu")
     assert loading.load(config).model is not None
-    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), speculation=None)
     monkeypatch.setattr(EngineConfig, "resolved", lambda *_: on_gpu)
     with pytest.raises(Begun):
         loading.load(config)

@@ -1,4 +1,5 @@
-"""A drafter that knows what comes next, and is wrong where it is told to be: every acceptance length occurs."""
+"""A drafter that knows what comes next, and is wrong where it is told to be: every acceptance length
+occurs."""
 
 from __future__ import annotations
 

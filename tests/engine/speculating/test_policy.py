@@ -85,6 +85,7 @@ def test_batches_of_each_size_have_their_own_costs() -> None:
         "drafts cost more than they bring",
         "larger batch than max_speculative_requests",
         "no request can accept drafts",
+        "tried without drafts",
     }
     found = policy.speed_up(1)
     assert found is not None

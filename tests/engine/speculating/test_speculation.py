@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.conftest import TINY, TinyModel, prompts_of
+from engine.conftest import TinyModel, prompts_of
 from engine.test_engine_greedy import assert_all_back
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
@@ -174,7 +174,8 @@ def test_others_beside_those_with_drafts(plain: LLM, ahead: tuple[LLM, Oracle]) 
 
 
 def test_filters_and_biases_have_drafts_verified(plain: LLM, drafting: tuple[LLM, Oracle]) -> None:
-    """What people ask for most: their tokens are chosen at every place, with drafts accepted as for others."""
+    """What people ask for most: their tokens are chosen at every place, with drafts accepted as for
+    others."""
     asked: list[dict[str, Any]] = [
         {"temperature": 0.9, "seed": 3, "top_k": 20},
         {"temperature": 1.1, "seed": 4, "top_p": 0.8, "min_p": 0.01},
@@ -187,8 +188,8 @@ def test_filters_and_biases_have_drafts_verified(plain: LLM, drafting: tuple[LLM
     before = report.drafts.num_accepted_tokens
     compare(plain, drafting, [SamplingParams(max_tokens=15, **each) for each in asked], wrong=(1, 4))
     least = {"min_tokens": 6, "stop_token_ids": [3, 20, 40, 60, 80, 100, 120]}
-    mixed = [{**each, **least} for each in asked[:4]]
-    compare(plain, drafting, [SamplingParams(max_tokens=15, **each) for each in [*mixed, {"logprobs": 1, "seed": 1}]])
+    mixed = [*({**each, **least} for each in asked[:4]), {"logprobs": 1, "seed": 1}]
+    compare(plain, drafting, [SamplingParams(max_tokens=15, **each) for each in mixed])
     report = drafting[0].speculation_report()
     assert report is not None
     # Of 150 tokens at most, two thirds at least came as drafts.

@@ -61,9 +61,9 @@ class Delivery:
         changed: list[RequestOutput] = []
         over: list[ServedCompletion] = []
         for at, step in enumerate(steps):
-            # More than one where drafts were accepted, several steps were waited for, or a launch failed, whose
-            # requests end and get no token. One that a stop string has just ended may be among them: it stays
-            # as it is.
+            # More than one where drafts were accepted, several steps were waited for, or a launch failed,
+            # whose requests end and get no token. One that a stop string has just ended may be among them: it
+            # stays as it is.
             told = step.without_tokens_of({completion.request for completion in over}) if over else step
             grown, ended = self._take_in(told, is_first=not at)
             changed = _each_once([*changed, *grown]) if changed else grown

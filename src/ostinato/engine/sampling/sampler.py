@@ -340,7 +340,8 @@ class Sampler:
         return self._with_bunches(step, launched) if step.num_drafts else launched
 
     def _with_bunches(self, step: ScheduledStep, launched: Launched) -> Launched:
-        """Choose all tokens of those whose drafts are verified though they ask for more than plain sampling."""
+        """Choose all tokens of those whose drafts are verified though they ask for more than plain
+        sampling."""
         speculation, bunch = self._runner.speculation, self._runner.bunch
         assert speculation is not None
         assert bunch is not None

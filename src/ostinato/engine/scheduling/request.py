@@ -247,8 +247,8 @@ class RequestRows:
     """
 
     def __init__(self, max_running: int, max_len: int, page_size: int, max_drafts: int = 0) -> None:
-        """Rows 1..max_running for requests of at most `max_len` tokens, prompt and output together, with pages
-        for `max_drafts` more."""
+        """Rows 1..max_running for requests of at most `max_len` tokens, prompt and output together, with
+        pages for `max_drafts` more."""
         rows = max_running + 1
         self._page_size = page_size
         self._free = list(range(max_running, 0, -1))

@@ -220,8 +220,8 @@ def most_pages_at_once(config: SchedulerConfig, pages: PageAllocator) -> int | N
     """More a request does not need to go on, however long it is; None: as many as it is long."""
     if config.window is None:
         return None
-    # A window, begun at a multiple; what one step adds, or with drafts all that are in flight; and the pages at
-    # either end that these only touch.
+    # A window, begun at a multiple; what one step adds, or with drafts all that are in flight; and the pages
+    # at either end that these only touch.
     num_steps = 1 + config.lookahead if config.max_drafts else 1
     added = num_steps * (config.max_batched_tokens + config.max_drafts)
     return pages.pages_for(config.window + WINDOW_ALIGNMENT + added) + 3

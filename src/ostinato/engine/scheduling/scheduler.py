@@ -11,8 +11,8 @@ needs to know of an unfinished step is how many tokens it computes and samples, 
     complete N+1   token 42 arrives; if the request finished at N, it is dropped
 
 A step that verifies drafts brings a request one token at least and as many more as were accepted. That is not
-known when the next step is scheduled, so both are given room for all of them (`num_scheduled`), positions come
-from the device, and what was too much is taken back when the step is complete:
+known when the next step is scheduled, so both are given room for all of them (`num_scheduled`), positions
+come from the device, and what was too much is taken back when the step is complete:
 
     schedule N     positions 40 to 44: the token at 40 and 4 drafts
     schedule N+1   positions 45 to 49 at most; they begin behind what N accepts, which the device knows
@@ -76,8 +76,8 @@ class Scheduler:
     ) -> None:
         """Schedule over these pages, and slots of adapters, which nobody else may use.
 
-        `choose_drafts`: how many drafts, at most `max_drafts`, a step of all that decode, in these rows, is to
-        verify for each of them.
+        `choose_drafts`: how many drafts, at most `max_drafts`, a step of all that decode, in these rows, is
+        to verify for each of them.
         """
         self.config = config
         self.pages = pages
@@ -323,8 +323,8 @@ class Scheduler:
     ) -> CompletedStep:
         """Take in the results of the oldest step in flight: one token per request of the step.
 
-        Of one that has verified drafts [q, R] tokens, and how many of them are new for each request. Tokens of
-        requests that do not sample in this step, or have left since, are ignored.
+        Of one that has verified drafts [q, R] tokens, and how many of them are new for each request. Tokens
+        of requests that do not sample in this step, or have left since, are ignored.
         """
         tokens = np.asarray(sampled_tokens)
         if step.num_drafts:
@@ -355,7 +355,7 @@ class Scheduler:
         places = step.rows.astype(np.intp)
         live = np.flatnonzero(self._land(step, places))
         rows, counts = places[live], num_new[live]
-        assert not len(live) or (1 <= counts.min() and counts.max() <= step.query_len)
+        assert not len(live) or (counts.min() >= 1 and counts.max() <= step.query_len)
         before = self.rows.num_computed[rows]
         rejected = step.query_len - counts
         self.rows.num_scheduled[rows] -= rejected

@@ -54,15 +54,16 @@ class SpeculationReport:
     eager_drafts: dict[str, int]
     """Drafts that did not come from a graph, by reason."""
     eager_acceptance: dict[str, int]
-    """Acceptance, where it is no part of the forward graph and did not come from one of its own, by reason."""
+    """Acceptance, where it is no part of the forward graph and did not come from one of its own, by
+    reason."""
 
     def __str__(self) -> str:
         drafts = self.drafts
         shares = zip(drafts.accepted_per_position, drafts.drafted_per_position, strict=True)
         rates = ", ".join(f"{taken / tried:.0%}" if tried else "-" for taken, tried in shares)
         text = (
-            f"speculation by {self.method}: {drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} drafts "
-            f"accepted ({rates} by position), {drafts.mean_acceptance_length:.2f} tokens a step"
+            f"speculation by {self.method}: {drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} "
+            f"drafts accepted ({rates} by position), {drafts.mean_acceptance_length:.2f} tokens a step"
         )
         for name, counts in (
             ("one token a step", self.single_requests),

@@ -8,12 +8,10 @@ steps without drafts, keys and values of the draft follow in the very step of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ostinato.cache.kv import KVCache
 from ostinato.graphs import (
     BatchDescriptor,
     BatchShape,
@@ -30,30 +28,21 @@ from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch
 from ostinato.kernels.request_rows import note_time
 from ostinato.kernels.speculation.chains import chain_next, chain_start
 from ostinato.kernels.speculation.draft_tokens import note_best
-from ostinato.models.drafts.draft import Draft, DraftStates
+from ostinato.models.drafts.draft import DraftStates
 
 from ..scheduling.request import IntArray, Request
 from .config import SpeculativeConfig
 from .draft_attention import DraftAttention
 from .draft_inputs import NO_FEATURE, keep_features, pairs_of_step
+from .draft_parts import DraftParts
+from .target import Target
 from .tiers import draft_tiers
-
-if TYPE_CHECKING:
-    from ..stepping.model_runner import ModelRunner
-
-
-class DraftParts(NamedTuple):
-    """A draft in memory."""
-
-    model: Draft
-    kv: KVCache
-    """As many pages as the target's, of the same numbers."""
 
 
 class EagleGraphManager:
     """Drafts of heads on the target's features, and of whole models, from graphs."""
 
-    def __init__(self, runner: ModelRunner, config: SpeculativeConfig, parts: DraftParts) -> None:
+    def __init__(self, runner: Target, config: SpeculativeConfig, parts: DraftParts) -> None:
         self._config = config
         self._runner = runner
         self._rows = runner.rows
@@ -76,7 +65,7 @@ class EagleGraphManager:
         self._held: tuple[IntArray | None, int] = (None, 0)
         self.graphs = self._make_graphs(runner)
 
-    def _make_graphs(self, runner: ModelRunner) -> CudaGraphRunner:
+    def _make_graphs(self, runner: Target) -> CudaGraphRunner:
         config, ladder = runner.config, runner.config.verify_ladder
         mode = GraphMode.NONE if config.graph_mode is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
         keys = [

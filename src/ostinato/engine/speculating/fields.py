@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..config import ResolvedConfig
-from ..stepping.device_rows import RowField
+from ..row_field import RowField
 
 LONGER = 0
 """Instead of the length of a context that only the device knows: what its row has, and the step's tokens."""

@@ -4,8 +4,8 @@ from ..parameters.sampling_params import SamplingParams
 
 
 def why_single(params: SamplingParams, *, is_processed: bool, follows_tokens: bool) -> str | None:
-    """What keeps a request from having its drafts verified: its next token depends on the one before it in ways
-    that only the host knows, or is told more about than a token; None: nothing does.
+    """What keeps a request from having its drafts verified: its next token depends on the one before it in
+    ways that only the host knows, or is told more about than a token; None: nothing does.
 
     `is_processed`: functions change its logits; `follows_tokens`: what may come depends on what has come.
     """

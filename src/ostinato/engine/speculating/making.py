@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .eagle_graphs import EagleGraphManager
 from .ngram_drafter import NgramDrafter
 from .speculation import Speculation
-
-if TYPE_CHECKING:
-    from ..stepping.model_runner import ModelRunner
+from .target import Target
 
 
-def make_speculation(runner: ModelRunner) -> Speculation | None:
+def make_speculation(runner: Target) -> Speculation | None:
     """Speculation on the rows of a runner; None where nobody asked for it."""
     config = runner.config.speculation
     if config is None:

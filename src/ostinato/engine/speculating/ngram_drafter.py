@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,10 +24,8 @@ from ostinato.kernels.speculation.ngram import draft_ngram
 
 from ..scheduling.request import IntArray, Request
 from .config import SpeculativeConfig
+from .target import Target
 from .tiers import draft_tiers
-
-if TYPE_CHECKING:
-    from ..stepping.model_runner import ModelRunner
 
 
 class NgramDrafter:
@@ -36,7 +33,7 @@ class NgramDrafter:
 
     tapped_layers: tuple[int, ...] = ()
 
-    def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
+    def __init__(self, runner: Target, config: SpeculativeConfig) -> None:
         self._config = config
         self._rows = runner.rows
         self._began = runner.began
@@ -45,7 +42,7 @@ class NgramDrafter:
         self._held: tuple[IntArray | None, int] = (None, 0)
         self.graphs = self._make_graphs(runner)
 
-    def _make_graphs(self, runner: ModelRunner) -> CudaGraphRunner:
+    def _make_graphs(self, runner: Target) -> CudaGraphRunner:
         config, ladder = runner.config, runner.config.verify_ladder
         mode = GraphMode.NONE if config.graph_mode is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
         keys = [

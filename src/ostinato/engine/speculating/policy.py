@@ -1,14 +1,15 @@
 """How many drafts a step verifies.
 
 Note [Worth of drafts]
-A step of k drafts brings a request 1 + c1 + c1 c2 + ... + c1...ck tokens on average, where ci is the chance that
-draft i is accepted if those before it were. It costs what steps of as many requests and drafts took on the
-device. Both are moving averages; the number of drafts whose tokens per time are most is taken, 0 included. The
-most drafts and none are tried first; what was never measured is taken to cost what lies between those that were.
+A step of k drafts brings a request 1 + c1 + c1 c2 + ... + c1...ck tokens on average, where ci is the chance
+that draft i is accepted if those before it were. It costs what steps of as many requests and drafts took on
+the device. Both are moving averages; the number of drafts whose tokens per time are most is taken, 0
+included. The most drafts and none are tried first; what was never measured is taken to cost what lies between
+those that were.
 
-Decisions stand for a few steps, and another number must be better by more than noise. Now and then a neighbour is
-tried for a few steps: acceptance behind the last draft, or of any where there are none, is seen in no other way.
-Such trials get rarer as long as they change nothing.
+Decisions stand for a few steps, and another number must be better by more than noise. Now and then a
+neighbour is tried for a few steps: acceptance behind the last draft, or of any where there are none, is seen
+in no other way. Such trials get rarer as long as they change nothing.
 """
 
 from __future__ import annotations

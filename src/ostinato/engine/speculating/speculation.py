@@ -1,11 +1,11 @@
 """Drafts and their verification, beside the forward graphs of a `ModelRunner`.
 
-A step of k drafts is two launches: the drafter's graph, which writes `drafts` of its rows, and the forward pass
-over the last token and the drafts of each, which ends with acceptance (docs/speculation.md). Where there is no
-full graph for that, the forward pass runs as that of a prompt, and acceptance behind it: `run_tail`.
+A step of k drafts is two launches: the drafter's graph, which writes `drafts` of its rows, and the forward
+pass over the last token and the drafts of each, which ends with acceptance (docs/speculation.md). Where there
+is no full graph for that, the forward pass runs as that of a prompt, and acceptance behind it: `run_tail`.
 
-Requests that ask for filters, biases or the like get one token from all that, as if they had no drafts; a graph
-behind it chooses all of their tokens, accepts, and tells it in a line of its own: `run_asking`.
+Requests that ask for filters, biases or the like get one token from all that, as if they had no drafts; a
+graph behind it chooses all of their tokens, accepts, and tells it in a line of its own: `run_asking`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,8 +31,8 @@ from ostinato.graphs import (
     Report,
     capture_keys,
 )
-from ostinato.kernels import request_rows
 from ostinato.graphs.capturing.recorder import Step
+from ostinato.kernels import request_rows
 from ostinato.kernels.sampling.asked import Asked
 from ostinato.kernels.sampling.plain import PlainSettings
 from ostinato.kernels.sampling.token_lines import TokenLines
@@ -45,23 +44,21 @@ from ostinato.kernels.speculation.verification import VerifyInputs, begin_verify
 from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PLACEHOLDER, ScheduledStep
-from ..stepping.token_return import Bunch
+from .bunch import Bunch
 from .config import SpeculativeConfig
 from .counts import DraftCounts, SpeculationReport
 from .drafting import Drafter
 from .fields import LONGER, UNCHANGED
 from .limits import why_single
 from .policy import DraftPolicy
+from .target import Target
 from .tiers import draft_tiers
-
-if TYPE_CHECKING:
-    from ..stepping.model_runner import ModelRunner
 
 
 class Speculation:
     """Who drafts, how many, and what is accepted."""
 
-    def __init__(self, runner: ModelRunner, config: SpeculativeConfig, drafter: Drafter) -> None:
+    def __init__(self, runner: Target, config: SpeculativeConfig, drafter: Drafter) -> None:
         self.config = config
         self.drafter = drafter
         self._runner = runner
@@ -245,7 +242,8 @@ class Speculation:
         self.drafter.run(step.rows, step.num_drafts)
 
     def begin(self, req_rows: Tensor, query_len: int) -> VerifyInputs:
-        """Captured: the inputs of a forward pass over the last token and the drafts of each row."""
+        """Captured: the inputs of a forward pass over the last token and the drafts of each row. When the
+        step began was noted by the drafter."""
         state = self.state
         return begin_verify(req_rows, query_len, state.lengths, state.last_tokens, state.drafts, None)
 
@@ -262,11 +260,11 @@ class Speculation:
         seq_lens: Tensor,
         query_lens: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Captured in steps of mixed lengths: tokens, positions and context lengths, as far as only the device
-        knows them, and lengths of rows moved on.
+        """Captured in steps of mixed lengths: tokens, positions and context lengths, as far as only the
+        device knows them, and lengths of rows moved on.
 
-        A token below 0 is the last one of its row, or the draft behind it that its number says, and stands there.
-        A context of length LONGER or UNCHANGED goes on from where its row is.
+        A token below 0 is the last one of its row, or the draft behind it that its number says, and stands
+        there. A context of length LONGER or UNCHANGED goes on from where its row is.
         """
         state = self.state
         own, count = state.lengths.index_select(0, req_rows), state.drafts.size(1)
@@ -296,8 +294,8 @@ class Speculation:
         return ()
 
     def run_asking(self, step: ScheduledStep, is_asking: IntArray, bunch: Bunch) -> None:
-        """Choose the tokens of those who ask, and accept: behind a step that has given them one, in a next line of
-        the same form."""
+        """Choose the tokens of those who ask, and accept: behind a step that has given them one, in a next
+        line of the same form."""
         rows = np.zeros(bunch.num_requests, dtype=np.int32)
         rows[: step.num_requests] = np.where(is_asking, step.rows, 0)
         self.asking.run({"req_rows": rows}, BatchShape.decode(bunch.num_requests, bunch.query_len))

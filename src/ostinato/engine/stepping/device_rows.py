@@ -32,30 +32,12 @@ from ostinato.graphs import (
     capture_keys,
 )
 
+from ..row_field import RowField
 from ..scheduling.request import IntArray
 
 RESERVED_CELLS = 2
 """Nobody reads these: padded pairs are written there."""
 _LADDER = Ladder([64, 512, 4096])
-
-
-@dataclass(frozen=True)
-class RowField:
-    """A named value, or list of values, that every row has."""
-
-    name: str
-    dtype: torch.dtype
-    width: int | None = None
-    """Values per row; None: a single one."""
-    initial: float = 0
-    """What all rows begin with, and row 0 keeps."""
-    advances: bool = False
-    """Whether graphs change it."""
-
-    @property
-    def cells(self) -> int:
-        """32-bit cells per row."""
-        return (self.width or 1) * self.dtype.itemsize // 4
 
 
 @dataclass

@@ -29,7 +29,8 @@ class Extras(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What one step brought; where drafts were accepted, a part of it: the next token of each that has one."""
+    """What one step brought; where drafts were accepted, a part of it: the next token of each that has
+    one."""
 
     requests: tuple[Request, ...]
     """Those that got a token; the very same tuple as in the step before while nothing changes."""

@@ -50,7 +50,8 @@ from ostinato.models.transformer import Transformer
 from ..config import ResolvedConfig
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate, ScheduledStep
-from ..speculating.eagle_graphs import DraftParts
+from ..speculating.bunch import Bunch
+from ..speculating.draft_parts import DraftParts
 from ..speculating.fields import LONGER, UNCHANGED, drafting_fields
 from ..speculating.making import make_speculation
 from . import shared_prefix
@@ -58,7 +59,7 @@ from .device_rows import DeviceRows
 from .plain_sampling import PlainSampling
 from .row_fields import row_fields
 from .times import StartupTimes
-from .token_return import Bunch, TokenReturn
+from .token_return import TokenReturn
 
 
 def step_fields(vocab_size: int, max_model_len: int) -> tuple[Field, ...]:
@@ -554,8 +555,8 @@ def queries_of(model: ModelConfig, config: ResolvedConfig, descriptor: BatchDesc
 
 
 def inputs_of(step: ScheduledStep, *, is_drafting: bool = False) -> dict[str, IntArray]:
-    """What a step brings from the host. `is_drafting`: the device alone knows how long requests are that decode,
-    see `Speculation.fill_in`."""
+    """What a step brings from the host. `is_drafting`: the device alone knows how long requests are that
+    decode, see `Speculation.fill_in`."""
     seq_lens = step.seq_lens
     if is_drafting:
         seq_lens = seq_lens.copy()

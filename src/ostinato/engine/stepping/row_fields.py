@@ -4,7 +4,7 @@ import torch
 
 from ostinato.kernels.lora import NO_ADAPTER
 
-from .device_rows import RowField
+from ..row_field import RowField
 
 MAX_BIASES = 512
 """Tokens one request may bias."""

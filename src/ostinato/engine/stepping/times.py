@@ -90,8 +90,8 @@ class StepClock:
     def on_device(self, span: tuple[int, int] | None, *, counts: bool) -> float | None:
         """A step was on the device: when it began and ended, in nanoseconds of the device's clock, if known.
 
-        `counts`: whether its beginning is, and it was launched while the one before was under way. Returns the
-        seconds between the end of that one and its own, then.
+        `counts`: whether its beginning is, and it was launched while the one before was under way. Returns
+        the seconds between the end of that one and its own, then.
         """
         if span is None:
             self._device_ended = None

@@ -19,6 +19,7 @@ from ostinato.graphs import CurrentStream
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, LogprobLines, TokenLines
 
 from ..scheduling.request import IntArray
+from ..speculating.bunch import Bunch
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,6 @@ class Amendment(NamedTuple):
     """Of requests that the graph does not tell."""
 
 
-class Bunch(NamedTuple):
-    """How the line of a step that has verified drafts is laid out; see `kernels.speculation.acceptance`."""
-
-    num_requests: int
-    """R of the graph that wrote it, padding included."""
-    query_len: int
-    """Tokens of each."""
-
-
 class Launched:
     """A step whose tokens are on their way."""
 
@@ -99,7 +91,8 @@ class Launched:
         self._others: tuple[Launched, IntArray] | None = None
 
     def amended_by(self, others: Launched, places: IntArray) -> None:
-        """The tokens of those at `places` bool [R] are in another line of the same form, written behind this."""
+        """The tokens of those at `places` bool [R] are in another line of the same form, written behind
+        this."""
         self._others = others, places
 
     def read(self) -> Sampled:
@@ -166,8 +159,8 @@ class TokenReturn:
     """
 
     def __init__(self, last_tokens: Tensor, began: Tensor, max_tokens: int, num_lines: int) -> None:
-        """Lines with places for `max_tokens`. `num_lines`: more than those of the steps whose tokens are unread
-        at any time."""
+        """Lines with places for `max_tokens`. `num_lines`: more than those of the steps whose tokens are
+        unread at any time."""
         self.lines = TokenLines.of(last_tokens, began, max_tokens, num_lines)
         self._ring = self.lines.ring.numpy()
         self._num_launched = 0
@@ -212,8 +205,8 @@ class TokenReturn:
     def newest(
         self, num_requests: int, amendment: Amendment | None = None, bunch: Bunch | None = None
     ) -> Launched:
-        """The line that was launched last, to be read; `amendment`: what was launched behind it; `bunch`: of a
-        step that has verified drafts."""
+        """The line that was launched last, to be read; `amendment`: what was launched behind it; `bunch`: of
+        a step that has verified drafts."""
         count = self._num_launched - 1
         place = count % len(self._ring)
         done = self._events[place]

@@ -93,8 +93,8 @@ class RowState:
         requests: Sequence[Request],
         bunches: Sequence[list[int]],
     ) -> Iterator[int]:
-        """How many tokens of each request are not what its draws and drafts say; a bunch that ends too early or
-        too late counts as one."""
+        """How many tokens of each request are not what its draws and drafts say; a bunch that ends too early
+        or too late counts as one."""
         logits = core.runner.logits
         for at, (part, request, new) in enumerate(zip(step.parts, requests, bunches, strict=True)):
             assert request.params is not None

@@ -98,7 +98,8 @@ class StepGraphs:
             yield Check(name, batch, kind, what, float(wrong), 0)
 
     def _logit_errors(self, graph: CapturedGraph, step: MadeStep) -> torch.Tensor:
-        """Of each request's last token, or of all where there are drafts: all first ones, all second ones..."""
+        """Of each request's last token, or of all where there are drafts: all first ones, all second
+        ones..."""
         count, logits = len(step.parts), self.core.runner.logits
         if not step.num_drafts:
             return logit_errors(logits[:count], self.expected.logits(step))

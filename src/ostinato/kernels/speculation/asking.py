@@ -1,7 +1,7 @@
 """Tokens of requests that ask for more than a temperature and a seed, chosen and not returned.
 
-For the places behind drafts: whether a token is the next one of its request is known only when those before it
-are compared.
+For the places behind drafts: whether a token is the next one of its request is known only when those before
+it are compared.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _PIECE_BYTES = 24 << 20
 
 
 def tokens_of_asking(logits: Tensor, rows: Tensor, places: Tensor, asked: Asked) -> Tensor:
-    """int64 [n]: a token for each of `rows` int32 [n], 0 for row 0, from the line of float32 logits [lines, vocab]
-    that `places` int32 [n] says. Filters, biases, bans and masks count; nothing is written."""
+    """int64 [n]: a token for each of `rows` int32 [n], 0 for row 0, from the line of float32 logits [lines,
+    vocab] that `places` int32 [n] says. Filters, biases, bans and masks count; nothing is written."""
     return _tokens_of_asking(logits, rows, places, list(asked))
 
 
@@ -44,7 +44,8 @@ def _by_kernels(logits: Tensor, rows: Tensor, places: Tensor, asked: Asked) -> T
     filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
     cuts = triton_cuts.find_cuts(drawn.logits, rows, filters, drawn.surveyed, drawn.best, drawn.arrived)
     drawn_by = (asked.temperature, asked.seeds, asked.lengths)
-    triton_draw.draw_again(drawn.logits, rows, drawn_by, cuts, drawn.best, triton_cuts.block_of(logits.size(1)))
+    block = triton_cuts.block_of(logits.size(1))
+    triton_draw.draw_again(drawn.logits, rows, drawn_by, cuts, drawn.best, block)
     values, tokens = drawn.best
     best = tokens.gather(1, values.argmax(1, keepdim=True)).squeeze(1)
     # Of padding nothing was drawn: anything may stand there.

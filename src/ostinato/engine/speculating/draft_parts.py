@@ -1,0 +1,14 @@
+"""A draft in memory, with keys and values of its own."""
+
+from typing import NamedTuple
+
+from ostinato.cache.kv import KVCache
+from ostinato.models.drafts.draft import Draft
+
+
+class DraftParts(NamedTuple):
+    """A draft in memory."""
+
+    model: Draft
+    kv: KVCache
+    """As many pages as the target's, of the same numbers."""
