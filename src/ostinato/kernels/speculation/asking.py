@@ -44,7 +44,9 @@ def _by_kernels(logits: Tensor, rows: Tensor, places: Tensor, asked: Asked) -> T
     filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
     cuts = triton_cuts.find_cuts(drawn.logits, rows, filters, drawn.surveyed, drawn.best, drawn.arrived)
     drawn_by = (asked.temperature, asked.seeds, asked.lengths)
-    triton_draw.draw_again(drawn.logits, rows, drawn_by, cuts, drawn.best, triton_cuts.block_of(logits.size(1)))
+    triton_draw.draw_again(
+        drawn.logits, rows, drawn_by, cuts, drawn.best, triton_cuts.block_of(logits.size(1))
+    )
     values, tokens = drawn.best
     best = tokens.gather(1, values.argmax(1, keepdim=True)).squeeze(1)
     # Of padding nothing was drawn: anything may stand there.
