@@ -63,9 +63,11 @@ class Gradients:
             parameter.grad = static
 
     def settle(self) -> None:
-        """When an eager update has been made: from now on gradients stay where they are."""
+        """When an eager update has been made: from now on gradients stay where they are put here."""
         if self._accumulate and not self._static:
-            self._static = dict(self.present)
+            self._static = {parameter: gradient.clone() for parameter, gradient in self.present}
+            for parameter, static in self._static.items():
+                parameter.grad = static
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of a loss: in place of the last ones, or added to them."""

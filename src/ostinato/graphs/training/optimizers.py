@@ -5,6 +5,11 @@ An update is skipped on the device, without the host's knowledge. Fused optimize
 (`found_inf`). For others what they write is saved before and put back where the flag says so: a copy of
 parameters and state in the pool, where activations are dead by then. Trial runs set the flag, so that they
 leave parameters and state as they are without a copy of those outside.
+
+Note [Memory that stays]
+The first update runs eagerly. What stays of it, the optimizer's state and accumulated gradients, would lie
+scattered over the memory that its activations have left, and none of that could be given back. The allocator
+keeps what streams use apart: so what stays is made on the stream of captures, in memory of its own.
 """
 
 import inspect
@@ -15,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..backends import backend_for
 from ..capturing.gate import is_recording
 from ..errors import CaptureError, ConfigError
 
@@ -110,7 +116,10 @@ class StaticOptimizer:
         if not self.has_stepped:
             # Eagerly: state that is made here begins as the optimizer has it begin, or not yet at all.
             if not bool(skip):
-                self._step()
+                backend = backend_for(self._device)
+                backend.release_unused()
+                with backend.stream():  # see Note [Memory that stays]
+                    self._step()
                 self.has_stepped = True
                 self._note_places()
             return

@@ -220,7 +220,8 @@ class TrainStep:
         self.optimizer_steps += 1
         self.micro_batches = 0
         if self._optimizer.has_stepped and not self._places.known:
-            self._gradients.settle()
+            with self._pool.backend.stream():  # see Note [Memory that stays]
+                self._gradients.settle()
             self._capture_missing()
 
     def _run(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
