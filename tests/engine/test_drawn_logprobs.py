@@ -84,7 +84,9 @@ def drawn_from(logits: Tensor, case: dict[str, Any], prompt: list[int], so_far: 
     return logits.log_softmax(-1)
 
 
-def check(tiny: TinyModel, output: RequestOutput, case: dict[str, Any], num_told: int) -> None:
+def check(
+    tiny: TinyModel, output: RequestOutput, case: dict[str, Any], num_told: int, near: float = 2e-5
+) -> None:
     assert output.error is None
     [completion], prompt = output.outputs, list(output.prompt_token_ids)
     assert len(completion.token_ids) == TOKENS
@@ -93,11 +95,12 @@ def check(tiny: TinyModel, output: RequestOutput, case: dict[str, Any], num_told
         expected = drawn_from(logits[at], case, prompt, list(completion.token_ids[:at]))
         assert num_told <= len(told) <= num_told + 1
         assert told[token].logprob > -torch.inf, "it was drawn"
-        assert told[token].rank == int((expected > expected[token]).sum()) + 1
+        ranks = [int((expected > expected[token] + side).sum()) + 1 for side in (near, -near)]
+        assert ranks[0] <= told[token].rank <= ranks[1]
         for other, found in told.items():
-            assert found.logprob == pytest.approx(float(expected[other]), abs=2e-5)
+            assert found.logprob == pytest.approx(float(expected[other]), abs=near)
         likeliest = sorted((found.logprob for found in told.values()), reverse=True)[:num_told]
-        assert likeliest == pytest.approx(expected.topk(num_told).values.tolist(), abs=2e-5)
+        assert likeliest == pytest.approx(expected.topk(num_told).values.tolist(), abs=near)
 
 
 @pytest.mark.parametrize("name", ["cooler", "all filters", "penalties and heat", "a function"])
