@@ -40,7 +40,7 @@ def check_grouping() -> None:
         assert all(0 < size <= division.tokens_together(num_tokens) for size in sizes)
     for slots in (torch.full((33,), -1), torch.zeros(33), torch.arange(33)):
         rows = Rows.in_blocks(slots.int(), 40)
-        assert (rows.blocks[0] >= 0).sum() == (0 if slots[0] < 0 else 3 if slots[1] == 0 else 33)
+        assert (rows.blocks[0] >= 0).sum() == (0 if slots[0] < 0 else 5 if slots[1] == 0 else 33)
 
 
 def check_adding() -> None:

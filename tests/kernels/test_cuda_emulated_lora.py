@@ -11,6 +11,7 @@ from kernels.cuda_emulator.emulated import MAY_SKIP, Emulator
 from kernels.emulated_checks import in_blocks, random_bf16
 from kernels.lora_checks import random_stack, wanted_delta
 from ostinato.kernels.lora import cuda_one_token, cuda_shrink
+from ostinato.kernels.lora.division import tokens_together
 
 pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
@@ -32,6 +33,7 @@ SHRINK = {
     "one slice, uneven": (96, (48,), 16, False, 5, 20),
     "two slices, parts, more ranks": (1312, (64, 32, 32), 40, True, 5, 40),
     "a cluster takes blocks in turn": (4096, (32,), 16, True, 20, 30),
+    "blocks of 16": (256, (32,), 16, False, 5, 70),
 }
 
 
@@ -42,7 +44,7 @@ def test_tokens_shrink_to_ranks(emulator, name):
     stack = random_stack("cpu", torch.bfloat16, in_features, parts, num_slots=num_slots, max_rank=max_rank)
     slots = torch.randint(-1, num_slots, (num_tokens,), dtype=torch.int32)
     slots[:18] = slots[:18].clamp(max=0) if num_slots == 5 else slots[:18]
-    rows = in_blocks(slots, num_slots)
+    rows = in_blocks(slots, num_slots, tokens_together(num_tokens))
     x = random_bf16(num_tokens, in_features + 16)[:, :in_features]
     norm_weight = random_bf16(in_features) if norm else None
     found = torch.full((num_tokens, stack.a.size(1)), torch.nan)

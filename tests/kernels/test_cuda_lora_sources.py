@@ -33,7 +33,7 @@ def built(kernel: CudaKernel) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize(("in_features", "norm", "steps"), [(4096, True, 4), (14336, False, 7)])
 def test_the_first_matrix_is_on_its_way_before_the_wait(in_features, norm, steps):
-    code, _, spilled = built(shrink_kernel(in_features, norm=norm))
+    code, _, spilled = built(shrink_kernel(in_features, 8, norm=norm))
     before, wait, _ = code.partition("ACQBULK")
     assert wait
     assert len(weight_loads(before)) == steps * (1 + norm)
@@ -65,9 +65,9 @@ def test_a_program_that_shrinks_fits_beside_one_of_a_wide_product():
         assert isinstance(tile, WideTile)
         form = {"scaled": shape.gated, "added": not shape.gated, "adapted": True}
         _, of_wide, spilled = built(cuda_wide.wide_kernel(tile, shape, **form))
-        _, of_shrink, _ = built(shrink_kernel(behind.in_features, norm=False))
+        _, of_shrink, _ = built(shrink_kernel(behind.in_features, 8, norm=False))
         registers = -(-of_wide // 8) * 8 * -(-tile.num_threads(shape) // 128) * 128
         assert registers + -(-of_shrink // 8) * 8 * 256 <= REGISTERS
-        shared = cuda_wide.shared_bytes(tile, shape, scaled=shape.gated) + cuda_shrink.shared_bytes()
+        shared = cuda_wide.shared_bytes(tile, shape, scaled=shape.gated) + cuda_shrink.shared_bytes(8)
         assert shared + 2 * RESERVED_BYTES <= SHARED_BYTES
         assert spilled <= 128, "a wait in the middle of loads"

@@ -45,7 +45,7 @@ struct LowRank {
   }
 };
 
-constexpr int kSlotsTogether = 2, kGroupsTogether = 4;  // more would take more registers than a step gains by it
+constexpr int kSlotsTogether = 4, kGroupsTogether = 4;  // as many as registers allow
 
 // The second matrices of some slots, as a fragment of mma.m16n8k16 has them.
 struct SlotWeights {
@@ -110,19 +110,18 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[kSums], SlotWeights we
       bool has_more = true;
 #pragma unroll 1
       for (int first = 0; has_more; first += kSlotsTogether) {
-        const SlotWeights now = weights;
-        has_more = !now.are_last;
-        if (has_more) weights.ask(from, first + kSlotsTogether, first_row + lane / 4, rank);
+        if (first > 0) weights.ask(from, first, first_row + lane / 4, rank);
+        has_more = !weights.are_last;
 #pragma unroll
         for (int i = 0; i < kSlotsTogether; ++i) {
-          if (now.slots[i] < 0) continue;
+          if (weights.slots[i] < 0) continue;
 #pragma unroll
           for (int j = 0; j < kTogether; ++j) {
             float sums[4] = {};
-            multiply_add(sums, now.b[i], left[j][0], left[j][1]);
+            multiply_add(sums, weights.b[i], left[j][0], left[j][1]);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              if (slots[j][k % 2] == now.slots[i]) acc[(group + j) * 4 + k] += sums[k];
+              if (slots[j][k % 2] == weights.slots[i]) acc[(group + j) * 4 + k] += sums[k];
             }
           }
         }

@@ -1,6 +1,6 @@
 // Tokens times the first matrix of their adapters: from the width of a layer to a few ranks.
 //
-// A cluster of SLICES programs takes 8 ranks and a block of up to 16 tokens that have the same slot. Its warps share
+// A cluster of SLICES programs takes 8 ranks and a block of up to TOKENS (8 or 16) tokens that have the same slot. Its warps share
 // the columns, 32 at a time, as fragments.cu does; the weights of the first block are in registers before the wait
 // for the previous kernel.
 //
@@ -13,7 +13,7 @@
 #include "linear_layer.cuh"
 
 constexpr int kThreads = WARPS * 32;
-constexpr int kRanks = 8, kTokens = 16;
+constexpr int kRanks = 8, kTokens = TOKENS, kHalves = TOKENS / 8;
 constexpr int kColumnsTogether = SLICES * WARPS * 32;
 constexpr int kSteps = (IN + kColumnsTogether - 1) / kColumnsTogether;
 constexpr bool kEven = IN % kColumnsTogether == 0;
@@ -34,7 +34,7 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
 struct Work {
   int slot, begin, end;
   bool has_ranks;  // these; all have the first 16
-  int tokens[2];  // lane / 4 and + 8 of the block's; -1 where there is none
+  int tokens[kHalves];  // lane / 4 and + 8 of the block's; -1 where there is none
   Word4 weights[kSteps];
 
   __device__ __forceinline__ static bool has_column(int step, int column) {
@@ -47,12 +47,11 @@ struct Work {
     slot = blocks.slot(block);
     if (slot < 0) return;
     has_ranks = rank_in_room < 16 || rank_in_room / 16 * 16 < load_kept(ranks + slot);
-    tokens[0] = tokens[1] = -1;
     begin = blocks.begin(block), end = blocks.end(block);
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
+    for (int g = 0; g < kHalves; ++g) {
       const int place = begin + g * 8 + lane / 4;
-      if (place < end) tokens[g] = load_kept(order + place);
+      tokens[g] = place < end ? load_kept(order + place) : -1;
     }
   }
 
@@ -101,9 +100,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   int lot = 0;
   for (int block = blockIdx.y; work.slot >= 0; block += gridDim.y) {
     if (work.has_ranks) {
-      Word4 v[2][kSteps];
+      Word4 v[kHalves][kSteps];
 #pragma unroll
-      for (int g = 0; g < 2; ++g) {
+      for (int g = 0; g < kHalves; ++g) {
         const Element* row = x + (long long)work.tokens[g] * x_stride + column;
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
@@ -114,13 +113,17 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
       float acc[4] = {};
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        if (NORM) scale(v[0][s], norm[s]), scale(v[1][s], norm[s]);
-        const Word4 p = v[0][s], q = v[1][s], b = work.weights[s];
+        if (NORM) {
+#pragma unroll
+          for (int g = 0; g < kHalves; ++g) scale(v[g][s], norm[s]);
+        }
+        const Word4 p = v[0][s], b = work.weights[s];
+        const Word4 q = kHalves > 1 ? v[kHalves - 1][s] : Word4{0, 0, 0, 0};
         multiply_add(acc, {p.x, q.x, p.y, q.y}, b.x, b.y);
         multiply_add(acc, {p.z, q.z, p.w, q.w}, b.z, b.w);
       }
 #pragma unroll
-      for (int g = 0; g < 2; ++g)
+      for (int g = 0; g < kHalves; ++g)
         *(float2*)&shared.parts[warp][g * 8 + lane / 4][lane % 4 * 2] = make_float2(acc[g * 2], acc[g * 2 + 1]);
       __syncthreads();
 

@@ -37,6 +37,31 @@ def _multiply(w, v, acc, turned: tl.constexpr):
 
 
 @triton.jit
+def _slot_of(blocks, block, num_blocks):
+    """Of a block of adapters' tokens; -1 if there is none, or if the block before has the same."""
+    slot = tl.load(blocks + tl.minimum(block, num_blocks - 1))
+    before = tl.load(blocks + tl.maximum(tl.minimum(block, num_blocks) - 1, 0))
+    return tl.where((block < num_blocks) & ((block == 0) | (slot != before)), slot, -1)
+
+
+@triton.jit
+def _second_matrix(b, ranks, slot, n, in_rows, start, of_matrix: tl.constexpr, room: tl.constexpr):
+    """Rows n and 16 ranks of a slot's; zeros if it has none there."""
+    slot = tl.maximum(slot, 0)
+    has_ranks = (start == 0) | (start < tl.load(ranks + slot))
+    rows_of_b = b + (slot.to(tl.int64) * of_matrix + n)[:, None] * room + start + tl.arange(0, 16)[None, :]
+    return tl.load(rows_of_b, mask=(in_rows & has_ranks)[:, None], other=0.0)
+
+
+@triton.jit
+def _with_slot(acc, v, w, slot, has_slot):
+    """A slot's matrix is multiplied with all tokens, and added to its own: others keep their bits, whatever a
+    broken adapter makes of them."""
+    added = tl.dot(v, tl.trans(w), input_precision="ieee")
+    return tl.where(((has_slot == slot) & (slot >= 0))[:, None], acc + added, acc)
+
+
+@triton.jit
 def _with_adapters(
     acc,
     left,
@@ -56,27 +81,30 @@ def _with_adapters(
 ):
     """acc [tokens, rows] and what adapters make of what is left of the tokens; rows n are of `part`.
 
-    A slot's matrix is multiplied with all tokens, and added to its own: others keep their bits, whatever a
-    broken adapter makes of them.
+    Four slots at a time: each waits for its matrix.
     """
-    r = tl.arange(0, 16)
     width: tl.constexpr = 2 * room
     for start in range(0, room, 16):
         v = tl.zeros([token.shape[0], 16], tl.float32)
+        has_left = (has_slot >= 0) & ((start == 0) | (start < tl.load(ranks + tl.maximum(has_slot, 0))))
         for split in tl.static_range(splits):
-            places = (split * num_tokens + token)[:, None] * width + part * room + start + r[None, :]
-            v += tl.load(left + places, mask=(has_slot >= 0)[:, None], other=0.0)
+            of_token = (split * num_tokens + token)[:, None] * width + part * room + start
+            v += tl.load(left + of_token + tl.arange(0, 16)[None, :], mask=has_left[:, None], other=0.0)
         v = v.to(b.dtype.element_ty)
-        before = -1
-        for block in range(num_blocks):
-            slot = tl.load(blocks + block)
-            rank = tl.load(ranks + tl.maximum(slot, 0))
-            if (slot >= 0) & (slot != before) & (start < tl.maximum(rank, 1)):
-                rows_of_b = b + (slot.to(tl.int64) * of_matrix + n)[:, None] * room + start + r[None, :]
-                w = tl.load(rows_of_b, mask=in_rows[:, None], other=0.0)
-                added = tl.dot(v, tl.trans(w), input_precision="ieee")
-                acc = tl.where((has_slot == slot)[:, None], acc + added, acc)
-            before = slot
+        for block in range(0, num_blocks, 4):
+            slot = _slot_of(blocks, block, num_blocks)
+            slot_1 = _slot_of(blocks, block + 1, num_blocks)
+            slot_2 = _slot_of(blocks, block + 2, num_blocks)
+            slot_3 = _slot_of(blocks, block + 3, num_blocks)
+            if tl.maximum(tl.maximum(slot, slot_1), tl.maximum(slot_2, slot_3)) >= 0:
+                w = _second_matrix(b, ranks, slot, n, in_rows, start, of_matrix, room)
+                w_1 = _second_matrix(b, ranks, slot_1, n, in_rows, start, of_matrix, room)
+                w_2 = _second_matrix(b, ranks, slot_2, n, in_rows, start, of_matrix, room)
+                w_3 = _second_matrix(b, ranks, slot_3, n, in_rows, start, of_matrix, room)
+                acc = _with_slot(acc, v, w, slot, has_slot)
+                acc = _with_slot(acc, v, w_1, slot_1, has_slot)
+                acc = _with_slot(acc, v, w_2, slot_2, has_slot)
+                acc = _with_slot(acc, v, w_3, slot_3, has_slot)
     return acc
 
 

@@ -7,9 +7,10 @@ from ..cuda import compiled
 from ..cuda.compiled import CudaKernel, cuda_kernel
 from ..custom_op import custom_op
 from ..host_sizes import cdiv
+from .division import tokens_together
 
-MOST_TOKENS = 64
-_RANKS, _TOKENS, _WARPS = 8, 16, 8
+MOST_TOKENS = 256
+_RANKS, _WARPS = 8, 8
 _STEPS = 4
 """Of 32 columns that a warp should take at most."""
 _MOST_PROGRAMS_FOR_BLOCKS = 16
@@ -30,32 +31,40 @@ def slices_of(in_features: int) -> int:
     return next(n for n in (1, 2, 4, 8) if n == 8 or in_features <= n * _WARPS * 32 * _STEPS)
 
 
-def shared_bytes() -> int:
+def compiled_tokens(num_tokens: int) -> int:
+    """Of a block, that it is compiled for; there are never more."""
+    return max(8, tokens_together(num_tokens))
+
+
+def shared_bytes(tokens: int) -> int:
     """As `sizeof(Shared)` there."""
-    return (_WARPS + 1) * _TOKENS * _RANKS * 4 + 16
+    return (_WARPS + 1) * tokens * _RANKS * 4 + 16
 
 
-def _registers(in_features: int, *, norm: bool) -> int:
+def _registers(in_features: int, tokens: int, *, norm: bool) -> int:
     """Of a thread, at most: a program should fit beside one of `wide`, or it begins when that has ended."""
     steps = cdiv(in_features, slices_of(in_features) * _WARPS * 32)
-    if norm:  # no product of few tokens is as large
-        return 80 if steps <= _STEPS else 160
+    if norm or tokens > 8:  # beside products that leave more
+        return 96 if steps <= 2 * _STEPS else 160
     return 64 if steps <= _STEPS else 72 if steps <= 2 * _STEPS else 160
 
 
-def shrink_kernel(in_features: int, *, norm: bool, dtype: torch.dtype = torch.bfloat16) -> CudaKernel:
-    """The kernel for so many columns."""
+def shrink_kernel(
+    in_features: int, tokens: int, *, norm: bool, dtype: torch.dtype = torch.bfloat16
+) -> CudaKernel:
+    """The kernel for so many columns, and tokens of a block."""
     slices = slices_of(in_features)
     return cuda_kernel(
         "shrink.cu",
         "shrink",
         IN=in_features,
+        TOKENS=tokens,
         NORM=norm,
         HALF=dtype == torch.float16,
         WARPS=_WARPS,
-        REGISTERS=_registers(in_features, norm=norm),
+        REGISTERS=_registers(in_features, tokens, norm=norm),
         SLICES=slices,
-        SHARED_BYTES=shared_bytes(),
+        SHARED_BYTES=shared_bytes(tokens),
     )
 
 
@@ -80,11 +89,12 @@ def launch_shrink(
     assert x.stride(1) == 1, "columns lie beside each other"
     assert x.stride(0) % 8 == 0, "rows begin at multiples of 16 bytes"
     (_, width, in_features), num_blocks, slices = a.shape, blocks.size(1), slices_of(x.size(1))
-    shrink_kernel(in_features, norm=norm_weight is not None, dtype=x.dtype).launch(
+    tokens = compiled_tokens(x.size(0))
+    shrink_kernel(in_features, tokens, norm=norm_weight is not None, dtype=x.dtype).launch(
         grid=(width // _RANKS * slices, min(num_blocks, _MOST_PROGRAMS_FOR_BLOCKS), 1),
         block=_WARPS * 32,
         args=(a, norm, x, ranks, order, blocks, shrunk, num_blocks, x.stride(0), width, room),
-        shared_bytes=shared_bytes(),
+        shared_bytes=shared_bytes(tokens),
         cluster=slices,
         dependent=not plain,
     )

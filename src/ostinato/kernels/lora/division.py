@@ -3,7 +3,7 @@
 Tokens of one slot are taken in blocks:
 
     tokens                  1      2 to 64    to 256    more
-    of a block              1      16         16        64
+    of a block              1      8          16        64
     columns of a program    512    512        1,024     all     of `a`; each program has sums of its own
 
 How many blocks there are is known on the device alone. Most slots are empty in most steps, and a program for
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..host_sizes import cdiv, next_power_of_2
 
-_MOST_DECODE_TOKENS = 256
+_FEW_TOKENS, _MOST_DECODE_TOKENS = 64, 256
 TOKENS_TO_COUNT = 128
 """At a time, of all tokens, by the kernel that finds the blocks."""
 _MOST_SPLITS = 32
@@ -39,6 +39,8 @@ def tokens_together(num_tokens: int) -> int:
     """Of a block."""
     if num_tokens == 1:
         return 1  # for which tensor cores would only cost shared memory, of which a GEMV leaves little
+    if num_tokens <= _FEW_TOKENS:
+        return 8
     return 16 if num_tokens <= _MOST_DECODE_TOKENS else 64
 
 
@@ -58,7 +60,8 @@ def division(num_tokens: int, in_features: int) -> Division:
     size = tokens_together(num_tokens)
     if size > 16:
         return Division(size, 128, 1, num_stages=3)
-    columns, share, num_stages = (512, 512, 1) if num_tokens <= 64 else (256, 1024, 3)
+    size = 1 if num_tokens == 1 else 16  # as many as tensor cores take, be there fewer
+    columns, share, num_stages = (512, 512, 1) if num_tokens <= _FEW_TOKENS else (256, 1024, 3)
     return Division(size, columns, min(_MOST_SPLITS, cdiv(in_features, share)), num_stages)
 
 
