@@ -72,6 +72,19 @@ def test_long_contexts_are_right(device, context, queries):
         torch.testing.assert_close(out[token].double(), wanted, atol=4e-3, rtol=2e-2)
 
 
+@pytest.mark.parametrize("heads", [QWEN3, GEMMA, LLAMA_1B], ids=str)
+def test_pages_in_a_row_and_more_requests_than_three_places_leave_room_for(device, heads):
+    requests = [(1 + 37 * number % 300, 1 + number % 3) for number in range(600)]
+    requests = [(max(context, queries), queries) for context, queries in requests]
+    case = case_of(device, [*requests, (900, 700)], heads)
+    row, number = case.batch.req_rows[-5], -(-900 // 16)
+    last = case.k_cache.size(0)
+    case.batch.page_table[row, :number] = torch.arange(last - number, last)  # others have them too
+    caches, real = written_caches(case), case.num_real_tokens
+    out, tolerance = attended(case, caches), fused_checks.TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(out[:real].double(), dense_attention(case), atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("window", [None, 500])
 def test_a_request_has_the_same_bits_in_any_company_and_however_its_prompt_is_cut(device, window):
     case = case_of(device, [(3000, 2000), (600, 600), (900, 1)], QWEN3)
