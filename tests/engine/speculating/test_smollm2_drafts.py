@@ -41,16 +41,16 @@ def first_layers(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_greedy_tokens_are_those_without_drafts(tmp_path: Path) -> None:
-    greedy = [SamplingParams(temperature=0, max_tokens=count) for count in (40, 24, 40, 9, 40)]
+    greedy = [SamplingParams(temperature=0, max_tokens=count) for count in (24, 16, 9)]
     asked = {"method": "draft_model", "model": first_layers(tmp_path), "num_speculative_tokens": 3}
     with LLM(**OPTIONS) as llm:
         expected = [
-            output.outputs[0].token_ids for output in llm.generate(PROMPTS[:5], greedy, use_tqdm=False)
+            output.outputs[0].token_ids for output in llm.generate(PROMPTS[:3], greedy, use_tqdm=False)
         ]
-    for mode in ("full", "full-and-piecewise", "none"):
+    for mode in ("full-and-piecewise", "none"):
         more = {"cuda_graph_mode": mode, "speculative_config": {**asked, "disable_adaptive": True}}
         with LLM(**OPTIONS, **more) as llm:
-            outputs = llm.generate(PROMPTS[:5], greedy, use_tqdm=False)
+            outputs = llm.generate(PROMPTS[:3], greedy, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == expected, mode
             alone = llm.generate(PROMPTS[0], greedy[0], use_tqdm=False)
             assert alone[0].outputs[0].token_ids == expected[0], mode

@@ -25,6 +25,7 @@ from ostinato.graphs import (
     capture_keys,
 )
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch
+from ostinato.kernels.cuda.compiled import is_compiling_only
 from ostinato.kernels.request_rows import note_time
 from ostinato.kernels.speculation.chains import chain_next, chain_start
 from ostinato.kernels.speculation.draft_tokens import note_best
@@ -147,6 +148,8 @@ class EagleGraphManager:
                 self._rows["drafts"],
                 self._draft.target_offsets,
             )
+            if is_compiling_only():  # the kernel did not run; but tokens are places in a table
+                tokens = torch.zeros_like(tokens)
             if number + 1 < descriptor.query_len:
                 states = self._go_on(req_rows, tokens, states.carried, number + 1)
         return ()
