@@ -21,6 +21,7 @@ from ostinato import LLM, SamplingParams
 from ostinato.graphs import CaptureOptions, graphed
 from ostinato.kernels.sampling import asking_rows
 from ostinato.kernels.sampling.token_lines import LINE_HEAD
+from ostinato.kernels.speculation.asking import tokens_of_asking
 
 VOCAB = 151_936
 KINDS = ("flat", "spread", "peaked", "ties", "masked")
@@ -45,6 +46,17 @@ def test_filtered_tokens_are_those_of_the_reference(device: torch.device, kind: 
         same += int((amended.line[LINE_HEAD:] == wanted.line[LINE_HEAD:]).sum())
         total += len(wanted.line) - LINE_HEAD
     assert same > 0.97 * total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_are_not_returned_are_the_same(device: torch.device, kind: str) -> None:
+    """As behind drafts: all kernels the same, so every token."""
+    for seed in range(4):
+        case = AskingCase.random(logits_of(kind, 40, 5001, seed), 33, seed).to(device)
+        places = case.places.cpu().long()
+        returned = case.sampled(by_kernels=True).line[LINE_HEAD:][places]
+        wanted = torch.where(case.rows.cpu() != 0, returned, 0)
+        assert tokens_of_asking(*case.operands()).tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,6 +12,7 @@ from kernels.small_kernel_checks import PlainCase
 from ostinato.kernels.sampling import asking_rows
 from ostinato.kernels.sampling.asked import Asked
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, LogprobLines, TokenLines
+from ostinato.kernels.speculation import asking
 
 MOST_TOP = 5
 
@@ -85,6 +86,10 @@ class AskingCase:
         """The same on another device."""
         asked = Asked(*(tensor.to(device) for tensor in self.asked))
         return AskingCase(self.logits.to(device), self.rows.to(device), self.places.to(device), asked)
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Asked]:
+        """As functions take them."""
+        return self.logits, self.rows, self.places, self.asked
 
     def one_by_one(self) -> Iterator["AskingCase"]:
         """Each request without the others."""
@@ -166,6 +171,15 @@ def check_asking(case: AskingCase, *, has_filters: bool = True) -> None:
     found = case.sampled(by_kernels=True, has_filters=has_filters)
     found.check_against(on_cpu.sampled(by_kernels=False, has_filters=has_filters), on_cpu)
     check_untouched(case, found)
+
+
+def check_tokens(case: AskingCase) -> None:
+    """Tokens that are chosen and not returned, as behind drafts, are those that are returned otherwise."""
+    on_cpu = case.to("cpu")
+    returned = on_cpu.sampled(by_kernels=False).line[LINE_HEAD:][on_cpu.places.long()]
+    wanted = torch.where(on_cpu.rows != 0, returned, 0).tolist()
+    assert asking._by_kernels(*case.operands()).tolist() == wanted
+    assert asking.tokens_of_asking(*on_cpu.operands()).tolist() == wanted
 
 
 def check_alone(case: AskingCase) -> None:

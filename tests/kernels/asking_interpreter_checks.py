@@ -9,7 +9,14 @@ from unittest.mock import patch
 import torch
 
 from kernels import unchanged
-from kernels.asking_checks import AskingCase, check_alone, check_asking, check_both_graphs, check_plain
+from kernels.asking_checks import (
+    AskingCase,
+    check_alone,
+    check_asking,
+    check_both_graphs,
+    check_plain,
+    check_tokens,
+)
 from kernels.filter_checks import logits_of
 from ostinato.kernels.sampling.filters import triton_cuts
 
@@ -23,6 +30,7 @@ def check_cases(cases: tuple[tuple[str, int, int], ...]) -> None:
     for kind, vocab, seed in cases:
         logits = logits_of(kind, 6, vocab, seed)
         check_asking(AskingCase.random(logits, 5, seed))
+        check_tokens(AskingCase.random(logits, 5, seed + 2))
         check_asking(AskingCase.random(logits, 5, seed + 1, has_filters=False), has_filters=False)
 
 

@@ -39,7 +39,7 @@ class Oracle(NgramDrafter):
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         self.future = torch.zeros_like(runner.rows["history"], dtype=torch.int64)
-        self.known, self.wrong = {}, torch.zeros(self.future.size(1), dtype=torch.bool)
+        self.known, self.wrong = {}, torch.zeros_like(self.future[0], dtype=torch.bool)
         self._vocab = runner.logits.size(1)
         super().__init__(runner, config)
 
@@ -50,12 +50,12 @@ class Oracle(NgramDrafter):
                 *request.prompt_ids.tolist(),
                 *self.known.get(key_of(request.prompt_ids, request.params), ()),
             ]
-            self.future[request.row, : len(text)] = torch.tensor(text)
+            self.future[request.row, : len(text)] = torch.tensor(text, device=self.future.device)
 
     def _draft(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
         super()._draft(req_rows, descriptor)
         assert descriptor.query_len is not None
-        ahead = torch.arange(1, 1 + descriptor.query_len)
+        ahead = torch.arange(1, 1 + descriptor.query_len, device=req_rows.device)
         places = self._rows["lengths"].index_select(0, req_rows).long().unsqueeze(1) + ahead
         places = places.clamp(max=self.future.size(1) - 1)
         drafts = self.future.index_select(0, req_rows).gather(1, places)

@@ -8,6 +8,7 @@ from ostinato.cache.kv import KVCache, KVShape
 from ostinato.models.config import ModelConfig
 from ostinato.models.drafts.draft import Draft
 from ostinato.models.drafts.loading import FoundDraft, find_draft
+from ostinato.models.errors import ModelError
 from ostinato.models.locate import locate_model
 from ostinato.models.transformer import Transformer
 
@@ -23,7 +24,11 @@ def draft_for(target: ModelConfig, config: ResolvedConfig) -> FoundDraft | None:
     ModelError says what does not fit. Nothing is allocated.
     """
     asked = config.speculation
-    if asked is None or asked.model is None:
+    if asked is None:
+        return None
+    if not target.has_lm_head:
+        raise ModelError(f"{target.architecture} has no output layer: there is nothing to draft for")
+    if asked.model is None:
         return None
     directory = locate_model(
         asked.model, revision=asked.revision, download_dir=config.config.download_dir, with_pickles=True

@@ -264,7 +264,7 @@ class ModelRunner:
             query_len=query_len or 1,
         )
         queries = queries_of(self.model.config, self.config, key.descriptor)
-        attention = None if is_decode else query_class(queries, gpu_of(device))
+        attention = None if query_len == 1 else query_class(queries, gpu_of(device))
         return key.mode, query_len, kernels, attention
 
     def capture(
@@ -447,6 +447,7 @@ class ModelRunner:
             query_lens=query_lens,
             max_query_len=descriptor.query_len or descriptor.num_tokens,
             max_context=max_context(self.config, descriptor),
+            equal_places=descriptor.is_uniform,
             prefix_lens=self.rows["prefix_lens"] if descriptor.cascade else None,
         )
         adapters = None

@@ -25,14 +25,14 @@ __device__ __forceinline__ float base_of(float most) { return QUERIES > 1 && mos
 
 // Scores are in powers of two.
 struct Attention {
-  uint32 queries;  // where they lie
+  uint32 queries;  // where a thread's part of them lies
   uint32 q[kHeld][kSteps][2];
   float best[kColumns][2], total[kColumns][2], acc[kColumns][kSteps][4];
   uint32 weights[kColumns][2];  // of the tile whose keys were looked at, as factors of its values
 
   __device__ __forceinline__ void begin(uint32 queries_at) {
     const int lane = threadIdx.x % 32;
-    queries = queries_at + lane % 4 * 4;
+    queries = kHoldsQueries ? queries_at + lane % 4 * 4 : queries_at + lane / 8 * 16;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int head = c * 8 + lane / 4;
@@ -52,8 +52,8 @@ struct Attention {
 
   // Scores of 16 keys, not yet scaled.
   __device__ __forceinline__ void look_at(uint32 keys, float (&scores)[kColumns][4]) {
-    // Two sums: half as many products that wait for each other. Many columns do not wait.
-    constexpr int kSums = kHoldsQueries ? 2 : 1;
+    // Two sums: half as many products that wait for each other, as far as there are registers.
+    constexpr int kSums = kColumns <= 3 ? 2 : 1;
     float parts[kColumns][kSums][4];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
@@ -61,17 +61,28 @@ struct Attention {
       for (int e = 0; e < 4; ++e) parts[c][0][e] = parts[c][kSums - 1][e] = 0.f;
     const int lane = threadIdx.x % 32;
     const uint32 from = keys + (lane % 16) * kStride + lane / 16 * 16;
+    if (kHoldsQueries) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      uint32 a[4];
-      load_blocks(a, from + s * 32);
+      for (int s = 0; s < kSteps; ++s) {
+        uint32 a[4];
+        load_blocks(a, from + s * 32);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        if (kHoldsQueries) {
+        for (int c = 0; c < kColumns; ++c)
           multiply_add(parts[c][s % kSums], a, q[c % kHeld][s][0], q[c % kHeld][s][1]);
-        } else {  // surplus columns repeat the last head
-          const uint32 from_head = queries + min(c * 8 + lane / 4, kHeads - 1) * kStride + s * 32;
-          multiply_add(parts[c][s % kSums], a, load_shared(from_head), load_shared(from_head + 16));
+      }
+    } else {  // queries of two steps at a time, behind the last one some of no use; the last head stands for surplus ones
+#pragma unroll
+      for (int s = 0; s < kSteps; s += 2) {
+        const bool has_next = s + 1 < kSteps;
+        uint32 a[2][4], b[4];
+        load_blocks(a[0], from + s * 32);
+        if (has_next) load_blocks(a[1], from + s * 32 + 32);
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          const int row = c * 8 + 8 <= kHeads ? lane % 8 : min(lane % 8, kHeads - 1 - c * 8);
+          load_blocks(b, queries + (c * 8 + row) * kStride + s * 32);
+          multiply_add(parts[c][0], a[0], b[0], b[1]);
+          if (has_next) multiply_add(parts[c][kSums - 1], a[1], b[2], b[3]);
         }
       }
     }

@@ -22,6 +22,7 @@ from . import cuda_fragments, cuda_streamed, cuda_wide
 from .tiles import (
     MOST_REGISTERS,
     MOST_TOKENS,
+    WIDTHS,
     CudaGemvTile,
     FragmentsTile,
     GemvTile,
@@ -76,7 +77,7 @@ def tile_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -
             tokens = StreamedTile.compiled_tokens(num_tokens)
             tile = _fragments(shape, tokens, gpu) or _streamed(shape, tokens, gpu)
         elif num_tokens <= MOST_TOKENS[WideTile]:
-            tile = _wide(shape, 32 if num_tokens <= 32 else 64, gpu)
+            tile = _wide(shape, next(width for width in WIDTHS[1:] if num_tokens <= width), gpu)
     return tile or _skinny(shape, num_tokens, gpu, is_head) or Library()
 
 
