@@ -48,6 +48,25 @@ def test_a_report_says_what_drafts_brought_and_where_there_were_none(llm: LLM) -
     assert f"{found.mean_acceptance_length:.2f} tokens a step" in str(report)
 
 
+def test_a_request_is_told_what_drafts_brought_it(llm: LLM) -> None:
+    prompt, params = {"prompt_token_ids": [3, 4]}, SamplingParams(temperature=0, max_tokens=30)
+    alone = llm.generate(prompt, params, use_tqdm=False)[0].metrics
+    assert alone is not None
+    found = alone.speculative_decoding
+    assert found is not None
+    # The first token is the prompt's; a bunch may reach beyond the end.
+    assert 29 <= found.num_spec_steps + found.num_accepted_tokens <= 32
+    assert found.num_draft_tokens == 3 * found.num_spec_steps
+    assert found.mean_acceptance_length == pytest.approx(1 + 3 * found.draft_acceptance_rate)
+    two = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=30, n=2), use_tqdm=False)[0].metrics
+    assert two is not None
+    assert two.speculative_decoding is not None
+    assert two.speculative_decoding.num_spec_steps == 2 * found.num_spec_steps
+    single = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3, logprobs=1), use_tqdm=False)[0]
+    assert single.metrics is not None
+    assert single.metrics.speculative_decoding is None
+
+
 def test_metrics_of_vllm_have_their_names(llm: LLM) -> None:
     report = llm.speculation_report()
     assert report is not None

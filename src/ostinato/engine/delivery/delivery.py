@@ -15,6 +15,7 @@ from ostinato.text.tokenizer import Tokenizer
 
 from ..outputs import Logprob, RequestOutput
 from ..scheduling.request import Request
+from ..scheduling.request_drafts import RequestDrafts
 from ..stepping.flight import Extras, Progress
 from .served_completion import ServedCompletion
 
@@ -107,6 +108,8 @@ class Delivery:
         over = dict.fromkeys([*stopped, *(others[request] for request in ended)])
         for completion in over:
             completion.end()
+            if completion.request.drafts is not None:
+                _tell_drafts(completion)
         without_token = [others[request].whole for request in others.keys() - set(requests)]
         return _each_once([*batch.outputs, *without_token]) if without_token else batch.outputs.copy(), over
 
@@ -164,6 +167,14 @@ class Delivery:
             text = self._tokenizer.decode([token], skip_special_tokens=False)
             self._token_texts[token] = text
         return text
+
+
+def _tell_drafts(completion: ServedCompletion) -> None:
+    """What drafts brought, beside when things happened."""
+    told, drafts = completion.whole.metrics, completion.request.drafts
+    if told is not None and drafts is not None:
+        told.speculative_decoding = told.speculative_decoding or RequestDrafts()
+        told.speculative_decoding.join(drafts)
 
 
 def _each_once(outputs: list[RequestOutput]) -> list[RequestOutput]:

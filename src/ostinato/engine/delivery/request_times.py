@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from ..scheduling.request_drafts import RequestDrafts
+
 
 @dataclass
 class RequestTimes:
@@ -21,6 +23,8 @@ class RequestTimes:
     """When it ended; 0 while it runs."""
     num_generation_tokens: int = 0
     """Of all its completions; counted when it ends."""
+    speculative_decoding: RequestDrafts | None = None
+    """What drafts brought all its completions that have ended; None: there were none."""
 
     @property
     def first_token_latency(self) -> float:

@@ -41,6 +41,7 @@ from ..adapters.slots import NO_SLOT
 from ..adapters.version import AdapterVersion
 from ..parameters.sampling_params import RequestError, SamplingParams
 from ..token_ids import IntArray, token_array
+from .request_drafts import RequestDrafts
 from .token_rules import TokenRules
 
 __all__ = ["FinishReason", "IntArray", "Request", "RequestError", "RequestRows", "RequestStatus"]
@@ -114,6 +115,8 @@ class Request:
     """Prompt tokens found in the prefix cache when it was first admitted."""
     num_preemptions: int = field(default=0, init=False)
     """How often it lost its pages and had to be computed again."""
+    drafts: RequestDrafts | None = field(default=None, init=False)
+    """What drafts brought it; None before any were verified."""
     finish_reason: FinishReason | None = field(default=None, init=False)
     """Why it ended; None before."""
     stop_reason: int | str | None = field(default=None, init=False)

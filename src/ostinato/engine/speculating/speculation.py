@@ -43,6 +43,7 @@ from ostinato.kernels.speculation.verification import VerifyInputs, begin_verify
 
 from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
+from ..scheduling.request_drafts import RequestDrafts
 from ..scheduling.scheduled_step import PLACEHOLDER, ScheduledStep
 from .bunch import Bunch
 from .config import SpeculativeConfig
@@ -229,6 +230,10 @@ class Speculation:
         if drafted.any():
             self.counts.add(step.num_drafts, num_new[drafted] - 1)
             self.policy.note(step.num_drafts, num_new[drafted] - 1)
+            for at in np.flatnonzero(drafted).tolist():
+                request = step.requests[at]
+                request.drafts = request.drafts or RequestDrafts()
+                request.drafts.add(step.num_drafts, int(num_new[at]) - 1)
 
     def note_cost(self, step: ScheduledStep, seconds: float | None) -> None:
         """A decode step took so long on the device, if anybody knows."""
