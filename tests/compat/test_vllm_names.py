@@ -32,13 +32,22 @@ OF_TRL = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before, finders = dict(sys.modules), list(sys.meta_path)
+def nobody_has_been_here() -> Iterator[None]:
+    """Other tests play vLLM's trainers, in this process, too."""
+
+    def concerned() -> list[str]:
+        return [
+            name
+            for name in sys.modules
+            if name.split(".")[0] in ("vllm", "trl") or name == "ostinato.compat.vllm"
+        ]
+
+    kept, finders = {name: sys.modules.pop(name) for name in concerned()}, list(sys.meta_path)
     yield
     sys.meta_path[:] = finders
-    for name in sys.modules.keys() - before.keys():
-        if name.split(".")[0] in ("vllm", "trl") or name == "ostinato.compat.vllm":
-            del sys.modules[name]
+    for name in concerned():
+        del sys.modules[name]
+    sys.modules.update(kept)
 
 
 def stand_in() -> ModuleType:
