@@ -37,7 +37,11 @@ SHRINK = {
 }
 
 
-@pytest.mark.parametrize("name", SHRINK)
+def with_slow(cases, *slow):
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in cases]
+
+
+@pytest.mark.parametrize("name", with_slow(SHRINK, "one slice, uneven", "blocks of 16"))
 def test_tokens_shrink_to_ranks(emulator, name):
     in_features, parts, max_rank, norm, num_slots, num_tokens = SHRINK[name]
     torch.manual_seed(1)
@@ -66,7 +70,7 @@ ONE_TOKEN = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_TOKEN)
+@pytest.mark.parametrize("name", with_slow(ONE_TOKEN, "uneven", "more ranks than wait"))
 def test_what_one_token_gets(emulator, name):
     in_features, parts, max_rank, norm = ONE_TOKEN[name]
     torch.manual_seed(1)
