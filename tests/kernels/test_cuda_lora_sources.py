@@ -57,7 +57,7 @@ def test_both_matrices_of_one_token_are(in_features, out_features, parts):
 
 
 def test_a_program_that_shrinks_fits_beside_one_of_a_wide_product():
-    """Of Llama-3.1-8B: where it does not, each product begins 3 us later."""
+    """Of Llama-3.1-8B: where it does not, it starts when the product has ended."""
     table = package_table(Gpu((9, 0), 132))
     gate_up, down = MatrixShape(14336, 4096, True), MatrixShape(4096, 14336)
     for shape, behind in ((gate_up, down), (down, gate_up)):
