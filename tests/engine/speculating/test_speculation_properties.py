@@ -136,6 +136,13 @@ def test_each_request_gets_what_it_gets_without_drafts_many_times(
     check(engines, workload, wrong)
 
 
+def test_prompts_come_while_nobody_knows_how_long_the_others_are(engines: tuple[LLM, Oracle, LLM]) -> None:
+    """Each arrival is in a step behind one whose drafts are all wrong, or some of them."""
+    workload = [Asked(0, 3 * at, at % 3, 5, 16, "greedy", 3 if at else 0, None) for at in range(4)]
+    for wrong in (set(range(67)), set(range(0, 67, 2)), set(range(1, 67, 3))):
+        check(engines, workload, wrong)
+
+
 def test_the_workloads_do_preempt_and_hit(engines: tuple[LLM, Oracle, LLM]) -> None:
     llm, _, _ = engines
     scheduler = llm.engine.core.scheduler

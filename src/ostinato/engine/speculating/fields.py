@@ -12,6 +12,9 @@ LONGER = 0
 UNCHANGED = -1
 """The same, but the row stays as it is: acceptance decides by how much it grows."""
 
+VERIFYING = "drafts"
+"""Tells graphs that verify drafts from those of prompts, which may be smaller and end without acceptance."""
+
 
 def drafting_fields(config: ResolvedConfig) -> tuple[RowField, ...]:
     """The fields of a row beside those that it has anyway."""

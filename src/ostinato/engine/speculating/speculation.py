@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ from .bunch import Bunch
 from .config import SpeculativeConfig
 from .counts import DraftCounts, SpeculationReport
 from .drafting import Drafter
-from .fields import LONGER, UNCHANGED
+from .fields import LONGER, UNCHANGED, VERIFYING
 from .limits import why_single
 from .policy import DraftPolicy
 from .target import Target
@@ -89,7 +90,7 @@ class Speculation:
         is_piecewise = runner.config.graph_mode.decode is GraphMode.PIECEWISE
         self.tail = self._make_graphs(self._tail, is_captured=is_piecewise)
         """Acceptance, where it is not part of the forward graph."""
-        self.asking = self._make_graphs(self._accept_asking, is_captured=True)
+        self.asking = self._make_graphs(self._accept_asking, is_captured=True, padding=False)
         """Acceptance for requests that ask for more than plain sampling."""
         self.asked: Asked | None = None
         """What they ask for; given by who samples."""
@@ -104,7 +105,7 @@ class Speculation:
             return []
         config = self._runner.config
         return [
-            key
+            GraphKey(key.mode, replace(key.descriptor, extra=VERIFYING))
             for count in draft_tiers(self.config)
             for key in capture_keys(
                 GraphMode.FULL_DECODE_ONLY,
@@ -117,7 +118,7 @@ class Speculation:
             )
         ]
 
-    def _make_graphs(self, step: Step, *, is_captured: bool) -> CudaGraphRunner:
+    def _make_graphs(self, step: Step, *, is_captured: bool, padding: bool = True) -> CudaGraphRunner:
         config = self._runner.config
         ladder = config.verify_ladder
         has_graphs = config.graph_mode is not GraphMode.NONE
@@ -137,7 +138,7 @@ class Speculation:
                 allocate=self._runner.pool.allocate,
             ),
             keys,
-            dispatcher=Dispatcher(mode),
+            dispatcher=Dispatcher(mode, padding=padding),
             pool=self._runner.pool,
             options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
             state=self._runner.returned.state,
@@ -300,7 +301,7 @@ class Speculation:
 
     def run_asking(self, step: ScheduledStep, is_asking: IntArray, bunch: Bunch) -> None:
         """Choose the tokens of those who ask, and accept: behind a step that has given them one, in a next
-        line of the same form."""
+        line of the same form, so that only a graph of the same size will do."""
         rows = np.zeros(bunch.num_requests, dtype=np.int32)
         rows[: step.num_requests] = np.where(is_asking, step.rows, 0)
         self.asking.run({"req_rows": rows}, BatchShape.decode(bunch.num_requests, bunch.query_len))

@@ -52,7 +52,7 @@ from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate, ScheduledStep
 from ..speculating.bunch import Bunch
 from ..speculating.draft_parts import DraftParts
-from ..speculating.fields import LONGER, UNCHANGED, drafting_fields
+from ..speculating.fields import LONGER, UNCHANGED, VERIFYING, drafting_fields
 from ..speculating.making import make_speculation
 from . import shared_prefix
 from .device_rows import DeviceRows
@@ -395,6 +395,10 @@ class ModelRunner:
         shape = BatchShape(
             step.total_tokens, step.num_requests, query_len, lora=step.num_adapters, context=context
         )
+        if step.num_drafts and is_decode:
+            verifying = replace(shape, extra=VERIFYING)
+            if not self.graphs.decide(verifying).is_eager:
+                shape = verifying
         self._why_no_cascade = None
         if self._wants_cascade(step):
             cascade = replace(shape, cascade=True)
