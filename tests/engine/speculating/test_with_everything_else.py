@@ -24,6 +24,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "disable_adaptive": Tru
 LOOKUP = {**NGRAM, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
+@pytest.mark.slow
 def test_adapters_on_the_target(tmp_path: Path) -> None:
     world = LoraWorld.make(tmp_path)
     prompts, numbers = prompts_of((5, 9, 3, 12)), [0, None, 1, 0]
