@@ -138,7 +138,9 @@ def test_an_engine_on_a_cpu_leaves_the_table_of_one_on_a_gpu_alone(tmp_path):
 def test_graphs_share_warm_ups_as_far_as_the_table_says(tiny, monkeypatch):
     """A range that ends between two sizes, of layers or of the head, makes their kernels differ."""
     model = Transformer(ModelConfig.load(Path(tiny.directory)))
-    config = SimpleNamespace(device=GPU, dtype=torch.bfloat16, max_model_len=256, page_columns=16)
+    config = SimpleNamespace(
+        device=GPU, dtype=torch.bfloat16, max_model_len=256, max_positions=256, page_columns=16
+    )
     monkeypatch.setattr(model_runner, "gpu_of", lambda _: H200)
     runner = cast("ModelRunner", SimpleNamespace(model=model, config=config))
     (layer, _), *_, (head, _) = model.products_of(1, 1)

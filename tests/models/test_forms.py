@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.kernels import lora
 from ostinato.kernels.linear import products, scaled_rows
-from ostinato.kernels.lora import NO_ADAPTER
+from ostinato.kernels.lora import NO_ADAPTER, Adapted
 from ostinato.models import layers
 from ostinato.models.config import ModelConfig
 from ostinato.models.forms import Few, Form, FormError, General, Scaled, Step
@@ -21,10 +22,14 @@ from .test_launches import FORMS, MODELS, SHAPE, on_a_hopper
 IDS = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(5))
 
 
-def in_two_parts(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+def in_two_parts(
+    x: torch.Tensor, weight: Any, bias: torch.Tensor | None, adapted: Adapted | None = None
+) -> torch.Tensor:
     """As kernels that share the columns leave a product."""
     half = x.size(1) // 2
     first = torch.nn.functional.linear(x[:, :half], weight.tensor[:, :half], bias)
+    if adapted is not None:
+        lora.add(x, first, *adapted)
     return torch.stack([first, torch.nn.functional.linear(x[:, half:], weight.tensor[:, half:])])
 
 

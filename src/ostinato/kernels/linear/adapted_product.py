@@ -31,7 +31,7 @@ def multiply_adapted(
     second: int,
     third: int,
 ) -> Tensor:
-    """As `products.linear_in_parts`, of dense rows x [T, in]."""
+    """As `products.linear_in_parts`, of rows x [T, in]: dense ones, or by a library any."""
     adapters = Operands(a, b, ranks, slots, order, blocks, second, third)
     shrinker = adapters.shrinker_of(x)
     sums = shrinker.room_for_sums(x, a)

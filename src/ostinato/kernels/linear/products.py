@@ -79,7 +79,8 @@ def _adapted(x: Tensor, matrix: Tensor, bias: Tensor | None, adapted: Adapted, *
         return product
     from .adapted_product import multiply_adapted
 
-    return multiply_adapted(x.contiguous(), matrix, bias, by_library, *Operands.of(adapted))
+    dense = x if by_library else x.contiguous()
+    return multiply_adapted(dense, matrix, bias, by_library, *Operands.of(adapted))
 
 
 def _by_library(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
