@@ -12,18 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ostinato.graphs import (
-    BatchDescriptor,
-    BatchShape,
-    CaptureOptions,
-    CudaGraphRunner,
-    Dispatcher,
-    Field,
-    GraphKey,
-    GraphMode,
-    InputBuffers,
-    capture_keys,
-)
+from ostinato.graphs import BatchDescriptor, CudaGraphRunner, GraphKey
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch
 from ostinato.kernels.cuda.compiled import is_compiling_only
 from ostinato.kernels.request_rows import note_time
@@ -36,6 +25,7 @@ from .config import SpeculativeConfig
 from .draft_attention import DraftAttention
 from .draft_inputs import NO_FEATURE, keep_features, pairs_of_step
 from .draft_parts import DraftParts
+from .row_graphs import HeldRows, row_graphs
 from .target import Target
 from .tiers import draft_tiers
 
@@ -63,31 +53,16 @@ class EagleGraphManager:
         )
         self._one_each = torch.arange(resolved.verify_ladder.limit, dtype=torch.int32, device=resolved.device)
         self._max_context = min(resolved.max_positions, resolved.page_columns * PAGE_SIZE)
-        self._held: tuple[IntArray | None, int] = (None, 0)
         self.graphs = self._make_graphs(runner)
+        self._held = HeldRows(self.graphs)
 
     def _make_graphs(self, runner: Target) -> CudaGraphRunner:
-        config, ladder = runner.config, runner.config.verify_ladder
-        mode = GraphMode.NONE if config.graph_mode is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
-        keys = [
-            key
-            for count in draft_tiers(self._config)
-            for key in capture_keys(mode, ladder, None, query_len=count, max_reqs=ladder.limit)
-        ]
-        graphs = CudaGraphRunner(
+        # Padding writes page 0 and row 0.
+        graphs = row_graphs(
+            runner,
             self._chain,
-            InputBuffers(
-                (Field("req_rows", torch.int32, per="request"),),
-                max_tokens=ladder.limit * config.max_drafts,
-                max_reqs=ladder.limit,
-                device=config.device,
-                allocate=runner.pool.allocate,
-            ),
-            keys,
-            dispatcher=Dispatcher(mode),
-            pool=runner.pool,
-            options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
-            state={},  # padding writes page 0 and row 0
+            draft_tiers(self._config),
+            most=runner.config.max_drafts,
             kernels_of=_kernels_of,
         )
         graphs.watch(self._draft)
@@ -105,13 +80,7 @@ class EagleGraphManager:
 
     def run(self, rows: IntArray, num_drafts: int) -> None:
         """Launch so many drafts for each of these rows."""
-        shape = BatchShape.decode(len(rows), num_drafts)
-        (of, count), self._held = self._held, (None, 0)
-        if of is rows and count == num_drafts and self.graphs.can_rerun(shape):
-            self.graphs.rerun(shape)
-        else:
-            self.graphs.run({"req_rows": rows}, shape)
-        self._held = rows, num_drafts
+        self._held.run(rows, num_drafts)
 
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor

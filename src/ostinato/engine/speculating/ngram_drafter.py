@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ostinato.graphs import (
-    BatchDescriptor,
-    BatchShape,
-    CaptureOptions,
-    CudaGraphRunner,
-    Dispatcher,
-    Field,
-    GraphMode,
-    InputBuffers,
-    capture_keys,
-)
+from ostinato.graphs import BatchDescriptor
 from ostinato.kernels.attention.batch import AttentionBatch
 from ostinato.kernels.request_rows import note_time
 from ostinato.kernels.speculation.ngram import draft_ngram
 
 from ..scheduling.request import IntArray, Request
 from .config import SpeculativeConfig
+from .row_graphs import HeldRows, row_graphs
 from .target import Target
 from .tiers import draft_tiers
 
@@ -39,33 +29,14 @@ class NgramDrafter:
         self._began = runner.began
         self.history = runner.rows["history"]
         """int32 [max_rows, positions]: the text of each row."""
-        self._held: tuple[IntArray | None, int] = (None, 0)
-        self.graphs = self._make_graphs(runner)
-
-    def _make_graphs(self, runner: Target) -> CudaGraphRunner:
-        config, ladder = runner.config, runner.config.verify_ladder
-        mode = GraphMode.NONE if config.graph_mode is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
-        keys = [
-            key
-            for count in draft_tiers(self._config)
-            for key in capture_keys(mode, ladder, None, query_len=count, max_reqs=ladder.limit)
-        ]
-        return CudaGraphRunner(
+        self.graphs = row_graphs(
+            runner,
             self._draft,
-            InputBuffers(
-                (Field("req_rows", torch.int32, per="request"),),
-                max_tokens=ladder.limit * config.max_drafts,
-                max_reqs=ladder.limit,
-                device=config.device,
-                allocate=runner.pool.allocate,
-            ),
-            keys,
-            dispatcher=Dispatcher(mode),
-            pool=runner.pool,
-            options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
-            state={},  # row 0 stays as it is
+            draft_tiers(config),
+            most=runner.config.max_drafts,
             kernels_of=lambda key: key.descriptor.query_len,
         )
+        self._held = HeldRows(self.graphs)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Nothing beside rows."""
@@ -79,13 +50,7 @@ class NgramDrafter:
 
     def run(self, rows: IntArray, num_drafts: int) -> None:
         """Launch so many drafts for each of these rows."""
-        shape = BatchShape.decode(len(rows), num_drafts)
-        (of, count), self._held = self._held, (None, 0)
-        if of is rows and count == num_drafts and self.graphs.can_rerun(shape):
-            self.graphs.rerun(shape)
-        else:
-            self.graphs.run({"req_rows": rows}, shape)
-        self._held = rows, num_drafts
+        self._held.run(rows, num_drafts)
 
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor

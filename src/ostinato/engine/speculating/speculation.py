@@ -22,13 +22,9 @@ from torch import Tensor
 from ostinato.graphs import (
     BatchDescriptor,
     BatchShape,
-    CaptureOptions,
     CudaGraphRunner,
-    Dispatcher,
-    Field,
     GraphKey,
     GraphMode,
-    InputBuffers,
     Report,
     capture_keys,
 )
@@ -53,6 +49,7 @@ from .drafting import Drafter
 from .fields import LONGER, UNCHANGED, VERIFYING
 from .limits import why_single
 from .policy import DraftPolicy
+from .row_graphs import row_graphs
 from .target import Target
 from .tiers import draft_tiers
 
@@ -119,30 +116,15 @@ class Speculation:
         ]
 
     def _make_graphs(self, step: Step, *, is_captured: bool, padding: bool = True) -> CudaGraphRunner:
-        config = self._runner.config
-        ladder = config.verify_ladder
-        has_graphs = config.graph_mode is not GraphMode.NONE
-        mode = GraphMode.FULL_DECODE_ONLY if has_graphs else GraphMode.NONE
-        keys = [
-            key
-            for count in (draft_tiers(self.config) if is_captured else ())
-            for key in capture_keys(mode, ladder, None, query_len=1 + count, max_reqs=ladder.limit)
-        ]
-        return CudaGraphRunner(
+        tiers = draft_tiers(self.config) if is_captured else ()
+        return row_graphs(
+            self._runner,
             step,
-            InputBuffers(
-                (Field("req_rows", torch.int32, per="request"),),
-                max_tokens=ladder.limit * (1 + config.max_drafts),
-                max_reqs=ladder.limit,
-                device=config.device,
-                allocate=self._runner.pool.allocate,
-            ),
-            keys,
-            dispatcher=Dispatcher(mode, padding=padding),
-            pool=self._runner.pool,
-            options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
-            state=self._runner.returned.state,
+            [1 + count for count in tiers],
+            most=1 + self._runner.config.max_drafts,
             kernels_of=lambda key: key.descriptor.num_tokens,
+            state=self._runner.returned.state,
+            padding=padding,
         )
 
     @property
