@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.conftest import tiny, tiny_text  # noqa: F401
 from engine.speculating.test_speculation import *  # noqa: F403
 from engine.speculating.test_steady_steps import (  # noqa: F401
     engine,
@@ -20,7 +21,7 @@ from ostinato import LLM, SamplingParams
 
 
 @pytest.mark.alone
-def test_the_device_hardly_waits(tiny):
+def test_the_device_hardly_waits(tiny):  # noqa: F811
     """Synthetic acceptance on a tiny model: the host is as far ahead as without drafts."""
     asked = {
         "method": "ngram",
