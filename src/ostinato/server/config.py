@@ -78,6 +78,9 @@ class ServerConfig:
     """Where /start_profile leaves its traces."""
     metrics_prefix: str = "ostinato"
     """Prefix of the metrics that vLLM and SGLang have too; vllm, sglang or sglang_ suits their dashboards."""
+    per_request_spec_decode_metrics: str = "none"
+    """What an answer says about its drafts, in `metrics.speculative_decoding`: none, summary, or detailed,
+    step by step. As in vLLM, not with n above 1."""
     allowed_origins: Sequence[str] = ()
     """Origins whose web pages may use the API from a browser (CORS); * for all."""
 
@@ -106,6 +109,10 @@ class ServerConfig:
             raise ConfigError(f"stream_interval must be at least 1, not {self.stream_interval}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"max_prompt_tokens must be at least 1, not {self.max_prompt_tokens}")
+        if (given := self.per_request_spec_decode_metrics) not in ("none", "summary", "detailed"):
+            raise ConfigError(
+                f"unknown per_request_spec_decode_metrics {given!r}: use none, summary or detailed"
+            )
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             known = ", ".join(TOOL_CALL_PARSERS)
             raise ConfigError(f"unknown tool_call_parser {self.tool_call_parser!r}: use {known}")

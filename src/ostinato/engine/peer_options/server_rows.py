@@ -43,6 +43,7 @@ SERVER_ROWS: tuple[PeerOption, ...] = (
     acts("tool_call_parser", BOTH, "text", "auto", "auto by the chat template; or by name"),
     refused("reasoning_parser", BOTH, "text", "qwen3", "thoughts stay in the text, between their marks"),
     acts("enable_log_requests", "vllm", "flag", "", "a line per request"),
+    acts("per_request_spec_decode_metrics", "vllm", "text", "summary", "drafts of an answer, beside it"),
     mapped("log_requests", "sglang", "flag", "", "enable_log_requests", "the same"),
     harmless(
         *("log_requests_level", "sglang", "int", "1", "prompts and answers are never logged"),

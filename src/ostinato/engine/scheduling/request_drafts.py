@@ -13,6 +13,10 @@ class RequestDrafts:
     """Tokens that were drafted."""
     acceptance_histogram: list[int] = field(default_factory=list)
     """In how many steps 0, 1, 2... drafts were accepted."""
+    per_step_drafted: list[int] = field(default_factory=list)
+    """Drafts of each step..."""
+    per_step_accepted: list[int] = field(default_factory=list)
+    """...and how many of them were accepted."""
 
     @property
     def num_spec_steps(self) -> int:
@@ -40,10 +44,14 @@ class RequestDrafts:
         self.acceptance_histogram.extend([0] * missing)
         self.num_draft_tokens += num_drafts
         self.acceptance_histogram[num_accepted] += 1
+        self.per_step_drafted.append(num_drafts)
+        self.per_step_accepted.append(num_accepted)
 
     def join(self, other: RequestDrafts) -> None:
         """Count what drafts brought another completion of the same request."""
         self.num_draft_tokens += other.num_draft_tokens
+        self.per_step_drafted += other.per_step_drafted
+        self.per_step_accepted += other.per_step_accepted
         missing = len(other.acceptance_histogram) - len(self.acceptance_histogram)
         self.acceptance_histogram.extend([0] * missing)
         for accepted, steps in enumerate(other.acceptance_histogram):

@@ -114,6 +114,7 @@ def _ready(llm: Any) -> Ready:
         max_logprobs=core.config.config.max_logprobs,
         adapters=adapter_list(core),
         vllm_config=_vllm_config(core),
+        most_drafts=core.config.max_drafts,
     )
 
 

@@ -270,7 +270,13 @@ class ServedEngine:
             request.error if has_ended else None,
             request.is_at_fault,
             self._queued.pop(id, 0.0),
+            _drafts(request) if has_ended else None,
         )
+
+
+def _drafts(request: Request) -> tuple[list[int], list[int]] | None:
+    drafts = request.drafts
+    return None if drafts is None else (drafts.per_step_drafted, drafts.per_step_accepted)
 
 
 def _listed(logprobs: dict[int, Logprob]) -> TokenLogprobs:

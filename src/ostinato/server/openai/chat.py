@@ -15,6 +15,7 @@ from .generation import Generation
 from .logprobs import chat_logprobs, prompt_logprobs
 from .requests import ChatRequest
 from .responses import (
+    AnswerMetrics,
     ChatBody,
     ChatChoice,
     ChatChunk,
@@ -157,6 +158,7 @@ class ChatWriter(ChunkEvents):
         choices = [self._choice(answer) for answer in self._answers]
         body = ChatBody(generation.id, generation.created, self._model.name, choices, generation.usage)
         body.metadata = Metadata(generation.weight_version)
+        body.metrics = self._model.draft_metrics.of(generation.drafts)
         first = generation.completions[0]
         if self._body.prompt_logprobs is not None:
             body.prompt_logprobs = prompt_logprobs(
@@ -175,7 +177,8 @@ class ChatWriter(ChunkEvents):
                 chunks += [self._encoded([choice], usage) for choice in self._chunk_choices(answer)]
         if wants_usage and not self._usage_told and self._generation.is_finished:
             self._usage_told = True
-            chunks.append(self._encoded([], self._generation.usage))
+            metrics = self._model.draft_metrics.of(self._generation.drafts)
+            chunks.append(self._encoded([], self._generation.usage, metrics))
         return chunks
 
     def _choice(self, answer: Answer) -> ChatChoice:
@@ -238,9 +241,14 @@ class ChatWriter(ChunkEvents):
         shown = self._model.shown_tokens(self._body.return_tokens_as_token_ids)
         return chat_logprobs(shown, piece.logprobs, top)
 
-    def _encoded(self, choices: list[ChatChunkChoice], usage: Any) -> bytes:
+    def _encoded(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Any,
+        metrics: AnswerMetrics | msgspec.UnsetType = msgspec.UNSET,
+    ) -> bytes:
         generation = self._generation
-        chunk = ChatChunk(generation.id, generation.created, self._model.name, choices, usage)
+        chunk = ChatChunk(generation.id, generation.created, self._model.name, choices, usage, metrics)
         if choices and choices[0].finish_reason is not None:
             chunk.metadata = Metadata(generation.completions[choices[0].index].weight_version)
         return msgspec.json.encode(chunk)

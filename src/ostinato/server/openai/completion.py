@@ -11,6 +11,7 @@ from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from ..engine_client.client import EngineClient, EngineGone
 from ..wire.messages import News, TokenLogprobs
+from .draft_metrics import Drafts
 from .errors import ApiError, engine_error, unavailable
 from .served_model import ServedModel
 
@@ -60,6 +61,8 @@ class Completion:
         self.num_cached_tokens = 0
         self.queued_seconds = 0.0
         """How long it waited for its first step."""
+        self.drafts: Drafts | None = None
+        """Known at its end."""
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -144,6 +147,8 @@ class Completion:
             return
         self.num_cached_tokens = max(self.num_cached_tokens, news.cached_tokens)
         self.queued_seconds = max(self.queued_seconds, news.queued_seconds)
+        if news.drafts is not None:
+            self.drafts = news.drafts
         if news.prompt_logprobs is not None:
             self.prompt_logprobs.update(news.prompt_logprobs)
         if news.token is not None:

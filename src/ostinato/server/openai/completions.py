@@ -117,7 +117,7 @@ class CompletionWriter(ChunkEvents):
     def whole(self) -> bytes:
         """The answer, when the generation is finished."""
         choices = [self._choice(completion, completion.take()) for completion in self._generation.completions]
-        return msgspec.json.encode(self._wrapped(choices, usage=self._generation.usage))
+        return msgspec.json.encode(self._ended(choices))
 
     def chunks(self) -> list[bytes]:
         """What has come since the last time."""
@@ -134,7 +134,7 @@ class CompletionWriter(ChunkEvents):
                     self._ends_told.add(completion.index)
         if wants_usage and not self._usage_told and self._generation.is_finished:
             self._usage_told = True
-            chunks.append(msgspec.json.encode(self._wrapped([], usage=self._generation.usage)))
+            chunks.append(msgspec.json.encode(self._ended([])))
         return chunks
 
     def _is_worth_a_chunk(self, completion: Completion, piece: Piece) -> bool:
@@ -183,6 +183,11 @@ class CompletionWriter(ChunkEvents):
         if self._model.tokenizer is None:
             return ""
         return self._model.tokenizer.decode(completion.prompt_ids, skip_special_tokens=False)
+
+    def _ended(self, choices: list[CompletionChoice]) -> CompletionBody:
+        body = self._wrapped(choices, usage=self._generation.usage)
+        body.metrics = self._model.draft_metrics.of(self._generation.drafts)
+        return body
 
     def _wrapped(self, choices: list[CompletionChoice], usage: Any) -> CompletionBody:
         generation = self._generation

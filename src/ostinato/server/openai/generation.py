@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ..engine_client.client import EngineClient, EngineGone
 from .completion import Completion
+from .draft_metrics import Drafts
 from .errors import ApiError, unavailable
 from .responses import CachedTokens, Usage
 from .stream_pace import StreamPace
@@ -58,6 +59,11 @@ class Generation:
             for key in prompts
         }
         return Usage(prompt, generated, prompt + generated, CachedTokens(sum(cached.values())))
+
+    @property
+    def drafts(self) -> list[Drafts | None]:
+        """What drafts brought its completions, once they are finished."""
+        return [completion.drafts for completion in self.completions]
 
     def start(self, engine: EngineClient) -> None:
         """Ask the engine for all of them."""

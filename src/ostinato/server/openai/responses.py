@@ -30,6 +30,30 @@ class Metadata(msgspec.Struct, frozen=True):
     """Of the weights that its last token was computed with."""
 
 
+class AcceptedDrafts(msgspec.Struct, frozen=True):
+    """What drafts brought one answer, under vLLM's names."""
+
+    mean_acceptance_length: float
+    """Tokens of a step that verified drafts."""
+    draft_acceptance_rate: float
+    """Share of drafts that were accepted."""
+    acceptance_histogram: list[int]
+    """In how many steps 0, 1, 2... drafts were accepted."""
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    """The most drafts of a step."""
+    per_step_accepted: list[int] | msgspec.UnsetType = msgspec.UNSET
+    per_step_drafted: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class AnswerMetrics(msgspec.Struct, frozen=True):
+    """Beside an answer, as vLLM has it."""
+
+    speculative_decoding: AcceptedDrafts
+
+
 class PromptLogprob(msgspec.Struct, frozen=True):
     """One token that is or could have been in a place of the prompt."""
 
@@ -72,6 +96,7 @@ class CompletionBody(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    metrics: AnswerMetrics | msgspec.UnsetType = msgspec.UNSET
     metadata: Metadata | msgspec.UnsetType = msgspec.UNSET
     """In a stream, with the end of a completion."""
     object: Literal["text_completion"] = "text_completion"
@@ -147,6 +172,7 @@ class ChatBody(msgspec.Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    metrics: AnswerMetrics | msgspec.UnsetType = msgspec.UNSET
     metadata: Metadata | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
@@ -179,6 +205,7 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    metrics: AnswerMetrics | msgspec.UnsetType = msgspec.UNSET
     metadata: Metadata | msgspec.UnsetType = msgspec.UNSET
     """With the end of an answer."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

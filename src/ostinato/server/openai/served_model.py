@@ -21,6 +21,7 @@ from ..text_work.lanes import LanesFull, TextLanes
 from ..text_work.work import Conversation, TextLimit, TextRefused, TextWork
 from ..wire.messages import Ready
 from .conversation import Message, TextPart, Tool
+from .draft_metrics import DraftMetrics
 from .errors import ApiError, unavailable
 from .logprobs import TokenNames, TokenTexts
 from .tool_calls.formats import chat_template_of, kind_of_model
@@ -43,6 +44,8 @@ class ServedModel:
         """All that are loaded."""
         self.lost_adapters = frozenset[str]()
         """Those that an engine before had and this one has not."""
+        self.draft_metrics = DraftMetrics(config.per_request_spec_decode_metrics, ready.most_drafts)
+        """What answers tell about their drafts."""
         self.tokenizer = tokenizer
         self._token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self.created = int(time.time())

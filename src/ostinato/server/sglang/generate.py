@@ -150,6 +150,7 @@ class GenerateWriter(ChunkEvents):
         }
         if completion.is_finished:
             about["e2e_latency"] = (completion.last_token_at or time.perf_counter()) - completion.started_at
+            about |= _accepted(completion)
         if self._body.return_logprob:
             about |= self._logprobs(answer)
         return {"text": answer.text, "output_ids": answer.ids, "meta_info": about}
@@ -202,3 +203,17 @@ def _finish_reason(completion: Completion, ids: Sequence[int]) -> dict[str, Any]
         case "length":
             return {"type": "length", "length": len(ids)}
     return {"type": "abort", "message": "the request was aborted"}
+
+
+def _accepted(completion: Completion) -> dict[str, Any]:
+    """What drafts brought it, if there were any."""
+    if completion.drafts is None:
+        return {}
+    drafted, accepted = completion.drafts
+    return {
+        "spec_verify_ct": len(accepted),
+        "spec_accept_length": 1 + sum(accepted) / len(accepted),
+        "spec_accept_rate": sum(accepted) / sum(drafted),
+        "spec_accept_token_num": sum(accepted),
+        "spec_draft_token_num": sum(drafted),
+    }

@@ -86,6 +86,8 @@ class News(msgspec.Struct, array_like=True, frozen=True):
     """Whether the request itself is at fault for the error."""
     queued_seconds: float = 0.0
     """From its arrival in the engine's process to its first step; told with the first news."""
+    drafts: tuple[list[int], list[int]] | None = None
+    """Told with the end: how many tokens were drafted in each step that verified some, and accepted."""
 
 
 class StepNews(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -138,6 +140,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Loaded at the start."""
     vllm_config: dict[str, Any] = {}
     """What trainers read of vLLM's, under its names."""
+    most_drafts: int = 0
+    """Of a step; 0: none are made."""
 
 
 class Fault(StrEnum):
