@@ -66,6 +66,8 @@ def test_a_length_becomes_rates_of_the_least_variance() -> None:
         ({**EAGLE, "prompt_lookup_max": 3}, "prompt_lookup"),
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min"),
         ({**EAGLE, "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
+        ({**EAGLE, "draft_tensor_parallel_size": True}, "draft_tensor_parallel_size"),
+        ({**EAGLE, "enforce_eager": 0}, "enforce_eager can only be False, not 0"),
         ({**EAGLE, "parallel_drafting": True}, "parallel_drafting"),
         ({**EAGLE, "draft_sample_method": "probabilistic"}, "draft_sample_method"),
         ({**EAGLE, "max_model_len": 100}, "max_model_len"),

@@ -239,7 +239,8 @@ def _refuse_others(left: dict[str, Any]) -> None:
     for key, value in left.items():
         if key in _AS_IT_IS:
             known = _AS_IT_IS[key]
-            if value not in known:
+            # True equals 1, and says something else.
+            if not any(type(value) is type(one) and value == one for one in known):
                 only = " or ".join(map(repr, known)) or "left out"
                 raise ConfigError(f"speculative_config: {key} can only be {only}, not {value!r}")
         elif key in _WHY_NOT:
