@@ -89,7 +89,9 @@ class Reached:
         found = [value for _, _, value, _ in self._watched]
         self.tensors = [value for value in found if isinstance(value, torch.Tensor) and _has_memory(value)]
         self._geometry, self._code = _geometry_of(self.tensors), self._code_now()
-        self._looks = [(look, [value for _, _, value, _ in group]) for look, group in self._grouped()]
+        self._looks = list(_grouped(self._watched))
+        self._value_looks = list(_grouped(self._values))
+        self._values_then = list(chain.from_iterable(values for _, values in self._value_looks))
 
     # -- before every call -------------------------------------------------------------------------
 
@@ -112,7 +114,13 @@ class Reached:
         return list(map(_training, self.modules))
 
     def changed_values(self) -> list[str]:
-        """The names of other Python values that are others now: debug mode."""
+        """The names of other Python values that are others now: in debug mode, and of training steps."""
+        try:
+            found = chain.from_iterable([look() for look, _ in self._value_looks])
+            if all(map(is_, found, self._values_then)):
+                return []
+        except (LookupError, ReferenceError):  # it is gone
+            pass
         return [name for h, key, value, name in self._values if not same_constant(item_of(h, key), value)]
 
     def check(self) -> None:
@@ -170,18 +178,6 @@ class Reached:
                     put(holder, key, saved[key])
 
     # -- internals ---------------------------------------------------------------------------------
-
-    def _grouped(self) -> Iterator[tuple[Callable[[], Any], list[Any]]]:
-        """Entries of one dictionary are looked up together."""
-        of_holder: dict[int, list[Any]] = {}
-        for entry in self._watched:
-            of_holder.setdefault(id(entry[0]), []).append(entry)
-        for group in of_holder.values():
-            holder, keys = group[0][0], [key for _, key, _, _ in group]
-            if isinstance(holder, dict) and len(keys) > 1:
-                yield functools.partial(itemgetter(*keys), holder), group
-            else:
-                yield functools.partial(_all_items, holder, keys), group
 
     def _code_now(self) -> list[Any]:
         tables = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
@@ -345,6 +341,20 @@ class Assigned:
         for (_, holder, key, _), value in zip(self.places, values, strict=True):
             put(holder, key, value)
         return result
+
+
+def _grouped(entries: list[tuple[Any, Any, Any, str]]) -> Iterator[tuple[Callable[[], Any], list[Any]]]:
+    """How to look entries up, and what was found; those of one dictionary are looked up together."""
+    of_holder: dict[int, list[Any]] = {}
+    for entry in entries:
+        of_holder.setdefault(id(entry[0]), []).append(entry)
+    for group in of_holder.values():
+        holder, keys = group[0][0], [key for _, key, _, _ in group]
+        values = [value for _, _, value, _ in group]
+        if isinstance(holder, dict) and len(keys) > 1:
+            yield functools.partial(itemgetter(*keys), holder), values
+        else:
+            yield functools.partial(_all_items, holder, keys), values
 
 
 def _geometry_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
