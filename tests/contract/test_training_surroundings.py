@@ -79,6 +79,40 @@ def test_what_every_step_assigns_is_named_and_counts_no_trials(device, caplog):
     assert any("every step assigns calls in Python" in line for line in caplog.messages)
 
 
+logged = 0
+
+
+class Logging(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.inside, self.scale = make_model(device), 1.0
+
+    def forward(self, ids):
+        return self.scaled(self.inside(ids))
+
+    def scaled(self, logits):
+        return logits * self.scale * (1 + weights[0])
+
+    def log(self):
+        return logged
+
+
+weights = [0.0]
+
+
+def test_what_only_a_method_beside_reads_keeps_no_step_from_its_graph(device):
+    global logged
+    model = Logging(device)
+    step = captured(model, adamw(model))
+    for inputs, targets in make_batches(device, [8] * 3):
+        step(inputs, targets)
+        logged += 1
+    assert replays(step) == 2
+    weights[0] = 1.0
+    step(inputs, targets)
+    assert step.report().eager_steps["attribute-changed"] == 1, "forward reads that by way of a method"
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("frozen_first", [True, False])
 def test_parts_are_frozen_and_released_on_the_way(device, accumulate, frozen_first):

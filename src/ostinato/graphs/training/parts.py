@@ -123,8 +123,8 @@ class GraphedPart:
         for leaf in leaves_behind(tensors_in(output)):
             if not any(leaf is one for one in known):
                 raise CaptureError(
-                    f"part {self._number} computes with a tensor {list(leaf.shape)} that needs a gradient and "
-                    f"is neither an argument nor a parameter of it, and would get none: pass it as an argument"
+                    f"part {self._number} computes with a tensor {list(leaf.shape)} that needs a gradient "
+                    f"and is neither an argument nor a parameter of it, and would get none: pass it as one"
                 )
         self._run_backward(None)
 

@@ -1,4 +1,4 @@
-"""Numbers and settings in Python that a captured step has baked in: a chance of dropout, the weight of a term.
+"""Numbers and settings in Python that a captured step has baked in: a chance of dropout, a weight of a loss.
 
 A replay runs no Python, so a value that was changed since the capture would be ignored without a word. Before
 every replay all that model and loss function reach is compared, by identity first: a few ten microseconds.

@@ -377,8 +377,8 @@ class TrainStep:
 def _tell_of_untrained(names: list[str]) -> None:
     if names:
         logger.warning(
-            "the optimizer does not have %d parameters of the model (%s ...): the step neither trains them nor "
-            "leaves gradients for another optimizer. Give one optimizer all of them, or freeze them",
+            "the optimizer does not have %d parameters of the model (%s ...): the step neither trains them "
+            "nor leaves gradients for another optimizer. Give one optimizer all of them, or freeze them",
             len(names),
             ", ".join(names[:3]),
         )
