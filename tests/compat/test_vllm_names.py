@@ -19,6 +19,7 @@ import ostinato
 from engine.conftest import TinyModel
 from ostinato.engine.config import _own_device
 from ostinato.engine.vllm_api.llm_options import llm_options
+from ostinato.engine.vllm_api.module_paths import PATHS
 from ostinato.graphs import ConfigError
 
 OF_TRL = {
@@ -88,15 +89,29 @@ def test_what_is_not_covered_cannot_be_imported_and_says_so() -> None:
     stand_in()
     with pytest.raises(ModuleNotFoundError, match=r"'vllm.model_executor'.*Ostinato stands in vLLM's place"):
         importlib.import_module("vllm.model_executor.layers")
-    with pytest.raises(ImportError, match=r"cannot import name 'ToyModel'.*ostinato/compat/vllm\.py"):
+    with pytest.raises(ImportError, match=r"'vllm.ToyModel': Ostinato stands in vLLM's place"):
         from vllm import ToyModel  # noqa: F401
-    with pytest.raises(ImportError, match=r"'make_ray' from 'vllm.distributed'.*ostinato/compat/vllm\.py"):
+    with pytest.raises(ImportError, match=r"'vllm.distributed.make_ray': Ostinato stands in vLLM's place"):
         from vllm.distributed import make_ray  # noqa: F401
+    with pytest.raises(ImportError, match=r"'vllm.config.RayConfig': Ostinato stands in vLLM's place"):
+        from vllm.config import RayConfig  # noqa: F401
     import vllm
 
     assert not hasattr(vllm, "ToyModel")
     with pytest.raises(ModuleNotFoundError, match="No module named 'vllmish'"):
         importlib.import_module("vllmish")
+
+
+def test_every_path_of_the_table_can_be_imported() -> None:
+    """`vllm.engine` too, which is no module of vLLM's here but the way to three."""
+    stand_in()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+    assert (AsyncEngineArgs, AsyncLLMEngine) == (ostinato.AsyncEngineArgs, ostinato.AsyncLLMEngine)
+    for path in PATHS:
+        module = importlib.import_module(f"vllm.{path}")
+        assert all(hasattr(module, name) for name in module.__all__)
 
 
 def test_an_installed_vllm_is_hidden_only_if_asked_for(

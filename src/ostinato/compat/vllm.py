@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import ostinato
-from ostinato.engine.vllm_api.module_paths import PathFinder
+from ostinato.engine.vllm_api.module_paths import PATHS, PathFinder
 
 INTERFACE = "0.28.0"
 """The version of vLLM whose names and calls these are."""
@@ -50,16 +50,17 @@ class _Finder(PathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name == "vllm":
+        """All are packages, so that whatever is imported from one and missing is asked for here."""
+        top, _, inside = name.partition(".")
+        if top != "vllm":
+            return None
+        if not inside or inside in PATHS or any(path.startswith(f"{inside}.") for path in PATHS):
             return ModuleSpec(name, self, origin=__file__, is_package=True)
-        found = super().find_spec(name, path, target)
-        if found is None and name.startswith("vllm."):
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: Ostinato stands in vLLM's place here (ostinato.compat.vllm) and "
-                "does not cover it; docs/trl.md lists what it does",
-                name=name,
-            )
-        return found
+        # Without `name=`: the import system would take that for a mere absence, and leave our words out.
+        raise ModuleNotFoundError(
+            f"No module or name {name!r}: Ostinato stands in vLLM's place here (ostinato.compat.vllm) and "
+            "does not cover it; docs/trl.md lists what it does"
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == "vllm":

@@ -174,6 +174,10 @@ class LLMEngine:
         """As `LLM.reset_prefix_cache`."""
         return self._services.reset_prefix_cache(reset_running_requests)
 
+    def is_sleeping(self) -> bool:
+        """As `LLM.is_sleeping`."""
+        return self._services.engine.core.sleeper.is_sleeping
+
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLM.add_lora`."""
         return self._services.add_lora(lora_request)

@@ -40,6 +40,7 @@ _PROCESSORS = (
 )
 _SHOWN = "engine.vllm_api.printing print_embeddings random_uuid"
 
+_NETWORK = "engine.vllm_api.network get_ip get_open_port"
 _TRANSFER = "engine.vllm_api.transfer_requests WeightTransferInitRequest WeightTransferUpdateRequest"
 
 PATHS: dict[str, tuple[str, ...]] = {
@@ -62,6 +63,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "entrypoints": (),
     "entrypoints.llm": ("engine.llm LLM",),
     "inputs": (_PROMPTS,),
+    "inputs.data": (_PROMPTS,),
     "logger": ("engine.vllm_api.printing init_logger",),
     "logprobs": ("engine.outputs Logprob",),
     "lora": (),
@@ -73,9 +75,9 @@ PATHS: dict[str, tuple[str, ...]] = {
         "engine.parameters.sampling_params StructuredOutputsParams GuidedDecodingParams RequestError",
     ),
     "sequence": ("engine.outputs Logprob", "engine.delivery.request_times RequestTimes=RequestMetrics"),
-    "utils": (_PARSER, _SHOWN),
+    "utils": (_PARSER, _SHOWN, _NETWORK),
     "utils.argparse_utils": (_PARSER,),
-    "utils.network_utils": ("engine.vllm_api.network get_ip get_open_port",),
+    "utils.network_utils": (_NETWORK,),
     "utils.print_utils": (_SHOWN,),
     "v1": (),
     "v1.engine": (),
@@ -92,9 +94,9 @@ PATHS: dict[str, tuple[str, ...]] = {
 
 
 def names_of(path: str) -> dict[str, tuple[str, str]]:
-    """What a path shows: by name, our module and the name there."""
+    """What a path shows: by name, our module and the name there. Nothing, of a mere folder."""
     found = {}
-    for line in PATHS[path]:
+    for line in PATHS.get(path, ()):
         home, *names = line.split()
         for name in names:
             ours, _, theirs = name.partition("=")

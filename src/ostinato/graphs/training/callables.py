@@ -66,6 +66,8 @@ def make_graphed_callables(
         if isinstance(function, torch.nn.Module):
             function.forward = part
         served.append(function if isinstance(function, torch.nn.Module) else part)
+    for part in parts:
+        part.settle()
     return served[0] if is_single else tuple(served)
 
 
@@ -91,8 +93,6 @@ def _capture(parts: Sequence[GraphedPart], pool: GraphPool, options: CaptureOpti
                     part.record_forward(rung, bridges, options)
                 for part in reversed(present):
                     part.record_backward(rung, bridges, options)
-    for part in parts:
-        part.settle()
 
 
 def _device_of(functions: Sequence[Any], samples: Sequence[Any]) -> torch.device:

@@ -7,7 +7,7 @@ graphs copy theirs there, each as soon as it is made: all of them at once would 
 accumulation, gradients have memory of their own and every graph adds to it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,8 +19,15 @@ from ..errors import CaptureError, ConfigError
 class Gradients:
     """The gradients of some parameters."""
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], *, accumulate: bool) -> None:
-        self._named = named
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        *,
+        others: Sequence[torch.Tensor] = (),
+        accumulate: bool,
+    ) -> None:
+        """`others`: parameters whose gradients are somebody else's, and left as they are."""
+        self._named, self._others = named, others
         self._accumulate = accumulate
         self._static: dict[torch.Tensor, torch.Tensor] = {}
         self.is_trial = False
@@ -39,13 +46,17 @@ class Gradients:
         """Before the first micro-batch of an update."""
         if self._accumulate and self._static:
             torch._foreach_zero_(list(self._static.values()))
-        elif self._accumulate:
-            self.forget()
+        if self._accumulate:
+            self._forget_where(lambda parameter: parameter not in self._static or not parameter.requires_grad)
 
     def forget(self) -> None:
         """No parameter has a gradient."""
+        self._forget_where(lambda parameter: True)
+
+    def _forget_where(self, is_meant: Callable[[torch.Tensor], bool]) -> None:
         for _, parameter in self._named:
-            parameter.grad = None
+            if is_meant(parameter):
+                parameter.grad = None
 
     def forget_passing(self) -> None:
         """Until one graph is recorded, gradients lie where none will be: let them not take memory twice."""
@@ -56,7 +67,7 @@ class Gradients:
         """Before a micro-batch: gradients are at their addresses, whatever `zero_grad` or the user did."""
         for parameter, static in self._static.items():
             given = parameter.grad
-            if given is static:
+            if given is static or (given is None and not parameter.requires_grad):  # frozen: left alone
                 continue
             if self._accumulate:
                 static.zero_() if given is None else static.copy_(given)
@@ -71,10 +82,15 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of a loss: in place of the last ones, or added to them."""
+        of_others = [parameter.grad for parameter in self._others]
+        for parameter in self._others:
+            parameter.grad = None
         if self._accumulate:
             self._add(loss)
         else:
             self._replace(loss)
+        for parameter, gradient in zip(self._others, of_others, strict=True):
+            parameter.grad = gradient
         for name, parameter in self._named:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ConfigError(

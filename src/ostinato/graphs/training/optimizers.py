@@ -33,6 +33,8 @@ class StaticOptimizer:
     """Wraps a user's optimizer, which stays his: flags and learning rates are set in its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"a captured step has one optimizer, and this is a {type(optimizer).__name__}")
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(

@@ -24,6 +24,7 @@ from ..options import CaptureOptions
 from ..trees import Structure, flatten, tensors_in
 from ..wrapping.signature import Examples, Signature
 from .places import Places
+from .python_values import PythonValues
 from .rounds import Rounds
 
 
@@ -67,6 +68,7 @@ class GraphedPart:
         self._wants = {name: tensor.requires_grad for name, tensor in batch.items()}
         self._parameters = [p for p in (self._module.parameters() if self._module else ()) if p.requires_grad]
         self._places = Places([self._module] if self._module else [])
+        self._values = PythonValues(function)
         self._buffers = InputBuffers(
             self._signature.tensor_fields,
             max_tokens=self.ladder.limit,
@@ -84,7 +86,9 @@ class GraphedPart:
     def warm_up(self, rung: int, times: int, options: CaptureOptions) -> None:
         """Run forward and backward, without a trace."""
         trials = Trials(self._pool.backend, state=self._places.buffers(), generators=options.generators)
-        for _ in range(times):
+        with self._values.first_step():
+            trials.run(lambda: self._try(rung))
+        for _ in range(1, times):
             trials.run(lambda: self._try(rung))
 
     def refuse_dependence_on_the_batch(self, options: CaptureOptions) -> None:
@@ -113,7 +117,15 @@ class GraphedPart:
             )
 
     def _try(self, rung: int) -> None:
-        self._run_forward(rung)
+        output = self._run_forward(rung)
+        assert self._alive is not None
+        known = [*self._alive[1], *self._parameters]
+        for leaf in leaves_behind(tensors_in(output)):
+            if not any(leaf is one for one in known):
+                raise CaptureError(
+                    f"part {self._number} computes with a tensor {list(leaf.shape)} that needs a gradient "
+                    f"and is neither an argument nor a parameter of it, and would get none: pass it as one"
+                )
         self._run_backward(None)
 
     def _run_forward(self, rung: int) -> Any:
@@ -173,8 +185,9 @@ class GraphedPart:
         self._alive = None
 
     def settle(self) -> None:
-        """All rungs are captured."""
+        """All rungs are captured, and a module has its new `forward`."""
         self._places.note()
+        self._values.note()
         self._surroundings = self._now()
         self._pool.graphs.add(self)
 
@@ -184,7 +197,8 @@ class GraphedPart:
         return [leaf for pair in self._pairs.values() for leaf in flatten(pair.forward.output)[0]]
 
     def _now(self) -> tuple[Any, ...]:
-        return AutocastState.now(), self._places.training()
+        wanted = [p.requires_grad for p in self._module.parameters()] if self._module else []
+        return AutocastState.now(), self._places.training(), wanted
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -215,10 +229,14 @@ class GraphedPart:
     def _why_not(self, found: tuple[Batch, BatchShape] | None) -> Reason | None:
         if found is None or any(t.requires_grad and not self._wants[n] for n, t in found[0].items()):
             return Reason.UNSEEN_SIGNATURE
-        autocast, training = self._now()
+        autocast, training, wanted = self._now()
         if autocast != self._surroundings[0]:
             return Reason.AUTOCAST_CHANGED
-        return Reason.TRAINING_MODE_CHANGED if training != self._surroundings[1] else None
+        if training != self._surroundings[1]:
+            return Reason.TRAINING_MODE_CHANGED
+        if wanted != self._surroundings[2] or self._values.have_changed():
+            return Reason.ATTRIBUTE_CHANGED
+        return None
 
     def replay_forward(self, pair: _Pair, shape: BatchShape, batch: Batch) -> tuple[int, list[Any]]:
         """The number of the round, and outputs without padded rows."""
@@ -266,6 +284,20 @@ class GraphedPart:
             for g in by_input
         ]
         return [None if g is None else g.clone() for g in (*trimmed, *made)]
+
+
+def leaves_behind(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that autograd would bring gradients to."""
+    found, ahead = [], [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(ahead)
+    while ahead:
+        node: Any = ahead.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        ahead += new
+    return found
 
 
 class _Replay(torch.autograd.Function):

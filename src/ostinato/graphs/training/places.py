@@ -60,6 +60,12 @@ class Places:
         """Which parts are in training mode."""
         return [module.training for root in self._modules for module in root.modules()]
 
+    def parameters_besides(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Those that are not among these, with their names."""
+        known = set(parameters)
+        found = [named for root in self._modules for named in root.named_parameters()]
+        return [(name, parameter) for name, parameter in found if parameter not in known]
+
     def names_of(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """These parameters with their names."""
         names: dict[torch.Tensor, str] = {

@@ -29,6 +29,7 @@ from .loss import Loss
 from .optimizers import StaticOptimizer
 from .padding import PaddingTrial
 from .places import Places
+from .python_values import PythonValues
 from .update import Update
 
 logger = logging.getLogger("ostinato.graphs")
@@ -73,9 +74,13 @@ class TrainStep:
         self._device = loss.device
         self._pool = pool or GraphPool(self._device)
         self._places = Places(loss.modules)
+        plain = loss.uncompiled()
+        self._values = PythonValues(plain.model, plain.loss_fn)
         self._optimizer = StaticOptimizer(optimizer, self._device)
         named, average = self._places.names_of(self._optimizer.parameters), accumulate > 1
-        self._gradients = Gradients(named, accumulate=average)
+        others = self._places.parameters_besides(self._optimizer.parameters)
+        _tell_of_untrained([name for name, parameter in others if parameter.requires_grad])
+        self._gradients = Gradients(named, others=[p for _, p in others], accumulate=average)
         self._update = Update(
             self._optimizer,
             self._gradients,
@@ -104,7 +109,8 @@ class TrainStep:
             updates = last or self.micro_batches + 1 == self._accumulate
             does = Kind.UPDATE if updates else Kind.ACCUMULATE
             if not self._entries:
-                self._entries.append(self._new_entry(inputs, targets))
+                with self._values.put_back():
+                    self._entries.append(self._new_entry(inputs, targets))
             found = self._match(inputs, targets)
             self._prepare(updates)
             if found is None:
@@ -136,7 +142,8 @@ class TrainStep:
         update nothing is captured yet, because the optimizer has no state; it is then."""
         with turn, torch.inference_mode(False):
             if self._match(inputs, targets) is None:
-                self._entries.append(self._new_entry(inputs, targets))
+                with self._values.put_back():
+                    self._entries.append(self._new_entry(inputs, targets))
             if self._optimizer.has_stepped:
                 self._capture_missing()
         return self.report()
@@ -226,7 +233,8 @@ class TrainStep:
 
     def _run(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
         if not self._optimizer.has_stepped:
-            return self._run_first(entry, batch, shape)
+            with self._values.first_step():
+                return self._run_first(entry, batch, shape)
         runner = entry.runner
         reason = self._why_not()
         if reason is None:
@@ -275,7 +283,7 @@ class TrainStep:
             return Reason.NOT_CAPTURED
         if self._places.training() != self._baked[0]:
             return Reason.TRAINING_MODE_CHANGED
-        if self._surroundings() != self._baked:
+        if self._surroundings() != self._baked or self._values.have_changed():
             return Reason.ATTRIBUTE_CHANGED
         return None
 
@@ -353,7 +361,7 @@ class TrainStep:
         self._gradients.forget_passing()
         release_unused()  # activations of the eager update: graphs have a pool of their own
         try:
-            with draws_are_kept(), self._optimizer.undone_in_python():
+            with draws_are_kept(), self._optimizer.undone_in_python(), self._values.captured():
                 for entry in self._entries:
                     if not entry.runner.graphs and not entry.runner.failures:
                         _capture(entry.runner)
@@ -364,6 +372,16 @@ class TrainStep:
             release_unused()
         self._places.note()
         self._baked = self._surroundings()
+
+
+def _tell_of_untrained(names: list[str]) -> None:
+    if names:
+        logger.warning(
+            "the optimizer does not have %d parameters of the model (%s ...): the step neither trains them "
+            "nor leaves gradients for another optimizer. Give one optimizer all of them, or freeze them",
+            len(names),
+            ", ".join(names[:3]),
+        )
 
 
 def _capture(runner: CudaGraphRunner) -> None:

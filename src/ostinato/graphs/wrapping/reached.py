@@ -80,8 +80,14 @@ class Reached:
         self._leads: set[int] = set()
         self._is_beside = False
         """Inside a module that another one merely refers to: of that, only what is read counts."""
+        self._methods: list[tuple[str, types.FunctionType]] = []
+        self._names: set[str] = set()
+        """All that code which was followed mentions: a method is called by its name."""
+        self._is_aside = False
+        """Inside a method that nobody calls by name: of that, only tensors count."""
         for root in roots:
             self._visit("", root)
+        self._follow_methods()
         if len(self._seen) > _MOST_OBJECTS:
             logger.warning("more than %d objects are reached: not all are watched", _MOST_OBJECTS)
         self._seen.clear()
@@ -89,7 +95,9 @@ class Reached:
         found = [value for _, _, value, _ in self._watched]
         self.tensors = [value for value in found if isinstance(value, torch.Tensor) and _has_memory(value)]
         self._geometry, self._code = _geometry_of(self.tensors), self._code_now()
-        self._looks = [(look, [value for _, _, value, _ in group]) for look, group in self._grouped()]
+        self._looks = list(_grouped(self._watched))
+        self._value_looks = list(_grouped(self._values))
+        self._values_then = list(chain.from_iterable(values for _, values in self._value_looks))
 
     # -- before every call -------------------------------------------------------------------------
 
@@ -112,7 +120,13 @@ class Reached:
         return list(map(_training, self.modules))
 
     def changed_values(self) -> list[str]:
-        """The names of other Python values that are others now: debug mode."""
+        """The names of other Python values that are others now: in debug mode, and of training steps."""
+        try:
+            found = chain.from_iterable([look() for look, _ in self._value_looks])
+            if all(map(is_, found, self._values_then)):
+                return []
+        except (LookupError, ReferenceError):  # it is gone
+            pass
         return [name for h, key, value, name in self._values if not same_constant(item_of(h, key), value)]
 
     def check(self) -> None:
@@ -170,18 +184,6 @@ class Reached:
                     put(holder, key, saved[key])
 
     # -- internals ---------------------------------------------------------------------------------
-
-    def _grouped(self) -> Iterator[tuple[Callable[[], Any], list[Any]]]:
-        """Entries of one dictionary are looked up together."""
-        of_holder: dict[int, list[Any]] = {}
-        for entry in self._watched:
-            of_holder.setdefault(id(entry[0]), []).append(entry)
-        for group in of_holder.values():
-            holder, keys = group[0][0], [key for _, key, _, _ in group]
-            if isinstance(holder, dict) and len(keys) > 1:
-                yield functools.partial(itemgetter(*keys), holder), group
-            else:
-                yield functools.partial(_all_items, holder, keys), group
 
     def _code_now(self) -> list[Any]:
         tables = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
@@ -251,9 +253,21 @@ class Reached:
             if _is_users(base.__module__) and id(base) not in self._seen:
                 self._seen[id(base)] = base
                 self._holders[id(base)] = f"{base.__name__}.", base
-                for function in vars(base).values():
-                    if isinstance(function, types.FunctionType):
-                        self._visit("", function)
+                own = vars(base).items()
+                self._methods += [(key, each) for key, each in own if isinstance(each, types.FunctionType)]
+
+    def _follow_methods(self) -> None:
+        """Those of classes on the way: first all that may be called, whatever by."""
+        while called := [entry for entry in self._methods if self._may_be_called(entry[0])]:
+            self._methods = [entry for entry in self._methods if entry not in called]
+            for _, function in called:
+                self._visit("", function)
+        self._is_aside = True
+        while self._methods:
+            self._visit("", self._methods.pop()[1])
+
+    def _may_be_called(self, name: str) -> bool:
+        return name == "forward" or name.startswith("__") or name in self._names
 
     def _follow_function(self, function: types.FunctionType) -> bool:
         found = False
@@ -262,6 +276,7 @@ class Reached:
             found |= self._note(variable, cell, "contents", item_of(cell, "contents"))
         if not _is_users(function.__module__):
             return found
+        self._names |= _mentioned(function.__code__)
         defaults = function.__defaults__ or ()
         named = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :]
         given = dict(zip(named, defaults, strict=False)) | (function.__kwdefaults__ or {})
@@ -294,6 +309,8 @@ class Reached:
         if (id(holder), key) in self._ignored or isinstance(value, types.ModuleType):
             return False
         leads = self._visit(name, value) or (isinstance(value, torch.nn.Module) and not self._is_beside)
+        if self._is_aside and not leads:
+            return False
         (self._watched if leads else self._values).append((holder, key, value, name))
         return leads
 
@@ -347,6 +364,20 @@ class Assigned:
         return result
 
 
+def _grouped(entries: list[tuple[Any, Any, Any, str]]) -> Iterator[tuple[Callable[[], Any], list[Any]]]:
+    """How to look entries up, and what was found; those of one dictionary are looked up together."""
+    of_holder: dict[int, list[Any]] = {}
+    for entry in entries:
+        of_holder.setdefault(id(entry[0]), []).append(entry)
+    for group in of_holder.values():
+        holder, keys = group[0][0], [key for _, key, _, _ in group]
+        values = [value for _, _, value, _ in group]
+        if isinstance(holder, dict) and len(keys) > 1:
+            yield functools.partial(itemgetter(*keys), holder), values
+        else:
+            yield functools.partial(_all_items, holder, keys), values
+
+
 def _geometry_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
     return tuple(list(map(question, tensors)) for question in (_address, _size, _stride, _dtype))
 
@@ -363,6 +394,14 @@ def _names_in(code: types.CodeType, kinds: tuple[str, ...]) -> tuple[str, ...]:
         if isinstance(constant, types.CodeType):
             found += _names_in(constant, kinds)
     return tuple(dict.fromkeys(found))
+
+
+@functools.cache
+def _mentioned(code: types.CodeType) -> frozenset[str]:
+    """Names and texts in a function's code, functions defined inside it included."""
+    found = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    inside = (_mentioned(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found.union(*inside))
 
 
 def _is_users(module: str | None) -> bool:

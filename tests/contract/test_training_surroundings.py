@@ -1,0 +1,171 @@
+"""What people change around a captured training step: numbers in Python, frozen parts, second optimizers."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from contract.training_loops import captured, cross_entropy, make_batches, make_model, replays, twins
+from ostinato.graphs import CaptureError, make_graphed_callables
+
+STEPS = 8
+CHANGES_AT = 4
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, fused=True)
+
+
+def losses_of_both(device, change, *, accumulate=1, loss_fn=cross_entropy):
+    """Of the captured step and of the usual loop; `change(i, model)` comes before every micro-batch."""
+    ours, theirs = twins(make_model(device))
+    batches = make_batches(device, [8] * STEPS)
+    step = captured(ours, adamw(ours), loss_fn, accumulate=accumulate)
+    optimizer, found, expected = adamw(theirs), [], []
+    for i, (inputs, targets) in enumerate(batches):
+        change(i, ours)
+        found.append(step(inputs, targets).item())
+        change(i, theirs)
+        loss = loss_fn(theirs(inputs), targets)
+        (loss / accumulate).backward()
+        if (i + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.append(loss.item())
+    return step, found, expected
+
+
+def test_a_number_that_changes_in_the_model_is_noticed(device, caplog):
+    def change(i, model):
+        model.blocks[0].norm.eps = 0.5 if i >= CHANGES_AT else 1e-5
+
+    step, found, expected = losses_of_both(device, change)
+    assert found == expected
+    assert step.report().eager_steps["attribute-changed"] == STEPS - CHANGES_AT
+    assert [line for line in caplog.messages if "while blocks.0.norm.eps is not as at the capture" in line]
+
+
+def test_a_weight_of_a_term_of_the_loss_is_noticed(device):
+    weight = {"squares": 0.0}
+
+    def loss_fn(logits, targets):
+        return cross_entropy(logits, targets) + weight["squares"] * logits.square().mean()
+
+    def change(i, model):
+        weight["squares"] = 0.5 if i == CHANGES_AT else 0.0
+
+    step, found, expected = losses_of_both(device, change, loss_fn=loss_fn)
+    assert found == expected
+    assert replays(step) == STEPS - 2, "as it was again: from the graph again"
+
+
+def test_what_every_step_assigns_is_named_and_counts_no_trials(device, caplog):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.calls = make_model(device), 0
+
+        def forward(self, ids):
+            self.calls += 1
+            return self.inside(ids)
+
+    model = Counting()
+    step = captured(model, adamw(model))
+    for inputs, targets in make_batches(device, [8] * 3):
+        step(inputs, targets)
+    assert model.calls == 1, "the first step; trials and captures left it as it was"
+    assert replays(step) == 2, "and it keeps no step from its graph"
+    assert any("every step assigns calls in Python" in line for line in caplog.messages)
+
+
+logged = 0
+
+
+class Logging(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.inside, self.scale = make_model(device), 1.0
+
+    def forward(self, ids):
+        return self.scaled(self.inside(ids))
+
+    def scaled(self, logits):
+        return logits * self.scale * (1 + weights[0])
+
+    def log(self):
+        return logged
+
+
+weights = [0.0]
+
+
+def test_what_only_a_method_beside_reads_keeps_no_step_from_its_graph(device):
+    global logged
+    model = Logging(device)
+    step = captured(model, adamw(model))
+    for inputs, targets in make_batches(device, [8] * 3):
+        step(inputs, targets)
+        logged += 1
+    assert replays(step) == 2
+    weights[0] = 1.0
+    step(inputs, targets)
+    assert step.report().eager_steps["attribute-changed"] == 1, "forward reads that by way of a method"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("frozen_first", [True, False])
+def test_parts_are_frozen_and_released_on_the_way(device, accumulate, frozen_first):
+    def change(i, model):
+        model.blocks.requires_grad_((i >= CHANGES_AT) == frozen_first)
+
+    _, found, expected = losses_of_both(device, change, accumulate=accumulate)
+    assert found == expected
+
+
+def test_parameters_of_another_optimizer_are_named_and_left_alone(device, caplog):
+    model = make_model(device)
+    norm = [*model.blocks[0].norm.parameters()]
+    rest = [p for p in model.parameters() if not any(p is other for other in norm)]
+    with caplog.at_level(logging.WARNING):
+        step = captured(model, torch.optim.AdamW(rest, lr=0.02))
+    assert "does not have 2 parameters of the model (blocks.0.norm.weight, blocks.0.norm.bias" in caplog.text
+    for parameter in norm:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    for inputs, targets in make_batches(device, [8] * 3):
+        step(inputs, targets)
+    assert replays(step) == 2
+    assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in norm), "trials and replays add nothing"
+
+
+# -- parts of a model ---------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), 1.0
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def test_a_part_notices_a_number_and_a_parameter_that_is_released(device):
+    part = Scaled().to(device)
+    part.linear.bias.requires_grad_(False)
+    x = torch.randn(3, 4, device=device)
+    make_graphed_callables(part, (x,))
+    plain = part(x)
+    part.scale = 5.0
+    assert torch.allclose(part(x), plain * 5)
+    part.scale = 1.0
+    part.linear.bias.requires_grad_(True)
+    part(x).sum().backward()
+    assert torch.allclose(part.linear.bias.grad, torch.full((4,), 3.0, device=device))
+    assert part.forward.eager_steps == {"attribute-changed": 2}
+
+
+def test_a_function_that_trains_what_it_is_not_given_is_refused(device):
+    weight = torch.randn(4, 4, device=device, requires_grad=True)
+    with pytest.raises(CaptureError, match=r"a tensor \[4, 4\] that needs a gradient .* would get none"):
+        make_graphed_callables(lambda x: x @ weight, (torch.randn(3, 4, device=device),))
