@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -9,24 +10,31 @@ from dataclasses import dataclass, field
 class RequestDrafts:
     """Counts, under vLLM's names."""
 
-    num_draft_tokens: int = 0
-    """Tokens that were drafted."""
-    acceptance_histogram: list[int] = field(default_factory=list)
-    """In how many steps 0, 1, 2... drafts were accepted."""
     per_step_drafted: list[int] = field(default_factory=list)
-    """Drafts of each step..."""
+    """Drafts of each step that verified some..."""
     per_step_accepted: list[int] = field(default_factory=list)
     """...and how many of them were accepted."""
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that were drafted."""
+        return sum(self.per_step_drafted)
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """In how many steps 0, 1, 2... drafts were accepted."""
+        steps = Counter(self.per_step_accepted)
+        return [steps[accepted] for accepted in range(1 + max(steps, default=-1))]
+
+    @property
     def num_spec_steps(self) -> int:
         """Steps that verified drafts."""
-        return sum(self.acceptance_histogram)
+        return len(self.per_step_accepted)
 
     @property
     def num_accepted_tokens(self) -> int:
         """Drafts that were accepted."""
-        return sum(accepted * steps for accepted, steps in enumerate(self.acceptance_histogram))
+        return sum(self.per_step_accepted)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -40,19 +48,10 @@ class RequestDrafts:
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
         """A step verified so many, and accepted so many."""
-        missing = 1 + num_accepted - len(self.acceptance_histogram)
-        self.acceptance_histogram.extend([0] * missing)
-        self.num_draft_tokens += num_drafts
-        self.acceptance_histogram[num_accepted] += 1
         self.per_step_drafted.append(num_drafts)
         self.per_step_accepted.append(num_accepted)
 
     def join(self, other: RequestDrafts) -> None:
         """Count what drafts brought another completion of the same request."""
-        self.num_draft_tokens += other.num_draft_tokens
         self.per_step_drafted += other.per_step_drafted
         self.per_step_accepted += other.per_step_accepted
-        missing = len(other.acceptance_histogram) - len(self.acceptance_histogram)
-        self.acceptance_histogram.extend([0] * missing)
-        for accepted, steps in enumerate(other.acceptance_histogram):
-            self.acceptance_histogram[accepted] += steps

@@ -29,9 +29,7 @@ class DraftMetrics:
         [first, *others] = completions
         if self.kind == "none" or others or first is None:
             return msgspec.UNSET
-        told = RequestDrafts()
-        for drafted, accepted in zip(*first, strict=True):
-            told.add(drafted, accepted)
+        told = RequestDrafts(*first)
         is_detailed = self.kind == "detailed"
         histogram = told.acceptance_histogram
         return AnswerMetrics(
