@@ -148,11 +148,12 @@ def test_trls_async_grpo(server: ServerProcess, trainer: Trainer) -> None:
     with ThreadPoolExecutor(4) as rollouts:
         body = {"model": "scripted", "prompt": "a", "max_tokens": 200, "temperature": 0}
         asked: list[Future[httpx.Response]] = []
-        while not server.engine_statistics()["running"]:
-            if all(each.done() for each in asked):  # on a busy machine nobody may have seen them run
-                asked = [rollouts.submit(server.post, "/v1/completions", body) for _ in range(2)]
-            time.sleep(0.01)
-        requests.post(f"{url}/pause", params={"mode": "keep"})
+        while not asked or any(each.done() for each in asked):  # all of them came before the pause
+            requests.post(f"{url}/resume")
+            asked = [rollouts.submit(server.post, "/v1/completions", body) for _ in range(2)]
+            time.sleep(0.05)
+            requests.post(f"{url}/pause", params={"mode": "keep"})
+            time.sleep(0.3)  # whatever has ended by now is told by then
         requests.post(f"{url}/start_weight_update", json={"is_checkpoint_format": True}, timeout=60)
         trainer.begin("broadcast", packed=2**30)
         received = requests.post(f"{url}/update_weights", json=update, timeout=60)
