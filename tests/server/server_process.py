@@ -31,10 +31,16 @@ class ServerProcess:
     """`ostinato serve`, started when entered and stopped when left."""
 
     def __init__(
-        self, model: Path, *flags: str, module: str = "ostinato", wait: bool = True, bare: bool = False
+        self,
+        model: Path | None,
+        *flags: str,
+        module: str = "ostinato",
+        wait: bool = True,
+        bare: bool = False,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         """`bare`: with these flags and no others, so that `model` has to be among them."""
-        self._wait = wait
+        self._wait, self._start_seconds = wait, start_seconds
         command = [sys.executable, "-m", module, *(("serve",) if module == "ostinato" else ())]
         self._folder = tempfile.TemporaryDirectory()
         if not bare:
@@ -58,7 +64,7 @@ class ServerProcess:
         return self._log.read_text()
 
     def __enter__(self) -> "ServerProcess":
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + self._start_seconds
         while time.monotonic() < end and self.process.poll() is None:
             found = re.search(r"listening on http://[^:]*:(\d+)", self.log)
             if found:
