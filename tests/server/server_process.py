@@ -1,5 +1,6 @@
 """A real server in a process of its own."""
 
+import contextlib
 import functools
 import os
 import re
@@ -105,8 +106,9 @@ class ServerProcess:
     def engine_pid(self) -> int:
         """The engine process: the child that runs spawn_main."""
         for entry in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            if b"spawn_main" in Path(f"/proc/{entry}/cmdline").read_bytes():
-                return int(entry)
+            with contextlib.suppress(OSError):  # others come and go
+                if b"spawn_main" in Path(f"/proc/{entry}/cmdline").read_bytes():
+                    return int(entry)
         raise AssertionError("there is no engine process")
 
     def engine_statistics(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
+from grammars.processes import is_alive
 from ostinato.server.engine_client.client import EngineClient, EngineGone, EngineLimits, EngineState
 from ostinato.server.engine_process import heartbeat
 from ostinato.server.engine_process.heartbeat import Heartbeat
@@ -112,7 +113,7 @@ def test_a_stopped_engine_does_not_outlive_a_killed_server(model: Path) -> None:
         server.process.kill()
         server.process.wait()
         end = time.monotonic() + 5
-        while Path(f"/proc/{engine}").exists() and Path(f"/proc/{engine}/stat").read_text().split()[2] != "Z":
+        while is_alive(engine):
             assert time.monotonic() < end
             time.sleep(0.02)
 
