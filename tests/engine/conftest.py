@@ -1,6 +1,7 @@
 """Tiny models on disk, with transformers' greedy answers to check against."""
 
 import json
+import signal
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -67,6 +68,14 @@ def prompts_of(
         {"prompt_token_ids": torch.randint(0, vocabulary, (length,), generator=generator).tolist()}
         for length in lengths
     ]
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C does what it does in a terminal. Whatever a script starts in its background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -97,8 +97,8 @@ def check_row_zero(model: TinyModel, calls: int, tokens: int, ahead: int) -> int
         return sum(row.replays for row in decode)
 
 
-def test_row_0_is_untouched_after_500_padded_steps(tiny: TinyModel) -> None:
-    assert check_row_zero(tiny, calls=6, tokens=100, ahead=1) >= 500
+def test_row_0_is_untouched_after_150_padded_steps(tiny: TinyModel) -> None:
+    assert check_row_zero(tiny, calls=2, tokens=100, ahead=1) >= 150
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from .conftest import TinyModel, prompts_of
 from .test_engine_greedy import GREEDY, SMALL
 from .test_misuse_calls import assert_serves_on, right
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
 GOOD = prompts_of((5, 20, 33, 9))
 LONG = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 STOPS = SamplingParams(seed=3, max_tokens=10, ignore_eos=True, stop=["never said"], logprobs=2, n=2)

@@ -919,7 +919,7 @@ TestServing = Serving.TestCase
 # Without shrinking, which takes minutes here: a red run must name its error before the test times out.
 # To shrink a failure, add Phase.shrink and raise the timeout.
 TestServing.settings = settings(
-    max_examples=80,
+    max_examples=50,
     stateful_step_count=25,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

@@ -16,10 +16,20 @@ def children(pid: int) -> list[int]:
 
 def is_alive(pid: int) -> bool:
     """Neither gone nor a zombie."""
+    return _state(pid) not in ("", "Z")
+
+
+def is_busy(pid: int) -> bool:
+    """Whether it uses the processor, or would if it got one."""
+    return _state(pid) == "R"
+
+
+def _state(pid: int) -> str:
+    """One letter, or none if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def nurseries(engine: int | None = None) -> list[int]:

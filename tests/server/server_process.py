@@ -1,5 +1,6 @@
 """A real server in a process of its own."""
 
+import contextlib
 import functools
 import os
 import re
@@ -31,10 +32,16 @@ class ServerProcess:
     """`ostinato serve`, started when entered and stopped when left."""
 
     def __init__(
-        self, model: Path, *flags: str, module: str = "ostinato", wait: bool = True, bare: bool = False
+        self,
+        model: Path | None,
+        *flags: str,
+        module: str = "ostinato",
+        wait: bool = True,
+        bare: bool = False,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         """`bare`: with these flags and no others, so that `model` has to be among them."""
-        self._wait = wait
+        self._wait, self._start_seconds = wait, start_seconds
         command = [sys.executable, "-m", module, *(("serve",) if module == "ostinato" else ())]
         self._folder = tempfile.TemporaryDirectory()
         if not bare:
@@ -58,7 +65,7 @@ class ServerProcess:
         return self._log.read_text()
 
     def __enter__(self) -> "ServerProcess":
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + self._start_seconds
         while time.monotonic() < end and self.process.poll() is None:
             found = re.search(r"listening on http://[^:]*:(\d+)", self.log)
             if found:
@@ -99,8 +106,9 @@ class ServerProcess:
     def engine_pid(self) -> int:
         """The engine process: the child that runs spawn_main."""
         for entry in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            if b"spawn_main" in Path(f"/proc/{entry}/cmdline").read_bytes():
-                return int(entry)
+            with contextlib.suppress(OSError):  # others come and go
+                if b"spawn_main" in Path(f"/proc/{entry}/cmdline").read_bytes():
+                    return int(entry)
         raise AssertionError("there is no engine process")
 
     def engine_statistics(self) -> dict[str, Any]:

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +20,7 @@ from .imported_late import aiohttp
 from .scripted_model import counted
 from .server_process import ServerProcess
 
-LONG = {"prompt": "a", "max_tokens": 200, "temperature": 0}
+LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 200, "temperature": 0}
 
 
 async def read_stream(client: aiohttp.ClientSession, url: str, body: dict) -> tuple[str, dict | None]:
@@ -72,11 +74,19 @@ def test_engine_killed_under_load(model: Path) -> None:
 
 
 def test_a_stop_lets_requests_finish_in_their_grace_and_tells_the_others(model: Path) -> None:
+    """One at a time, the short ones first: the grace is enough for one of these, and never for all."""
+    bodies = [{**LONG, "max_tokens": 20}] * 10 + [LONG] * 30
+
     async def scenario(server: ServerProcess) -> list[tuple[str, dict | None]]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as client:
-            streams = [asyncio.create_task(read_stream(client, server.url, LONG)) for _ in range(30)]
-            while not (await asyncio.to_thread(server.engine_statistics))["running"]:
-                await asyncio.sleep(0.02)
+            await asyncio.to_thread(server.post, "/pause_generation")
+            streams: list[asyncio.Task[tuple[str, dict | None]]] = []
+            for count in (10, 40):
+                new = bodies[len(streams) : count]
+                streams += [asyncio.create_task(read_stream(client, server.url, body)) for body in new]
+                while (await asyncio.to_thread(server.engine_statistics))["waiting"] < count:
+                    await asyncio.sleep(0.02)
+            await asyncio.to_thread(server.post, "/continue_generation")
             server.process.send_signal(signal.SIGTERM)
             while "stopping" not in server.log:
                 await asyncio.sleep(0.02)
@@ -87,12 +97,14 @@ def test_a_stop_lets_requests_finish_in_their_grace_and_tells_the_others(model: 
     one_at_a_time = ("--max-running-requests", "1", "--cuda-graph-bs", "1", "--grace-seconds", "2")
     with ServerProcess(model, *one_at_a_time, module="ostinato.launch_server") as server:
         ended = asyncio.run(scenario(server))
-        finished = [text for text, error in ended if error is None]
-        assert finished
-        assert set(finished) == {counted("a", 200)}
+        for body, (text, error) in zip(bodies, ended, strict=True):
+            assert error is not None or text == counted("a", body["max_tokens"])
         told = [error["message"] for _, error in ended if error is not None]
         assert told
         assert set(told) == {"the server is shutting down"}
+        under_way = re.search(r"stopping; (\d+) requests under way", server.log)
+        assert under_way is not None
+        assert len(told) < int(under_way[1]), "some have ended in the grace"
         assert server.process.wait(10) == 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from grammars.processes import is_alive
 from ostinato.graphs.errors import ConfigError
 from ostinato.server.config import ServerConfig
 from ostinato.server.http.keys import KeyCheck
@@ -277,6 +278,6 @@ def test_the_engine_leaves_with_the_server(guarded: ServerProcess) -> None:
     engine = guarded.engine_pid
     guarded.process.kill()
     end = time.monotonic() + 10
-    while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text().split()[2]:
+    while is_alive(engine):
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -28,13 +28,23 @@ def samples(server: ServerProcess) -> dict[str, float]:
     return totals
 
 
+def samples_at_rest(server: ServerProcess, steps: float) -> dict[str, float]:
+    """Once so many steps are told of and nothing runs: statistics of the engine come twice a second."""
+    end = time.monotonic() + 20
+    while True:
+        found = samples(server)
+        if found["ostinato:steps_total"] >= steps and not found["ostinato:num_requests_running"]:
+            return found
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+
+
 def test_metrics_move_with_requests(server: ServerProcess) -> None:
     server.wait_until_idle()
     before = samples(server)
     for _ in range(3):
         assert server.post("/v1/completions", BODY).status_code == 200
-    time.sleep(1.2)  # statistics of the engine come twice a second
-    after = samples(server)
+    after = samples_at_rest(server, before.get("ostinato:steps_total", 0.0) + 30)
 
     def grew(name: str) -> float:
         return after[f"ostinato:{name}"] - before.get(f"ostinato:{name}", 0.0)

@@ -67,7 +67,9 @@ def test_a_command_line_of_a_peer_starts_a_server(
         refused = server.post("/v1/chat/completions", {**body, "top_p": 7}, headers=KEY)
         assert refused.status_code == 400
         assert server.post("/v1/chat/completions", body).status_code == 401
-        time.sleep(0.2)
+        end = time.monotonic() + 10
+        while "401: an API key is needed" not in server.log and time.monotonic() < end:
+            time.sleep(0.05)
         log = server.log
     id = answered["id"]
     assert f"{id} began: " in log

@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.trainer_process import free_port
+
 from .server_process import SMALL
 
 
@@ -26,8 +28,7 @@ def test_a_port_in_use(model: Path) -> None:
 @pytest.mark.slow
 def test_a_full_disk_under_the_log_and_under_profiles(model: Path) -> None:
     """A server whose log has nowhere to go serves; a profile that has nowhere to go is told in a sentence."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "ostinato", "serve", "--model", str(model), "--port", str(port), *SMALL]
     command += ["--profile-dir", "/dev/full/profiles"]
     with Path("/dev/full").open("w") as full:

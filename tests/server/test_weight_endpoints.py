@@ -275,7 +275,8 @@ def test_an_update_ends_requests_if_it_is_asked_to(server: ServerProcess, model:
     assert server.post("/pause_generation", {}).status_code == 200
     try:
         thread.start()
-        time.sleep(0.2)
+        while not server.engine_statistics()["waiting"]:
+            time.sleep(0.02)
         update = {"model_path": str(model), "abort_all_requests": True}
         assert server.post("/update_weights_from_disk", update).json()["success"]
     finally:
