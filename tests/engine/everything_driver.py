@@ -22,6 +22,8 @@ from .everything_world import World
 from .test_engine_greedy import assert_all_back
 
 NAMES = ("a", "b", "c")
+PARTS = ("send", "run", "launch", "join", "update_pages", "draft")
+"""Of a step, which can fail."""
 
 
 @dataclass

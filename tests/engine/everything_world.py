@@ -47,7 +47,7 @@ OF_TEXT: dict[str, dict[str, Any]] = {
 _LENGTHS = (1, 3, 15, 16, 17, 33, 45)
 
 
-@dataclass
+@dataclass(repr=False)
 class World:
     """All that requests can be about."""
 
@@ -69,7 +69,7 @@ class World:
         draft = place / "draft"
         draft.mkdir()
         (draft / "config.json").write_text((place / "target" / "config.json").read_text())
-        save_file(_moved(found, 0.08), draft / "model.safetensors")
+        save_file(_moved(found, 0.03), draft / "model.safetensors")
         return cls._made(place, found, model.reference, str(draft), {**PLAIN, **OF_TEXT}, 128)
 
     @classmethod
