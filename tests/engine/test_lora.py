@@ -159,6 +159,28 @@ def test_a_pinned_adapter_keeps_its_slot(world: LoraWorld, llm: LLM) -> None:
     with pytest.raises(RequestError, match="all 2 are kept for pinned adapters"):
         llm.generate(prompts_of([4])[0], GREEDY, lora_request=world.asked(2))
     world.check(llm, prompts_of([4, 5, 6]), [0, 1, None])
+    # Nor can more be pinned than there are slots: nothing is loaded then.
+    with pytest.raises(RequestError, match="cannot be pinned: all 2 slots are kept"):
+        llm.pin_lora(3)
+    with pytest.raises(RequestError, match="cannot be pinned"):
+        llm.engine.adapters.load(LoRARequest("another", 77, world.path(4)), pinned=True)
+    assert 77 not in llm.list_loras()
+    assert llm.pin_lora(2)
+
+
+def test_a_pinned_adapter_that_is_replaced_lets_its_requests_end(world: LoraWorld, llm: LLM) -> None:
+    """All slots are kept for pinned ones by then."""
+    llm.add_lora(world.asked(0))  # type: ignore[arg-type]
+    llm.add_lora(world.asked(1))  # type: ignore[arg-type]
+    llm.pin_lora(1)
+    [prompt] = prompts_of([9])
+    output = llm.engine.add(prompt, GREEDY, adapter=llm.engine.version_of(world.asked(0)))
+    llm.add_lora(LoRARequest("adapter-0", 1, world.path(2), load_inplace=True))
+    llm.pin_lora(2)
+    for _ in range(100):
+        llm.engine.step()
+    assert output.outputs[0].token_ids == world.expected(0, prompt)
+    assert {each.name for each in llm.engine.adapters.listed() if each.is_pinned} == {"adapter-0", "adapter-1"}
 
 
 def test_a_replaced_adapter_serves_new_requests_and_old_ones_keep_theirs(

@@ -114,3 +114,31 @@ def test_a_retired_version_gives_its_slot_back_with_its_last_request() -> None:
     while line.scheduler.has_work:
         line.step()
     assert line.slots.tenants == [None, line.versions["a"]]
+
+
+def test_requests_of_a_replaced_adapter_run_though_all_slots_are_kept_for_pinned_ones() -> None:
+    line = Line(2)
+    old, new, other = line.version("old"), line.version("new"), line.version("other")
+    waiting = line.add("old")
+    line.slots.pin(new)
+    line.slots.pin(other)
+    line.slots.retire(old)
+    beside = [line.add("new", tokens=9), line.add("other", tokens=9)]
+    for _ in range(40):
+        line.step()
+    assert waiting.num_output_tokens == 3
+    assert [request.num_output_tokens for request in beside] == [9, 9]
+    assert {tenant and tenant.name for tenant in line.slots.tenants} == {"new", "other"}
+    # And so it is if they are preempted while the pinned ones have their slots, with nothing to do.
+    old = line.version("older")
+    waiting = line.add("older", tokens=20)
+    line.slots.retire(old)
+    for _ in range(5):
+        line.step()
+    line.scheduler.flush_prefix_cache(computes_again=True)
+    beside = [line.add("new"), line.add("other")]
+    for _ in range(60):
+        line.step()
+    assert waiting.num_output_tokens == 20
+    assert [request.num_output_tokens for request in beside] == [3, 3]
+    assert {tenant and tenant.name for tenant in line.slots.tenants} == {"new", "other"}

@@ -109,9 +109,11 @@ class ServedAdapters:
     def load(self, asked: LoRARequest, read: Adapter | None = None, *, pinned: bool = False) -> bool:
         """Load an adapter. Whether something was loaded: False if it was there."""
         is_new = asked.load_inplace or asked.lora_name not in self._known
+        if pinned:
+            self._check_pin(asked.lora_name)
         version = self.version_of(asked, read)
         if pinned:
-            self._pin(asked.lora_name, version)
+            self.slots.pin(version)
         return is_new
 
     def remove(self, name: str) -> None:
@@ -133,18 +135,23 @@ class ServedAdapters:
         known = self._known.get(name)
         if known is None:
             raise RequestError(f"there is no adapter {name!r}")
-        self._pin(name, known.version)
+        self._check_pin(name)
+        self.slots.pin(known.version)
 
-    def _pin(self, name: str, version: AdapterVersion) -> None:
+    def _check_pin(self, name: str) -> None:
         others = [known.version for each, known in self._known.items() if each != name]
-        if 1 + sum(other.is_pinned for other in others) == len(self.slots.tenants):
-            waiting = [other.name for other in others if other.num_users and not other.is_pinned]
-            if waiting:
-                raise RequestError(
-                    f"adapter {name!r} cannot be pinned: no slot would be left for requests of "
-                    f"{waiting[0]!r}; raise max_loras"
-                )
-        self.slots.pin(version)
+        num_slots = len(self.slots.tenants)
+        left = num_slots - sum(other.is_pinned for other in others)
+        if not left:
+            raise RequestError(
+                f"adapter {name!r} cannot be pinned: all {num_slots} slots are kept for others; raise max_loras"
+            )
+        waiting = [other.name for other in others if other.num_users and not other.is_pinned]
+        if left == 1 and waiting:
+            raise RequestError(
+                f"adapter {name!r} cannot be pinned: no slot would be left for requests of "
+                f"{waiting[0]!r}; raise max_loras"
+            )
 
     def name_of(self, lora_int_id: int) -> str | None:
         """Whose number this is."""

@@ -5,6 +5,11 @@ A slot belongs to the requests that run with its version: while one of them has 
 When the last one has left, steps in flight may still compute for its row, as in Note [One step ahead] of the
 scheduler; and as with pages that is sound, for new contents are written behind these steps on the device, in
 the order of launches. What was assigned and is not written yet stays noted until it is, whatever fails.
+
+Note [Pinned and replaced]
+A pinned version keeps its slot while others come and go. Requests of a version that was replaced since they
+came are the exception: nobody could refuse them any more, and they may find all slots kept. They take one
+that nobody runs with, and the pinned version gets the next that comes free.
 """
 
 from __future__ import annotations
@@ -37,14 +42,17 @@ class AdapterSlots:
         """Whether a request with this version could run now."""
         if self.slot_of(version) is not None:
             return True
-        kept = 0 if version.number in self._absent_pinned else len(self._absent_pinned)
-        return len(self._open) > kept
+        passes = not version.is_current or version.number in self._absent_pinned
+        return len(self._open_to(version)) > (0 if passes else len(self._absent_pinned))
 
     def take(self, version: AdapterVersion) -> int:
         """The slot of a request that gets a row; `can_take` says whether there is one."""
         slot = self.slot_of(version)
         if slot is None:
-            slot = self._open[0]
+            slot = self._open_to(version)[0]
+            held = self.tenants[slot]
+            if held is not None and held.is_pinned:
+                self._absent_pinned.add(held.number)
             self.unwritten[slot] = version
             self.tenants[slot] = version
             self._absent_pinned.discard(version.number)
@@ -105,16 +113,21 @@ class AdapterSlots:
         numbers = [held.number for held in self.tenants if held is not None]
         assert len(numbers) == len(set(numbers)), "a version has two slots"
 
-    @property
-    def _open(self) -> list[int]:
-        """Slots that may get another tenant: those of nobody first, then the least recently used."""
+    def _open_to(self, version: AdapterVersion) -> list[int]:
+        """Slots that it may get: those of nobody first, then the least recently used; of pinned ones see Note
+        [Pinned and replaced]."""
         free = [slot for slot in self._least_recent if not self._num_running[slot]]
         empty = [slot for slot in free if self.tenants[slot] is None]
-        return [*empty, *(slot for slot in free if _can_go(self.tenants[slot]))]
+        kept = [] if version.is_current else [slot for slot in free if _is_pinned(self.tenants[slot])]
+        return [*empty, *(slot for slot in free if _can_go(self.tenants[slot])), *kept]
 
 
 def _is(held: AdapterVersion | None, version: AdapterVersion) -> bool:
     return held is not None and held.number == version.number
+
+
+def _is_pinned(held: AdapterVersion | None) -> bool:
+    return held is not None and held.is_pinned
 
 
 def _can_go(held: AdapterVersion | None) -> bool:
