@@ -328,8 +328,7 @@ class PageAllocator:
                     self._evictable.appendleft(_Unused(event, left))
             self._num_entries -= len(pages[:looked_at]) - len(first[wanted:])
             taken += first[:wanted].tolist()
-        for page in taken:
-            self._index.remove(page)
+        self._index.remove(taken)
         self._is_cached[taken] = False
         self._num_evictable -= count
         self._counts["evictions"] += count
@@ -338,4 +337,4 @@ class PageAllocator:
 
 def _without_page_0(pages: Sequence[int] | IntArray) -> IntArray:
     listed = np.asarray(pages, dtype=np.intp)
-    return listed[listed != RESERVED_PAGE]
+    return listed if np.count_nonzero(listed) == len(listed) else listed[listed != RESERVED_PAGE]

@@ -124,11 +124,13 @@ class PrefixIndex:
             if (place + at + 1) % _LARGE == 0:
                 self._enter_large_block(pages[at])
 
-    def remove(self, page: int) -> None:
-        """It is found no more, nor are pages behind it."""
-        del self._page_of[self._key_of.pop(page)]
-        for block in self._blocks_with.get(page, ()):
-            self._remove_block(block)
+    def remove(self, pages: Sequence[int]) -> None:
+        """They are found no more, nor are pages behind them."""
+        for key in map(self._key_of.pop, pages):
+            del self._page_of[key]
+        for page in pages:
+            for block in self._blocks_with.get(page, ()):
+                self._remove_block(block)
 
     def clear(self) -> None:
         """Forget everything."""

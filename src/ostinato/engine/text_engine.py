@@ -270,11 +270,11 @@ class TextEngine:
         return self.core.loaded.eos_token_ids
 
     def _seeded(self, params: SamplingParams, index: int) -> SamplingParams:
-        if params.is_greedy or params.seed is not None:
-            return params.seeded(index)
-        drawn = params.seeded(index)
-        drawn.seed = int(self._seeds.integers(2**62))
-        return drawn
+        """Of the prompt's own copy what one completion has: the same, if there is but one."""
+        own = params if params.n == 1 else params.seeded(index)
+        if not own.is_greedy and own.seed is None:
+            own.seed = int(self._seeds.integers(2**62))
+        return own
 
     def _text_of(self, params: SamplingParams, token_ids: list[int]) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:

@@ -37,7 +37,8 @@ def token_array(ids: Any) -> IntArray:
 def _narrow(ids: IntArray) -> IntArray:
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise TypeError(f"an array of {ids.ndim} dimensions of {ids.dtype} is no list of integers")
-    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+    is_short = ids.dtype == np.int32
+    if ids.size and not (ids.min() >= 0 and (is_short or ids.max() < 2**31)):
         return ids.astype(np.int64)
     return ids.astype(np.int32, copy=ids.flags.writeable)
 

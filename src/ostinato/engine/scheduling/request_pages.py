@@ -77,7 +77,7 @@ class RequestPages:
         self.take(request, self.missing(request, cached + count))
         rows.num_computed[row] = rows.num_scheduled[row] = cached
         rows.num_committed_pages[row] = len(prefix)
-        rows.num_given_back[row] = np.count_nonzero(prefix == RESERVED_PAGE)
+        rows.num_given_back[row] = len(prefix) - np.count_nonzero(prefix)  # page 0 stands for those
         if not self._prefix_caching:
             rows.never_commit(row)
 
@@ -195,8 +195,9 @@ class RequestPages:
             contents[0] = _salt(request) + contents[0]
         own = pages[first:last].tolist()
         committed = self._pages.commit(own, int(pages[first - 1]) if first else RESERVED_PAGE, contents)
-        num_twins = sum(page != other for page, other in zip(committed, own, strict=True))
-        if num_twins:
+        num_twins = 0
+        if committed != own:
+            num_twins = sum(page != other for page, other in zip(committed, own, strict=True))
             # Steps in flight still read the pages given up: they hold the same.
             pages[first : first + num_twins] = committed[:num_twins]
             self._updates.append(PageUpdate(row, first, np.array(committed[:num_twins])))
