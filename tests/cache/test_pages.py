@@ -16,8 +16,8 @@ SIZE = 4
 
 def commit_chain(pages: PageAllocator, owned: list[int], token_ids: list[int]) -> list[int]:
     """Commit all full pages of a request from the first on, as the scheduler does."""
-    for at, content in enumerate(pages.contents(token_ids)):
-        owned[at] = pages.commit(owned[at], owned[at - 1] if at else 0, content)
+    contents = pages.contents(token_ids)
+    owned[: len(contents)] = pages.commit(owned[: len(contents)], 0, contents)
     return owned
 
 
@@ -98,6 +98,26 @@ def test_a_page_whose_predecessor_is_gone_is_not_found_behind_another_in_its_pla
     commit_chain(pages, [first], [2, 2, 2, 2])
     assert match(pages, [2, 2, 2, 2, 7, 7, 7, 7, 0]) == [first]
     pages.check_integrity([[second], [first], [_]], chains_are_whole=False)
+
+
+def test_pages_in_a_row_are_exchanged_for_their_twins_as_far_as_there_are_any() -> None:
+    tokens = np.random.default_rng(0).integers(0, 9, 2 * 300).tolist()
+    other = [*tokens[:400], *[9] * 200]
+    pages = PageAllocator(700, 2)
+    first = commit_chain(pages, pages.allocate(300), tokens)
+    mine = pages.allocate(300)
+    second = commit_chain(pages, mine.copy(), other)
+    assert second == first[:200] + mine[200:]
+    pages.check_integrity([first, second])
+    assert pages.statistics.twins == 200
+    assert pages.statistics.commits == 400
+    assert match(pages, [*tokens, 0]) == first
+    assert match(pages, [*other, 0]) == second
+    pages.free(first)
+    pages.free(second)
+    pages.check_integrity([])
+    pages.check_integrity([pages.allocate(699 - 150)])
+    assert pages.num_cached == 150
 
 
 def test_a_shared_page_is_free_when_its_last_owner_leaves() -> None:
@@ -347,13 +367,17 @@ class Pages(RuleBasedStateMachine):
             return
         self.pages.share(found, len(token_ids))
         owned = found + self.pages.allocate(needed)
-        for at in range(len(found), len(token_ids) // size):
-            prefix = tuple(token_ids[: size * at + size])
-            [content] = self.pages.contents(prefix[-size:])
-            page = self.pages.commit(owned[at], owned[at - 1] if at else 0, content)
-            assert page == owned[at] or self.content[page] == prefix
-            owned[at] = page
-            self.content[page] = prefix
+        begin = len(found)
+        # As a prompt in chunks, or a text that grows, would: first some pages, then the others.
+        for end in (begin + (len(token_ids) // size - begin) // 2, len(token_ids) // size):
+            contents = self.pages.contents(token_ids[size * begin : size * end])
+            committed = self.pages.commit(owned[begin:end], owned[begin - 1] if begin else 0, contents)
+            for at, page in enumerate(committed, begin):
+                prefix = tuple(token_ids[: size * at + size])
+                assert page == owned[at] or self.content[page] == prefix
+                self.content[page] = prefix
+            owned[begin:end] = committed
+            begin = end
         self.owners.append(owned)
 
     @precondition(lambda self: self.owners)

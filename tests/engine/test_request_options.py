@@ -114,10 +114,8 @@ def test_salts_divide_blocks_of_pages_too(llm: LLM) -> None:
     index = type(llm.engine.core.scheduler.pages)(40, 2)
     tokens = list(range(33))
     for salt in (b"", b"x"):
-        parent = 0
-        pages = index.allocate(16)
-        for page, content in zip(pages, index.contents(tokens), strict=True):
-            parent = index.commit(page, parent, salt + content if not parent else content)
+        pages, (first, *others) = index.allocate(16), index.contents(tokens)
+        assert index.commit(pages, 0, [salt + first, *others]) == pages
         assert index.match(tokens, salt).tolist() == pages
     assert not len(index.match(tokens, b"y"))
     assert set(index.match(tokens)).isdisjoint(index.match(tokens, b"x"))

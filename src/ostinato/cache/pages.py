@@ -191,31 +191,41 @@ class PageAllocator:
         """
         found = _without_page_0(pages)
         assert self._is_cached[found].all(), "a page is shared but was never committed"
-        owners = self._owners[found]
-        self._num_evictable -= len(found) - int(np.count_nonzero(owners))
-        self._owners[found] = owners + 1
+        self._own(found)
         self._counts["queried_tokens"] += queried_tokens
         self._counts["hit_tokens"] += len(pages) * self.page_size
 
-    def commit(self, page: int, parent: int, content: bytes) -> int:
-        """Make a page shareable once the KV of all its tokens, see `contents`, has been computed.
+    def _own(self, pages: IntArray) -> None:
+        """Add an owner to each of these cached pages."""
+        owners = self._owners[pages]
+        self._num_evictable -= len(pages) - int(np.count_nonzero(owners))
+        self._owners[pages] = owners + 1
 
-        `parent` is the page before it (0 for the first), itself committed. Where an equal page is cached
-        already, the caller's reference moves to that twin. Returns the page the caller owns from now on.
+    def commit(self, pages: Sequence[int] | IntArray, parent: int, contents: Sequence[bytes]) -> list[int]:
+        """Make pages in a row shareable once the KV of all their tokens, see `contents`, has been computed.
+
+        `parent` is the page before them (0 for the first), itself committed. Where equal pages are cached
+        already, the caller's references move to these twins. Returns the pages the caller owns from now on.
         A salt, if the request has one, stands before the content of its first page.
         """
-        assert self._owners[page] == 1, "a page is private until it is committed"
-        twin = self._index.behind(parent, content)
-        if twin is not None:
-            self._num_evictable -= not self._owners[twin]
-            self._owners[twin] += 1
-            self.free([page])
-            self._counts["twins"] += 1
-            return twin
-        self._index.enter(page, parent, content)
-        self._is_cached[page] = True
-        self._counts["commits"] += 1
-        return page
+        own: list[int] = np.asarray(pages).tolist()
+        assert (self._owners[own] == 1).all(), "a page is private until it is committed"
+        twins: list[int] = []
+        # Behind a page that is new there is nothing yet.
+        for content in contents:
+            twin = self._index.behind(twins[-1] if twins else parent, content)
+            if twin is None:
+                break
+            twins.append(twin)
+        if twins:
+            self._own(np.array(twins))
+            self.free(own[: len(twins)])
+        new = own[len(twins) :]
+        if new:
+            self._index.enter(new, twins[-1] if twins else parent, contents[len(twins) :])
+            self._is_cached[new] = True
+        self._counts.update(twins=len(twins), commits=len(new))
+        return twins + new
 
     def flush(self) -> None:
         """Forget all content (the weights have changed). Owners keep their pages, but nobody finds them.
@@ -318,8 +328,7 @@ class PageAllocator:
                     self._evictable.appendleft(_Unused(event, left))
             self._num_entries -= len(pages[:looked_at]) - len(first[wanted:])
             taken += first[:wanted].tolist()
-        for page in taken:
-            self._index.remove(page)
+        self._index.remove(taken)
         self._is_cached[taken] = False
         self._num_evictable -= count
         self._counts["evictions"] += count
@@ -328,4 +337,4 @@ class PageAllocator:
 
 def _without_page_0(pages: Sequence[int] | IntArray) -> IntArray:
     listed = np.asarray(pages, dtype=np.intp)
-    return listed[listed != RESERVED_PAGE]
+    return listed if np.count_nonzero(listed) == len(listed) else listed[listed != RESERVED_PAGE]

@@ -44,7 +44,7 @@ class PrefixIndex:
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
         self._pages_of: dict[_Key, IntArray] = {}
-        self._blocks_with: defaultdict[int, set[_Key]] = defaultdict(set)
+        self._blocks_with: dict[int, tuple[_Key, ...]] = {}
         self._block_ending: dict[int, _Key] = {}
         """By its last page."""
         self._pages_of_large: dict[_Key, IntArray] = {}
@@ -78,18 +78,19 @@ class PrefixIndex:
     def find(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
         """The pages of the longest known beginning of these, under a salt."""
         found: list[IntArray] = []
-        numbers, before, begin = self._numbers, 0, 0
+        numbers, before, begin, end = self._numbers, 0, 0, len(token_ids)
         for size, find_block in ((_LARGE, self._pages_of_large.get), (_BLOCK, self._pages_of.get)):
-            for content in self.contents(token_ids[begin:], size):
+            for content in self.contents(token_ids[begin:end], size):
                 block = find_block((before, salt + content if salt and not begin else content))
                 if block is None:
                     break
                 found.append(block)
                 before = numbers[block.item(-1)]
                 begin += size * self._page_size
+            end = min(end, begin + size * self._page_size)  # a whole one more would have been found
         pages: list[int] = []
         find = self._page_of.get
-        for content in self.contents(token_ids[begin:]):
+        for content in self.contents(token_ids[begin:end]):
             page = find((before, salt + content if salt and not begin and not pages else content))
             if page is None:
                 break
@@ -101,29 +102,35 @@ class PrefixIndex:
         """The page that holds these tokens behind `parent`."""
         return self._page_of.get((self._numbers[parent], content))
 
-    def enter(self, page: int, parent: int, content: bytes) -> None:
-        """From now on `page` is found behind `parent`, which is in the index or 0."""
+    def enter(self, pages: Sequence[int], parent: int, contents: Sequence[bytes]) -> None:
+        """From now on these pages, in a row, are found behind `parent`, which is in the index or 0; none of
+        them was found there before."""
         size = self._page_size * _ID.itemsize
-        is_full = len(content) >= size if parent == 0 else len(content) == size  # before the first is a salt
-        assert is_full, "only a full page can be shared"
-        assert page not in self._key_of, "a page is committed once"
+        has_salt = parent == 0 and len(contents[0]) > size
+        assert set(map(len, contents[has_salt:])) <= {size}, "only a full page can be shared"
+        assert self._key_of.keys().isdisjoint(pages), "a page is committed once"
         assert parent == 0 or parent in self._key_of, "the page before must be committed"
-        key = self._numbers[parent], content
-        self._num_entered += 1
-        self._numbers[page] = self._num_entered
-        self._parents[page], self._places[page] = parent, self._places[parent] + 1
-        self._page_of[key], self._key_of[page] = page, key
-        if self._places[page] % _BLOCK == _BLOCK - 1:
-            self._enter_block(page)
-        if self._places[page] % _LARGE == _LARGE - 1:
-            self._enter_large_block(page)
+        numbers = range(self._num_entered + 1, self._num_entered + 1 + len(pages))
+        keys = list(zip([self._numbers[parent], *numbers[:-1]], contents, strict=True))
+        place = self._places[parent] + 1
+        for at, page in enumerate(pages):
+            self._numbers[page], self._places[page] = numbers[at], place + at
+            self._parents[page] = pages[at - 1] if at else parent
+        self._num_entered += len(pages)
+        self._page_of.update(zip(keys, pages, strict=True))
+        self._key_of.update(zip(pages, keys, strict=True))
+        for at in range(-(place + 1) % _BLOCK, len(pages), _BLOCK):
+            self._enter_block(pages[at + 1 - _BLOCK : at + 1] if at + 1 >= _BLOCK else self._row_to(pages[at]))
+            if (place + at + 1) % _LARGE == 0:
+                self._enter_large_block(pages[at])
 
-    def remove(self, page: int) -> None:
-        """It is found no more, nor are pages behind it."""
-        del self._page_of[self._key_of.pop(page)]
-        for block in list(self._blocks_with.get(page, ())):
-            self._remove_block(block)
-        self._blocks_with.pop(page, None)
+    def remove(self, pages: Sequence[int]) -> None:
+        """They are found no more, nor are pages behind them."""
+        for key in map(self._key_of.pop, pages):
+            del self._page_of[key]
+        for page in pages:
+            for block in self._blocks_with.get(page, ()):
+                self._remove_block(block)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -156,19 +163,28 @@ class PrefixIndex:
         is_each = self._blocks_of.keys() == self._pages_of_large.keys()
         return ends == self._block_ending and is_each and large == known_large
 
-    def _enter_block(self, last: int) -> None:
+    def _row_to(self, last: int) -> list[int]:
+        """The pages of the block that ends here; none if one of them has left."""
         block = [last]
         while len(block) < _BLOCK:
             parent = self.parent_of(block[-1])
             if parent is None:
-                return
+                return []
             block.append(parent)
-        block.reverse()
+        return block[::-1]
+
+    def _enter_block(self, block: Sequence[int]) -> None:
+        if not block:
+            return
         key = _joined([self._key_of[page] for page in block])
         self._pages_of[key] = np.array(block, dtype=np.intp)
-        self._block_ending[last] = key
-        for page in block:
-            self._blocks_with[page].add(key)
+        self._block_ending[block[-1]] = key
+        alone = (key,)
+        if self._blocks_with.keys().isdisjoint(block):
+            self._blocks_with.update(dict.fromkeys(block, alone))
+        else:
+            for page in block:
+                self._blocks_with[page] = self._blocks_with.get(page, ()) + alone
 
     def _enter_large_block(self, last: int) -> None:
         blocks: list[_Key] = []
@@ -190,7 +206,9 @@ class PrefixIndex:
         pages = self._pages_of.pop(block).tolist()
         del self._block_ending[pages[-1]]
         for page in pages:
-            self._blocks_with[page].remove(block)
+            others = self._blocks_with.pop(page)
+            if len(others) > 1:
+                self._blocks_with[page] = tuple([other for other in others if other != block])
         for large in self._large_with.pop(block, ()):
             del self._pages_of_large[large]
             for other in self._blocks_of.pop(large):

@@ -270,11 +270,11 @@ class TextEngine:
         return self.core.loaded.eos_token_ids
 
     def _seeded(self, params: SamplingParams, index: int) -> SamplingParams:
-        if params.is_greedy or params.seed is not None:
-            return params.seeded(index)
-        drawn = params.seeded(index)
-        drawn.seed = int(self._seeds.integers(2**62))
-        return drawn
+        """Of the prompt's own copy what one completion has: the same, if there is but one."""
+        own = params if params.n == 1 else params.seeded(index)
+        if not own.is_greedy and own.seed is None:
+            own.seed = int(self._seeds.integers(2**62))
+        return own
 
     def _text_of(self, params: SamplingParams, token_ids: list[int]) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:
@@ -527,7 +527,7 @@ def _cache_salt(prompt: Prompt) -> str | None:
 def _checked_ids(ids: Any) -> IntArray:
     try:
         checked = token_array(ids)
-        if checked.size and not 0 <= checked.min() <= checked.max() < 2**31:
+        if checked.dtype != np.int32:
             raise OverflowError
     except TypeError:
         raise RequestError(f"prompt_token_ids must be a list of integers, not {ids!r}") from None
@@ -539,5 +539,5 @@ def _checked_ids(ids: Any) -> IntArray:
 def _output(name: str, text: str | None, ids: IntArray) -> RequestOutput:
     output = RequestOutput(name, text, [], [], metrics=RequestTimes())
     # Few read it, and a list of a long prompt takes longer to make than the whole request to schedule.
-    output.read_later(prompt_token_ids=functools.cache(ids.tolist))
+    output.read_later(prompt_token_ids=ids.tolist)
     return output

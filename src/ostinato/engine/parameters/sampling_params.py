@@ -242,11 +242,24 @@ class SamplingParams:
 
     def verified(self, **changes: Any) -> SamplingParams:
         """A copy for one request, checked as it is now; RequestError names what is wrong with it."""
-        return replace(self, **changes)
+        if changes or type(self) is not SamplingParams:
+            return replace(self, **changes)
+        made = self._copied()
+        made.__post_init__()
+        return made
+
+    def _copied(self) -> SamplingParams:
+        """As `copy.copy`, in a fifth of the time."""
+        if type(self) is not SamplingParams:
+            return copy.copy(self)
+        made = object.__new__(SamplingParams)
+        for name in SamplingParams.__slots__:
+            setattr(made, name, getattr(self, name))
+        return made
 
     def seeded(self, number: int) -> SamplingParams:
         """For one completion, with this number, of a prompt; the first is what n=1 would give."""
-        made = copy.copy(self)
+        made = self._copied()
         made.n = 1
         if self.seed is not None:
             # Wraps around inside 64 bits, and past -1, which means: no seed.

@@ -24,7 +24,8 @@ def prompt_logprobs_of(
 
     `top_n`: -1 for the whole vocabulary.
     """
-    targets = torch.tensor(prompt_ids[start + 1 : start + 1 + len(hidden)], device=hidden.device)
+    ids = prompt_ids[start + 1 : start + 1 + len(hidden)]
+    targets = torch.tensor(ids, dtype=torch.int64, device=hidden.device)
     found: list[dict[int, Logprob]] = []
     vocab = model.config.vocab_size
     count = vocab if top_n < 0 else min(top_n, vocab)

@@ -262,7 +262,7 @@ class Sampler:
         row, device = request.row, self.generated.device
         self.generated[row] = 0
         self._in_prompt[row] = False
-        prompt = torch.tensor(request.prompt_ids, device=device)
+        prompt = torch.tensor(request.prompt_ids, dtype=torch.int64, device=device)
         self._in_prompt[row].index_fill_(0, prompt, True)
         output = torch.tensor(request.output_ids, dtype=torch.int64, device=device)
         self.generated[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))

@@ -83,7 +83,7 @@ class Request:
     request_id: str
     """The caller's name for it, unique among unfinished requests."""
     prompt_ids: IntArray
-    """int64: token ids of the prompt, at least one; may be given as anything that lists integers."""
+    """int32: token ids of the prompt, at least one; may be given as anything that lists integers."""
     params: SamplingParams | None = None
     """How to sample; None for an embedding, which ends when its prompt is computed."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -135,7 +135,7 @@ class Request:
             raise RequestError(
                 f"request {self.request_id}: the prompt is empty, at least one token is needed"
             )
-        if self.prompt_ids.min() < 0:
+        if self.prompt_ids.dtype != np.int32 and self.prompt_ids.min() < 0:
             raise RequestError(f"request {self.request_id}: token id {self.prompt_ids.min()} is negative")
 
     @property

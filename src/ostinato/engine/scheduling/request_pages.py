@@ -77,7 +77,7 @@ class RequestPages:
         self.take(request, self.missing(request, cached + count))
         rows.num_computed[row] = rows.num_scheduled[row] = cached
         rows.num_committed_pages[row] = len(prefix)
-        rows.num_given_back[row] = np.count_nonzero(prefix == RESERVED_PAGE)
+        rows.num_given_back[row] = len(prefix) - np.count_nonzero(prefix)  # page 0 stands for those
         if not self._prefix_caching:
             rows.never_commit(row)
 
@@ -187,22 +187,23 @@ class RequestPages:
 
     def _commit(self, row: int) -> bool:
         rows, size = self._rows, self._pages.page_size
-        request, pages, has_freed = rows.requests[row], rows.pages[row], False
+        request, pages = rows.requests[row], rows.pages[row]
         assert request is not None
         first, last = int(rows.num_committed_pages[row]), int(rows.num_computed[row]) // size
-        full = rows.token_ids[row, first * size : last * size]
-        for at, content in enumerate(self._pages.contents(full), start=first):
-            parent, own = int(pages[at - 1]) if at else RESERVED_PAGE, int(pages[at])
-            content = content if at else _salt(request) + content
-            page = self._pages.commit(own, parent, content)
-            if page != own:
-                # Steps in flight still read the page given up: it holds the same.
-                pages[at] = page
-                self._updates.append(PageUpdate(row, at, np.array([page])))
-                self.num_twins += 1
-                has_freed = True
+        contents = self._pages.contents(rows.token_ids[row, first * size : last * size])
+        if not first:
+            contents[0] = _salt(request) + contents[0]
+        own = pages[first:last].tolist()
+        committed = self._pages.commit(own, int(pages[first - 1]) if first else RESERVED_PAGE, contents)
+        num_twins = 0
+        if committed != own:
+            num_twins = sum(page != other for page, other in zip(committed, own, strict=True))
+            # Steps in flight still read the pages given up: they hold the same.
+            pages[first : first + num_twins] = committed[:num_twins]
+            self._updates.append(PageUpdate(row, first, np.array(committed[:num_twins])))
+            self.num_twins += num_twins
         rows.num_committed_pages[row] = last
-        return has_freed
+        return num_twins > 0
 
 
 def _needs_all(request: Request) -> bool:

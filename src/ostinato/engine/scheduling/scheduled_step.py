@@ -82,9 +82,11 @@ class ScheduledStep:
     def input_ids(self) -> IntArray:
         """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row, and
         PLACEHOLDER - i for its draft i, from 1 on."""
+        num_decodes = self.num_requests - len(self.prompt_tokens)
+        if not num_decodes:
+            return np.concatenate(self.prompt_tokens, dtype=np.int64)
         each = PLACEHOLDER - np.arange(self.query_len, dtype=np.int64)
-        decoding = np.tile(each, self.num_requests - len(self.prompt_tokens))
-        return np.concatenate([decoding, *self.prompt_tokens], dtype=np.int64)
+        return np.concatenate([np.tile(each, num_decodes), *self.prompt_tokens], dtype=np.int64)
 
     @property
     def query_len(self) -> int:
@@ -104,17 +106,18 @@ class ScheduledStep:
     @cached_property
     def query_starts(self) -> IntArray:
         """int32 [R]: index of each request's first token in the flattened batch."""
-        return (np.cumsum(self.num_new_tokens) - self.num_new_tokens).astype(np.int32)
+        starts: IntArray = self.num_new_tokens.cumsum(dtype=np.int32) - self.num_new_tokens
+        return starts
 
     @cached_property
     def token_rows(self) -> IntArray:
         """int32 [T]: the row of each token."""
-        return np.repeat(self.rows, self.num_new_tokens)
+        return self.rows.repeat(self.num_new_tokens)
 
     @cached_property
     def positions(self) -> IntArray:
         """int64 [T]: the position of each token in its request."""
-        first = np.repeat((self.starts - self.query_starts).astype(np.int64), self.num_new_tokens)
+        first = (self.starts - self.query_starts).repeat(self.num_new_tokens)
         return first + np.arange(self.total_tokens)
 
 

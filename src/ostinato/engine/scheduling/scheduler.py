@@ -64,6 +64,9 @@ from .slot_line import SlotLine
 from .step_maker import StepMaker
 
 
+_NO_ROWS = np.array([], dtype=np.int32)
+
+
 class Scheduler:
     """Waiting and running requests, and what the next step computes."""
 
@@ -302,7 +305,7 @@ class Scheduler:
         if self._taken.give_back(self.running):
             self._head_is_blocked = False
         requests, rows = self._ready_decodes()
-        if self._grow(requests, rows, 1 + num_drafts):
+        if requests and self._grow(requests, rows, 1 + num_drafts):
             requests, rows = self._ready_decodes()
         chunks = self._prompts(self.config.max_batched_tokens - len(rows))
         if not chunks and not requests:
@@ -481,6 +484,8 @@ class Scheduler:
 
     def _ready_decodes(self) -> tuple[tuple[Request, ...], IntArray]:
         """Requests that decode in the next step: all but those whose last token is pending."""
+        if not self._decoding:
+            return (), _NO_ROWS
         if self._decode_batch is None:
             self._decode_batch = DecodeBatch(self._decoding, self.rows)
         requests, rows = self._decode_batch.requests, self._decode_batch.rows
@@ -498,7 +503,8 @@ class Scheduler:
     def _shared_prefix(self) -> int:
         """What the decode batch has in common; looked up when the batch has changed, or one of its pages."""
         batch = self._decode_batch
-        assert batch is not None
+        if batch is None:
+            return 0
         if self.config.shared_prefixes and batch.num_twins != self._taken.num_twins:
             batch.shared_prefix = self._taken.shared_prefix(batch.requests)
             batch.num_twins = self._taken.num_twins
@@ -511,7 +517,7 @@ class Scheduler:
         Whether somebody was preempted: others decode then.
         """
         full = self.rows.num_scheduled[rows] + count > self.rows.capacity[rows]
-        if not full.any():
+        if not np.count_nonzero(full):
             return False
         growing = [requests[at] for at in np.flatnonzero(full).tolist()]
         if len(growing) <= self.pages.num_free:

@@ -150,6 +150,19 @@ class DeviceRows:
             self._changes.cells.append(self._starts[name] + changed.astype(np.int64))
             self._views[name][changed] = value
 
+    def write_span(self, name: str, row: int, first: int, values: IntArray) -> None:
+        """Set the values of a list field of 32 bits in a row from `first` on, and send those that differ."""
+        field = self._fields[name]
+        assert field.width is not None
+        assert field.cells == field.width
+        assert not field.advances
+        begin = self._starts[name] + row * field.width + first
+        # A row is often handed to a request that begins as its last tenant did.
+        changed = np.flatnonzero(self._mirror[begin : begin + len(values)] != values)
+        if len(changed):
+            self._changes.cells.append(begin + changed)
+            self._mirror[begin : begin + len(values)] = values
+
     def write_cells(
         self,
         name: str,
@@ -163,7 +176,6 @@ class DeviceRows:
         assert field.cells == field.width
         assert not field.advances
         cells = self._starts[name] + np.asarray(rows) * field.width + np.asarray(columns)
-        # A row is often handed to a request that begins as its last tenant did.
         changed = cells[self._mirror[cells] != values]
         if len(changed):
             self._changes.cells.append(changed)

@@ -96,6 +96,8 @@ class _Held(NamedTuple):
         return step.rows is self.rows and of_step == (self.shared_prefix, self.num_drafts)
 
 
+_FEW = 4
+"""Changes of the page table that are written one by one: long ones, of prompts."""
 _ON_DEVICE = HostLengths((), (), ())
 """Lengths that only the device knows, of a step whose attention is outside of graphs."""
 _NOTHING = _Held(None, 0, 0, BatchShape.decode(1))
@@ -282,7 +284,10 @@ class ModelRunner:
 
     def update_pages(self, updates: Sequence[PageUpdate]) -> None:
         """Enter changes into the page table; `rows.send` brings them to the device."""
-        if updates:
+        if len(updates) <= _FEW:
+            for row, first, pages in updates:
+                self.rows.write_span("page_table", row, first, pages)
+        else:
             rows, firsts, pages = zip(*updates, strict=True)
             lengths = np.array([len(each) for each in pages])
             columns = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths - firsts, lengths)

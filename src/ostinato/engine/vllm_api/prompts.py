@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
@@ -35,8 +36,10 @@ def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
 
     As with vLLM `[1, 2, 3]` is one prompt of token ids, and `[[1, 2, 3]]` a list of one.
     """
-    if isinstance(prompts, str | Mapping) or are_token_ids(prompts):
+    if isinstance(prompts, str | Mapping):
         return [prompts], True
+    if are_token_ids(prompts):
+        return [{"prompt_token_ids": prompts}], True  # nobody has to look again
     if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
         raise RequestError(f"{WHAT_A_PROMPT_IS}, or a list of such; not {kind_of(prompts)}")
     return list(prompts), False
@@ -56,7 +59,12 @@ def are_token_ids(prompt: Any) -> bool:
         return prompt.ndim == 1
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
-    return all(isinstance(each, int | np.integer) and not isinstance(each, bool) for each in prompt)
+    # Prompts are told from numbers by the first; all others are looked at without a step of Python for each.
+    if not isinstance(prompt[0], int | np.integer):
+        return False
+    if operator.countOf(map(type, prompt), int) == len(prompt):
+        return True
+    return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, prompt)))
 
 
 def known_token_ids(prompt: Any) -> list[int]:
