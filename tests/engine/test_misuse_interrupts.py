@@ -24,14 +24,6 @@ LONG = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 STOPS = SamplingParams(seed=3, max_tokens=10, ignore_eos=True, stop=["never said"], logprobs=2, n=2)
 
 
-@pytest.fixture(autouse=True)
-def _ctrl_c_interrupts() -> Iterator[None]:
-    """Also where whoever started the tests ignores it, as a shell does for what runs in its background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class GivenUp(Exception):
     """What a handler of the user's own raises."""
 
