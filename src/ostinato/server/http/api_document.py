@@ -53,8 +53,15 @@ def schemas() -> dict[str, Any]:
     return dict(components)
 
 
-def answers(success: type | None = None, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route: its success and every error."""
+ONE_OR_SEVERAL: dict[str, Any] = {"oneOf": [{"type": "object"}, {"type": "array"}]}
+"""An object for one thing that was asked for, a list for a list."""
+ROWS: dict[str, Any] = {"type": "array"}
+
+
+def answers(
+    success: type | dict[str, Any] | None = None, *, streams: bool = False
+) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route: its success, by its type or its schema, and every error."""
     content: dict[str, Any] = {"application/json": {"schema": _schema(success)}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -64,5 +71,7 @@ def answers(success: type | None = None, *, streams: bool = False) -> dict[int |
     return described
 
 
-def _schema(kind: type | None) -> dict[str, str]:
+def _schema(kind: type | dict[str, Any] | None) -> dict[str, Any]:
+    if isinstance(kind, dict):
+        return kind
     return {"type": "object"} if kind is None else {"$ref": _REFERENCE.format(name=kind.__name__)}

@@ -14,7 +14,7 @@ from ..service import Service
 from ..sglang.generate import GenerateWriter, generations_of
 from ..sglang.requests import GenerateRequest
 from .answering import answer, check_generates, prepared
-from .api_document import answers
+from .api_document import ONE_OR_SEVERAL, answers
 from .json_answers import json_response
 
 
@@ -23,7 +23,7 @@ def native_routes(service: Service) -> APIRouter:
     routes = APIRouter()
 
     @routes.put("/generate", include_in_schema=False)
-    @routes.post("/generate", responses=answers(streams=True))
+    @routes.post("/generate", responses=answers(ONE_OR_SEVERAL, streams=True))
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Go on with prompts."""
         model = service.serving()

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from ..openai.errors import ApiError
 from ..service import Service
-from .api_document import answers
+from .api_document import ROWS, answers
 from .engine_calls import engine_call
 from .json_answers import json_response
 from .weight_bodies import (
@@ -135,7 +135,7 @@ def _add_sglang(routes: APIRouter, service: Service) -> None:
         return json_response({"weight_version": found["version"]})
 
     @routes.get("/get_weights_by_name", include_in_schema=False)
-    @routes.post("/get_weights_by_name", responses=answers())
+    @routes.post("/get_weights_by_name", responses=answers(ROWS))
     async def get_weights_by_name(body: WeightAsked) -> Response:
         """The first rows of a weight."""
         found = await engine_call(service, "weights_by_name", weight=body.name, count=body.truncate_size)
