@@ -112,7 +112,7 @@ class Week:
                     await self.chance.choice(what)(http)
                     await asyncio.sleep(self.chance.uniform(0, pause))
 
-            operator = [self.sleep, self.pause, self.update, self.load, self.load, self.flush, self.unload]
+            operator = [self.sleep, self.release, self.pause, self.update, self.load, self.flush, self.unload]
             await asyncio.gather(*(repeat(customers, 0.1) for _ in range(clients)), repeat(operator, 2.0))
             await self.everything_on(http)
 
@@ -330,6 +330,17 @@ class Week:
             if level == 2:
                 await self.write(http, self.state.weights)
             await self.called(http, "/wake_up")
+
+    async def release(self, http: Any) -> None:
+        """As SGLang's trainers do it, some tags at a time, with new weights before the KV cache is back."""
+        tags = self.chance.choice([["kv_cache"], ["weights"], ["kv_cache", "weights"], None])
+        async with self.changing():
+            await self.called(http, "/release_memory_occupation", {} if tags is None else {"tags": tags})
+            await asyncio.sleep(self.chance.uniform(0, 0.5))
+            await self.called(http, "/resume_memory_occupation", {"tags": ["weights"]})
+            self.state.weights = self.chance.randrange(2)
+            await self.write(http, self.state.weights)
+            await self.called(http, "/resume_memory_occupation", {})
 
     async def pause(self, http: Any) -> None:
         mode, clears = self.chance.choice(["keep", "abort", "wait"]), self.chance.choice(["true", "false"])
