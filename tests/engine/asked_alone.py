@@ -142,7 +142,9 @@ def assert_same(found: Answer, expected: Answer, *, knows_prompt: bool = True) -
             torch.testing.assert_close(found.states, expected.states, atol=2e-3, rtol=2e-3)
         return
     if found.finish_reason in ("abort", "error"):
-        assert expected.text.startswith(found.text) or found.text.startswith(expected.text)
+        # Broken off in the middle of a character, or of a stop string that is no part of the whole text.
+        begun = found.text.rstrip("\ufffd")
+        assert expected.text.startswith(begun) or begun.startswith(expected.text)
     else:
         assert length == len(expected.token_ids), (found, expected)
         assert found.text == expected.text

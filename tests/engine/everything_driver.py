@@ -22,7 +22,7 @@ from .everything_world import World
 from .test_engine_greedy import assert_all_back
 
 NAMES = ("a", "b", "c")
-PARTS = ("send", "run", "launch", "join", "update_pages", "draft")
+PARTS = ("schedule", "send", "run", "launch", "join", "update_pages", "draft", "complete", "take_in")
 """Of a step, which can fail."""
 
 
@@ -203,6 +203,9 @@ class Driver:
             "join": core.sampler,
             "update_pages": core.runner,
             "draft": core.runner.speculation,
+            "schedule": core.scheduler,
+            "complete": core.scheduler,
+            "take_in": self.llm.engine._delivery,
         }[part]
         if owner is None or core.sleeper.why_no_step is not None:
             return

@@ -95,9 +95,7 @@ class World:
         # Pages in common, and a text that says the same again.
         prompts = [*known, (*known[-1][:32], 7), (*known[-1][:40], 1, 2), known[3] * 2 + known[3][:7]]
         weights, directory = [found, other], str(place / "target")
-        return cls(
-            directory, draft, weights, adapters, kinds, prompts, Alone(directory, weights, adapters)
-        )
+        return cls(directory, draft, weights, adapters, kinds, prompts, Alone(directory, weights, adapters))
 
 
 def _moved(weights: Weights, by: float) -> Weights:

@@ -81,7 +81,9 @@ SETUPS = {
 OFTEN = ("draft model",)
 
 
-def action(name: str, /, **arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+def action(
+    name: str, /, **arguments: st.SearchStrategy[Any]
+) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
     return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
 
 

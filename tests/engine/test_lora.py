@@ -180,7 +180,10 @@ def test_a_pinned_adapter_that_is_replaced_lets_its_requests_end(world: LoraWorl
     for _ in range(100):
         llm.engine.step()
     assert output.outputs[0].token_ids == world.expected(0, prompt)
-    assert {each.name for each in llm.engine.adapters.listed() if each.is_pinned} == {"adapter-0", "adapter-1"}
+    assert {each.name for each in llm.engine.adapters.listed() if each.is_pinned} == {
+        "adapter-0",
+        "adapter-1",
+    }
 
 
 def test_a_replaced_adapter_serves_new_requests_and_old_ones_keep_theirs(

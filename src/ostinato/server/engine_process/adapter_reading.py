@@ -34,7 +34,8 @@ class AdapterReading:
         if path is None:
             then(asked, None)
             return True
-        if path not in self._under_way:
+        future = self._under_way.get(path)
+        if future is None or future.done():
             self._under_way[path] = self._threads.submit(self._adapters.read, path)
         self._waiting.append((asked, path, then))
         return False

@@ -94,16 +94,20 @@ class ServedEngine:
         adapters, reading = self.core.adapters, self._reading
         asked = None if adapters is None else adapters.named(name)
         if asked is None or adapters is None or reading is None:
-            return self._refused(id, f"the adapter {name!r} is not loaded")
+            return self._not_loaded(id, name)
         told: list[News] = []
 
         def go_on(asked: LoRARequest, read: Adapter | None) -> None:
             if id in self._aborted_unread:
                 self._aborted_unread.discard(id)
                 return
+            now = adapters.named(name)  # it may have been unloaded or replaced meanwhile
+            if now is not None and adapters.path_to_read(now) not in (None, asked.lora_path):
+                reading.when_there(now, go_on)
+                return
             self._unread.discard(id)
             try:
-                refused = add(adapters.version_of(asked, read))
+                refused = self._not_loaded(id, name) if now is None else add(adapters.version_of(now, read))
             except RequestError as error:
                 refused = self._refused(id, str(error))
             if refused is not None:
@@ -132,6 +136,9 @@ class ServedEngine:
             self._refused_late.clear()
         return news
 
+    def _not_loaded(self, id: int, name: str) -> News:
+        return self._refused(id, f"the adapter {name!r} is not loaded")
+
     def _refused(self, id: int, why: str) -> News:
         self._arrived.pop(id, None)
         return News(id, finish_reason="error", error=why, refused=True)
@@ -151,7 +158,8 @@ class ServedEngine:
 
     def abort_all(self) -> list[News]:
         """End all requests; news of them."""
-        return self.abort([int(request.request_id) for request in self.core.scheduler.unfinished])
+        queued = [int(request.request_id) for request in self.core.scheduler.unfinished]
+        return self.abort([*self._unread, *queued])
 
     @property
     def standing(self) -> Standing:
