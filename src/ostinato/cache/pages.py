@@ -181,6 +181,8 @@ class PageAllocator:
 
     def num_unowned(self, pages: Sequence[int] | IntArray) -> int:
         """How many of these pages `share` would take from the free ones."""
+        if not len(pages):
+            return 0
         wanted = _without_page_0(pages)
         return len(wanted) - int(np.count_nonzero(self._owners[wanted]))
 
@@ -189,10 +191,12 @@ class PageAllocator:
 
         Page 0 stands for one that was found and is not needed.
         """
+        self._counts["queried_tokens"] += queried_tokens
+        if not len(pages):
+            return
         found = _without_page_0(pages)
         assert self._is_cached[found].all(), "a page is shared but was never committed"
         self._own(found)
-        self._counts["queried_tokens"] += queried_tokens
         self._counts["hit_tokens"] += len(pages) * self.page_size
 
     def _own(self, pages: IntArray) -> None:
