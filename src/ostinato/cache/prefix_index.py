@@ -136,7 +136,8 @@ class PrefixIndex:
         self._page_of.update(zip(keys, pages, strict=True))
         self._key_of.update(zip(pages, keys, strict=True))
         for at in range(-(place + 1) % _BLOCK, len(pages), _BLOCK):
-            self._enter_block(pages[at + 1 - _BLOCK : at + 1] if at + 1 >= _BLOCK else self._row_to(pages[at]))
+            is_whole = at + 1 >= _BLOCK
+            self._enter_block(pages[at + 1 - _BLOCK : at + 1] if is_whole else self._row_to(pages[at]))
             if (place + at + 1) % _LARGE == 0:
                 self._enter_large_block(pages[at])
 
