@@ -1,27 +1,31 @@
-"""What a prompt costs the host, by part, that is cached but for its last 16 tokens; on a GPU its first token.
+"""What prompts cost the host, by part: cached but for their last 16 tokens, and new ones; on a GPU the first
+token of the former.
 
-python benchmarks/prefix_host.py benchmarks/results/prefix-host-cpu.json
+python benchmarks/prefix_host.py benchmarks/results/prefix-host-one-pass-cpu.json
 python benchmarks/prefix_host.py benchmarks/results/prefix-host-h200.json --model qwen3-0.6b
 
-Host: microseconds from the call of `TextEngine.add` with a list of token ids to the launch, and for its
-delivery; the model itself is not run. First token (GPU only): milliseconds of `generate` with one token,
-everything run. The prompts differ in their last 16 tokens. Of the repeats the fastest of each part, which
-other processes disturb least; of first tokens the median.
+Cached: microseconds from the call of `TextEngine.add` with token ids, in a list or something else, to the
+launch, and for its delivery. New: the same from the call of `generate`, with a cache that is full of other
+prompts. CPU time of the thread; the model itself is not run. First token (GPU only): milliseconds of
+`generate` with one token, everything run. Cached prompts differ in their last 16 tokens. Of the repeats the
+fastest of each part, which other processes disturb least; of first tokens the median.
 """
 
 import argparse
+import array
 import json
 import random
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from ostinato import LLM, SamplingParams
@@ -31,6 +35,7 @@ from ostinato.tools.machine import machine
 MODELS = Path(__file__).parent / "models"
 LENGTHS = (1024, 8192, 32768)
 NEW = 16
+LAUNCHED = "launched"
 REPEATS = 30
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,15 +47,23 @@ TINY = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 40960,
 }
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "list": lambda ids: ids,
+    "array": lambda ids: array.array("i", ids),
+    "numpy": np.array,
+    "tensor": torch.tensor,
+}
+FRESH = ((1, 16384), (32, 512))
+"""Prompts that are new, and how long each is."""
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
-def prompt_of(length: int, number: int, vocab: int) -> dict[str, list[int]]:
+def prompt_of(length: int, number: int, vocab: int) -> list[int]:
     """Random ids; those of one length begin alike."""
     draw = random.Random(length)
     shared = [draw.randrange(vocab) for _ in range(length - NEW)]
     draw = random.Random(f"{length} {number}")
-    return {"prompt_token_ids": shared + [draw.randrange(vocab) for _ in range(NEW)]}
+    return shared + [draw.randrange(vocab) for _ in range(NEW)]
 
 
 @contextmanager
@@ -64,6 +77,7 @@ def clocked(llm: LLM) -> Iterator[dict[str, float]]:
         "page table": (core.runner, "update_pages"),
         "sampling rows": (core.sampler, "join"),
         "send": (core.runner.rows, "send"),
+        "inputs": (core.runner, "run"),
         "complete": (core.scheduler, "complete"),
         "deliver": (engine._delivery, "take_in"),
     }
@@ -71,11 +85,14 @@ def clocked(llm: LLM) -> Iterator[dict[str, float]]:
 
     def timed(part: str, function: Any) -> Any:
         def call(*args: Any, **named: Any) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return function(*args, **named)
             finally:
-                spent[part] += time.perf_counter() - began
+                ended = time.thread_time()
+                spent[part] += ended - began
+                if part == "inputs":
+                    spent[LAUNCHED] = ended
 
         return call
 
@@ -94,30 +111,66 @@ def clocked(llm: LLM) -> Iterator[dict[str, float]]:
                 patch.stop()
 
 
-def host_row(llm: LLM, length: int, repeats: int) -> dict[str, Any]:
-    """Microseconds by part."""
-    runner, vocab = llm.engine.core.runner, llm.engine.core.loaded.model.config.vocab_size
-    found: dict[str, list[float]] = defaultdict(list)
+@contextmanager
+def without_model(llm: LLM) -> Iterator[None]:
+    """Steps make their inputs, and no more; what they leave in the prefix cache is forgotten at the end."""
+    runner = llm.engine.core.runner
 
-    def without_model(step: Any) -> torch.Tensor:
+    def run(step: Any) -> torch.Tensor:
         inputs_of(step)
         runner.has_sampled = False
         return runner.logits[: step.num_requests]
 
-    with mock.patch.object(runner, "run", without_model), clocked(llm) as spent:
+    with mock.patch.object(runner, "run", run):
+        yield
+    llm.engine.core.scheduler.flush_prefix_cache()
+
+
+def clocked_call(call: Callable[[], object], spent: dict[str, float]) -> dict[str, float]:
+    """Microseconds by part, and up to the launch and behind it."""
+    spent.clear()
+    began = time.thread_time()
+    call()
+    ended, launched = time.thread_time(), spent.pop(LAUNCHED)
+    found = {**spent, "to launch": launched - began, "behind it": ended - launched}
+    return {part: seconds * 1e6 for part, seconds in found.items()}
+
+
+def fastest(repeats: list[dict[str, float]]) -> dict[str, float]:
+    """Of each part."""
+    return {part: min(each[part] for each in repeats) for part in repeats[0]}
+
+
+def host_row(llm: LLM, length: int, form: str, repeats: int) -> dict[str, Any]:
+    """Of a prompt that is cached but for its end."""
+    vocab, found = llm.engine.core.loaded.model.config.vocab_size, []
+
+    def serve(ids: Any, is_cached: bool) -> None:
+        output = llm.engine.add({"prompt_token_ids": ids}, ONE)
+        while not output.finished:
+            llm.engine.step()
+        assert not is_cached or output.num_cached_tokens == length - NEW
+
+    with without_model(llm), clocked(llm) as spent:
         for number in range(repeats + 2):
-            prompt = prompt_of(length, number, vocab)
-            spent.clear()
-            output = llm.engine.add(prompt, ONE)
-            while not output.finished:
-                llm.engine.step()
-            assert number == 0 or output.num_cached_tokens == length - NEW
-            if number > 1:
-                for part, seconds in spent.items():
-                    found[part].append(seconds * 1e6)
-    llm.engine.core.scheduler.flush_prefix_cache()  # what was cached was never computed
-    fastest = {part: min(each) for part, each in found.items()}
-    return {"tokens": length, "us": fastest, "sum_us": sum(fastest.values())}
+            ids = FORMS[form](prompt_of(length, number, vocab))
+            found.append(clocked_call(lambda: serve(ids, number > 0), spent))  # noqa: B023
+    return {"tokens": length, "given": form, "us": fastest(found[2:])}
+
+
+def fresh_row(llm: LLM, count: int, length: int, repeats: int) -> dict[str, Any]:
+    """Of prompts that nobody has seen, when the cache is full of others."""
+    vocab, pages = llm.engine.core.loaded.model.config.vocab_size, llm.engine.core.scheduler.pages
+    num_before = -(-pages.num_usable // pages.pages_for(count * length))
+    found = []
+    with without_model(llm), clocked(llm) as spent:
+        for number in range(num_before + repeats):
+            draw = random.Random(f"{count} {length} {number}")
+            prompts = [[draw.randrange(vocab) for _ in range(length)] for _ in range(count)]
+            found.append(
+                clocked_call(lambda: llm.generate(prompts, ONE, use_tqdm=False), spent)  # noqa: B023
+            )
+    return {"prompts": count, "tokens": length, "us": fastest(found[num_before:])}
 
 
 def first_token(llm: LLM, length: int, repeats: int) -> float:
@@ -125,7 +178,7 @@ def first_token(llm: LLM, length: int, repeats: int) -> float:
     vocab = llm.engine.core.loaded.model.config.vocab_size
     seconds = []
     for number in range(repeats + 2):
-        prompt = prompt_of(length, number, vocab)
+        prompt = {"prompt_token_ids": prompt_of(length, number, vocab)}
         began = time.perf_counter()
         [output] = llm.generate([prompt], ONE, use_tqdm=False)
         seconds.append(time.perf_counter() - began)
@@ -149,22 +202,28 @@ def main() -> None:
         options = {
             "load_format": "dummy",
             "max_model_len": max(asked.lengths) + NEW,
-            "max_running_requests": 8,
+            "max_running_requests": 32,
+            "chunked_prefill_size": max(count * length for count, length in FRESH),
         }
         if not on_gpu:
             options |= {"cuda_graph_mode": "none", "num_pages": 4 * max(asked.lengths) // 16}
         with LLM(str(MODELS / asked.model) if asked.model else tiny, **options) as llm:
-            rows = [host_row(llm, length, asked.repeats) for length in asked.lengths]
+            cached = [
+                host_row(llm, length, form, asked.repeats) for length in asked.lengths for form in FORMS
+            ]
+            fresh = [] if on_gpu else [fresh_row(llm, *each, asked.repeats) for each in FRESH]
             if on_gpu:
-                for row in rows:
-                    row["first_token_ms"] = first_token(llm, row["tokens"], asked.repeats)
-    for row in rows:
+                for row in cached:
+                    if row["given"] == "list":
+                        row["first_token_ms"] = first_token(llm, row["tokens"], asked.repeats)
+    for row in cached + fresh:
         parts = ", ".join(f"{part} {value:.0f}" for part, value in row["us"].items())
-        print(f"{row['tokens']}: {parts}; {row['sum_us']:.0f} us; {row.get('first_token_ms')} ms")
+        print(
+            f"{row.get('given', row.get('prompts'))} {row['tokens']}: {parts}", row.get("first_token_ms", "")
+        )
     settings = {"model": asked.model or "tiny", "new_tokens": NEW, "repeats": asked.repeats}
-    asked.file.write_text(
-        json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=1) + "\n"
-    )
+    result = {"machine": machine(), "settings": settings, "cached": cached, "fresh": fresh}
+    asked.file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

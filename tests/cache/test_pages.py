@@ -17,7 +17,7 @@ SIZE = 4
 def commit_chain(pages: PageAllocator, owned: list[int], token_ids: list[int]) -> list[int]:
     """Commit all full pages of a request from the first on, as the scheduler does."""
     contents = pages.contents(token_ids)
-    owned[: len(contents)] = pages.commit(owned[: len(contents)], 0, contents)
+    owned[: len(contents)] = pages.commit_row(owned[: len(contents)], 0, contents)
     return owned
 
 
@@ -371,7 +371,11 @@ class Pages(RuleBasedStateMachine):
         # As a prompt in chunks, or a text that grows, would: first some pages, then the others.
         for end in (begin + (len(token_ids) // size - begin) // 2, len(token_ids) // size):
             contents = self.pages.contents(token_ids[size * begin : size * end])
-            committed = self.pages.commit(owned[begin:end], owned[begin - 1] if begin else 0, contents)
+            parent = owned[begin - 1] if begin else 0
+            if end - begin == 1:
+                committed = [self.pages.commit(owned[begin], parent, contents[0])]
+            else:
+                committed = self.pages.commit_row(owned[begin:end], parent, contents)
             for at, page in enumerate(committed, begin):
                 prefix = tuple(token_ids[: size * at + size])
                 assert page == owned[at] or self.content[page] == prefix

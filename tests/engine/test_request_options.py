@@ -115,7 +115,7 @@ def test_salts_divide_blocks_of_pages_too(llm: LLM) -> None:
     tokens = list(range(33))
     for salt in (b"", b"x"):
         pages, (first, *others) = index.allocate(16), index.contents(tokens)
-        assert index.commit(pages, 0, [salt + first, *others]) == pages
+        assert index.commit_row(pages, 0, [salt + first, *others]) == pages
         assert index.match(tokens, salt).tolist() == pages
     assert not len(index.match(tokens, b"y"))
     assert set(index.match(tokens)).isdisjoint(index.match(tokens, b"x"))

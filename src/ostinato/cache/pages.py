@@ -181,6 +181,8 @@ class PageAllocator:
 
     def num_unowned(self, pages: Sequence[int] | IntArray) -> int:
         """How many of these pages `share` would take from the free ones."""
+        if not len(pages):
+            return 0
         wanted = _without_page_0(pages)
         return len(wanted) - int(np.count_nonzero(self._owners[wanted]))
 
@@ -189,10 +191,12 @@ class PageAllocator:
 
         Page 0 stands for one that was found and is not needed.
         """
+        self._counts["queried_tokens"] += queried_tokens
+        if not len(pages):
+            return
         found = _without_page_0(pages)
         assert self._is_cached[found].all(), "a page is shared but was never committed"
         self._own(found)
-        self._counts["queried_tokens"] += queried_tokens
         self._counts["hit_tokens"] += len(pages) * self.page_size
 
     def _own(self, pages: IntArray) -> None:
@@ -201,16 +205,27 @@ class PageAllocator:
         self._num_evictable -= len(pages) - int(np.count_nonzero(owners))
         self._owners[pages] = owners + 1
 
-    def commit(self, pages: Sequence[int] | IntArray, parent: int, contents: Sequence[bytes]) -> list[int]:
-        """Make pages in a row shareable once the KV of all their tokens, see `contents`, has been computed.
+    def commit(self, page: int, parent: int, content: bytes) -> int:
+        """Make a page shareable once the KV of all its tokens, see `contents`, has been computed.
 
-        `parent` is the page before them (0 for the first), itself committed. Where equal pages are cached
-        already, the caller's references move to these twins. Returns the pages the caller owns from now on.
+        `parent` is the page before it (0 for the first), itself committed. Where an equal page is cached
+        already, the caller's reference moves to that twin. Returns the page the caller owns from now on.
         A salt, if the request has one, stands before the content of its first page.
         """
-        own: list[int] = np.asarray(pages).tolist()
+        assert self._owners[page] == 1, "a page is private until it is committed"
+        twin = self._index.behind(parent, content)
+        if twin is not None:
+            self._exchange(np.array([page]), [twin])
+            return twin
+        self._index.enter(page, parent, content)
+        self._is_cached[page] = True
+        self._counts["commits"] += 1
+        return page
+
+    def commit_row(self, pages: Sequence[int], parent: int, contents: Sequence[bytes]) -> list[int]:
+        """`commit` of pages one behind another; for many, in half the time. Returns all of them."""
+        own, twins = np.array(pages, dtype=np.intp), list[int]()
         assert (self._owners[own] == 1).all(), "a page is private until it is committed"
-        twins: list[int] = []
         # Behind a page that is new there is nothing yet.
         for content in contents:
             twin = self._index.behind(twins[-1] if twins else parent, content)
@@ -218,14 +233,19 @@ class PageAllocator:
                 break
             twins.append(twin)
         if twins:
-            self._own(np.array(twins))
-            self.free(own[: len(twins)])
-        new = own[len(twins) :]
+            self._exchange(own[: len(twins)], twins)
+        new = list(pages[len(twins) :])
         if new:
-            self._index.enter(new, twins[-1] if twins else parent, contents[len(twins) :])
-            self._is_cached[new] = True
-        self._counts.update(twins=len(twins), commits=len(new))
+            self._index.enter_row(new, twins[-1] if twins else parent, contents[len(twins) :])
+            self._is_cached[own[len(twins) :]] = True
+            self._counts["commits"] += len(new)
         return twins + new
+
+    def _exchange(self, pages: IntArray, twins: list[int]) -> None:
+        """The owner of these has their twins from now on."""
+        self._own(np.array(twins))
+        self.free(pages)
+        self._counts["twins"] += len(twins)
 
     def flush(self) -> None:
         """Forget all content (the weights have changed). Owners keep their pages, but nobody finds them.

@@ -102,25 +102,42 @@ class PrefixIndex:
         """The page that holds these tokens behind `parent`."""
         return self._page_of.get((self._numbers[parent], content))
 
-    def enter(self, pages: Sequence[int], parent: int, contents: Sequence[bytes]) -> None:
-        """From now on these pages, in a row, are found behind `parent`, which is in the index or 0; none of
-        them was found there before."""
+    def enter(self, page: int, parent: int, content: bytes) -> None:
+        """From now on `page` is found behind `parent`, which is in the index or 0."""
+        size = self._page_size * _ID.itemsize
+        is_full = len(content) >= size if parent == 0 else len(content) == size  # before the first is a salt
+        assert is_full, "only a full page can be shared"
+        assert page not in self._key_of, "a page is committed once"
+        assert parent == 0 or parent in self._key_of, "the page before must be committed"
+        key = self._numbers[parent], content
+        self._num_entered += 1
+        self._numbers[page] = self._num_entered
+        self._parents[page], self._places[page] = parent, self._places[parent] + 1
+        self._page_of[key], self._key_of[page] = page, key
+        if self._places[page] % _BLOCK == _BLOCK - 1:
+            self._enter_block(self._row_to(page))
+        if self._places[page] % _LARGE == _LARGE - 1:
+            self._enter_large_block(page)
+
+    def enter_row(self, pages: Sequence[int], parent: int, contents: Sequence[bytes]) -> None:
+        """`enter` pages, one behind another, none of which was found there before."""
         size = self._page_size * _ID.itemsize
         has_salt = parent == 0 and len(contents[0]) > size
         assert set(map(len, contents[has_salt:])) <= {size}, "only a full page can be shared"
         assert self._key_of.keys().isdisjoint(pages), "a page is committed once"
         assert parent == 0 or parent in self._key_of, "the page before must be committed"
-        numbers = range(self._num_entered + 1, self._num_entered + 1 + len(pages))
-        keys = list(zip([self._numbers[parent], *numbers[:-1]], contents, strict=True))
-        place = self._places[parent] + 1
-        for at, page in enumerate(pages):
-            self._numbers[page], self._places[page] = numbers[at], place + at
-            self._parents[page] = pages[at - 1] if at else parent
-        self._num_entered += len(pages)
+        before, keys, place = parent, [], self._places[parent] + 1
+        for at, (page, content) in enumerate(zip(pages, contents, strict=True)):
+            keys.append((self._numbers[before], content))
+            self._num_entered += 1
+            self._numbers[page], self._places[page] = self._num_entered, place + at
+            self._parents[page] = before
+            before = page
         self._page_of.update(zip(keys, pages, strict=True))
         self._key_of.update(zip(pages, keys, strict=True))
         for at in range(-(place + 1) % _BLOCK, len(pages), _BLOCK):
-            self._enter_block(pages[at + 1 - _BLOCK : at + 1] if at + 1 >= _BLOCK else self._row_to(pages[at]))
+            is_whole = at + 1 >= _BLOCK
+            self._enter_block(pages[at + 1 - _BLOCK : at + 1] if is_whole else self._row_to(pages[at]))
             if (place + at + 1) % _LARGE == 0:
                 self._enter_large_block(pages[at])
 

@@ -96,7 +96,7 @@ class RowKinds:
         self.wants_whole[row] = whole
         self.num_drawn[row] = (params.logprobs or 0) if is_drawn else -1
         self.wants_logprobs[row] = params.wants_logprobs and not whole and not is_drawn
-        self._may_want_whole = bool(self.wants_whole.any())
+        self._may_want_whole = whole or (self._may_want_whole and bool(self.wants_whole.any()))
         return kind
 
     def wanting_whole(self, step: ScheduledStep, *, drawn: bool) -> list[int]:

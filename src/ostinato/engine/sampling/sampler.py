@@ -79,6 +79,7 @@ class Sampler:
         self.processors = ProcessorBatch(())
         """Classes of callers that change logits."""
         self._biased_rows: set[int] = set()
+        self._banning_rows: set[int] = set()
         self._asked = Asked(
             generated=self.generated,
             in_prompt=self._in_prompt,
@@ -153,7 +154,7 @@ class Sampler:
         """Whoever joins inside is gone at the end, and the graphs' inputs are held by nobody."""
         tensors = (self.generated, self._in_prompt)
         before, kinds = [tensor.clone() for tensor in tensors], copy.deepcopy(self._kinds)
-        biased = set(self._biased_rows)
+        biased, banning = set(self._biased_rows), set(self._banning_rows)
         try:
             with self._masks.unchanged():
                 yield
@@ -161,7 +162,7 @@ class Sampler:
             for tensor, content in zip(tensors, before, strict=True):
                 tensor.copy_(content)
             self._kinds = kinds
-            self._biased_rows = biased
+            self._biased_rows, self._banning_rows = biased, banning
             self._decided, self._held = (None, 0, None), dict.fromkeys(Kind)
 
     def drop(self) -> None:
@@ -228,8 +229,7 @@ class Sampler:
         write("presence", row, params.presence_penalty)
         write("frequency", row, params.frequency_penalty)
         self._write_biases(row, params.logit_bias or {})
-        banned = self._banned(request, params)
-        write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
+        self._write_banned(row, self._banned(request, params))
         write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
         from_graph = params.logprobs if self._kinds.wants_logprobs[row] else None
         write("num_logprobs", row, -1 if from_graph is None else min(from_graph, self._vocab))
@@ -250,6 +250,14 @@ class Sampler:
         self._rows.write("bias_values", row, [*[biases[token] for token in tokens], *[0.0] * rest])
         if not biases:
             self._biased_rows.remove(row)
+
+    def _write_banned(self, row: int, banned: Sequence[int]) -> None:
+        if not banned and row not in self._banning_rows:
+            return
+        self._banning_rows.add(row)  # as with biases
+        self._rows.write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
+        if not banned:
+            self._banning_rows.remove(row)
 
     def _banned(self, request: Request, params: SamplingParams) -> list[int]:
         if not params.min_tokens:

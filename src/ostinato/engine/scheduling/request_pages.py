@@ -193,8 +193,11 @@ class RequestPages:
         contents = self._pages.contents(rows.token_ids[row, first * size : last * size])
         if not first:
             contents[0] = _salt(request) + contents[0]
-        own = pages[first:last].tolist()
-        committed = self._pages.commit(own, int(pages[first - 1]) if first else RESERVED_PAGE, contents)
+        own, parent = pages[first:last].tolist(), int(pages[first - 1]) if first else RESERVED_PAGE
+        if len(own) == 1:
+            committed = [self._pages.commit(own[0], parent, contents[0])]
+        else:
+            committed = self._pages.commit_row(own, parent, contents)
         num_twins = 0
         if committed != own:
             num_twins = sum(page != other for page, other in zip(committed, own, strict=True))

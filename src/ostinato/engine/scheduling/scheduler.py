@@ -63,7 +63,6 @@ from .scheduler_config import SchedulerConfig
 from .slot_line import SlotLine
 from .step_maker import StepMaker
 
-
 _NO_ROWS = np.array([], dtype=np.int32)
 
 

@@ -285,8 +285,8 @@ class ModelRunner:
     def update_pages(self, updates: Sequence[PageUpdate]) -> None:
         """Enter changes into the page table; `rows.send` brings them to the device."""
         if len(updates) <= _FEW:
-            for row, first, pages in updates:
-                self.rows.write_span("page_table", row, first, pages)
+            for update in updates:
+                self.rows.write_span("page_table", *update)
         else:
             rows, firsts, pages = zip(*updates, strict=True)
             lengths = np.array([len(each) for each in pages])
