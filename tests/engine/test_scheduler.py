@@ -142,7 +142,6 @@ class Engine:
         self.pages.device = self.device
         self.launched: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.requests: list[Request] = []
-        """Steps in a row that a request could have decoded in, and did not."""
         self._decoding: set[Request] = set()
 
     def add(self, prompt: list[int], params: SamplingParams | None = None, **kwargs: Any) -> Request:
