@@ -52,6 +52,7 @@ class TimedRoom(PromptRoom):
         self._contexts = contexts
         self._used = num_decodes
         self._pairs = 0.0
+        self._offered = 0
         self._least = bound.least_size(num_decodes)
         self._seconds = bound.seconds_for(num_decodes, contexts)
 
@@ -64,14 +65,15 @@ class TimedRoom(PromptRoom):
             pairs = self._pairs + self._bound.pairs(start, sizes - self._used)
             fitting = self._bound.costs.seconds(sizes, pairs, self._contexts) <= self._seconds
             largest = max(largest, int(sizes[fitting].max(initial=0)))
-        return max(0, min(self.tokens, largest - self._used))
+        self._offered = max(0, min(self.tokens, largest - self._used))
+        return self._offered
 
     def take(self, start: int, count: int) -> None:
         """So many tokens of a prompt, from this position on, are in the step."""
         # Behind a prompt that is cut nobody comes, though the beginning of another one may cost less.
-        is_full = count >= self.at(start)
+        is_full = count >= self._offered
         self._used += count
-        self._pairs += float(self._bound.pairs(start, np.array(count)))
+        self._pairs += float(self._bound.pairs(start, count))
         self.tokens -= count
         self.tokens = 0 if is_full else self.at(0)
 
@@ -116,10 +118,11 @@ class PromptBound:
         pairs = self.pairs(step.starts[num_decodes:], step.num_new_tokens[num_decodes:])
         return StepSize(tokens, float(pairs.sum()), int(step.starts[:num_decodes].sum()))
 
-    def pairs(self, starts: IntArray | int, counts: IntArray) -> IntArray:
+    def pairs(self, starts: IntArray | int, counts: IntArray | int) -> IntArray:
         """Keys that so many tokens from there on look at."""
-        seen: IntArray = starts + counts / 2
-        return counts * (seen if self._window is None else np.minimum(seen, self._window))
+        seen = np.asarray(starts + counts / 2)
+        found: IntArray = counts * (seen if self._window is None else np.minimum(seen, self._window))
+        return found
 
     def least_size(self, num_decodes: int) -> int:
         """The smallest step in which prompts get on."""
@@ -127,7 +130,4 @@ class PromptBound:
 
     def seconds_for(self, num_decodes: int, contexts: int) -> float:
         """What a step beside these requests may take."""
-        if not self.costs.is_known:
-            return self._asked
-        alone = self.costs.seconds(np.array(num_decodes), np.array(0.0), contexts)
-        return max(self._asked, float(alone) / (1 - LEAST_SHARE))
+        return max(self._asked, self.costs.at_least(num_decodes, contexts) / (1 - LEAST_SHARE))

@@ -531,13 +531,15 @@ class Scheduler:
     def _prompt_room(self, rows: IntArray) -> PromptRoom:
         """What the requests that decode, in these rows, leave of a step to prompts."""
         left = self.config.max_batched_tokens - len(rows)
-        if self._prompt_bound is None or not self._has_streams or not self._may_prompt:
+        if self._prompt_bound is None or not self._may_prompt:
+            return PromptRoom(left)
+        if not len(rows) and not self._has_streams:
             return PromptRoom(left)
         return self._prompt_bound.room(len(rows), int(self.rows.num_scheduled[rows].sum()), left)
 
     @property
     def _has_streams(self) -> bool:
-        """Whether somebody who decodes needs more tokens than those under way."""
+        """Whether somebody who decodes needs more tokens than are surely under way."""
         assert self._decode_batch is not None
         rows = self._decode_batch.rows
         known = self.rows.num_tokens[rows] + len(self._in_flight)
