@@ -1,9 +1,8 @@
 """What an engine must do for a set of greedy requests: its steps, and the graphs that serve them.
 
 Written from the rules in the documents, not from the scheduler: first come first served; a step holds one
-token of every request that decodes, then prompts in order up to the budget; those that decode sit out a few
-steps in a row that have many prompt tokens; a step without any prompt is a decode step; every step takes the
-smallest graph of its mode that holds it.
+token of every request that decodes, then prompts in order up to the budget; a step without any prompt is a
+decode step; every step takes the smallest graph of its mode that holds it.
 """
 
 from collections import Counter

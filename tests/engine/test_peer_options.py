@@ -131,7 +131,7 @@ def test_kernels_of_others_are_accepted_with_a_word(caplog: pytest.LogCaptureFix
 
 
 def test_names_of_our_own_and_of_nobody_pass() -> None:
-    given = {"mem_fraction": 0.5, "prompt_burst": 2, "no_such_thing": 1}
+    given = {"mem_fraction": 0.5, "steps_ahead": 0, "no_such_thing": 1}
     assert translated(given) == given
 
 
@@ -139,6 +139,9 @@ def test_names_of_our_own_and_of_nobody_pass() -> None:
     ("given", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size can only be 1, not 2: one engine uses one GPU"),
+        ({"long_prefill_token_threshold": 2048}, "can only be 0, not 2048: .* target_itl_ms cuts them"),
+        ({"max_num_partial_prefills": 2}, "max_num_partial_prefills can only be 1, not 2"),
+        ({"max_long_partial_prefills": 4}, "max_long_partial_prefills can only be 1, not 4"),
         ({"quantization": "awq"}, "quantization is not supported: weights are"),
         ({"hf_overrides": str}, "hf_overrides is a mapping of fields of config.json here, not a function"),
         ({"rope_theta": 1e6}, "rope_theta is not supported: give hf_overrides"),

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ostinato.cache.pages import PageAllocator
 from ostinato.engine.parameters.sampling_params import SamplingParams
+from ostinato.engine.scheduling.prompt_room import PromptBound
 from ostinato.engine.scheduling.request import FinishReason, Request, RequestError, RequestStatus
 from ostinato.engine.scheduling.scheduled_step import PLACEHOLDER, CompletedStep, ScheduledStep
 from ostinato.engine.scheduling.scheduler import Scheduler
@@ -131,18 +132,24 @@ class PoisoningAllocator(PageAllocator):
 class Engine:
     """A scheduler and a fake device, launched and completed by the test."""
 
-    def __init__(self, *, num_pages: int = 40, page_size: int = 4, **config: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int = 40,
+        page_size: int = 4,
+        prompt_bound: PromptBound | None = None,
+        **config: Any,
+    ) -> None:
         settings_ = {"max_running": 4, "max_batched_tokens": 16, "max_model_len": 64} | config
         self.config = SchedulerConfig(**settings_)
         self.pages = PoisoningAllocator(num_pages, page_size)
-        self.scheduler = Scheduler(self.config, self.pages)
+        self.scheduler = Scheduler(self.config, self.pages, prompt_bound=prompt_bound)
         self.device = FakeDevice(
             self.pages, self.config.max_running, self.pages.pages_for(self.scheduler.max_len)
         )
         self.pages.device = self.device
         self.launched: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.requests: list[Request] = []
-        """Steps in a row that a request could have decoded in, and did not."""
         self._decoding: set[Request] = set()
 
     def add(self, prompt: list[int], params: SamplingParams | None = None, **kwargs: Any) -> Request:

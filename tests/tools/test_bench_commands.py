@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ostinato.cli.main import app
+from ostinato.tools import bench_http
 from ostinato.tools.bench import check, contest, startup
 from ostinato.tools.bench.contest import Run
 from ostinato.tools.bench.errors import BenchError
@@ -204,6 +205,13 @@ def test_a_list_that_is_none_is_refused(tiny_config: Path) -> None:
     ran = CliRunner().invoke(app, ["bench", "host", "--model", str(tiny_config), "--batch-sizes", "1,x"])
     assert ran.exit_code == 2
     assert "--batch-sizes" in ran.output
+
+
+def test_options_that_are_objects_reach_the_server_as_json() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    flags = bench_http._flags({"speculative_config": drafts, "cuda_graph_bs": (1, 2), "enable_lora": False})
+    assert flags[:2] == ["--speculative-config", json.dumps(drafts)]
+    assert flags[2:] == ["--cuda-graph-bs", "1,2", "--no-enable-lora"]
 
 
 def test_pictures_without_matplotlib_say_what_to_install(

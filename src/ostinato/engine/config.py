@@ -73,6 +73,9 @@ class EngineConfig:
     """Most tokens in one step; longer prompts run in chunks. Default: 4096 on a GPU, 128 on a CPU."""
     enable_chunked_prefill: bool = True
     """Split prompts over several steps; without it a step holds a prompt of max_model_len tokens."""
+    target_itl_ms: float | None = None
+    """Time between two tokens of a stream, in milliseconds, that prompts beside it are to keep: while streams
+    run, a step takes only as many tokens of prompts as fit. Default: as many as chunked_prefill_size says."""
     mem_fraction: float = 0.9
     """Share of the GPU's memory that weights, KV cache and graphs may take together."""
     num_pages: int | None = None
@@ -188,6 +191,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.target_itl_ms is not None:
+            self._check_target_itl(self.target_itl_ms)
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs must be at least 0, or -1 for all, not {self.max_logprobs}")
         if self.logprobs_mode not in LOGPROBS_MODES:
@@ -209,6 +214,17 @@ class EngineConfig:
             self._check_batch_invariant()
         if self.speculative_config is not None:
             self._check_speculation()
+
+    def _check_target_itl(self, target: float) -> None:
+        if not 0 < target < float("inf"):
+            raise ConfigError(f"target_itl_ms must be above 0, not {target}")
+        if not self.enable_chunked_prefill:
+            raise ConfigError("target_itl_ms cuts prompts: it needs enable_chunked_prefill")
+        if self.batch_invariant:
+            raise ConfigError(
+                "batch_invariant and target_itl_ms exclude each other: every step takes as long as the "
+                "largest; lower chunked_prefill_size"
+            )
 
     def _check_speculation(self) -> None:
         assert self.speculative_config is not None

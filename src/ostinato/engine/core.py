@@ -55,6 +55,7 @@ from .loading.device_memory import DeviceMemory
 from .loading.drafts import draft_kv_shape, draft_parts
 from .loading.load import LoadedModel, ModelLoadError, allocate_kv
 from .loading.memory_plan import MemoryPlan
+from .loading.prompt_bound import prompt_bound_of
 from .loading.rehearsal import rehearse
 from .loading.shortage import Room, no_room_for_steps
 from .parameters.sampling_params import RequestError, SamplingParams
@@ -124,6 +125,8 @@ class EngineCore:
             reader = AdapterReader(loaded.model, config.config.max_lora_rank)
             self.adapters = ServedAdapters(reader, loaded.adapters, config.max_adapters_on_host)
             load_first_adapters(self.adapters, config.config.lora_modules or ())
+        self.prompt_bound = prompt_bound_of(config, loaded.model.config)
+        """How much of prompts a step takes beside streams; None: whatever fits."""
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_running=config.max_running_requests,
@@ -139,6 +142,7 @@ class EngineCore:
             PageAllocator(kv.num_pages),
             None if self.adapters is None else self.adapters.slots,
             None if self.runner.speculation is None else self.runner.speculation.choose,
+            self.prompt_bound,
         )
         self.following = Following(
             self.scheduler,
@@ -413,7 +417,8 @@ class EngineCore:
             self.following.join(step.joined)
         self.runner.rows.send()
         self.runner.run(step)
-        flight.is_timed = len(self._flights) > 1 and self.runner.notes_beginning
+        flight.follows = len(self._flights) > 1
+        flight.is_timed = flight.follows and self.runner.notes_beginning
         self._keep_beside_tokens(flight)
         if self.sampler is not None and (step.is_uniform_decode or step.samples.any()):
             if self._waits_for_tokens(step):
@@ -483,17 +488,35 @@ class EngineCore:
         flight = self._flights[0]
         if flight.landed is None:
             # It stays under way until its tokens are there: an interrupt during the wait changes nothing.
+            began = perf_counter()
             sampled = self._read(flight)
-            self.clock.lap("wait")
-            span = None if sampled is None else sampled.span
-            took = self.clock.on_device(span, counts=flight.is_timed)
-            if self.runner.speculation is not None and flight.step.is_uniform_decode and flight.error is None:
-                is_done = self.config.device.type == "cpu"
-                self.runner.speculation.note_cost(flight.step, flight.launch_seconds if is_done else took)
+            self._note_cost(flight, sampled, perf_counter() - began)
             self._take_in(flight, sampled)
         # In one line: between two, what it brought would be returned twice or not at all.
         self._arrived += cast(tuple[Progress, ...], self._flights.popleft().landed)
         self.clock.lap("complete")
+
+    def _note_cost(self, flight: Flight, sampled: Sampled | None, waited: float) -> None:
+        """Tell those who decide by what steps take; `waited`: for the tokens of this one."""
+        self.clock.lap("wait")
+        between = self.clock.on_device(None if sampled is None else sampled.span, counts=flight.is_timed)
+        if flight.error is not None:
+            return
+        is_on_cpu = self.config.device.type == "cpu"
+        if is_on_cpu:
+            took: float | None = flight.launch_seconds
+        elif flight.follows:
+            took = between
+        else:
+            # The host knows it only if it does nothing else meanwhile.
+            is_seen = sampled is not None and not self.config.lookahead
+            took = flight.launch_seconds + waited if is_seen else None
+        if took is None:
+            return
+        if self.prompt_bound is not None:
+            self.prompt_bound.note(flight.step, took)
+        if self.runner.speculation is not None and flight.step.is_uniform_decode:
+            self.runner.speculation.note_cost(flight.step, took if is_on_cpu or flight.is_timed else None)
 
     def _read(self, flight: Flight) -> Sampled | None:
         if flight.error is not None:

@@ -182,6 +182,11 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
-            shown = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-            flags += [f"--{flag}", shown]
+            flags += [f"--{flag}", _written(value)]
     return flags
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

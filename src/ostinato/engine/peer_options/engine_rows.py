@@ -160,11 +160,12 @@ MEMORY_AND_STEPS: tuple[PeerOption, ...] = (
     harmless("use_v2_block_manager", "vllm", "flag", "", "there is one", same=(True, False)),
     harmless("preemption_mode", "vllm", "text", "recompute", "as asked", same=("recompute",), tunes=True),
     harmless(
-        *("long_prefill_token_threshold", "vllm", "int", "0", "prompts go in the order of arrival"),
+        *("long_prefill_token_threshold", "vllm", "int", "0"),
+        "prompts go one after the other; target_itl_ms cuts them where streams run beside",
         same=(0,),
-        tunes=True,
     ),
-    harmless("max_num_partial_prefills", "vllm", "int", "1", "one at a time", same=(1,), tunes=True),
+    harmless("max_num_partial_prefills", "vllm", "int", "1", "prompts go one after the other", same=(1,)),
+    harmless("max_long_partial_prefills", "vllm", "int", "1", "prompts go one after the other", same=(1,)),
     harmless("disable_hybrid_kv_cache_manager", "vllm", "flag", "", "there is none", same=(True, False)),
     harmless(
         *("prefix_caching_hash_algo", "vllm", "text", "sha256", "prefixes are compared, not hashed"),
@@ -204,7 +205,8 @@ MEMORY_AND_STEPS: tuple[PeerOption, ...] = (
         values={True: 1, False: 0},
     ),
     harmless(
-        *("num_continuous_decode_steps", "sglang", "int", "1", "prompt_burst is the nearest thing"),
+        *("num_continuous_decode_steps", "sglang", "int", "1"),
+        "every step takes decodes and prompts along; target_itl_ms says how much of prompts",
         same=(1,),
         tunes=True,
     ),

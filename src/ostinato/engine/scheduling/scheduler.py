@@ -48,6 +48,7 @@ from ostinato.grammars.followed_text import FollowedText
 
 from ..adapters.slots import AdapterSlots
 from .decode_batch import DecodeBatch
+from .prompt_room import PromptBound, PromptRoom
 from .request import (
     RESERVED_ROW,
     FinishReason,
@@ -75,11 +76,12 @@ class Scheduler:
         pages: PageAllocator,
         slots: AdapterSlots | None = None,
         choose_drafts: Callable[[IntArray], int] | None = None,
+        prompt_bound: PromptBound | None = None,
     ) -> None:
         """Schedule over these pages, and slots of adapters, which nobody else may use.
 
         `choose_drafts`: how many drafts, at most `max_drafts`, a step of all that decode, in these rows, is
-        to verify for each of them.
+        to verify for each of them. `prompt_bound`: how much of prompts a step takes beside streams.
         """
         self.config = config
         self.pages = pages
@@ -105,6 +107,7 @@ class Scheduler:
         self._decoding: list[Request] = []
         self._decode_batch: DecodeBatch | None = None
         self._choose_drafts = choose_drafts
+        self._prompt_bound = prompt_bound
         self._steps = StepMaker(self.rows, config.max_running)
         self._in_flight: deque[ScheduledStep] = deque()
         # Of the step that landed last, whose requests had not left; `give_up` needs it as it was before.
@@ -306,7 +309,7 @@ class Scheduler:
         requests, rows = self._ready_decodes()
         if requests and self._grow(requests, rows, 1 + num_drafts):
             requests, rows = self._ready_decodes()
-        chunks = self._prompts(self.config.max_batched_tokens - len(rows))
+        chunks = self._prompts(self._prompt_room(rows))
         if not chunks and not requests:
             return None
         joined, page_updates = tuple(self._joined), self._taken.take_updates()
@@ -530,26 +533,43 @@ class Scheduler:
                 self._taken.take(request, 1)
         return True
 
-    def _prompts(self, budget: int) -> list[tuple[Request, int]]:
-        """Who computes how much of a prompt in the next step, with room for it."""
-        chunks = self._continue_prefill(budget)
-        return chunks + self._admit(budget - sum(count for _, count in chunks))
+    def _prompt_room(self, rows: IntArray) -> PromptRoom:
+        """What the requests that decode, in these rows, leave of a step to prompts."""
+        left = self.config.max_batched_tokens - len(rows)
+        if self._prompt_bound is None or not self._may_prompt:
+            return PromptRoom(left)
+        if not len(rows) and not self._has_streams:
+            return PromptRoom(left)
+        return self._prompt_bound.room(len(rows), int(self.rows.num_scheduled[rows].sum()), left)
 
-    def _continue_prefill(self, budget: int) -> list[tuple[Request, int]]:
+    @property
+    def _has_streams(self) -> bool:
+        """Whether somebody who decodes needs more tokens than are surely under way."""
+        assert self._decode_batch is not None
+        rows = self._decode_batch.rows
+        known = self.rows.num_tokens[rows] + len(self._in_flight)
+        return bool((known < self.rows.max_tokens[rows]).any())
+
+    def _prompts(self, room: PromptRoom) -> list[tuple[Request, int]]:
+        """Who computes how much of a prompt in the next step, with room for it."""
+        return self._continue_prefill(room) + self._admit(room)
+
+    def _continue_prefill(self, room: PromptRoom) -> list[tuple[Request, int]]:
         request = self._prefilling
         if request is None:
             return []
-        count = min(request.num_unscheduled, budget)
+        count = min(request.num_unscheduled, room.at(request.num_scheduled))
         needed = self._taken.missing(request, request.num_scheduled + count)
         if needed > self.pages.num_free:
             # The youngest waits, with what it has, for older ones to leave or to take its pages.
             return []
         self._taken.take(request, needed)
+        room.take(request.num_scheduled, count)
         return [(request, count)]
 
-    def _admit(self, budget: int) -> list[tuple[Request, int]]:
+    def _admit(self, room: PromptRoom) -> list[tuple[Request, int]]:
         chunks: list[tuple[Request, int]] = []
-        while budget and self.rows.num_free and not self._head_is_blocked:
+        while room.tokens and self.rows.num_free and not self._head_is_blocked:
             if self.line.is_due(self.waiting[0] if self.waiting else None):
                 self._queue_first(self.line.recall())
             if not self.waiting:
@@ -559,16 +579,17 @@ class Scheduler:
                 self.line.set_aside(self.waiting.popleft())
                 continue
             prefix = self._taken.cached_prefix(request)
-            remaining = request.num_tokens - len(prefix) * self.pages.page_size
-            if remaining > budget and not self.config.chunked_prefill:
+            start = len(prefix) * self.pages.page_size
+            remaining, most = request.num_tokens - start, room.at(start)
+            if not most or (remaining > most and not self.config.chunked_prefill):
                 break
             if not self._has_room_for(request, prefix):
                 self._head_is_blocked = True
                 break
-            count = min(remaining, budget)
+            count = min(remaining, most)
             self._join(request, prefix, count)
             chunks.append((request, count))
-            budget -= count
+            room.take(start, count)
         return chunks
 
     def _has_room_for(self, request: Request, prefix: IntArray) -> bool:

@@ -78,8 +78,10 @@ class Flight:
     """Which of its requests get their token from a grammar."""
     whole_logprobs: dict[int, Tensor] = field(default_factory=dict)
     """By place, of those that want all of their distribution."""
+    follows: bool = False
+    """Whether another step was under way when it was launched..."""
     is_timed: bool = False
-    """Whether the device notes its beginning, and another step was under way when it was launched."""
+    """...and the device notes its beginning."""
     launch_seconds: float = 0.0
     """What its launch took: on a CPU all of it."""
     error: str | None = "the step was interrupted before it was launched"

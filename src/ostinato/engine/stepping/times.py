@@ -91,17 +91,18 @@ class StepClock:
         """A step was on the device: when it began and ended, in nanoseconds of the device's clock, if known.
 
         `counts`: whether its beginning is, and it was launched while the one before was under way. Returns
-        the seconds between the end of that one and its own, then.
+        the seconds between the end of that one and its own, if both are known.
         """
         if span is None:
             self._device_ended = None
             return None
         (began, ended), before = span, self._device_ended
         self._device_ended = ended
-        if not counts or before is None:
+        if before is None:
             return None
-        self._device_ns += ended - before
-        self._idle_ns += max(0, began - before)
+        if counts:
+            self._device_ns += ended - before
+            self._idle_ns += max(0, began - before)
         return (ended - before) / 1e9
 
     def read(self) -> StepTimes:
