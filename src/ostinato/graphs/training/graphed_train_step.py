@@ -18,7 +18,7 @@ def graphed_train_step(
     loss_fn: Callable[..., torch.Tensor],
     optimizer: torch.optim.Optimizer,
     *,
-    ladder: Ladder | Sequence[int],
+    ladder: Ladder | Sequence[int] | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     schedule: Schedule | None = None,
@@ -51,7 +51,7 @@ def graphed_train_step(
     return TrainStep(
         loss,
         optimizer,
-        Ladder.of(ladder),
+        None if ladder is None else Ladder.of(ladder),
         accumulate=accumulate,
         clip_norm=clip_norm,
         schedule=schedule,
