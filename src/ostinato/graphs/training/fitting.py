@@ -16,7 +16,7 @@ _WARMUPS = 2
 def why_not_in_a_graph(
     optimizer: StaticOptimizer, device: torch.device, options: CaptureOptions
 ) -> Exception | None:
-    """What goes wrong if its step is recorded; parameters, which have gradients, and state stay as they are."""
+    """What goes wrong if its step is recorded. Parameters, which need gradients, and state stay."""
     if optimizer.is_known or optimizer.why_behind is not None:
         return None
     pool, skipped = GraphPool(device), torch.ones((), device=device)

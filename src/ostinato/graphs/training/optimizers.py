@@ -21,7 +21,7 @@ keeps what streams use apart: so what stays is made on the stream of captures, i
 import inspect
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 from ..backends import backend_for
 from ..capturing.gate import is_recording
 from ..errors import CaptureError, ConfigError
+from ..wrapping.standing import Comparison
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -63,6 +64,7 @@ class StaticOptimizer:
         self.has_stepped = False
         """Whether the state that the optimizer makes in its first step is there."""
         self._placed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._still: Callable[[], bool] = lambda: True
         self._baked: list[dict[str, Any]] | None = None
         self._is_static = True
         self.why_behind: str | None = None
@@ -239,9 +241,14 @@ class StaticOptimizer:
 
     def _note_places(self) -> None:
         self._placed = list(self._entries()) if self._is_static else []
+        comparison = Comparison()
+        comparison.add_places(self._placed)
+        self._still = comparison.compiled()
 
     def moved(self) -> list[str]:
         """State that is not where it was, by name."""
+        if not self._placed or self._still():
+            return []
         return [f"the optimizer's {key}" for state, key, value in self._placed if state.get(key) is not value]
 
     def addresses(self) -> list[torch.Tensor]:

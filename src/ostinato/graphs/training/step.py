@@ -235,10 +235,10 @@ class TrainStep:
 
     def _follow_moved_numbers(self) -> None:
         """Numbers in the optimizer's groups that move are in no graph: it steps behind them."""
-        if not self._places.known or self._optimizer.why_behind is not None or self._why_not() is not None:
+        if not self._places.known or self._optimizer.why_behind is not None:
             return
         moved = self._optimizer.moved_numbers()
-        if moved:
+        if moved and self._why_not() is None:
             names = ", ".join(dict.fromkeys(moved))
             self._optimizer.step_behind(
                 f"{names} in its groups moved, which a graph has baked in (a scheduler that cycles momentum "
@@ -293,7 +293,7 @@ class TrainStep:
             reason = decision.reason
         if reason is Reason.LARGER_THAN_MAX and self._is_ladder_made_up:
             self._tell_once(
-                f"longer batches than the first, of {self._rungs.limit}, run eagerly: pass ladder=, the lengths"
+                f"batches longer than the first, of {self._rungs.limit}, run eagerly: pass ladder=[lengths]"
             )
         return self._eagerly(runner, batch, shape, reason)
 
@@ -307,7 +307,7 @@ class TrainStep:
         """Eagerly, on a batch of a kind that nothing was captured for."""
         self._eager_steps[Reason.UNSEEN_SIGNATURE] += 1
         self._tell_once(
-            "batches of other shapes than the first run eagerly: step.capture(inputs, targets) captures for them"
+            "batches of other shapes than the first run eagerly: step.capture(inputs, targets) changes that"
         )
         kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
         matched = kind.batch_of(inputs, targets)
@@ -335,15 +335,13 @@ class TrainStep:
     def _why_not(self) -> Reason | None:
         if not self._places.known:
             return Reason.NOT_CAPTURED
-        if self._places.training() != self._baked[0]:
-            return Reason.TRAINING_MODE_CHANGED
-        if self._surroundings() != self._baked or self._values.have_changed():
+        if self._surroundings() != self._baked:
             return Reason.ATTRIBUTE_CHANGED
-        return None
+        return self._values.why_changed()
 
     def _surroundings(self) -> tuple[Any, ...]:
         wanted = [parameter.requires_grad for parameter in self._optimizer.parameters]
-        return self._places.training(), wanted, self._optimizer.members
+        return wanted, self._optimizer.members
 
     def _tell_once(self, told: str) -> None:
         if told not in self._told:
