@@ -658,6 +658,9 @@ def test_settings_are_refused_by_name(device):
     for wrong in ({"accumulate": 0}, {"clip_norm": 0.0}, {"autocast": True}, {"ladder": []}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             captured(model, optimizer, **wrong)
+    if device.type == "cpu":
+        with pytest.raises(ConfigError, match="compile needs a CUDA device"):
+            captured(model, optimizer, compile=True)
     with pytest.raises(ConfigError, match="LBFGS"):
         captured(model, torch.optim.LBFGS(model.parameters()))
     sparse = nn.Sequential(nn.Embedding(VOCABULARY, 8, sparse=True), nn.Linear(8, VOCABULARY)).to(device)

@@ -70,7 +70,9 @@ class StaticOptimizer:
         self.why_behind: str | None = None
         """Why its step runs behind the graphs, if it does; see Note [Updates behind the graph]."""
         kind = type(optimizer)
-        if kind.__module__.startswith("torch.optim") and not self.is_known:
+        if kind.__module__.startswith("torch.optim") and not (
+            self.is_known or "capturable" in self._groups[0]
+        ):
             self.step_behind(
                 f"{kind.__name__} reads values back to the host, and is not capturable", static=False
             )
@@ -136,7 +138,8 @@ class StaticOptimizer:
         """Whether it is of a kind whose step is known to fit into a graph."""
         kind = type(self._optimizer)
         can = kind is torch.optim.SGD or "capturable" in self._groups[0]
-        return self._is_fused or (can and kind.__module__.startswith("torch.optim"))
+        plain = not any(_has_tensor_betas(group) for group in self._groups)
+        return self._is_fused or (can and plain and kind.__module__.startswith("torch.optim"))
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -336,10 +339,15 @@ def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
         group["fused"] is not False
         and group["foreach"] is None
         and not group.get("differentiable")
-        and not any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ()))
+        and not _has_tensor_betas(group)
         and all(parameter.is_floating_point() for parameter in group["params"])
         for group in groups
     )
+
+
+def _has_tensor_betas(group: dict[str, Any]) -> bool:
+    """Which some kinds of an optimizer read on the device, and others on the host."""
+    return any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ()))
 
 
 _patching = threading.RLock()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..capturing.compiled import make_room
 from ..capturing.gate import turn
 from ..capturing.pool import GraphPool
 from ..checking.addresses import moved_error
@@ -79,6 +80,7 @@ class TrainStep:
         self._pool = pool or GraphPool(self._device)
         self._places = Places(loss.modules)
         plain = loss.uncompiled()
+        self._plain = plain if loss.is_compiled else loss
         self._values = PythonValues(plain.model, plain.loss_fn)
         self._optimizer = StaticOptimizer(optimizer, self._device)
         named, average = self._places.names_of(self._optimizer.parameters), accumulate > 1
@@ -212,10 +214,13 @@ class TrainStep:
 
     # -- one micro-batch ---------------------------------------------------------------------------
 
-    def _micro_batch(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor], does: Kind) -> torch.Tensor:
-        """All that a graph records."""
+    def _micro_batch(
+        self, kind: BatchKind, tensors: Mapping[str, torch.Tensor], does: Kind, *, is_rung: bool
+    ) -> torch.Tensor:
+        """All that a graph records. `is_rung`: other lengths are not worth a compilation of ours."""
+        loss_of = self._loss if is_rung else self._plain
         with torch.enable_grad():
-            loss = self._loss(*kind.arguments(tensors), kind.mask(tensors))
+            loss = loss_of(*kind.arguments(tensors), kind.mask(tensors))
             share = loss / self._accumulate if self._accumulate > 1 else loss
             self._gradients.backward(self._update.scaled(share))
         if does is Kind.UPDATE:
@@ -314,7 +319,7 @@ class TrainStep:
         assert matched is not None
         tensors = {name: tensor.to(self._device) for name, tensor in matched[0].items()}
         with torch.no_grad():
-            return self._micro_batch(kind, tensors, does)
+            return self._micro_batch(kind, tensors, does, is_rung=False)
 
     def _run_first(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
         """Until the optimizer has made its state. On padded inputs, so that a run that is resumed here goes
@@ -371,7 +376,8 @@ class TrainStep:
             logger.log(level, "only lengths that are rungs are served from graphs: %s", refusal)
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
-            return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)))
+            is_rung = descriptor.num_tokens in self._rungs
+            return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
 
         runner = CudaGraphRunner(
             step,
@@ -410,6 +416,8 @@ class TrainStep:
     def _capture_missing(self) -> None:
         """Capture what has no graph yet, largest first over all kinds of batches."""
         self._runner_state()
+        if self._loss.is_compiled:
+            make_room(len(self._rungs) * len(self._entries))
         self._gradients.is_trial = True
         self._update.hold(True)
         release_unused = self._pool.backend.release_unused

@@ -26,6 +26,7 @@ class Update:
         self._correction = torch.ones((), device=device)
         self._given: float = 1.0
         self._held = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
         self._verdict = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device, dtype=torch.float64)
         """Updates that were skipped."""
@@ -83,11 +84,11 @@ class Update:
             torch.nn.utils.clip_grads_with_norm_([p for p, _ in pairs], self._clip_norm, norm)
             assert self.norm is not None
             self.norm.copy_(norm)
-            skip = torch.where(norm < math.inf, skip, 1.0)
+            skip = torch.where(norm < math.inf, skip, self._one)
         elif self._scaler is None:
             largest = torch._foreach_norm(gradients, math.inf)
             worst = torch.stack([norm.float() for norm in largest]).amax()
-            skip = torch.where(worst < math.inf, skip, 1.0)
+            skip = torch.where(worst < math.inf, skip, self._one)
         self.skipped.add_(skip)
         return skip
 

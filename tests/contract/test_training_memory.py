@@ -1,0 +1,46 @@
+"""What a captured training step takes beside what eager training does."""
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from contract.training_loops import captured, make_batches, make_model, train_eagerly, twins
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most that tensors made meanwhile take at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self._live, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize(
+    "size", [{"rows": 8, "length": 64, "width": 64}, {"rows": 2, "length": 8, "width": 128}]
+)
+def test_the_pool_is_about_what_an_eager_step_takes(device, size):
+    """Where activations count, and where gradients do."""
+    if device.type != "cpu":
+        pytest.skip("on a GPU in tests/gpu: what its allocator takes")
+    ours, theirs = twins(make_model(device, layers=4, width=size["width"]))
+    batch = make_batches(device, [size["length"]], rows=size["rows"])[0]
+    optimizer = torch.optim.AdamW(theirs.parameters(), fused=True)
+    train_eagerly(theirs, optimizer, [batch], clip_norm=1.0)
+    with LiveBytes() as eager:
+        train_eagerly(theirs, optimizer, [batch], clip_norm=1.0)
+    step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=None, clip_norm=1.0)
+    step(*batch)
+    assert 0.5 * eager.most < step.report().pool_bytes < 1.25 * eager.most
