@@ -1,4 +1,4 @@
-"""What a captured training step takes beside what eager training does."""
+"""What memory a captured training step takes beside eager training, and that it writes no other."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_the_pool_is_about_what_an_eager_step_takes(device, size):
     """Where activations count, and where gradients do."""
     if device.type != "cpu":
         pytest.skip("on a GPU in tests/gpu: what its allocator takes")
-    ours, theirs = twins(make_model(device, layers=4, width=size["width"]))
+    ours, theirs = twins(make_model(device, layers=2, width=size["width"]))
     batch = make_batches(device, [size["length"]], rows=size["rows"])[0]
     optimizer = torch.optim.AdamW(theirs.parameters(), fused=True)
     train_eagerly(theirs, optimizer, [batch], clip_norm=1.0)
@@ -44,3 +44,15 @@ def test_the_pool_is_about_what_an_eager_step_takes(device, size):
     step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=None, clip_norm=1.0)
     step(*batch)
     assert 0.5 * eager.most < step.report().pool_bytes < 1.25 * eager.most
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss"])
+def test_a_mean_over_a_loss_is_written_where_it_belongs(device, name, capfd):
+    """Their forms that write into a given tensor make it large for a moment, and say so every time."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = captured(model, optimizer, getattr(torch.nn.functional, name), ladder=None)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(device)
+    losses = [float(step(x, x[:, :3])) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert "resized" not in capfd.readouterr().err
