@@ -29,7 +29,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "size", [{"rows": 8, "length": 64, "width": 64}, {"rows": 2, "length": 8, "width": 128}]
+    "size",
+    [
+        pytest.param({"rows": 8, "length": 64, "width": 64}, marks=pytest.mark.slow),
+        {"rows": 2, "length": 8, "width": 128},
+    ],
 )
 def test_the_pool_is_about_what_an_eager_step_takes(device, size):
     """Where activations count, and where gradients do."""
@@ -46,7 +50,7 @@ def test_the_pool_is_about_what_an_eager_step_takes(device, size):
     assert 0.5 * eager.most < step.report().pool_bytes < 1.25 * eager.most
 
 
-@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss"])
+@pytest.mark.parametrize("name", ["mse_loss", pytest.param("smooth_l1_loss", marks=pytest.mark.slow)])
 def test_a_mean_over_a_loss_is_written_where_it_belongs(device, name, capfd):
     """Their forms that write into a given tensor make it large for a moment, and say so every time."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 3)).to(device)

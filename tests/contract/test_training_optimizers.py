@@ -132,7 +132,7 @@ def some(table, quick):
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in table]
 
 
-@pytest.mark.parametrize("name", some(OPTIMIZERS, ["Adadelta", "Muon"]))
+@pytest.mark.parametrize("name", some(OPTIMIZERS, ["Muon"]))
 def test_every_optimizer_of_torch(device, name, caplog):
     step, _ = assert_like_eager(device, OPTIMIZERS[name])
     assert (BEHIND in caplog.text) == (name in BEHIND_IT)
@@ -147,7 +147,12 @@ def test_every_scheduler_of_torch(device, name, caplog):
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "make", [adamw, sgd, pytest.param(IN_THE_GRAPH["NAdam"], marks=pytest.mark.slow, id="nadam")]
+    "make",
+    [
+        adamw,
+        pytest.param(sgd, marks=pytest.mark.slow),
+        pytest.param(IN_THE_GRAPH["NAdam"], marks=pytest.mark.slow, id="nadam"),
+    ],
 )
 @pytest.mark.parametrize("name", some(CYCLING, ["OneCycleLR"]))
 def test_a_scheduler_that_cycles_momentum(device, name, make, accumulate, caplog):
@@ -156,6 +161,7 @@ def test_a_scheduler_that_cycles_momentum(device, name, make, accumulate, caplog
     assert kinds(step) <= {"judge", "accumulate"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:Detected call")
 def test_a_scheduler_that_is_made_when_graphs_are_there(device, caplog):
     assert_like_eager(device, adamw, SCHEDULERS["OneCycleLR"], made_late=True)
@@ -206,6 +212,7 @@ def test_its_update_is_skipped_where_gradients_are_not_finite(device):
     assert {state["count"] for state in optimizer.state.values()} == {2}
 
 
+@pytest.mark.slow
 def test_cycled_updates_are_skipped_on_the_device(device):
     model = make_model(device)
     optimizer = adamw(model)
@@ -256,6 +263,7 @@ def test_hooks_of_an_optimizer_are_called_in_every_step(device, caplog):
     assert "it has hooks" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_with_a_cycling_scheduler_goes_on_from_a_checkpoint(device):
     batches = make_batches(device, [8] * 8)
 
@@ -298,6 +306,7 @@ def test_without_a_ladder_the_first_length_is_the_rung(device, caplog):
     assert len([line for line in caplog.messages if "pass ladder=" in line]) == 1
 
 
+@pytest.mark.slow
 def test_images_and_vectors_need_no_ladder(device):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5)).to(device)
     step = captured(model, sgd(model), nn.functional.cross_entropy, ladder=None)

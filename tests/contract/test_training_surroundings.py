@@ -80,7 +80,12 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("name", REPLACED)
+QUICK = ("act", "scale", "a hook or")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in REPLACED]
+)
 def test_what_is_replaced_under_a_graph_is_noticed(device, name, caplog):
     model = Varied(device)
     step = captured(model, torch.optim.SGD(model.parameters(), lr=0.0))

@@ -5,7 +5,6 @@ fraction of what a loop over them does.
 """
 
 import types
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,7 +57,7 @@ class Comparison:
 
     def _look(self, holder: Any, key: Any) -> str:
         name = self._name(holder)
-        if isinstance(holder, dict | list | deque):
+        if type(holder) in (dict, list):
             return f"{name}[{repr(key) if type(key) in (str, int) else self._name(key)}]"
         if isinstance(holder, types.CellType):
             return f"{name}.cell_contents"
