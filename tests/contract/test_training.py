@@ -375,16 +375,9 @@ def test_what_has_no_graph_runs_eagerly_with_a_reason(device):
     ours.eval()
     step(*one_batch(device))
     ours.train()
-    for group in step._optimizer._optimizer.param_groups:
-        group["weight_decay"] = 0.5
     step(*one_batch(device))
-    assert reasons(step) == {
-        "larger-than-max": 1,
-        "unseen-signature": 1,
-        "training-mode-changed": 1,
-        "attribute-changed": 1,
-    }
-    assert replays(step) == 2
+    assert reasons(step) == {"larger-than-max": 1, "unseen-signature": 1, "training-mode-changed": 1}
+    assert replays(step) == 3
 
 
 def test_a_learning_rate_may_be_set_in_the_groups_or_by_a_scheduler_of_torch(device):
@@ -516,7 +509,7 @@ class Counting(torch.optim.Optimizer):
                 p.sub_(p.grad / state["count"] * group["lr"])
 
 
-def test_an_optimizer_that_counts_in_python_is_refused_by_name(device):
+def test_an_optimizer_that_counts_in_python_is_refused_where_all_must_be_captured(device):
     with pytest.raises(CaptureError, match="Counting keeps count in Python"):
         small(device, optimizer=Counting)
     ours, theirs = twins(make_model(device))
@@ -526,7 +519,8 @@ def test_an_optimizer_that_counts_in_python_is_refused_by_name(device):
     optimizer = Counting(theirs.parameters())
     optimizer.step = torch.no_grad()(optimizer.step)
     assert losses == pytest.approx(train_eagerly(theirs, optimizer, batches), rel=1e-6)
-    assert reasons(step) == {"capture-failed": 4}
+    assert reasons(step) == {}, "forward and backward are replayed, and it steps behind them"
+    assert replays(step) == 4
 
 
 def test_losses_are_tensors_of_their_own(device):
@@ -664,6 +658,9 @@ def test_settings_are_refused_by_name(device):
     for wrong in ({"accumulate": 0}, {"clip_norm": 0.0}, {"autocast": True}, {"ladder": []}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             captured(model, optimizer, **wrong)
+    if device.type == "cpu":
+        with pytest.raises(ConfigError, match="compile needs a CUDA device"):
+            captured(model, optimizer, compile=True)
     with pytest.raises(ConfigError, match="LBFGS"):
         captured(model, torch.optim.LBFGS(model.parameters()))
     sparse = nn.Sequential(nn.Embedding(VOCABULARY, 8, sparse=True), nn.Linear(8, VOCABULARY)).to(device)

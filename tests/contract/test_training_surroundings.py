@@ -1,6 +1,7 @@
 """What people change around a captured training step: numbers in Python, frozen parts, second optimizers."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -44,6 +45,91 @@ def test_a_number_that_changes_in_the_model_is_noticed(device, caplog):
     assert found == expected
     assert step.report().eager_steps["attribute-changed"] == STEPS - CHANGES_AT
     assert [line for line in caplog.messages if "while blocks.0.norm.eps is not as at the capture" in line]
+
+
+class Varied(nn.Module):
+    """Reaches things that are neither parameters nor buffers."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inside, self.act, self.device = make_model(device), nn.GELU(), device
+        self.scale = torch.tensor(1.0, device=device)
+        self.scales = [torch.tensor(1.0, device=device)]
+
+    def forward(self, ids):
+        return self.act(self.inside(ids)) * self.scale * self.scales[0]
+
+    def three(self):
+        return torch.tensor(3.0, device=self.device)
+
+
+def moved(model):
+    model.scale.data = model.three()
+
+
+REPLACED = {
+    "act": lambda model: setattr(model, "act", nn.ReLU()),
+    "scale": lambda model: setattr(model, "scale", model.three()),
+    "scales": lambda model: setattr(model, "scales", [model.three()]),
+    r"scales\[0\]": lambda model: model.scales.__setitem__(0, model.three()),
+    "scale is": moved,
+    "a hook": lambda model: model.act.register_forward_hook(lambda module, args, output: output * 2),
+    "a hook or": lambda model: setattr(model.act, "_forward_hooks", {1: lambda *given: given[2] * 2}),
+    "method": lambda model: setattr(model.act, "forward", lambda x: x * 2),
+    "a module": lambda model: setattr(model.act, "__class__", nn.Tanh),
+}
+
+
+QUICK = ("act", "scale", "a hook or")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in REPLACED]
+)
+def test_what_is_replaced_under_a_graph_is_noticed(device, name, caplog):
+    model = Varied(device)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    batch = make_batches(device, [8])[0]
+    first = step(*batch).item()
+    assert step(*batch).item() == first
+    REPLACED[name](model)
+    now = step(*batch).item()
+    assert now == pytest.approx(cross_entropy(model(batch[0]), batch[1]).item(), rel=1e-6)
+    assert now != pytest.approx(first, rel=1e-3)
+    assert step.report().eager_steps["attribute-changed"] == 1
+    assert re.search(f"steps run eagerly while .*{name}", caplog.text)
+
+
+def test_what_is_captured_later_does_not_make_older_graphs_look_right(device):
+    """A second capture, for other rows, while a number is another than at the first."""
+    model = make_model(device)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    few, many = (make_batches(device, [8], rows=rows)[0] for rows in (2, 3))
+    step(*few)
+    model.blocks[0].norm.eps = 0.5
+    step.capture(*many)
+    for batch in (few, many):
+        expected = cross_entropy(model(batch[0]), batch[1]).item()
+        assert step(*batch).item() == pytest.approx(expected, rel=1e-6)
+    assert replays(step) == 2, "all are captured anew"
+
+
+def test_results_that_a_trainer_keeps_keep_no_step_from_its_graph(device):
+    class Trainer:
+        def __init__(self):
+            self.model, self.last, self.weight = make_model(device), None, torch.ones((), device=device)
+            self.step = captured(self.model, adamw(self.model), self.loss)
+
+        def loss(self, logits, targets):
+            return cross_entropy(logits, targets) * self.weight
+
+        def train(self, batch):
+            self.last = self.step(*batch)
+
+    trainer = Trainer()
+    for batch in make_batches(device, [8] * 4):
+        trainer.train(batch)
+    assert replays(trainer.step) == 3
 
 
 def test_a_weight_of_a_term_of_the_loss_is_noticed(device):

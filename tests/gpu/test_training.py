@@ -85,6 +85,18 @@ def test_a_compiled_model_is_captured_compiled(device):
     assert replays(step) == 19
 
 
+def test_model_and_loss_compiled_as_one_are_captured(device):
+    batches = make_batches(device, [32] * 20, rows=4)
+    ours, theirs = twins(make_model(device, width=64, layers=2))
+    step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=[16, 32], compile=True)
+    losses = [float(step(*batch)) for batch in batches]
+    assert losses == pytest.approx(train_eagerly(theirs, adamw(theirs, device), batches), rel=1e-3)
+    assert replays(step) == 19
+    longer = make_batches(device, [40], rows=4)[0]
+    assert float(step(*longer)) > 0, "eagerly, and without a compilation"
+    assert step.report().eager_steps["larger-than-max"] == 1
+
+
 @pytest.mark.parametrize(
     "size", [{"width": 512, "length": 512, "rows": 16}, {"width": 2048, "length": 64, "rows": 1}]
 )

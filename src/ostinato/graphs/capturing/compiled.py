@@ -10,6 +10,14 @@ from ..dispatching.mode import GraphMode
 from ..errors import ConfigError
 
 
+def make_room(versions: int) -> None:
+    """For so many compiled versions of a function; beyond the limit dynamo would fall back silently."""
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, versions + 8)
+
+
 class CompiledSteps:
     """Chooses per rung between a step and its compiled form."""
 
@@ -25,13 +33,10 @@ class CompiledSteps:
         self._compiled = torch.compile(step, dynamic=False) if up_to else step
 
     def reserve(self, keys: Sequence[GraphKey]) -> None:
-        """Make room for one compiled version per rung; beyond the limit dynamo would fall back silently."""
+        """Make room for one compiled version per rung."""
         wanted = sum(self.applies(key) for key in keys)
         if wanted:
-            import torch._dynamo
-
-            config = torch._dynamo.config
-            config.recompile_limit = max(config.recompile_limit, wanted + 8)
+            make_room(wanted)
 
     def for_key(self, key: GraphKey) -> Callable[..., Any]:
         """What to warm up and capture for this key."""

@@ -80,6 +80,12 @@ class Gradients:
             for parameter, static in self._static.items():
                 parameter.grad = static
 
+    def leave_the_pool(self) -> None:
+        """No graph is there any more: gradients that one of them has made go with it."""
+        if not self._accumulate:
+            self._static = {}
+            self.forget()
+
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of a loss: in place of the last ones, or added to them."""
         of_others = [parameter.grad for parameter in self._others]

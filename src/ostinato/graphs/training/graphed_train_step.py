@@ -18,12 +18,13 @@ def graphed_train_step(
     loss_fn: Callable[..., torch.Tensor],
     optimizer: torch.optim.Optimizer,
     *,
-    ladder: Ladder | Sequence[int],
+    ladder: Ladder | Sequence[int] | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     schedule: Schedule | None = None,
     autocast: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    compile: bool = False,
     pool: GraphPool | None = None,
     options: CaptureOptions | None = None,
 ) -> TrainStep:
@@ -31,15 +32,16 @@ def graphed_train_step(
 
     `step = graphed_train_step(model, loss_fn, optimizer, ladder=[128, 256]); loss = step(inputs, targets)`.
     Tensors are [batch, length, ...]. `ladder`: the lengths to capture; others are padded to the next one, and
-    longer ones run eagerly. What is padded is left out of the loss, see `Loss`; where that cannot be, only
-    lengths of the ladder are served from graphs. The first update runs eagerly, since it makes the
-    optimizer's state; then everything is captured.
+    longer ones run eagerly. Without it there is one: that of the first batch. What is padded is left out of
+    the loss, see `Loss`; where that cannot be, only lengths of the ladder are served from graphs. The first
+    update runs eagerly, since it makes the optimizer's state; then everything is captured.
 
     `accumulate`: micro-batches for one update; their gradients are averaged. `clip_norm`: largest norm of all
     gradients. `schedule(i)`: learning rate of update i, or one for each group; without it the groups' own,
     which may change at any time. `autocast`: the type to compute in. `scaler`: its scale follows overflows on
     the device. An update with gradients that are not finite is skipped, `step.skipped` counts.
-    `pool`: memory shared with other graphs.
+    `compile`: model and loss function go through torch.compile as one function, for each length of the
+    ladder, and its kernels are captured (CUDA only). `pool`: memory shared with other graphs.
     """
     if accumulate < 1:
         raise ConfigError(f"accumulate must be 1 or more, not {accumulate}")
@@ -47,11 +49,11 @@ def graphed_train_step(
         raise ConfigError(f"clip_norm must be positive, not {clip_norm}")
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise ConfigError(f"autocast is a type such as torch.bfloat16, not {autocast!r}")
-    loss = Loss(model, loss_fn, autocast)
+    loss = Loss(model, loss_fn, autocast, compiled=compile)
     return TrainStep(
         loss,
         optimizer,
-        Ladder.of(ladder),
+        None if ladder is None else Ladder.of(ladder),
         accumulate=accumulate,
         clip_norm=clip_norm,
         schedule=schedule,

@@ -19,8 +19,16 @@ class Loss:
     targets of -100 out by itself, as torch's do.
     """
 
-    def __init__(self, model: Any, loss_fn: Callable[..., Any], autocast: torch.dtype | None) -> None:
-        self.model, self.loss_fn = model, loss_fn
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[..., Any],
+        autocast: torch.dtype | None,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        """`compiled`: model and loss function go through torch.compile as one function."""
+        self.model, self.loss_fn, self.is_compiled = model, loss_fn, compiled
         self._autocast = autocast
         self.takes_mask = _has_parameter(loss_fn, "mask")
         self.modules = [part for part in (model, loss_fn) if isinstance(part, torch.nn.Module)]
@@ -29,7 +37,14 @@ class Loss:
             raise ConfigError(f"a captured step needs a model on one device, not on {len(devices)}")
         self.device = devices.pop()
 
+        if compiled and self.device.type != "cuda":
+            raise ConfigError("compile needs a CUDA device: torch.compile steps aside while the tape records")
+        self._compute = torch.compile(self._value, dynamic=False) if compiled else self._value
+
     def __call__(self, inputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        return self._compute(inputs, targets, mask)
+
+    def _value(self, inputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
         loss = self.raw(self.outputs(inputs), targets, mask)
         if loss.dim() == 0:
             return loss

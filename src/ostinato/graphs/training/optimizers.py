@@ -6,6 +6,12 @@ An update is skipped on the device, without the host's knowledge. Fused optimize
 parameters and state in the pool, where activations are dead by then. Trial runs set the flag, so that they
 leave parameters and state as they are without a copy of those outside.
 
+Note [Updates behind the graph]
+A graph has the numbers of an optimizer's groups baked in, the learning rate excepted. Where such a number
+moves (`OneCycleLR` and `CyclicLR` cycle betas or momentum), where an optimizer counts in Python or reads
+values back, or has hooks of its own, the graph ends with the gradients, clipped and judged, and the
+optimizer's step runs eagerly behind it.
+
 Note [Memory that stays]
 The first update runs eagerly. What stays of it, the optimizer's state and accumulated gradients, would lie
 scattered over the memory that its activations have left, and none of that could be given back. The allocator
@@ -13,8 +19,9 @@ keeps what streams use apart: so what stays is made on the stream of captures, i
 """
 
 import inspect
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +30,15 @@ import torch
 from ..backends import backend_for
 from ..capturing.gate import is_recording
 from ..errors import CaptureError, ConfigError
+from ..wrapping.standing import Comparison
+
+logger = logging.getLogger("ostinato.graphs")
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _OURS = ("lr", "capturable", "fused", "foreach")
 """What we set in a group of parameters."""
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
+"""What schedulers keep in a group, and optimizers do not read."""
 
 
 class StaticOptimizer:
@@ -52,6 +64,18 @@ class StaticOptimizer:
         self.has_stepped = False
         """Whether the state that the optimizer makes in its first step is there."""
         self._placed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._still: Callable[[], bool] = lambda: True
+        self._baked: list[dict[str, Any]] | None = None
+        self._is_static = True
+        self.why_behind: str | None = None
+        """Why its step runs behind the graphs, if it does; see Note [Updates behind the graph]."""
+        kind = type(optimizer)
+        if kind.__module__.startswith("torch.optim") and not (
+            self.is_known or "capturable" in self._groups[0]
+        ):
+            self.step_behind(
+                f"{kind.__name__} reads values back to the host, and is not capturable", static=False
+            )
         self.prepare()
         optimizer.register_load_state_dict_post_hook(self._after_load)
         optimizer.register_state_dict_post_hook(self._as_the_user_knows_it)
@@ -62,13 +86,69 @@ class StaticOptimizer:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     @property
-    def settings(self) -> list[Any]:
-        """What is baked into a graph: which parameters, and everything in the groups that is not a tensor."""
-        groups = self._optimizer.param_groups
-        return [[*map(id, group["params"])] for group in groups] + [_numbers(group) for group in groups]
+    def members(self) -> list[list[int]]:
+        """Which parameters are in which group."""
+        return [[*map(id, group["params"])] for group in self._optimizer.param_groups]
+
+    def note(self) -> None:
+        """As the groups are now is as graphs have them."""
+        self._baked = [_numbers(group) for group in self._optimizer.param_groups]
+
+    def moved_numbers(self) -> list[str]:
+        """The names of numbers in the groups that are not as graphs have them."""
+        pairs = zip(self._baked or (), self._optimizer.param_groups, strict=False)
+        return [
+            name
+            for baked, group in pairs
+            for name, value in baked.items()
+            if (now := group.get(name)) is not value and now != value
+        ]
+
+    def step_behind(self, why: str, *, static: bool) -> None:
+        """From now on its step is in no graph. `static`: it could be, and decides on the device."""
+        self.why_behind = why
+        if not static and self._is_static:
+            self._is_static = self._is_fused = False
+            self._placed = []
+            for group, flags in zip(self._groups, self._user_flags, strict=True):
+                group.update(flags, lr=float(group["lr"]))
+        logger.warning(
+            "the optimizer's step runs behind the graph of forward and backward, not in it: %s", why
+        )
+
+    def step_inside(self) -> bool:
+        """Have its step in the graphs again, if it is behind them for no lasting reason; whether it was."""
+        comes_back = self.why_behind is not None and self._is_static and not self.hooks
+        if comes_back:
+            self.why_behind = None
+        return comes_back
+
+    def tell_schedulers(self) -> None:
+        """It has stepped, if in a replay: a scheduler that was made since would warn that it has not."""
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    @property
+    def hooks(self) -> bool:
+        """Whether somebody wants to be called around its steps."""
+        optimizer: Any = self._optimizer
+        return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is of a kind whose step is known to fit into a graph."""
+        kind = type(self._optimizer)
+        can = kind is torch.optim.SGD or "capturable" in self._groups[0]
+        plain = not any(_has_tensor_betas(group) for group in self._groups)
+        return self._is_fused or (can and plain and kind.__module__.startswith("torch.optim"))
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
 
     def prepare(self) -> None:
         """Set flags, put learning rates and counts of steps on the device."""
+        if not self._is_static:
+            return
         for number, group in enumerate(self._optimizer.param_groups):
             if self._is_fused:
                 group["fused"], group["foreach"] = True, False
@@ -91,7 +171,7 @@ class StaticOptimizer:
         if len(groups) != len(self.rates):
             raise ConfigError("a group of parameters was added: make the step anew")
         if wanted is None:
-            for number, group in enumerate(groups):
+            for number, group in enumerate(groups if self._is_static else ()):
                 if group["lr"] is not self.rates[number]:
                     self._take_rate(number, group)
             return
@@ -99,7 +179,7 @@ class StaticOptimizer:
         if len(values) != len(groups):
             raise ConfigError(f"the schedule gave {len(values)} learning rates for {len(groups)} groups")
         for number, value in enumerate(values):
-            groups[number]["lr"] = self.rates[number]
+            groups[number]["lr"] = self.rates[number] if self._is_static else value
             if value != self._values[number]:
                 self.rates[number].fill_(value)
                 self._values[number] = value
@@ -125,6 +205,10 @@ class StaticOptimizer:
                 self.has_stepped = True
                 self._note_places()
             return
+        if not self._is_static:  # its count in Python goes on only where it steps
+            if not bool(skip):
+                self._step()
+            return
         before = self._python_state() if is_recording() else None
         if self._is_fused:
             optimizer.found_inf, optimizer.grad_scale = skip, None
@@ -133,7 +217,7 @@ class StaticOptimizer:
             finally:
                 del optimizer.found_inf, optimizer.grad_scale
         else:
-            changing = [*(p for p in self.parameters if p.grad is not None), *self.state_tensors()]
+            changing = self.changing()
             saved = [torch.empty_like(tensor) for tensor in changing]
             torch._foreach_copy_(saved, changing)
             self._step()
@@ -146,9 +230,10 @@ class StaticOptimizer:
         with _capturable_on_a_cpu(self._device, fused=self._is_fused), torch.no_grad():
             self._optimizer.step()
 
-    def state_tensors(self) -> list[torch.Tensor]:
-        """All tensors of the optimizer's state."""
-        return [tensor for _, _, tensor in self._entries()]
+    def changing(self) -> list[torch.Tensor]:
+        """What a step writes: parameters that have a gradient, and the optimizer's state."""
+        with_gradient = [p for p in self.parameters if p.grad is not None]
+        return [*with_gradient, *(tensor for _, _, tensor in self._entries())]
 
     def _entries(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         for parameter in self.parameters:
@@ -158,10 +243,15 @@ class StaticOptimizer:
                     yield state, key, value
 
     def _note_places(self) -> None:
-        self._placed = list(self._entries())
+        self._placed = list(self._entries()) if self._is_static else []
+        comparison = Comparison()
+        comparison.add_places(self._placed)
+        self._still = comparison.compiled()
 
     def moved(self) -> list[str]:
         """State that is not where it was, by name."""
+        if not self._placed or self._still():
+            return []
         return [f"the optimizer's {key}" for state, key, value in self._placed if state.get(key) is not value]
 
     def addresses(self) -> list[torch.Tensor]:
@@ -230,7 +320,7 @@ class StaticOptimizer:
     def _as_the_user_knows_it(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         """A checkpoint has plain numbers and the user's own flags, and can be loaded anywhere."""
         for number, group in enumerate(saved["param_groups"]):
-            group.update(self._user_flags[number], lr=float(self.rates[number]))
+            group.update(self._user_flags[number], lr=float(group["lr"]))
 
 
 def _flags(group: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +328,8 @@ def _flags(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)}
+    left_out = {"params", "lr", *_OF_SCHEDULERS}
+    return {k: v for k, v in group.items() if k not in left_out and not isinstance(v, torch.Tensor)}
 
 
 def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -248,9 +339,15 @@ def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
         group["fused"] is not False
         and group["foreach"] is None
         and not group.get("differentiable")
+        and not _has_tensor_betas(group)
         and all(parameter.is_floating_point() for parameter in group["params"])
         for group in groups
     )
+
+
+def _has_tensor_betas(group: dict[str, Any]) -> bool:
+    """Which some kinds of an optimizer read on the device, and others on the host."""
+    return any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ()))
 
 
 _patching = threading.RLock()

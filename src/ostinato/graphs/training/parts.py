@@ -198,7 +198,7 @@ class GraphedPart:
 
     def _now(self) -> tuple[Any, ...]:
         wanted = [p.requires_grad for p in self._module.parameters()] if self._module else []
-        return AutocastState.now(), self._places.training(), wanted
+        return AutocastState.now(), wanted
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -229,12 +229,12 @@ class GraphedPart:
     def _why_not(self, found: tuple[Batch, BatchShape] | None) -> Reason | None:
         if found is None or any(t.requires_grad and not self._wants[n] for n, t in found[0].items()):
             return Reason.UNSEEN_SIGNATURE
-        autocast, training, wanted = self._now()
+        autocast, wanted = self._now()
         if autocast != self._surroundings[0]:
             return Reason.AUTOCAST_CHANGED
-        if training != self._surroundings[1]:
-            return Reason.TRAINING_MODE_CHANGED
-        if wanted != self._surroundings[2] or self._values.have_changed():
+        if (changed := self._values.why_changed()) is not None:
+            return changed
+        if wanted != self._surroundings[1]:
             return Reason.ATTRIBUTE_CHANGED
         return None
 

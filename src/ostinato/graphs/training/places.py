@@ -1,9 +1,11 @@
 """Where the parameters and buffers of a model are, and what else of it a graph takes for granted."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from ..wrapping.standing import Comparison
 
 
 class _Place(NamedTuple):
@@ -20,6 +22,7 @@ class Places:
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = modules
         self._places: list[_Place] | None = None
+        self._still: Callable[[], bool] = lambda: True
 
     @property
     def known(self) -> bool:
@@ -29,6 +32,11 @@ class Places:
     def note(self) -> None:
         """As it is now is as graphs read it."""
         self._places = list(self._now())
+        tensors = [place.tensor for place in self._places]
+        comparison = Comparison()
+        comparison.add_places((place.table, place.key, place.tensor) for place in self._places)
+        comparison.add_equal(lambda: list(map(torch.Tensor.data_ptr, tensors)))
+        self._still = comparison.compiled()
 
     def forget(self) -> None:
         """No graph reads anything."""
@@ -45,9 +53,11 @@ class Places:
 
     def moved(self) -> list[str]:
         """What is not where it was, by name."""
+        if self._places is None or self._still():
+            return []
         return [
             name
-            for table, key, tensor, address, name in self._places or ()
+            for table, key, tensor, address, name in self._places
             if table.get(key) is not tensor or tensor.data_ptr() != address
         ]
 
@@ -55,10 +65,6 @@ class Places:
         """Tensors that a forward pass may change."""
         found = [dict(module.named_buffers(prefix=str(i))) for i, module in enumerate(self._modules)]
         return {name: tensor for buffers in found for name, tensor in buffers.items()}
-
-    def training(self) -> list[bool]:
-        """Which parts are in training mode."""
-        return [module.training for root in self._modules for module in root.modules()]
 
     def parameters_besides(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """Those that are not among these, with their names."""

@@ -1,14 +1,17 @@
 """Numbers and settings in Python that a captured step has baked in: a chance of dropout, a weight of a loss.
 
 A replay runs no Python, so a value that was changed since the capture would be ignored without a word. Before
-every replay all that model and loss function reach is compared, by identity first: a few ten microseconds.
+every replay all that model and loss function reach is compared, by identity: see `standing.py`.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from ..dispatching.dispatch import Reason
 from ..wrapping.reached import Key, Reached
 
 logger = logging.getLogger("ostinato.graphs")
@@ -22,6 +25,8 @@ class PythonValues:
         self._own: set[Key] = set()
         """What a step assigns itself."""
         self._captured: Reached | None = None
+        self._still: Callable[[], bool] = lambda: True
+        self._training: list[bool] = []
         self._has_warned = False
 
     @contextmanager
@@ -57,21 +62,30 @@ class PythonValues:
 
     def note(self) -> None:
         """As it is now is as graphs have it."""
-        self._captured = Reached(*self._roots, ignored=self._own)
+        self._captured = reached = Reached(*self._roots, ignored=self._own)
+        self._still = reached.standing(without=self._tables())
+        self._training = reached.training()
 
-    def have_changed(self) -> bool:
-        """Whether a replay would do something else than the step as it is now."""
+    def why_changed(self) -> Reason | None:
+        """Why a replay would do something else than the step as it is now."""
         reached = self._captured
-        if reached is None:
-            return False
-        changed = reached.changed_values()
+        if reached is None or self._still():
+            return None
+        if reached.training() != self._training:
+            return Reason.TRAINING_MODE_CHANGED
+        changed = [*reached.changed_values(), *reached.replaced(self._tables())]
         if not changed and reached.is_same_code():
-            return False
+            return None  # equal numbers, only not the same objects
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "steps run eagerly while %s is not as at the capture: a graph would go on with what it was. "
-                "Keep what changes in a tensor, or pass it as an input",
+                "Keep what changes in a tensor and change that in place, or pass it as an input",
                 ", ".join(changed[:5]) or "a hook or method of a module",
             )
-        return True
+        return Reason.ATTRIBUTE_CHANGED
+
+    def _tables(self) -> set[int]:
+        """Where parameters and buffers stand, by identity: `Places` looks after these."""
+        modules = [m for root in self._roots if isinstance(root, torch.nn.Module) for m in root.modules()]
+        return {id(table) for module in modules for table in (module._parameters, module._buffers)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..capturing.compiled import make_room
 from ..capturing.gate import turn
 from ..capturing.pool import GraphPool
 from ..checking.addresses import moved_error
@@ -24,6 +25,7 @@ from ..report import Report
 from ..runner import CudaGraphRunner
 from .batches import IGNORED, BatchKind
 from .checkpointing import draws_are_kept
+from .fitting import why_not_in_a_graph
 from .gradients import Gradients
 from .loss import Loss
 from .optimizers import StaticOptimizer
@@ -42,6 +44,7 @@ class Kind(StrEnum):
 
     ACCUMULATE = "accumulate"
     UPDATE = "update"
+    JUDGE = "judge"  # all of an update but the optimizer's step, see Note [Updates behind the graph]
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class TrainStep:
         self,
         loss: Loss,
         optimizer: torch.optim.Optimizer,
-        ladder: Ladder,
+        ladder: Ladder | None,
         *,
         accumulate: int,
         clip_norm: float | None,
@@ -70,11 +73,14 @@ class TrainStep:
         options: CaptureOptions,
     ) -> None:
         self._loss, self._ladder, self._schedule, self._options = loss, ladder, schedule, options
+        self._is_ladder_made_up = ladder is None
+        self._told: set[str] = set()
         self._accumulate = accumulate
         self._device = loss.device
         self._pool = pool or GraphPool(self._device)
         self._places = Places(loss.modules)
         plain = loss.uncompiled()
+        self._plain = plain if loss.is_compiled else loss
         self._values = PythonValues(plain.model, plain.loss_fn)
         self._optimizer = StaticOptimizer(optimizer, self._device)
         named, average = self._places.names_of(self._optimizer.parameters), accumulate > 1
@@ -107,17 +113,21 @@ class TrainStep:
         self._refuse_ambient_autocast()
         with turn, torch.inference_mode(False):
             updates = last or self.micro_batches + 1 == self._accumulate
-            does = Kind.UPDATE if updates else Kind.ACCUMULATE
             if not self._entries:
                 with self._values.put_back():
                     self._entries.append(self._new_entry(inputs, targets))
             found = self._match(inputs, targets)
+            if updates:
+                self._follow_moved_numbers()
+            does = self._kinds[-1] if updates else Kind.ACCUMULATE
             self._prepare(updates)
             if found is None:
                 loss = self._run_unseen(inputs, targets, does)
             else:
                 entry, batch, length = found
                 loss = self._run(entry, batch, BatchShape(length, 1, extra=does.value))
+            if does is Kind.JUDGE:
+                self._update.step()
             self.micro_batches += 1
             if updates:
                 self._has_updated()
@@ -139,12 +149,16 @@ class TrainStep:
 
     def capture(self, inputs: Any, targets: Any) -> Report:
         """Capture for batches like this one: of another number of rows than the first, say. Before the first
-        update nothing is captured yet, because the optimizer has no state; it is then."""
+        update nothing is captured yet, because the optimizer has no state; it is then. What was captured and
+        is baked in otherwise than it is now (a chance of dropout, a weight decay) is captured anew."""
         with turn, torch.inference_mode(False):
             if self._match(inputs, targets) is None:
                 with self._values.put_back():
                     self._entries.append(self._new_entry(inputs, targets))
             if self._optimizer.has_stepped:
+                is_other = self._why_not() is not None or bool(self._optimizer.moved_numbers())
+                if self._places.known and (self._optimizer.step_inside() or is_other):
+                    self._drop()
                 self._capture_missing()
         return self.report()
 
@@ -200,17 +214,44 @@ class TrainStep:
 
     # -- one micro-batch ---------------------------------------------------------------------------
 
-    def _micro_batch(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor], does: Kind) -> torch.Tensor:
-        """All that a graph records."""
+    def _micro_batch(
+        self, kind: BatchKind, tensors: Mapping[str, torch.Tensor], does: Kind, *, is_rung: bool
+    ) -> torch.Tensor:
+        """All that a graph records. `is_rung`: other lengths are not worth a compilation of ours."""
+        loss_of = self._loss if is_rung else self._plain
         with torch.enable_grad():
-            loss = self._loss(*kind.arguments(tensors), kind.mask(tensors))
+            loss = loss_of(*kind.arguments(tensors), kind.mask(tensors))
             share = loss / self._accumulate if self._accumulate > 1 else loss
             self._gradients.backward(self._update.scaled(share))
         if does is Kind.UPDATE:
             self._update()
+        elif does is Kind.JUDGE:
+            self._update.judge()
         if self._gradients.is_trial:
             self._gradients.forget_passing()
         return loss.detach()
+
+    @property
+    def _kinds(self) -> list[Kind]:
+        """What graphs do; the last one ends an update."""
+        behind = self._optimizer.has_stepped and self._optimizer.why_behind is not None
+        ends = Kind.JUDGE if behind else Kind.UPDATE
+        return [ends] if self._accumulate == 1 else [Kind.ACCUMULATE, ends]
+
+    def _follow_moved_numbers(self) -> None:
+        """Numbers in the optimizer's groups that move are in no graph: it steps behind them."""
+        if not self._places.known or self._optimizer.why_behind is not None:
+            return
+        moved = self._optimizer.moved_numbers()
+        if moved and self._why_not() is None:
+            names = ", ".join(dict.fromkeys(moved))
+            self._optimizer.step_behind(
+                f"{names} in its groups moved, which a graph has baked in (a scheduler that cycles momentum "
+                f"does that). Where it moved for good, step.capture(inputs, targets) captures anew",
+                static=True,
+            )
+            self._drop()
+            self._capture_missing()
 
     def _prepare(self, updates: bool) -> None:
         if self.micro_batches == 0:
@@ -226,10 +267,21 @@ class TrainStep:
     def _has_updated(self) -> None:
         self.optimizer_steps += 1
         self.micro_batches = 0
+        self._optimizer.tell_schedulers()
         if self._optimizer.has_stepped and not self._places.known:
+            self._find_out_where_it_steps()
             with self._pool.backend.stream():  # see Note [Memory that stays]
                 self._gradients.settle()
             self._capture_missing()
+
+    def _find_out_where_it_steps(self) -> None:
+        error = why_not_in_a_graph(self._optimizer, self._device, self._options)
+        if error is not None and self._options.strict:
+            raise error
+        if error is not None:
+            self._optimizer.step_behind(str(error), static=False)
+        elif self._optimizer.why_behind is None and self._optimizer.hooks:
+            self._optimizer.step_behind("it has hooks, which no replay would call", static=True)
 
     def _run(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
         if not self._optimizer.has_stepped:
@@ -244,6 +296,10 @@ class TrainStep:
                 loss: torch.Tensor = runner.run(batch, shape)
                 return loss.clone()
             reason = decision.reason
+        if reason is Reason.LARGER_THAN_MAX and self._is_ladder_made_up:
+            self._tell_once(
+                f"batches longer than the first, of {self._rungs.limit}, run eagerly: pass ladder=[lengths]"
+            )
         return self._eagerly(runner, batch, shape, reason)
 
     def _eagerly(
@@ -255,19 +311,22 @@ class TrainStep:
     def _run_unseen(self, inputs: Any, targets: Any, does: Kind) -> torch.Tensor:
         """Eagerly, on a batch of a kind that nothing was captured for."""
         self._eager_steps[Reason.UNSEEN_SIGNATURE] += 1
+        self._tell_once(
+            "batches of other shapes than the first run eagerly: step.capture(inputs, targets) changes that"
+        )
         kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
         matched = kind.batch_of(inputs, targets)
         assert matched is not None
         tensors = {name: tensor.to(self._device) for name, tensor in matched[0].items()}
         with torch.no_grad():
-            return self._micro_batch(kind, tensors, does)
+            return self._micro_batch(kind, tensors, does, is_rung=False)
 
     def _run_first(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
         """Until the optimizer has made its state. On padded inputs, so that a run that is resumed here goes
         on with the very numbers that graphs give."""
         if self._places.known:  # a state from before the first update was loaded
             self._drop()
-        rung = self._ladder.round_up(shape.num_tokens)
+        rung = self._rungs.round_up(shape.num_tokens)
         runner = entry.runner
         if rung is None or not (entry.is_padded or rung == shape.num_tokens):
             return self._eagerly(runner, batch, shape, Reason.FIRST_CALL)
@@ -281,15 +340,18 @@ class TrainStep:
     def _why_not(self) -> Reason | None:
         if not self._places.known:
             return Reason.NOT_CAPTURED
-        if self._places.training() != self._baked[0]:
-            return Reason.TRAINING_MODE_CHANGED
-        if self._surroundings() != self._baked or self._values.have_changed():
+        if self._surroundings() != self._baked:
             return Reason.ATTRIBUTE_CHANGED
-        return None
+        return self._values.why_changed()
 
     def _surroundings(self) -> tuple[Any, ...]:
         wanted = [parameter.requires_grad for parameter in self._optimizer.parameters]
-        return self._places.training(), wanted, self._optimizer.settings
+        return wanted, self._optimizer.members
+
+    def _tell_once(self, told: str) -> None:
+        if told not in self._told:
+            self._told.add(told)
+            logger.warning(told)
 
     def _refuse_ambient_autocast(self) -> None:
         if torch.is_autocast_enabled(self._device.type):
@@ -307,28 +369,26 @@ class TrainStep:
     def _new_entry(self, inputs: Any, targets: Any) -> _Entry:
         trial = PaddingTrial(self._loss, self._runner_state(), self._pool.backend, self._options)
         kind, refusal = trial.kind_of(inputs, targets)
+        if self._ladder is None:
+            self._ladder = Ladder([kind.matched(inputs, targets)[1]])
         if refusal is not None:
-            level = logging.WARNING if len(self._ladder) > 1 else logging.INFO
+            level = logging.WARNING if len(self._rungs) > 1 else logging.INFO
             logger.log(level, "only lengths that are rungs are served from graphs: %s", refusal)
-        does = [Kind.UPDATE] if self._accumulate == 1 else list(Kind)
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
-            return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)))
+            is_rung = descriptor.num_tokens in self._rungs
+            return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
 
         runner = CudaGraphRunner(
             step,
             InputBuffers(
                 kind.fields,
-                max_tokens=self._ladder.limit,
+                max_tokens=self._rungs.limit,
                 max_reqs=1,
                 device=self._device,
                 allocate=self._pool.allocate,
             ),
-            [
-                GraphKey(GraphMode.FULL, BatchDescriptor(length, 1, extra=one.value))
-                for length in self._ladder
-                for one in does
-            ],
+            (),  # see _capture_missing
             dispatcher=Dispatcher(GraphMode.FULL, padding=refusal is None),
             pool=self._pool,
             options=self._options,
@@ -350,11 +410,14 @@ class TrainStep:
     def _drop(self) -> None:
         for entry in self._entries:
             entry.runner.drop()
+        self._gradients.leave_the_pool()
         self._places.forget()
 
     def _capture_missing(self) -> None:
         """Capture what has no graph yet, largest first over all kinds of batches."""
         self._runner_state()
+        if self._loss.is_compiled:
+            make_room(len(self._rungs) * len(self._entries))
         self._gradients.is_trial = True
         self._update.hold(True)
         release_unused = self._pool.backend.release_unused
@@ -363,15 +426,28 @@ class TrainStep:
         try:
             with draws_are_kept(), self._optimizer.undone_in_python(), self._values.captured():
                 for entry in self._entries:
-                    if not entry.runner.graphs and not entry.runner.failures:
-                        _capture(entry.runner)
+                    missing = [key for key in self._keys() if key not in entry.runner.failures]
+                    _capture(entry.runner, missing)
         finally:
             self._update.hold(False)
             self._gradients.is_trial = False
             self._gradients.attach()
             release_unused()
         self._places.note()
+        self._optimizer.note()
         self._baked = self._surroundings()
+
+    def _keys(self) -> list[GraphKey]:
+        return [
+            GraphKey(GraphMode.FULL, BatchDescriptor(length, 1, extra=kind.value))
+            for length in self._rungs
+            for kind in self._kinds
+        ]
+
+    @property
+    def _rungs(self) -> Ladder:
+        assert self._ladder is not None, "without a ladder the first batch makes one"
+        return self._ladder
 
 
 def _tell_of_untrained(names: list[str]) -> None:
@@ -384,9 +460,9 @@ def _tell_of_untrained(names: list[str]) -> None:
         )
 
 
-def _capture(runner: CudaGraphRunner) -> None:
+def _capture(runner: CudaGraphRunner, keys: list[GraphKey]) -> None:
     try:
-        runner.capture()
+        runner.capture(keys)
     except CaptureError as error:
         if "legacy stream" not in str(error):
             raise

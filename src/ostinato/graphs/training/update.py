@@ -1,5 +1,7 @@
 """From gradients to new parameters, without a look at a value by the host."""
 
+import math
+
 import torch
 
 from .gradients import Gradients
@@ -24,7 +26,9 @@ class Update:
         self._correction = torch.ones((), device=device)
         self._given: float = 1.0
         self._held = torch.zeros((), device=device)
-        self.skipped = torch.zeros((), device=device, dtype=torch.int64)
+        self._one = torch.ones((), device=device)
+        self._verdict = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), device=device, dtype=torch.float64)
         """Updates that were skipped."""
         self.norm = None if clip_norm is None else torch.zeros((), device=device)
         """The norm of all gradients at the last update."""
@@ -54,27 +58,39 @@ class Update:
         return loss if self._scaler is None else loss * self._scaler._scale  # type: ignore[operator]
 
     def __call__(self) -> None:
+        self._optimizer.step(self._judged())
+
+    def judge(self) -> None:
+        """All but the optimizer's step, see Note [Updates behind the graph]; `step` follows."""
+        self._verdict.copy_(self._judged())
+
+    def step(self) -> None:
+        """What `judge` has left to do."""
+        with torch.no_grad():
+            self._optimizer.step(self._verdict)
+
+    def _judged(self) -> torch.Tensor:
+        """Average, unscale and clip; 1.0 if the update is to be skipped. Small kernels are counted here."""
         pairs = self._gradients.present
         gradients = [gradient for _, gradient in pairs]
         if self._average:
             torch._foreach_mul_(gradients, self._correction)
-        overflown = self._unscale(gradients) if self._scaler is not None else None
+        skip = self._held
+        if self._scaler is not None:
+            skip = torch.maximum(self._unscale(gradients), self._held)
+            self._rescale(skip)
         if self._clip_norm is not None:
             norm = torch.nn.utils.get_total_norm(gradients)
             torch.nn.utils.clip_grads_with_norm_([p for p, _ in pairs], self._clip_norm, norm)
             assert self.norm is not None
             self.norm.copy_(norm)
-            broken = (~norm.isfinite()).float()
-        elif overflown is None:
-            largest = torch._foreach_norm(gradients, float("inf"))
-            broken = (~torch.stack([norm.float() for norm in largest]).isfinite().all()).float()
-        else:
-            broken = overflown
-        skip = torch.maximum(broken if overflown is None else torch.maximum(broken, overflown), self._held)
-        self._optimizer.step(skip)
-        if overflown is not None:
-            self._rescale(torch.maximum(overflown, self._held))
-        self.skipped.add_(skip.to(torch.int64))
+            skip = torch.where(norm < math.inf, skip, self._one)
+        elif self._scaler is None:
+            largest = torch._foreach_norm(gradients, math.inf)
+            worst = torch.stack([norm.float() for norm in largest]).amax()
+            skip = torch.where(worst < math.inf, skip, self._one)
+        self.skipped.add_(skip)
+        return skip
 
     def _unscale(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Divide by the scale; 1.0 if something was not finite."""

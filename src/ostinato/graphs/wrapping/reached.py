@@ -33,6 +33,7 @@ from ..memory import storage_address
 from ..trees import tensors_in
 from ..trimming import same_constant
 from .holders import PartOf, drop, identity, item_of, items_of, put, slots_of
+from .standing import Comparison
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -83,6 +84,8 @@ class Reached:
         self._methods: list[tuple[str, types.FunctionType]] = []
         self._names: set[str] = set()
         """All that code which was followed mentions: a method is called by its name."""
+        self._of_objects: set[int] = set()
+        """Attributes of objects that are no modules, by identity."""
         self._is_aside = False
         """Inside a method that nobody calls by name: of that, only tensors count."""
         for root in roots:
@@ -127,7 +130,53 @@ class Reached:
                 return []
         except (LookupError, ReferenceError):  # it is gone
             pass
-        return [name for h, key, value, name in self._values if not same_constant(item_of(h, key), value)]
+        return [
+            name
+            for h, key, value, name in self._values
+            if not same_constant(item_of(h, key), value) and not self._is_kept(h, key, value)
+        ]
+
+    # -- before every replay of a training step ----------------------------------------------------
+
+    def standing(self, without: Collection[int] = ()) -> Callable[[], bool]:
+        """A function that tells, in a few ten microseconds, whether all that Python code may look at is as
+        it is now: values, tensors by identity and address, modules with their kinds, hooks and modes.
+        `without`: dictionaries, by identity, that somebody else looks after."""
+        found = Comparison()
+        found.add_places(
+            (h, key, value) for h, key, value, _ in self._values if not self._is_kept(h, key, value)
+        )
+        used = self._used(without)
+        found.add_places((holder, key, value) for holder, key, value, _ in used)
+        tensors = [value for _, _, value, _ in used if isinstance(value, torch.Tensor) and _has_memory(value)]
+        if tensors:
+            found.add_equal(lambda: list(map(_address, tensors)))
+        for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
+            found.add_equal(functools.partial(list, table.values()))
+        found.add_equal(functools.partial(_all_types, self.modules))
+        for module in self.modules:
+            _add_module(found, module)
+        return found.compiled()
+
+    def replaced(self, without: Collection[int] = ()) -> list[str]:
+        """The names of tensors and modules that others stand for now, or that have moved."""
+        moved = {id(t) for t, at in zip(self.tensors, self._geometry[0], strict=True) if t.data_ptr() != at}
+        return [
+            name
+            for holder, key, value, name in self._used(without)
+            if item_of(holder, key) is not value or id(value) in moved
+        ]
+
+    def _used(self, without: Collection[int]) -> list[tuple[Any, Any, Any, str]]:
+        """Tensors and what leads to them."""
+        return [
+            entry for entry in self._watched if id(entry[0]) not in without and not self._is_kept(*entry[:3])
+        ]
+
+    def _is_kept(self, holder: Any, key: Any, value: Any) -> bool:
+        """Whether it is a result, or the place for one, that an object keeps and no code mentions."""
+        is_result = value is None or isinstance(value, torch.Tensor)
+        return is_result and id(holder) in self._of_objects and key not in self._called_names
 
     def check(self) -> None:
         """Raise AddressError, naming what has moved or was replaced."""
@@ -226,7 +275,10 @@ class Reached:
         if isinstance(value, dict | list | tuple | deque):
             return self._follow_holder(name, value)
         if _is_users(type(value).__module__):
-            found = self._follow_holder(f"{name}.", vars(value)) if hasattr(value, "__dict__") else False
+            found = False
+            if hasattr(value, "__dict__"):
+                self._of_objects.add(id(vars(value)))
+                found = self._follow_holder(f"{name}.", vars(value))
             found |= self._follow_holder(f"{name}.", value) if slots_of(value) else False
             self._follow_class(type(value))
             return found
@@ -258,13 +310,18 @@ class Reached:
 
     def _follow_methods(self) -> None:
         """Those of classes on the way: first all that may be called, whatever by."""
-        while called := [entry for entry in self._methods if self._may_be_called(entry[0])]:
-            self._methods = [entry for entry in self._methods if entry not in called]
-            for _, function in called:
-                self._visit("", function)
+        self._follow_called(besides="__init__")  # which made what is here, and is over
+        self._called_names = frozenset(self._names)
+        self._follow_called()
         self._is_aside = True
         while self._methods:
             self._visit("", self._methods.pop()[1])
+
+    def _follow_called(self, besides: str = "") -> None:
+        while called := [e for e in self._methods if self._may_be_called(e[0]) and e[0] != besides]:
+            self._methods = [entry for entry in self._methods if entry not in called]
+            for _, function in called:
+                self._visit("", function)
 
     def _may_be_called(self, name: str) -> bool:
         return name == "forward" or name.startswith("__") or name in self._names
@@ -376,6 +433,28 @@ def _grouped(entries: list[tuple[Any, Any, Any, str]]) -> Iterator[tuple[Callabl
             yield functools.partial(itemgetter(*keys), holder), values
         else:
             yield functools.partial(_all_items, holder, keys), values
+
+
+def _all_types(modules: list[torch.nn.Module]) -> list[type]:
+    return list(map(type, modules))
+
+
+def _add_module(found: Comparison, module: torch.nn.Module) -> None:
+    """Its mode, its hooks, and whether it has a `forward` of its own."""
+    own = vars(module)
+    if "training" in own:
+        found.add_places([(own, "training", own["training"])])
+    else:  # TorchScript
+        found.add_equal(lambda: module.training)
+    for hooks in _HOOKS:
+        if own.get(hooks):
+            found.add_equal(lambda hooks=hooks: list(own[hooks].values()))  # type: ignore[misc]
+        elif hooks in own:
+            found.add_empty(own, hooks)
+    if "forward" in own:
+        found.add_places([(own, "forward", own["forward"])])
+    else:
+        found.add_missing(own, "forward")
 
 
 def _geometry_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:

@@ -20,7 +20,7 @@ _SCALAR_OPERATORS = {"add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "
 # Out-variants that write beyond what they are given, or only part of it, where results lie in one slab. That
 # of batch norm takes statistics of a transposed input from what it is to write.
 _BROKEN_OUT_VARIANTS = {
-    *("linalg_qr", "binary_cross_entropy", "huber_loss", "soft_margin_loss"),
+    *("linalg_qr", "binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss"),
     "native_batch_norm",
 }
 # An out-variant takes these from the tensor it writes to.

@@ -1,0 +1,62 @@
+"""What memory a captured training step takes beside eager training, and that it writes no other."""
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from contract.training_loops import captured, make_batches, make_model, train_eagerly, twins
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most that tensors made meanwhile take at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self._live, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param({"rows": 8, "length": 64, "width": 64}, marks=pytest.mark.slow),
+        {"rows": 2, "length": 8, "width": 128},
+    ],
+)
+def test_the_pool_is_about_what_an_eager_step_takes(device, size):
+    """Where activations count, and where gradients do."""
+    if device.type != "cpu":
+        pytest.skip("on a GPU in tests/gpu: what its allocator takes")
+    ours, theirs = twins(make_model(device, layers=2, width=size["width"]))
+    batch = make_batches(device, [size["length"]], rows=size["rows"])[0]
+    optimizer = torch.optim.AdamW(theirs.parameters(), fused=True)
+    train_eagerly(theirs, optimizer, [batch], clip_norm=1.0)
+    with LiveBytes() as eager:
+        train_eagerly(theirs, optimizer, [batch], clip_norm=1.0)
+    step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=None, clip_norm=1.0)
+    step(*batch)
+    assert 0.5 * eager.most < step.report().pool_bytes < 1.25 * eager.most
+
+
+@pytest.mark.parametrize("name", ["mse_loss", pytest.param("smooth_l1_loss", marks=pytest.mark.slow)])
+def test_a_mean_over_a_loss_is_written_where_it_belongs(device, name, capfd):
+    """Their forms that write into a given tensor make it large for a moment, and say so every time."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = captured(model, optimizer, getattr(torch.nn.functional, name), ladder=None)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(device)
+    losses = [float(step(x, x[:, :3])) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert "resized" not in capfd.readouterr().err

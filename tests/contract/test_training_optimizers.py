@@ -1,0 +1,327 @@
+"""Every optimizer and scheduler of torch around a captured step: what eager training does, from graphs."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR
+
+from contract.training_loops import (
+    captured,
+    fast_options,
+    make_batches,
+    make_model,
+    replays,
+    train_eagerly,
+    twins,
+)
+from ostinato.graphs import CaptureOptions
+
+STEPS = 10
+BEHIND = "runs behind the graph of forward and backward"
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True)
+
+
+IN_THE_GRAPH = {
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.02, amsgrad=True),
+    "AdamW": adamw,
+    "SGD": sgd,
+    "NAdam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.02),
+    "RAdam": lambda m: torch.optim.RAdam(m.parameters(), lr=0.02),
+    "Adamax": lambda m: torch.optim.Adamax(m.parameters(), lr=0.02),
+    "ASGD": lambda m: torch.optim.ASGD(m.parameters(), lr=0.02),
+    "Adadelta": lambda m: torch.optim.Adadelta(m.parameters(), lr=0.5),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.02, momentum=0.5, centered=True),
+    "Rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.02),
+}
+BEHIND_IT = {
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.02),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.02),
+    "Muon": lambda m: torch.optim.Muon(matrices(m), lr=0.02),
+}
+OPTIMIZERS = {**IN_THE_GRAPH, **BEHIND_IT}
+
+
+def sequential(optimizer):
+    parts = [schedulers.LinearLR(optimizer), schedulers.CosineAnnealingLR(optimizer, 6)]
+    return schedulers.SequentialLR(optimizer, parts, [3])
+
+
+def chained(optimizer):
+    return schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(optimizer, total_iters=3), schedulers.ExponentialLR(optimizer, 0.9)]
+    )
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda i: 1 / (i + 1)),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda i: 0.9),
+    "StepLR": lambda o: schedulers.StepLR(o, 3),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 5]),
+    "ConstantLR": schedulers.ConstantLR,
+    "LinearLR": schedulers.LinearLR,
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.9),
+    "SequentialLR": sequential,
+    "ChainedScheduler": chained,
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 6),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 4),
+    "PolynomialLR": schedulers.PolynomialLR,
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.05, step_size_up=4, cycle_momentum=False),
+    "SWALR": lambda o: SWALR(o, 0.001, anneal_epochs=4),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.05, total_steps=20, cycle_momentum=False),
+}
+CYCLING = {
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.05, total_steps=20),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.05, step_size_up=4),
+}
+
+
+def advance(scheduler, loss):
+    if isinstance(scheduler, schedulers.ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
+
+
+def assert_like_eager(
+    device, optimizer, scheduler=None, *, accumulate=1, made_late=False, options=None, **settings
+):
+    """In doubles, where kinds of an optimizer differ by the rounding of rates and counts only."""
+    ours, theirs = twins(make_model(device).double())
+    mine, other = optimizer(ours), optimizer(theirs)
+    batches = make_batches(device, [8] * STEPS * accumulate)
+    followed = None if scheduler is None or made_late else scheduler(mine)
+    step = captured(ours, mine, accumulate=accumulate, options=options or fast_options(), **settings)
+    beside = None if scheduler is None or made_late else scheduler(other)
+    found, expected = [], []
+    for number in range(STEPS):
+        given = batches[number * accumulate : (number + 1) * accumulate]
+        found += [step(*batch).item() for batch in given]
+        expected += train_eagerly(theirs, other, given, accumulate=accumulate, **settings)
+        if followed is not None:
+            advance(followed, expected[-1])
+            advance(beside, expected[-1])
+        if made_late and number == 1:
+            followed, beside = scheduler(mine), scheduler(other)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert step.report().eager_steps == {"first-call": accumulate}
+    assert replays(step) >= (STEPS - 1) * accumulate - 1
+    return step, mine
+
+
+def kinds(step):
+    return {row.descriptor.split("extra=")[1].strip("'") for row in step.report().graphs}
+
+
+def some(table, quick):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in table]
+
+
+@pytest.mark.parametrize("name", some(OPTIMIZERS, ["Muon"]))
+def test_every_optimizer_of_torch(device, name, caplog):
+    step, _ = assert_like_eager(device, OPTIMIZERS[name])
+    assert (BEHIND in caplog.text) == (name in BEHIND_IT)
+    assert step.skipped == 0
+
+
+@pytest.mark.parametrize("name", some(SCHEDULERS, ["SequentialLR"]))
+def test_every_scheduler_of_torch(device, name, caplog):
+    assert_like_eager(device, adamw, SCHEDULERS[name])
+    assert BEHIND not in caplog.text, "a learning rate is a tensor that graphs read"
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        adamw,
+        pytest.param(sgd, marks=pytest.mark.slow),
+        pytest.param(IN_THE_GRAPH["NAdam"], marks=pytest.mark.slow, id="nadam"),
+    ],
+)
+@pytest.mark.parametrize("name", some(CYCLING, ["OneCycleLR"]))
+def test_a_scheduler_that_cycles_momentum(device, name, make, accumulate, caplog):
+    step, _ = assert_like_eager(device, make, CYCLING[name], accumulate=accumulate, clip_norm=0.5)
+    assert len([line for line in caplog.messages if BEHIND in line]) == 1
+    assert kinds(step) <= {"judge", "accumulate"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:Detected call")
+def test_a_scheduler_that_is_made_when_graphs_are_there(device, caplog):
+    assert_like_eager(device, adamw, SCHEDULERS["OneCycleLR"], made_late=True)
+    assert BEHIND not in caplog.text, "what it notes in the groups is nothing that the optimizer reads"
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps its count in Python and makes its state anew, as many do."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 0.1, "drag": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["average"] = state.get("average", 0) * 0.5 + p.grad
+                p.sub_(state["average"], alpha=group["lr"] / state["count"] + group["drag"])
+
+
+def gently() -> CaptureOptions:
+    return CaptureOptions(freeze_gc=False)
+
+
+def test_an_optimizer_that_no_graph_can_keep_steps_behind_it(device, caplog):
+    _, optimizer = assert_like_eager(device, Counting, options=gently())
+    assert "Counting keeps count in Python" in caplog.text or "cannot be captured" in caplog.text
+    assert {state["count"] for state in optimizer.state.values()} == {STEPS}, "trials count for nothing"
+
+
+def test_its_update_is_skipped_where_gradients_are_not_finite(device):
+    model = make_model(device)
+    optimizer = Counting(model)
+    factor = torch.ones((), device=device)
+    step = captured(model, optimizer, lambda o, t: o.square().mean() * factor, options=gently())
+    batch = make_batches(device, [8])[0]
+    step(*batch)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    factor.fill_(float("nan"))
+    step(*batch)
+    assert step.skipped == replays(step) == 1
+    assert all(torch.equal(value, before[0][key]) for key, value in model.state_dict().items())
+    assert {state["count"] for state in optimizer.state.values()} == {1}
+    factor.fill_(1)
+    step(*batch)
+    assert {state["count"] for state in optimizer.state.values()} == {2}
+
+
+@pytest.mark.slow
+def test_cycled_updates_are_skipped_on_the_device(device):
+    model = make_model(device)
+    optimizer = adamw(model)
+    scheduler = CYCLING["OneCycleLR"](optimizer)
+    factor = torch.ones((), device=device)
+    step = captured(model, optimizer, lambda o, t: o.square().mean() * factor)
+    batch = make_batches(device, [8])[0]
+    for _ in range(3):
+        step(*batch)
+        scheduler.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    factor.fill_(float("inf"))
+    step(*batch)
+    assert step.skipped == 1
+    assert all(torch.equal(value, before[0][key]) for key, value in model.state_dict().items())
+    now = optimizer.state_dict()["state"]
+    assert all(torch.equal(now[i][key], value) for i in now for key, value in before[1][i].items())
+
+
+def test_a_number_that_moved_for_good_is_captured_anew_when_asked(device, caplog):
+    ours, theirs = twins(make_model(device))
+    mine, other = adamw(ours), torch.optim.AdamW(theirs.parameters(), lr=0.02, fused=True)
+    step = captured(ours, mine)
+    found, expected = [], []
+    for number, batch in enumerate(make_batches(device, [8] * 6)):
+        for group in (*mine.param_groups, *other.param_groups) if number == 2 else ():
+            group["weight_decay"] = 0.5
+        if number == 4:
+            step.capture(*batch)
+        found.append(step(*batch).item())
+        expected += train_eagerly(theirs, other, [batch])
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert "weight_decay in its groups moved" in caplog.text
+    assert kinds(step) == {"update"}
+    assert replays(step) == 2
+
+
+def test_hooks_of_an_optimizer_are_called_in_every_step(device, caplog):
+    model = make_model(device)
+    optimizer = adamw(model)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    step = captured(model, optimizer)
+    for batch in make_batches(device, [8] * 4):
+        step(*batch)
+    assert len(called) == 4
+    assert replays(step) == 3
+    assert "it has hooks" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_with_a_cycling_scheduler_goes_on_from_a_checkpoint(device):
+    batches = make_batches(device, [8] * 8)
+
+    def begin():
+        model = make_model(device)
+        optimizer = adamw(model)
+        scheduler = CYCLING["OneCycleLR"](optimizer)
+        return model, optimizer, scheduler, captured(model, optimizer)
+
+    def train(parts, given):
+        losses = []
+        for batch in given:
+            losses.append(parts[3](*batch).item())
+            parts[2].step()
+        return losses
+
+    first = begin()
+    train(first, batches[:4])
+    saved = copy.deepcopy([part.state_dict() for part in first])
+    losses = train(first, batches[4:])
+    second = begin()
+    for part, state in zip(second, saved, strict=True):
+        part.load_state_dict(state)
+    assert train(second, batches[4:]) == losses
+
+
+# -- a length that never varies -----------------------------------------------------------------------
+
+
+def test_without_a_ladder_the_first_length_is_the_rung(device, caplog):
+    model = make_model(device)
+    step = captured(model, adamw(model), ladder=None)
+    for length in (8, 8, 5, 8):
+        step(*make_batches(device, [length])[0])
+    assert replays(step) == 3, "a shorter one is padded"
+    assert not caplog.messages
+    step(*make_batches(device, [11])[0])
+    step(*make_batches(device, [11])[0])
+    assert step.report().eager_steps["larger-than-max"] == 2
+    assert len([line for line in caplog.messages if "pass ladder=" in line]) == 1
+
+
+@pytest.mark.slow
+def test_images_and_vectors_need_no_ladder(device):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5)).to(device)
+    step = captured(model, sgd(model), nn.functional.cross_entropy, ladder=None)
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    losses = [float(step(images, torch.arange(4, device=device))) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert replays(step) == 3
+
+
+def test_batches_of_other_rows_are_named_once(device, caplog):
+    model = make_model(device)
+    step = captured(model, adamw(model))
+    for rows in (2, 2, 3, 3):
+        step(*make_batches(device, [8], rows=rows)[0])
+    assert step.report().eager_steps["unseen-signature"] == 2
+    with caplog.at_level(logging.WARNING):
+        assert len([line for line in caplog.messages if "step.capture(inputs, targets)" in line]) == 1
+    assert fast_options().strict
