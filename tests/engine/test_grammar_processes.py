@@ -92,7 +92,7 @@ def test_a_text_goes_on_where_its_process_was_killed_or_stopped(llm: LLM, how: s
 def test_a_grammar_that_never_compiles_is_refused_and_nobody_waits(llm: LLM) -> None:
     watch = Watch(llm)
     bad = watch.engine.add("hello", SamplingParams(structured_outputs=NEVER_COMPILES))
-    good = watch.engine.add("hello", digits(30))
+    good = watch.engine.add("hello", digits(5))
     watch.until(good)
     assert not bad.finished, "who came later has ended first"
     watch.until(bad)

@@ -8,6 +8,7 @@ import pytest
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.parameters.sampling_params import SamplingParams
+from ostinato.engine.speculating.counts import SpeculationReport
 from ostinato.server.engine_process.statistics import StatisticsTaker
 from ostinato.server.metrics.exposition import ServerCollector
 from ostinato.server.metrics.live import _readable
@@ -17,7 +18,8 @@ from . import walks
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, SpeculationReport]]:
+    """An engine, and what it says after two requests."""
     place = tmp_path_factory.mktemp("walks")
     asked = {
         "method": "eagle3",
@@ -33,12 +35,20 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         counted = SamplingParams(temperature=0, max_tokens=5, logprobs=1)
         made.generate({"prompt_token_ids": [3, 4]}, plain, use_tqdm=False)
         made.generate({"prompt_token_ids": [3, 4]}, counted, use_tqdm=False)
-        yield made
+        report = made.speculation_report()
+        assert report is not None
+        yield made, report
 
 
-def test_a_report_says_what_drafts_brought_and_where_there_were_none(llm: LLM) -> None:
-    report = llm.speculation_report()
-    assert report is not None
+@pytest.fixture
+def llm(served: tuple[LLM, SpeculationReport]) -> LLM:
+    return served[0]
+
+
+def test_a_report_says_what_drafts_brought_and_where_there_were_none(
+    served: tuple[LLM, SpeculationReport],
+) -> None:
+    _, report = served
     found = report.drafts
     assert found.num_draft_tokens == 3 * found.num_drafts
     # The first token is the prompt's; a bunch may reach beyond the end.
