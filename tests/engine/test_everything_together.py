@@ -1,6 +1,6 @@
 """Drafts x adapters x graphs x cached prefixes x steps ahead x windows x few pages, under requests of every
-kind, aborts, sleeps, new weights and adapters, pauses and failing steps, drawn at random: every answer is that
-of a plain engine that was asked for nothing else."""
+kind, aborts, sleeps, new weights and adapters, pauses and failing steps, drawn at random: every answer is
+that of a plain engine that was asked for nothing else."""
 
 from __future__ import annotations
 
