@@ -138,7 +138,7 @@ def setting(
 REPEATABLE = settings(deadline=None, suppress_health_check=[*HealthCheck])
 
 
-@settings(REPEATABLE, max_examples=5, derandomize=True)
+@settings(REPEATABLE, max_examples=3, derandomize=True)
 @given(data=st.data())
 def test_every_answer_is_that_of_a_plain_engine(setting: tuple[LLM, World], data: st.DataObject) -> None:
     llm, world = setting

@@ -123,7 +123,7 @@ class Week:
                     await asyncio.sleep(self.chance.uniform(0, pause))
 
             operator = [self.sleep, self.release, self.pause, self.update, self.load, self.flush, self.unload]
-            await asyncio.gather(*(repeat(customers, 0.1) for _ in range(clients)), repeat(operator, 2.0))
+            await asyncio.gather(*(repeat(customers, 0.1) for _ in range(clients)), repeat(operator, 5.0))
             await self.everything_on(http)
 
     # -- customers ---------------------------------------------------------------------------------
