@@ -1,4 +1,4 @@
-"""Requests whose adapter has to be read again, while somebody unloads or replaces it, or aborts everything."""
+"""Requests whose adapter has to be read again, while somebody unloads or replaces it, or aborts all."""
 
 import threading
 from collections.abc import Iterator

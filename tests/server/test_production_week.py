@@ -61,7 +61,7 @@ def run_week(place: Path, seconds: float, seed: int) -> Week:
         print("left after", round(time.monotonic() - began, 1), "s;", dict(week.seen))
         assert "Traceback" not in server.log, server.log
     with world.alone.llm:
-        assert week.judge() > seconds / 4
+        assert week.judge() > 20, "nearly nothing could be compared"
     return week
 
 

@@ -144,7 +144,8 @@ class ServedAdapters:
         left = num_slots - sum(other.is_pinned for other in others)
         if not left:
             raise RequestError(
-                f"adapter {name!r} cannot be pinned: all {num_slots} slots are kept for others; raise max_loras"
+                f"adapter {name!r} cannot be pinned: all {num_slots} slots are kept for others; raise "
+                "max_loras"
             )
         waiting = [other.name for other in others if other.num_users and not other.is_pinned]
         if left == 1 and waiting:
