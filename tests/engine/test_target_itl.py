@@ -220,6 +220,23 @@ def test_steps_are_as_large_as_the_time_allows_and_of_captured_sizes() -> None:
     assert others == [24 - 2] * 3 + [96 - first - 3 * 22]
 
 
+def test_nobody_comes_behind_a_prompt_that_is_cut() -> None:
+    """At a long context few tokens fit; the beginning of another prompt would cost less."""
+    true = TrueCosts(1e-3, 1e-5, 1e-6, 0.0)
+    bound = PromptBound(4e-3, StepCosts(0.1), SIZES)
+    for tokens in (4, 32, 96):
+        size = StepSize(tokens, tokens * 50.0, 0)
+        bound.costs.note(size, true.of(size))
+    room = bound.room(1, 10, 95)
+    assert 0 < room.at(100) < room.at(0)
+    room.take(100, room.at(100))
+    assert room.tokens == 0
+    other = bound.room(1, 10, 95)
+    other.at(0)
+    other.take(0, 5)
+    assert other.tokens > 0
+
+
 def test_without_streams_a_step_is_full() -> None:
     assert long_prompt_beside(timed_engine(1e-4), 0) == [96]
 
