@@ -315,7 +315,12 @@ def beside_streams(steps: list[ScheduledStep]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+FAST = ("full", "full-and-piecewise")
+
+
+@pytest.mark.parametrize(
+    "mode", [mode if mode in FAST else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
 def test_tokens_are_those_without_a_target_in_every_mode(tiny: TinyModel, mode: str) -> None:
     prompts = prompts_of((5, 9, 90, 70))
     with (
@@ -349,6 +354,7 @@ def test_with_drafts_beside(tiny: TinyModel) -> None:
     assert max(beside_streams(steps)) == 32
 
 
+@pytest.mark.slow
 def test_with_adapters_beside(tmp_path: Path) -> None:
     world = LoraWorld.make(tmp_path)
     prompts, numbers = prompts_of((5, 9, 90, 70)), [0, None, 1, 0]
