@@ -30,6 +30,9 @@ from ostinato.graphs import Ladder
 from ostinato.tools.bench_serving import plan
 
 RESULTS = Path(__file__).parent / "results"
+NOTE = (
+    "computed from the times of steps in prompt-parts-, decode- and decode-context-*-h200.json, not measured"
+)
 CHUNK = 4096
 SECONDS = 30.0
 RATES = {"qwen3-0.6b": (8.0, 16.0, 32.0), "llama-3.1-8b": (1.0, 2.0, 4.0)}
@@ -208,7 +211,8 @@ def main(file: Path | None) -> None:
             rows.append(row)
             print({key: value for key, value in row.items() if key != "model"}, flush=True)
     if file is not None:
-        file.write_text(json.dumps({"benchmark": "chunk simulation", "rows": rows}, indent=1) + "\n")
+        result = {"benchmark": "chunk simulation", "note": NOTE, "rows": rows}
+        file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

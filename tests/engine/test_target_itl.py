@@ -220,6 +220,23 @@ def test_steps_are_as_large_as_the_time_allows_and_of_captured_sizes() -> None:
     assert others == [24 - 2] * 3 + [96 - first - 3 * 22]
 
 
+def test_nobody_comes_behind_a_prompt_that_is_cut() -> None:
+    """At a long context few tokens fit; the beginning of another prompt would cost less."""
+    true = TrueCosts(1e-3, 1e-5, 1e-6, 0.0)
+    bound = PromptBound(4e-3, StepCosts(0.1), SIZES)
+    for tokens in (4, 32, 96):
+        size = StepSize(tokens, tokens * 50.0, 0)
+        bound.costs.note(size, true.of(size))
+    room = bound.room(1, 10, 95)
+    assert 0 < room.at(100) < room.at(0)
+    room.take(100, room.at(100))
+    assert room.tokens == 0
+    other = bound.room(1, 10, 95)
+    other.at(0)
+    other.take(0, 5)
+    assert other.tokens > 0
+
+
 def test_without_streams_a_step_is_full() -> None:
     assert long_prompt_beside(timed_engine(1e-4), 0) == [96]
 
@@ -298,7 +315,12 @@ def beside_streams(steps: list[ScheduledStep]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+FAST = ("full", "full-and-piecewise")
+
+
+@pytest.mark.parametrize(
+    "mode", [mode if mode in FAST else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
 def test_tokens_are_those_without_a_target_in_every_mode(tiny: TinyModel, mode: str) -> None:
     prompts = prompts_of((5, 9, 90, 70))
     with (
@@ -332,6 +354,7 @@ def test_with_drafts_beside(tiny: TinyModel) -> None:
     assert max(beside_streams(steps)) == 32
 
 
+@pytest.mark.slow
 def test_with_adapters_beside(tmp_path: Path) -> None:
     world = LoraWorld.make(tmp_path)
     prompts, numbers = prompts_of((5, 9, 90, 70)), [0, None, 1, 0]
