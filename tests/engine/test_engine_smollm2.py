@@ -104,11 +104,12 @@ def test_tokens_equal_transformers(expected: dict[str, list[int]], mode: str, ca
     if setup.caching:
         setup = replace(setup, pages=100)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    prompts = PROMPTS[:3] if case == "one-by-one" else PROMPTS
     with LLM(device="cpu", dtype="float32", **setup.options) as llm:
         for hits in (False, True) if setup.caching else (False,):
             before, before_sampling = service_of(llm), sampling_of(llm)
-            outputs = llm.generate(PROMPTS, params)
-            for prompt, output in zip(PROMPTS, outputs, strict=True):
+            outputs = llm.generate(prompts, params)
+            for prompt, output in zip(prompts, outputs, strict=True):
                 assert output.outputs[0].token_ids == expected[prompt], prompt
             lengths = [len(output.prompt_token_ids) for output in outputs]
             cached = [(length - 1) // 16 * 16 if hits else 0 for length in lengths]
