@@ -298,6 +298,7 @@ def served_beside_streams(
     given = list(zip(prompts, params, versions, strict=True))
     outputs = [engine.add(each, wanted, adapter=version) for each, wanted, version in given[:2]]
     while any(len(output.outputs[0].token_ids) < 3 for output in outputs):
+        assert not any(output.finished for output in outputs), [output.error for output in outputs]
         engine.step()
     outputs += [engine.add(each, wanted, adapter=version) for each, wanted, version in given[2:]]
     while engine.has_work:

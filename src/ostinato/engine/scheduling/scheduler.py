@@ -545,7 +545,8 @@ class Scheduler:
     @property
     def _has_streams(self) -> bool:
         """Whether somebody who decodes needs more tokens than are surely under way."""
-        assert self._decode_batch is not None
+        if self._decode_batch is None:
+            return False
         rows = self._decode_batch.rows
         known = self.rows.num_tokens[rows] + len(self._in_flight)
         return bool((known < self.rows.max_tokens[rows]).any())
