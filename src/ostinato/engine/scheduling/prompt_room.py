@@ -12,17 +12,19 @@ however little was asked for, and a page of tokens at least.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
+
+from ostinato.graphs import Ladder
+from ostinato.kernels.constants import PAGE_SIZE
 
 from .request import IntArray
 from .scheduled_step import ScheduledStep
 from .step_costs import StepCosts, StepSize
 
-LEAST_TOKENS = 16
-"""Of prompts in a step: a page."""
+LEAST_TOKENS = PAGE_SIZE
+"""Of prompts in a step."""
 LEAST_SHARE = 0.5
 """Of a step's time, for prompts."""
 
@@ -95,7 +97,7 @@ class PromptBound:
         tokens a token looks back on at most."""
         self.costs = costs
         self.sizes: IntArray = np.array(sizes)
-        self._sizes = list(sizes)
+        self._rungs = Ladder(sizes)
         self._asked = seconds
         self._are_captured = are_captured
         self._window = window
@@ -114,7 +116,7 @@ class PromptBound:
         num_decodes = step.num_requests - len(step.prompt_tokens)
         tokens = step.total_tokens
         if step.prompt_tokens and self._are_captured:
-            tokens = self._sizes[min(bisect_left(self._sizes, tokens), len(self._sizes) - 1)]
+            tokens = self._rung_of(tokens)
         pairs = self.pairs(step.starts[num_decodes:], step.num_new_tokens[num_decodes:])
         return StepSize(tokens, float(pairs.sum()), int(step.starts[:num_decodes].sum()))
 
@@ -126,7 +128,10 @@ class PromptBound:
 
     def least_size(self, num_decodes: int) -> int:
         """The smallest step in which prompts get on."""
-        return self._sizes[min(bisect_left(self._sizes, num_decodes + LEAST_TOKENS), len(self._sizes) - 1)]
+        return self._rung_of(num_decodes + LEAST_TOKENS)
+
+    def _rung_of(self, tokens: int) -> int:
+        return self._rungs.round_up(tokens) or self._rungs.limit
 
     def seconds_for(self, num_decodes: int, contexts: int) -> float:
         """What a step beside these requests may take."""
