@@ -31,7 +31,9 @@ from ostinato.tools.layer_step import graph_us
 from ostinato.tools.machine import machine
 
 MODELS = Path(__file__).parent / "models"
-BATCHES = ((1, 4096), (4, 4096), (1, 16_384), (32, 512))
+BATCHES = ((1, 512), (32, 512), (1, 4096), (4, 4096), (1, 16_384), (8, 8192), (32, 8192))
+MOST_TOKENS = {"llama-3.1-8b": 65_536}
+"""Of a batch, for models with which more would only take long."""
 KINDS = {
     "attention": r"\battend\b|_attend",
     "heads": "prepare_heads",
@@ -90,6 +92,8 @@ def engine_rows(model: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]
     with LLM(str(MODELS / model), load_format="dummy", **started) as llm:
         vocab = llm.engine.core.loaded.model.config.vocab_size
         for number, length in BATCHES:
+            if number * length > MOST_TOKENS.get(model, number * length):
+                continue
             prompts = [{"prompt_token_ids": draw.choices(range(vocab), k=length)} for _ in range(number)]
 
             def read_in(prompts: list[dict[str, list[int]]] = prompts) -> None:
@@ -166,11 +170,11 @@ def product_times(matrices: Tensor, x: Tensor, out: Tensor) -> dict[str, float]:
     return times
 
 
-def main(file: Path | None, models: list[str], options: dict[str, Any]) -> None:
-    """Measure, print, write; of products only where options do not ask for something else."""
+def main(file: Path | None, models: list[str], options: dict[str, Any], *, products: bool) -> None:
+    """Measure, print, write."""
     result: dict[str, Any] = {"benchmark": "parts of prompt steps", "machine": machine()}
     for model in models:
-        kinds = {} if options else {"products": product_rows(model)}
+        kinds = {"products": product_rows(model)} if products else {}
         for kind, rows in {**kinds, "rows": engine_rows(model, options)}.items():
             for row in rows:
                 result.setdefault(kind, []).append(row)
@@ -187,5 +191,6 @@ if __name__ == "__main__":
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"])
     parser.add_argument("--options", type=json.loads, default={}, help="of the engine")
+    parser.add_argument("--no-products", action="store_true", help="engines only")
     given = parser.parse_args()
-    main(given.file, given.models, given.options)
+    main(given.file, given.models, given.options, products=not given.no_products)

@@ -123,7 +123,7 @@ def joins_and_heads(layer: Layer) -> None:
     blocks = {"key_block": 64, "least_blocks": 4, "prefix_key_block": 64, "prefix_least_blocks": 2}
     layer.shared_bytes(triton_decode._join, **blocks, part_block=32, has_prefix=True)
     layer.shared_bytes(triton_queries._join_chunks, heads_each=2, part_block=32, steps=10)
-    layer.shared_bytes(triton_heads._prepare_heads, has_norm=True, token_block=4, head_block=8)
+    layer.shared_bytes(triton_heads._prepare_heads, has_norm=True, token_block=4, head_block=8, half_block=64)
 
 
 # Every GPU, heads of 256 where there is least room for them, and on an H200 what prompts run.

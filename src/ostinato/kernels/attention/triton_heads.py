@@ -5,7 +5,8 @@
     qkv of a token   | q heads ... | k heads ... | v heads ... |
     goes to          | q_out       | k_cache     | v_cache     |
 
-A program takes a few tokens and a block of heads of one kind.
+A program takes a few tokens and a block of heads of one kind, as two halves: element i of a head turns together
+with i + D/2, so each is read once, and the angles of a token serve all its heads.
 """
 
 import triton
@@ -17,7 +18,7 @@ from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
 from .heads import HeadPreparation
-from .triton_tiles import INDEX_BUFFERS, load_heads, load_norm, load_turn, turned
+from .triton_tiles import INDEX_BUFFERS
 
 _TOKENS_AT_A_TIME = 4
 _HEADS_AT_A_TIME = 8
@@ -46,49 +47,57 @@ def _prepare_heads(
     has_norm: tl.constexpr,
     token_block: tl.constexpr,
     head_block: tl.constexpr,
-    dim_block: tl.constexpr,
+    half_block: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    place = tl.arange(0, token_block * head_block)
-    token = (tl.program_id(0) * token_block + place // head_block).to(tl.int64)
+    half: tl.constexpr = head_dim // 2
+    token = (tl.program_id(0) * token_block + tl.arange(0, token_block)).to(tl.int64)
     is_token = token < num_tokens
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (num_heads + head_block - 1) // head_block
     kv_blocks: tl.constexpr = (num_kv_heads + head_block - 1) // head_block
     position = tl.load(positions + token, mask=is_token, other=0)
-    dims = tl.arange(0, dim_block)[None, :]
-    cos, sin = load_turn(rotary, position, head_dim, dim_block)
+    dims = tl.arange(0, half_block)
+    in_half = dims < half
+    turn = rotary + position.to(tl.int64)[:, None] * head_dim + dims[None, :]
+    cos = tl.load(turn, mask=in_half[None, :], other=0.0)[:, None, :]
+    sin = tl.load(turn + half, mask=in_half[None, :], other=0.0)[:, None, :]
     if has_norm:
-        weight_x, weight_y = load_norm(q_norm if block < q_blocks else k_norm, head_dim, dim_block)
-    else:
-        weight_x, weight_y = None, None
+        norm = (q_norm if block < q_blocks else k_norm) + dims
+        first_weight = tl.load(norm, mask=in_half, other=0.0).to(tl.float32)[None, None, :]
+        second_weight = tl.load(norm + half, mask=in_half, other=0.0).to(tl.float32)[None, None, :]
     wait_for_previous(dependent)
     if block < q_blocks:
-        head = block * head_block + place % head_block
-        real = is_token & (head < num_heads)
-        x, y = load_heads(qkv + token * token_stride + head * head_dim, real, head_dim, dim_block)
-        q = turned(x, y, weight_x, weight_y, cos, sin, eps, head_dim, has_norm)
-        target = q_out + (token * num_heads + head)[:, None] * head_dim + dims
-        tl.store(target, q.to(q_out.dtype.element_ty), real[:, None] & (dims < head_dim))
+        kind_block, kind_heads, before = block, num_heads, 0
+    elif block < q_blocks + kv_blocks:
+        kind_block, kind_heads, before = block - q_blocks, num_kv_heads, num_heads
+    else:
+        kind_block, kind_heads, before = block - q_blocks - kv_blocks, num_kv_heads, num_heads + num_kv_heads
+    head = kind_block * head_block + tl.arange(0, head_block)
+    real = (is_token[:, None] & (head < kind_heads)[None, :])[:, :, None] & in_half[None, None, :]
+    in_token = (head * head_dim)[None, :, None] + dims[None, None, :]
+    source = qkv + (token * token_stride + before * head_dim)[:, None, None] + in_token
+    a = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(source + half, mask=real, other=0.0).to(tl.float32)
+    if block < q_blocks + kv_blocks:
+        if has_norm:
+            factor = tl.rsqrt(tl.sum(a * a + b * b, 2) / head_dim + eps)[:, :, None]
+            # Rounded here like a norm that is a step of its own.
+            a = (a * factor * first_weight).to(qkv.dtype.element_ty).to(tl.float32)
+            b = (b * factor * second_weight).to(qkv.dtype.element_ty).to(tl.float32)
+        a, b = a * cos - b * sin, b * cos + a * sin
+    if block < q_blocks:
+        target = q_out + (token * (num_heads * head_dim))[:, None, None] + in_token
+        tl.store(target, a.to(q_out.dtype.element_ty), real)
+        tl.store(target + half, b.to(q_out.dtype.element_ty), real)
         return
     table_row = tl.load(token_rows + token, mask=is_token, other=0).to(tl.int64)
     page = tl.load(page_table + table_row * page_table_stride + position // page_size).to(tl.int64)
     slot = page * page_size + position % page_size
-    if block < q_blocks + kv_blocks:
-        head = (block - q_blocks) * head_block + place % head_block
-        real = is_token & (head < num_kv_heads)
-        source = qkv + token * token_stride + (num_heads + head) * head_dim
-        x, y = load_heads(source, real, head_dim, dim_block)
-        k = turned(x, y, weight_x, weight_y, cos, sin, eps, head_dim, has_norm)
-        target = k_cache + (slot * num_kv_heads + head)[:, None] * head_dim + dims
-        tl.store(target, k.to(k_cache.dtype.element_ty), real[:, None] & (dims < head_dim))
-    else:
-        head = (block - q_blocks - kv_blocks) * head_block + place % head_block
-        mask = (is_token & (head < num_kv_heads))[:, None] & (dims < head_dim)
-        source = qkv + token * token_stride + (num_heads + num_kv_heads + head) * head_dim
-        value = tl.load(source[:, None] + dims, mask=mask, other=0.0)
-        target = v_cache + (slot * num_kv_heads + head)[:, None] * head_dim + dims
-        tl.store(target, value.to(v_cache.dtype.element_ty), mask)
+    cache = k_cache if block < q_blocks + kv_blocks else v_cache
+    target = cache + (slot * (num_kv_heads * head_dim))[:, None, None] + in_token
+    tl.store(target, a.to(k_cache.dtype.element_ty), real)
+    tl.store(target + half, b.to(k_cache.dtype.element_ty), real)
 
 
 def prepare_heads(
@@ -130,7 +139,7 @@ def prepare_heads(
         has_norm=heads.q_norm is not None,
         token_block=_TOKENS_AT_A_TIME,
         head_block=head_block,
-        dim_block=max(16, next_power_of_2(head_dim)),
+        half_block=max(8, next_power_of_2(head_dim // 2)),
         num_warps=4,
         enable_fp_fusion=True,
         **dependent_launch.options(qkv.device),
