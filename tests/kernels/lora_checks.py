@@ -159,3 +159,35 @@ def check_fused(
         alone = rows.slots < 0
         assert torch.equal(found[alone], without[alone]), "the bits of a step without adapters"
         assert (stack.ranks[rows.slots[~alone].long()] == 0).all() or not torch.equal(found, without)
+
+
+def check_broken_slot(
+    device: Device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    tile: Tile,
+    *,
+    max_rank: int = 16,
+    num_slots: int = 5,
+) -> None:
+    """A gated product; an adapter with something infinite, or NaN, reaches its own tokens and nobody else."""
+    num_tokens, out_features, in_features = shape
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, in_features).to(device, dtype)
+    weight = (torch.randn(2 * out_features, in_features) * in_features**-0.5).to(device, dtype)
+    parts = (out_features, out_features)
+    stack = random_stack(device, dtype, in_features, parts, max_rank=max_rank, num_slots=num_slots)
+    slots = torch.arange(num_tokens, dtype=torch.int32, device=device) % (num_slots + 1) - 1
+    adapted = Adapted(stack, Rows.in_blocks(slots, num_slots))
+
+    def run() -> Tensor:
+        with patch.object(triton_linear, "choose", lambda *_: tile):
+            return triton_linear.multiply_and_gate_adapted(x, weight, None, *Operands.of(adapted))
+
+    before = run()
+    assert before.isfinite().all()
+    for value, row in ((torch.inf, 0), (torch.nan, out_features + 1)):
+        stack.b[1, row, 0] = value
+        found = run()
+        assert torch.equal(found[slots != 1], before[slots != 1])
+        assert not found[slots == 1, row % out_features].isfinite().any()

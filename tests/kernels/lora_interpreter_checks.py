@@ -14,6 +14,7 @@ from ostinato.kernels.linear.tiles import GemvTile, Library, SkinnyTile
 from ostinato.kernels.linear.weight import Weight
 from ostinato.kernels.lora import Adapted, Rows, division
 from ostinato.kernels.lora.deltas import Operands
+from ostinato.kernels.lora.ways import JOINED, taking
 
 ALL = sys.argv[1:] == ["all"]
 
@@ -27,7 +28,7 @@ def check_grouping() -> None:
         rows = Rows.in_blocks(slots, num_slots)
         found: dict[int, list[int]] = {}
         sizes = []
-        for slot, begin, end in rows.blocks.t().tolist():
+        for slot, begin, end in rows.blocks[:3].t().tolist():
             if slot >= 0:
                 found.setdefault(slot, []).extend(rows.order[begin:end].tolist())
                 sizes.append(end - begin)
@@ -37,6 +38,8 @@ def check_grouping() -> None:
             if (slots == slot).any()
         }
         assert found == wanted, (num_tokens, num_slots)
+        assert rows.blocks[3][rows.blocks[3] >= 0].tolist() == sorted(wanted)
+        assert (rows.blocks[3, len(wanted) :] == -1).all(), "nothing behind the last"
         assert all(0 < size <= division.tokens_together(num_tokens) for size in sizes)
     for slots in (torch.full((33,), -1), torch.zeros(33), torch.arange(33)):
         rows = Rows.in_blocks(slots.int(), 40)
@@ -106,6 +109,21 @@ def check_fused_products() -> None:
         )
 
 
+def check_slots_as_columns() -> None:
+    """Sums that begin with adapters: few and many slots, ranks, either side of the tensor cores; one is broken."""
+    turned, not_turned = SkinnyTile(16, 32, 32, 4, 2), SkinnyTile(16, 16, 32, 4, 2)
+    cases = [((20, 24, 64), turned, 5, 40), ((20, 16, 64), not_turned, 5, 16)]
+    if ALL:
+        cases += [((40, 40, 96), turned, 5, 16), ((90, 24, 64), turned, 75, 16)]
+    with taking(JOINED):
+        for shape, tile, num_slots, max_rank in cases:
+            sizes = {"num_slots": num_slots, "max_rank": max_rank}
+            lora_checks.check_broken_slot("cpu", torch.float32, shape, tile, **sizes)
+        for shape, tile, _, max_rank in cases[:2]:
+            sizes = {"gated": True, "bias": True, "max_rank": max_rank}
+            lora_checks.check_fused("cpu", torch.float32, shape, tile, **sizes)
+
+
 def check_declarations() -> None:
     """What is changed is said to be changed, and nothing else is."""
     tests, ops = ("test_schema", "test_faketensor"), torch.ops.ostinato
@@ -135,7 +153,7 @@ def check_declarations() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     checks = [check_grouping, check_adding, check_fused_products, check_rows_that_lie_apart]
-    checks += [check_products_that_lie_there, check_declarations]
+    checks += [check_products_that_lie_there, check_slots_as_columns, check_declarations]
     for check in checks[:2] if unchanged.is_brief() else checks:
         check()
         print(check.__name__, flush=True)

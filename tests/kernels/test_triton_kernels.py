@@ -64,10 +64,12 @@ def test_linear_layers_compile_for_hopper():
         assert compiles(_gemv, of_gemv, {**sizes, **flags}, GemvTile(4, 1024, 4))
     operands |= {"left": "*fp32", "b": "*bf16", "ranks": "*i32", "slots": "*i32", "blocks": "*i32"}
     for tile in (SkinnyTile(64, 16, 128, 4, 4), SkinnyTile(16, 64, 64, 4, 3)):
-        ranks = {"adapted": tile.tokens == 64, "room": 32, "splits": 2}
-        assert compiles(_skinny, operands, {**sizes, **ranks}, tile)
+        for as_columns in (False, True):
+            ranks = {"adapted": as_columns or tile.tokens == 64, "as_columns": as_columns}
+            assert compiles(_skinny, operands, {**sizes, **ranks, "room": 32, "splits": 2}, tile)
     in_parts = {**operands, "out": "*fp32"}
-    plain = {**sizes, "gated": False, "has_bias": True, "adapted": False, "room": 0, "splits": 0}
+    plain = {**sizes, "gated": False, "has_bias": True, "adapted": False, "as_columns": False}
+    plain |= {"room": 0, "splits": 0}
     assert compiles(_skinny, in_parts, plain, SkinnyTile(32, 64, 128, 4, 3, parts=2))
 
 

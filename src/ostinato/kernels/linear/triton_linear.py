@@ -7,6 +7,7 @@ from .. import dependent_launch
 from ..custom_op import custom_op
 from ..host_sizes import cdiv
 from ..lora.deltas import Operands, Shrunk
+from ..lora.ways import ways
 from ..on_chip_memory import prefer_l1
 from .choice import choose
 from .tiles import (
@@ -299,6 +300,7 @@ def _launch_skinny(
         block=tile.block,
         parts=tile.parts,
         adapted=shrunk is not None,
+        as_columns=shrunk is not None and ways().slots_are_columns,
         room=of.b.size(2) if of else 0,
         splits=shrunk.sums.size(0) if shrunk else 0,
         num_warps=tile.num_warps,

@@ -10,6 +10,12 @@ longer side of the tensor cores. With `parts` > 1 the columns are shared too:
 and who reads the result adds them, in order, so that the same input always gives the same bits. `gated` is
 silu(first half of the rows) * second half; `adapted`: of the products and what adapters, of two parts, add to
 them.
+
+Adapters are added when the sums are complete, slot by slot; or, `as_columns`, the sums begin with them:
+
+    columns      | slot 3 | slot 0 | slot 7 | slot 5 |      16 ranks each, as if the matrix had so many more
+
+What a token has in the columns of others is zero.
 """
 
 import triton
@@ -108,6 +114,57 @@ def _with_adapters(
     return acc
 
 
+@triton.jit
+def _count_of_slots(blocks, num_blocks):
+    """That tokens have; of more than 64, how many there might be."""
+    place = tl.arange(0, 64)
+    slot = tl.load(blocks + 3 * num_blocks + place, mask=place < num_blocks, other=-1)
+    count = tl.sum((slot >= 0).to(tl.int32), 0)
+    return tl.where(count == 64, num_blocks, count)
+
+
+@triton.jit
+def _columns_of_slots(
+    b, ranks, blocks, num_blocks, first, start, n, in_rows, of_matrix: tl.constexpr, room: tl.constexpr
+):
+    """Rows n and 16 ranks of the matrices of four slots side by side; the slot of each column; what is broken.
+
+    In place of what is infinite or NaN there are zeros: nobody else's sums may become that.
+    """
+    c = tl.arange(0, 64)
+    place = first + c // 16
+    slot = tl.load(blocks + 3 * num_blocks + place, mask=place < num_blocks, other=-1)
+    rank = tl.load(ranks + tl.maximum(slot, 0))
+    slot = tl.where((start == 0) | (start < rank), slot, -1)
+    rows_of_b = tl.maximum(slot, 0).to(tl.int64)[None, :] * of_matrix + n[:, None]
+    places = b + rows_of_b * room + start + (c % 16)[None, :]
+    w = tl.load(places, mask=in_rows[:, None] & (slot >= 0)[None, :], other=0.0)
+    is_finite = tl.abs(w.to(tl.float32)) < float("inf")
+    return tl.where(is_finite, w, 0.0), slot, tl.max(tl.where(is_finite, 0, 1), 0)
+
+
+@triton.jit
+def _left_in_columns(
+    left,
+    num_tokens,
+    token,
+    has_slot,
+    slot,
+    is_broken,
+    start,
+    part: tl.constexpr,
+    room: tl.constexpr,
+    splits: tl.constexpr,
+):
+    """What is left of each token, in the columns of its own slot; NaN for a broken one."""
+    is_own = (has_slot[:, None] == slot[None, :]) & (slot >= 0)[None, :]
+    v = tl.zeros([token.shape[0], 64], tl.float32)
+    for split in tl.static_range(splits):
+        of_token = (split * num_tokens + token)[:, None] * (2 * room) + part * room + start
+        v += tl.load(left + of_token + (tl.arange(0, 64) % 16)[None, :], mask=is_own, other=0.0)
+    return tl.where(is_own & (is_broken > 0)[None, :], float("nan"), v)
+
+
 @triton.jit(do_not_specialize=("num_tokens", "num_blocks"))
 def _skinny(
     x,
@@ -132,6 +189,7 @@ def _skinny(
     adapted: tl.constexpr,
     room: tl.constexpr,
     splits: tl.constexpr,
+    as_columns: tl.constexpr,
     dependent: tl.constexpr,
 ):
     turned: tl.constexpr = rows > tokens
@@ -149,10 +207,38 @@ def _skinny(
     place = n[:, None] * in_features + part * columns
     source = token.to(tl.int64)[:, None] * in_features + part * columns
     limit = in_features - part * columns
+    of_matrix: tl.constexpr = (2 if gated else 1) * out_features
+    up = n + out_features
+    if as_columns:
+        has_slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+        count = _count_of_slots(blocks, num_blocks)
+        w, slot, broken = _columns_of_slots(b, ranks, blocks, num_blocks, 0, 0, n, in_rows, of_matrix, room)
+        w_up, _, broken_up = _columns_of_slots(
+            b, ranks, blocks, num_blocks, 0, 0, up, in_rows, of_matrix, room
+        )
     wait_for_previous(dependent)
 
     acc = tl.zeros([rows, tokens] if turned else [tokens, rows], tl.float32)
     acc_up = tl.zeros([rows, tokens] if turned else [tokens, rows], tl.float32)
+    if as_columns:
+        if count > 0:
+            v = _left_in_columns(left, num_tokens, token, has_slot, slot, broken, 0, 0, room, splits)
+            v_up = _left_in_columns(left, num_tokens, token, has_slot, slot, broken_up, 0, 1, room, splits)
+            acc = _multiply(w, v.to(w.dtype), acc, turned)
+            acc_up = _multiply(w_up, v_up.to(w.dtype), acc_up, turned)
+        fours = (count + 3) // 4
+        for four in range(1, fours * (room // 16)):
+            first, rank = four % fours * 4, four // fours * 16
+            w, slot, broken = _columns_of_slots(
+                b, ranks, blocks, num_blocks, first, rank, n, in_rows, of_matrix, room
+            )
+            v = _left_in_columns(left, num_tokens, token, has_slot, slot, broken, rank, 0, room, splits)
+            acc = _multiply(w, v.to(w.dtype), acc, turned)
+            w, slot, broken = _columns_of_slots(
+                b, ranks, blocks, num_blocks, first, rank, up, in_rows, of_matrix, room
+            )
+            v = _left_in_columns(left, num_tokens, token, has_slot, slot, broken, rank, 1, room, splits)
+            acc_up = _multiply(w, v.to(w.dtype), acc_up, turned)
     for start in range(0, columns, block):
         k = start + tl.arange(0, block)[None, :]
         known, inside = real, in_rows[:, None] & (k < limit)
@@ -165,9 +251,8 @@ def _skinny(
 
     if turned:
         acc, acc_up = tl.trans(acc), tl.trans(acc_up)
-    if adapted:
+    if adapted and not as_columns:
         has_slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
-        of_matrix: tl.constexpr = (2 if gated else 1) * out_features
         acc = _with_adapters(
             acc,
             left,
@@ -186,7 +271,6 @@ def _skinny(
             splits,
         )
         if gated:
-            up = n + out_features
             acc_up = _with_adapters(
                 acc_up,
                 left,

@@ -72,6 +72,11 @@ def _group(
     tl.store(blocks + block, tl.where(is_there, block_slot, -1), in_grid)
     tl.store(blocks + num_blocks + block, tl.where(is_there, begin, 0), in_grid)
     tl.store(blocks + 2 * num_blocks + block, tl.where(is_there, end, 0), in_grid)
+    has_tokens = (counts > 0).to(tl.int32)
+    number = tl.cumsum(has_tokens, 0) - 1
+    is_next = (number[None, :] == block[:, None]) & (counts > 0)[None, :]
+    found = tl.sum(tl.where(is_next, each[None, :] + 1, 0), 1) - 1
+    tl.store(blocks + 3 * num_blocks + block, found, in_grid)
 
 
 @custom_op("lora_group")
@@ -101,4 +106,4 @@ def _(slots: Tensor, num_slots: int, size: int, num_blocks: int) -> tuple[Tensor
 
 
 def _room(slots: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(slots), slots.new_empty(3, num_blocks)
+    return torch.empty_like(slots), slots.new_empty(4, num_blocks)

@@ -1,0 +1,48 @@
+"""How adapters come into the products of a step with dozens of tokens or more: the ways that there are.
+
+`APART` has been measured; the parts of `JOINED` are to be measured beside it (`benchmarks/lora_layers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Ways(NamedTuple):
+    """Whether a kernel that multiplies, or one behind it, does what kernels of adapters would do by themselves."""
+
+    wide_shrinks: bool
+    """`wide` multiplies tokens with the first matrices itself, by warps beside those of its product."""
+    slots_are_columns: bool
+    """`skinny` with a gate takes second matrices as more columns of its own, and begins with them."""
+    norm_adds: bool
+    """What adapters add to a product that a norm reads runs beside it, and the norm adds it."""
+
+
+APART = Ways(wide_shrinks=False, slots_are_columns=False, norm_adds=False)
+JOINED = Ways(wide_shrinks=True, slots_are_columns=True, norm_adds=True)
+NAMED = {
+    "apart": APART,
+    "joined": JOINED,
+    **{name: APART._replace(**{name: True}) for name in Ways._fields},
+}
+DEFAULT = APART
+
+_taken = [DEFAULT]
+
+
+def ways() -> Ways:
+    """Which are taken."""
+    return _taken[-1]
+
+
+@contextmanager
+def taking(others: Ways) -> Iterator[None]:
+    """Inside, these: for measurements and tests. Graphs keep the ways of their capture."""
+    _taken.append(others)
+    try:
+        yield
+    finally:
+        _taken.pop()
