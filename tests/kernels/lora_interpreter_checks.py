@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 
 from kernels import lora_checks, unchanged
+from ostinato.kernels import triton_rows
 from ostinato.kernels.linear import adapted_product, products, triton_linear
 from ostinato.kernels.linear.tiles import GemvTile, Library, SkinnyTile
 from ostinato.kernels.linear.weight import Weight
@@ -92,6 +93,35 @@ def check_products_that_lie_there() -> None:
     torch.testing.assert_close(gated, torch.nn.functional.silu(first) * second, atol=1e-4, rtol=1e-4)
 
 
+def check_deltas_that_a_norm_adds() -> None:
+    """A product by a library and one in parts; a norm behind either, whose other rows keep their bits."""
+    stack = lora_checks.random_stack("cpu", torch.float32, 96, (40,))
+    x, weight, residual = torch.randn(20, 96), torch.randn(40, 96) / 10, torch.randn(20, 40)
+    slots, scale = lora_checks.random_slots("cpu", 20, 5), torch.randn(40)
+    adapted = Adapted(stack, Rows.in_blocks(slots, 5))
+    wanted = x.double() @ weight.double().T + lora_checks.wanted_delta(x, stack, slots) + residual.double()
+    tile = SkinnyTile(16, 16, 16, 4, 2, parts=2)
+    for chosen in (Library(), tile):
+        with (
+            taking(JOINED),
+            patch.object(products, "tile_for", lambda *_, gated, chosen=chosen: chosen),
+            patch.object(triton_linear, "choose", lambda *_: tile),
+        ):
+            product, deltas = products.linear_beside_adapters(x, Weight(weight), None, adapted)
+        assert product.dim() == (2 if chosen is not tile else 3)
+        assert deltas is not None
+        deltas[0][slots < 0] = torch.nan  # undefined there
+        total, without = residual.clone(), residual.clone()
+        normed = triton_rows.add_adapted_rms_norm(product, total, scale, 1e-5, *deltas)
+        others = triton_rows.add_rms_norm(product, without, scale, 1e-5)
+        torch.testing.assert_close(total.double(), wanted, atol=1e-4, rtol=1e-4)
+        norm = torch.nn.functional.rms_norm(wanted, (40,), scale.double(), 1e-5)
+        torch.testing.assert_close(normed.double(), norm, atol=1e-4, rtol=1e-4)
+        alone = slots < 0
+        assert torch.equal(normed[alone], others[alone])
+        assert torch.equal(total[alone], without[alone])
+
+
 def check_fused_products() -> None:
     """One token with everything around it, more ranks than are taken at a time; a gate behind the product."""
     for flags in (
@@ -140,6 +170,9 @@ def check_declarations() -> None:
     weight, one = torch.randn(24, 32), slots[:1]
     beside = (x, weight, None, True, *Operands.of(Adapted(stack, rows)))
     torch.library.opcheck(adapted_product.multiply_adapted._dispatched, beside, test_utils=tests)
+    torch.library.opcheck(adapted_product.multiply_beside_adapters._dispatched, beside, test_utils=tests)
+    added = (torch.randn(3, 24), torch.randn(3, 24), torch.randn(24), 1e-5, torch.randn(3, 24), slots)
+    torch.library.opcheck(ops.add_adapted_rms_norm.default, added, test_utils=tests)
     with patch.object(triton_linear, "choose", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
         halves = lora_checks.random_stack("cpu", torch.float32, 32, (12, 12))
         gated = (x, weight, None, *Operands.of(Adapted(halves, rows)))
@@ -153,7 +186,8 @@ def check_declarations() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     checks = [check_grouping, check_adding, check_fused_products, check_rows_that_lie_apart]
-    checks += [check_products_that_lie_there, check_slots_as_columns, check_declarations]
+    checks += [check_products_that_lie_there, check_deltas_that_a_norm_adds, check_slots_as_columns]
+    checks += [check_declarations]
     for check in checks[:2] if unchanged.is_brief() else checks:
         check()
         print(check.__name__, flush=True)

@@ -16,7 +16,7 @@ TYPES |= dict.fromkeys(("input_ids", "positions", "began"), "*i64")
 TYPES |= dict.fromkeys(("x", "residual", "weight", "normed", "scaled", "gate_up"), "*bf16") | {"eps": "fp32"}
 CONSTANTS = SIZES | {"segment": 256, "capacity": 2048, "few": 256, "group_block": 2048, "last_pass": 3}
 CONSTANTS |= {"pivot_block": 2048, "rows_block": 16}
-NORMS = {"width": 1024, "block": 1024, "parts": 2, "together": 64, "has_residual": True}
+NORMS = {"has_deltas": False, "width": 1024, "block": 1024, "parts": 2, "together": 64, "has_residual": True}
 
 
 NAMES = ("begin", "norm", "half a norm", "gate", "draw", "return")

@@ -78,9 +78,10 @@ def test_row_kernels_compile_for_hopper():
 
     operands = pointers(torch.bfloat16, "x", "residual", "weight", "normed")
     constants = {"width": 1000, "block": 1024}
+    of_norm = operands | {"deltas": "*fp32", "slots": "*i32", "eps": "fp32"}
     for parts in (1, 4):
-        flags = {"has_residual": True, "parts": parts}
-        assert compiles(kernels._add_rms_norm, {**operands, "eps": "fp32"}, {**constants, **flags})
+        flags = {"has_residual": True, "has_deltas": parts == 1, "parts": parts}
+        assert compiles(kernels._add_rms_norm, of_norm, {**constants, **flags})
     assert compiles(kernels._silu_mul, pointers(torch.bfloat16, "gate_up"), dict(constants))
     scaling = {**pointers(torch.bfloat16, "x", "weight", "scaled"), **pointers(torch.float32, "squares")}
     assert compiles(kernels._scale_rows, scaling, {"width": 960, "together": 64, "block": 1024})

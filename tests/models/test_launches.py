@@ -21,6 +21,7 @@ from ostinato.kernels.linear import choice, products
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.tiles import FragmentsTile, GemvTile, Library, MatrixShape, SkinnyTile, WideTile
 from ostinato.kernels.lora import Adapters, Rows, Stack
+from ostinato.kernels.lora.ways import APART, JOINED, taking
 from ostinato.models.config import ModelConfig
 from ostinato.models.layers import Linear
 from ostinato.models.mixing import StepAttention
@@ -71,6 +72,7 @@ CASES = [
     *((model, tokens, "rows") for model in MODELS for tokens in FORMS),
     *(("qwen3", tokens, "heads") for tokens in (8, 32, 40)),
     *(("qwen3", tokens, "adapters") for tokens in FORMS),
+    *(("qwen3", tokens, "joined-adapters") for tokens in (32, 40, 100)),
 ]
 
 
@@ -104,10 +106,10 @@ def launches(model_name: str, num_tokens: int, starts_from: str) -> list[str]:
         config = ModelConfig.from_dict({**SHAPE, **MODELS[model_name]})
         model = Transformer(config, device="cuda", dtype=torch.bfloat16)
         ids = torch.empty(num_tokens, dtype=torch.int64, device="cuda")
-        stacks = stacks_of(model)
-        with LaunchRecord(model, of_stacks(stacks)) as record:
+        stacks, way = stacks_of(model), JOINED if starts_from == "joined-adapters" else APART
+        with LaunchRecord(model, of_stacks(stacks)) as record, taking(way):
             adapters = None
-            if starts_from == "adapters":
+            if starts_from.endswith("adapters"):
                 slots = torch.empty(num_tokens, dtype=torch.int32, device="cuda")
                 adapters = Adapters(stacks, Rows.of(slots, 4))
             model.logits(model(ids, ids, attend, adapters))

@@ -13,8 +13,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, deltas: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """The norm of `residual + x`, and that sum; x may be in float32 parts [parts, T, width] to be added.
+
+    `deltas`: float32 [T, width] for rows whose slot, int32 [T], is not negative, to be added as well.
 
     On a GPU the sum is in the memory of `residual`, which so stays one tensor through all layers of a step:
     new ones would be cut out of the block that the next gate and up needs whole.
@@ -22,7 +26,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if x.is_cuda:
         from . import triton_rows
 
+        if deltas is not None:
+            return triton_rows.add_adapted_rms_norm(x, residual, weight, eps, *deltas), residual
         return triton_rows.add_rms_norm(x, residual, weight, eps), residual
+    assert deltas is None, "on a CPU adapters add to the product"
     total = residual + (x if x.dim() == residual.dim() else x.sum(0).to(residual.dtype))
     return functional.rms_norm(total, weight.shape, weight, eps), total
 

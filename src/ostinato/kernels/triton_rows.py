@@ -22,12 +22,15 @@ def _add_rms_norm(
     residual,
     weight,
     normed,
+    deltas,
+    slots,
     eps,
     num_rows,
     width: tl.constexpr,
     block: tl.constexpr,
     parts: tl.constexpr,
     has_residual: tl.constexpr,
+    has_deltas: tl.constexpr,
     dependent: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * width
@@ -35,9 +38,14 @@ def _add_rms_norm(
     inside = k < width
     scale = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(dependent)
+    if has_deltas:
+        is_added = k < tl.where(tl.load(slots + tl.program_id(0)) >= 0, width, 0)
+        delta = tl.load(deltas + row + k, mask=is_added, other=0.0)
     v = tl.load(x + row + k, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, parts):
         v += tl.load(x + part * num_rows * width + row + k, mask=inside, other=0.0).to(tl.float32)
+    if has_deltas:
+        v = tl.where(is_added, v + delta, v)  # others keep their bits
     if has_residual:
         v += tl.load(residual + row + k, mask=inside, other=0.0).to(tl.float32)
         total = v.to(residual.dtype.element_ty)
@@ -87,7 +95,15 @@ def _silu_mul(gate_up, width: tl.constexpr, block: tl.constexpr, dependent: tl.c
     tl.store(place, (silu * up.to(tl.float32)).to(gate.dtype), inside)
 
 
-def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_residual: bool) -> Tensor:
+def _norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    has_residual: bool,
+    deltas: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     normed = torch.empty_like(residual)
     width = x.size(-1)
     num_rows = residual.numel() // width
@@ -97,15 +113,17 @@ def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_residu
         residual,
         weight,
         normed,
+        *(deltas or (x, x)),
         eps,
         num_rows,
         width=width,
         block=block,
         parts=x.size(0) if x.dim() > residual.dim() else 1,
         has_residual=has_residual,
+        has_deltas=deltas is not None,
         num_warps=8 if block >= 4096 else 4,
         enable_fp_fusion=True,
-        **dependent_launch.options(x.device),
+        **dependent_launch.options(x.device, plain=deltas is not None),
     )
     return normed
 
@@ -121,6 +139,20 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 @add_rms_norm.register_fake
 def _(x, residual, weight, eps):
+    return torch.empty_like(residual)
+
+
+@custom_op("add_adapted_rms_norm", mutates_args=("residual",))
+def add_adapted_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, deltas: Tensor, slots: Tensor
+) -> Tensor:
+    """The same of x + deltas + residual for rows that have a slot; the kernels of both may have been beside
+    each other, so it is a plain launch."""
+    return _norm(x, residual, weight, eps, has_residual=True, deltas=(deltas, slots))
+
+
+@add_adapted_rms_norm.register_fake
+def _(x, residual, weight, eps, deltas, slots):
     return torch.empty_like(residual)
 
 

@@ -6,11 +6,14 @@ from torch.nn import functional
 
 from .. import lora
 from ..lora import Adapted
-from ..lora.deltas import Operands
+from ..lora.deltas import Deltas, Operands
+from ..lora.ways import ways
 from ..rows import silu_mul
 from .cpu_product import multiply, multiply_somehow
 from .tiles import UNFUSED, Library, SkinnyTile, Tile
 from .weight import Weight, plain, tile_for
+
+_MOST_TOKENS_BESIDE = 256
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -39,6 +42,25 @@ def linear_in_parts(
     if adapted is not None:
         lora.add(x, product, *adapted)
     return product
+
+
+def linear_beside_adapters(
+    x: Tensor, weight: Weight, bias: Tensor | None, adapted: Adapted | None
+) -> tuple[Tensor, Deltas | None]:
+    """`linear_in_parts`, and what adapters are still to add to it, for a reader that can (`rows.add_rms_norm`).
+
+    Of prompts nothing is left: that would be a tensor more as large as the product, and twice.
+    """
+    if adapted is not None and adapted.rows.blocks is not None and ways().norm_adds:
+        matrix, tile = plain(weight, "a product"), tile_for(x, weight, gated=False)
+        is_library = isinstance(tile, Library)
+        if x.size(0) <= _MOST_TOKENS_BESIDE and (is_library or isinstance(tile, UNFUSED)):
+            from .adapted_product import multiply_beside_adapters
+
+            dense, adapters = x if is_library else x.contiguous(), Operands.of(adapted)
+            product, deltas = multiply_beside_adapters(dense, matrix, bias, is_library, *adapters)
+            return product, (deltas, adapters.slots)
+    return linear_in_parts(x, weight, bias, adapted), None
 
 
 def gated_linear(

@@ -69,10 +69,14 @@ class Shrunk(NamedTuple):
         """To dense rows [T, out], by a plain launch if asked."""
         self._expand(product, is_new=False, plain=plain)
 
+    def put_to(self, new: Tensor, *, plain: bool = False) -> None:
+        """In rows [T, out] that have nothing yet."""
+        self._expand(new, is_new=True, plain=plain)
+
     def deltas(self) -> Deltas:
         """By themselves."""
         new = self.sums.new_empty(self.of.slots.size(0), self.of.b.size(1), dtype=torch.float32)
-        self._expand(new, is_new=True)
+        self.put_to(new)
         return new, self.of.slots
 
     def _expand(self, product: Tensor, *, is_new: bool, plain: bool = False) -> None:

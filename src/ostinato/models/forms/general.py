@@ -9,6 +9,7 @@ from ostinato.kernels.linear import products
 from ostinato.kernels.linear.products import joined
 from ostinato.kernels.linear.weight import PLAIN
 from ostinato.kernels.lora import Adapters, adapted_by
+from ostinato.kernels.lora.deltas import Deltas
 from ostinato.kernels.rows import add_rms_norm, rms_norm
 
 from ..layers import Linear, RMSNorm
@@ -21,6 +22,8 @@ class Sum(NamedTuple):
     rows: Tensor
     added: Tensor | None = None
     """Perhaps in parts, as `products.linear_in_parts` returns it; None: nothing."""
+    deltas: Deltas | None = None
+    """What adapters are still to add to that."""
     normed: Tensor | None = None
     """What the last norm made of it."""
 
@@ -48,7 +51,7 @@ class General(Form[Sum]):
         """As `Form`."""
         if rows.added is None:
             return Sum(rows.rows, normed=rms_norm(rows.rows, norm.weight, norm.eps))
-        normed, total = add_rms_norm(rows.added, rows.rows, norm.weight, norm.eps)
+        normed, total = add_rms_norm(rows.added, rows.rows, norm.weight, norm.eps, rows.deltas)
         return Sum(total, normed=normed)
 
     def project(self, rows: Sum, norm: RMSNorm, linear: Linear, *, gated: bool = False) -> Tensor:
@@ -59,22 +62,23 @@ class General(Form[Sum]):
             return products.gated_linear(
                 x, linear.matrix, linear.bias, adapted_by(self.adapters, linear.name)
             )
-        return self._product(linear, x)
+        return products.linear_in_parts(x, linear.matrix, linear.bias, adapted_by(self.adapters, linear.name))
 
     def add(self, rows: Sum, linear: Linear, x: Tensor, next_norm: RMSNorm) -> Sum:
         """As `Form`."""
-        return Sum(rows.rows, added=self._product(linear, x))
+        adapted = adapted_by(self.adapters, linear.name)
+        product, deltas = products.linear_beside_adapters(x, linear.matrix, linear.bias, adapted)
+        return Sum(rows.rows, added=product, deltas=deltas)
 
     def stream(self, rows: Sum) -> Tensor:
         """As `Form`."""
-        return rows.rows if rows.added is None else rows.rows + joined(rows.added, rows.rows.dtype)
+        if rows.added is None:
+            return rows.rows
+        assert rows.deltas is None, "taken behind a norm"
+        return rows.rows + joined(rows.added, rows.rows.dtype)
 
     def end(self, rows: Sum, norm: RMSNorm) -> Tensor:
         """As `Form`."""
         normed = self.normed(rows, norm).normed
         assert normed is not None
         return normed
-
-    def _product(self, linear: Linear, x: Tensor) -> Tensor:
-        """What a linear layer makes of x, adapters included, before any sum; perhaps in parts."""
-        return products.linear_in_parts(x, linear.matrix, linear.bias, adapted_by(self.adapters, linear.name))
