@@ -11,6 +11,9 @@ from ostinato.kernels.linear import few_tokens, products, scaled_rows
 from ostinato.kernels.linear.tiles import FUSED, WideTile
 from ostinato.kernels.linear.weight import Weight, tile_for
 from ostinato.kernels.lora import Adapted, Rows, Stack
+from ostinato.kernels.lora.counters import counters_of
+from ostinato.kernels.lora.ways import JOINED, NAMED, taking
+from ostinato.kernels.rows import add_rms_norm
 
 SMALL, TOKENS = 1024, (1, 2, 8, 9, 16, 17, 32, 48, 64, 65, 128, 200, 600)
 LAYERS = {
@@ -73,6 +76,13 @@ class Layer(NamedTuple):
         return y
 
 
+@pytest.fixture(params=["apart", "joined"])
+def way(request):
+    with taking(NAMED[request.param]):
+        yield
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("max_rank", [16, 40])
 def test_every_number_of_tokens(device, name, max_rank):
@@ -99,6 +109,7 @@ def test_every_number_of_tokens(device, name, max_rank):
         assert torch.equal(again[slots != 0], found[slots != 0]), num_tokens
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_tokens", [1, 32, 64, 128])
 def test_as_many_slots_as_tokens_and_more(device, num_tokens):
     parts, in_features, is_gated = LAYERS["small, gated"]
@@ -111,6 +122,7 @@ def test_as_many_slots_as_tokens_and_more(device, num_tokens):
     assert (found.double() - wanted).norm() < 8e-3 * wanted.norm()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_tokens", [1, 8, 32, 128, 600])
 def test_a_replay_follows_the_slots(device, num_tokens):
     """A graph of several layers in a row, with the branches that it may have, again and again."""
@@ -137,3 +149,49 @@ def test_a_replay_follows_the_slots(device, num_tokens):
             result.fill_(float("nan"))
         graph.replay()
         assert all(map(torch.equal, results, wanted))
+
+
+@pytest.mark.parametrize("num_tokens", [17, 128, 200, 300])
+def test_a_norm_adds_what_ran_beside_a_product(device, num_tokens):
+    """As plain sums do; rows without an adapter have the bits of a norm without adapters. From a graph, too."""
+    parts, in_features, _ = LAYERS["down"]
+    torch.manual_seed(0)
+    stack = random_stack(device, torch.bfloat16, in_features, parts)
+    layer, slots = Layer.random(num_tokens, parts, in_features, False), random_slots(device, num_tokens, 5)
+    scale, weight, residual = torch.randn_like(layer.rows[0]), Weight(layer.weight), layer.rows.clone()
+
+    def run(adapted: Adapted | None) -> tuple[Tensor, Tensor]:
+        layer.rows.copy_(residual)
+        with taking(JOINED):
+            product, deltas = products.linear_beside_adapters(layer.x, weight, None, adapted)
+        assert (deltas is None) == (adapted is None or num_tokens > 256)
+        return add_rms_norm(product, layer.rows, scale, 1e-5, deltas)
+
+    without = [tensor.clone() for tensor in run(None)]
+    found = [tensor.clone() for tensor in run(Adapted(stack, Rows.of(slots, 5)))]
+    wanted = layer.wanted(stack, slots, is_normed=False) + residual.double()
+    assert (found[1].double() - wanted).norm() < 8e-3 * wanted.norm()
+    assert all(torch.equal(new[slots < 0], old[slots < 0]) for new, old in zip(found, without, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = run(Adapted(stack, Rows.of(slots, 5)))
+    for _ in range(3):
+        graph.replay()
+        assert all(map(torch.equal, again, found))
+
+
+def test_programs_that_wait_for_each_other_leave_their_counters_at_zero(device):
+    """After many launches in a row, of different stacks, as of a step; results are the same every time."""
+    parts, in_features, is_gated = LAYERS["gate, up"]
+    torch.manual_seed(0)
+    stacks = [random_stack(device, torch.bfloat16, in_features, parts, num_slots=n) for n in (5, 64)]
+    layer = Layer.random(32, parts, in_features, is_gated)
+    with taking(JOINED):
+        for stack in stacks:
+            slots = (torch.arange(32, device=device, dtype=torch.int32) * 7) % stack.num_slots
+            adapted = Adapted(stack, Rows.of(slots, stack.num_slots))
+            first, _ = layer.run(adapted)
+            for _ in range(200):
+                again, _ = layer.run(adapted)
+            assert torch.equal(again, first)
+            assert not counters_of(stack.ranks).any()

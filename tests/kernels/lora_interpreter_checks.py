@@ -140,7 +140,7 @@ def check_fused_products() -> None:
 
 
 def check_slots_as_columns() -> None:
-    """Sums that begin with adapters: few and many slots, ranks, either side of the tensor cores; one is broken."""
+    """Sums that begin with adapters: slots, ranks, either side of the tensor cores; one is broken."""
     turned, not_turned = SkinnyTile(16, 32, 32, 4, 2), SkinnyTile(16, 16, 32, 4, 2)
     cases = [((20, 24, 64), turned, 5, 40), ((20, 16, 64), not_turned, 5, 16)]
     if ALL:

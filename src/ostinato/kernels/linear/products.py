@@ -47,7 +47,7 @@ def linear_in_parts(
 def linear_beside_adapters(
     x: Tensor, weight: Weight, bias: Tensor | None, adapted: Adapted | None
 ) -> tuple[Tensor, Deltas | None]:
-    """`linear_in_parts`, and what adapters are still to add to it, for a reader that can (`rows.add_rms_norm`).
+    """`linear_in_parts`, and what adapters are still to add to it, for a reader that can (`add_rms_norm`).
 
     Of prompts nothing is left: that would be a tensor more as large as the product, and twice.
     """

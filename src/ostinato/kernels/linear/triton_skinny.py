@@ -127,7 +127,7 @@ def _count_of_slots(blocks, num_blocks):
 def _columns_of_slots(
     b, ranks, blocks, num_blocks, first, start, n, in_rows, of_matrix: tl.constexpr, room: tl.constexpr
 ):
-    """Rows n and 16 ranks of the matrices of four slots side by side; the slot of each column; what is broken.
+    """Rows n and 16 ranks of four slots side by side; the slot of each column; which columns are broken.
 
     In place of what is infinite or NaN there are zeros: nobody else's sums may become that.
     """

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Ways(NamedTuple):
-    """Whether a kernel that multiplies, or one behind it, does what kernels of adapters would do by themselves."""
+    """Whether a kernel that multiplies, or one behind it, does the work of kernels of adapters."""
 
     wide_shrinks: bool
     """`wide` multiplies tokens with the first matrices itself, by warps beside those of its product."""
