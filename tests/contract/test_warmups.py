@@ -96,6 +96,26 @@ def test_warmups_come_before_recording(device):
     assert seen == [(4, recording) for recording in per_rung] + [(2, recording) for recording in per_rung]
 
 
+def test_a_step_that_finds_something_cold_is_warmed_up_after_all(device):
+    """Sizes are said to run the same kernels, and one does not: what it launches says so itself."""
+
+    class NotThereYet(RuntimeError):
+        is_cold = True
+
+    made: set[int] = set()
+
+    def step(x):
+        if is_recording() and x.size(0) not in made:
+            raise NotThereYet("a kernel is launched for the first time while a graph is captured")
+        made.add(x.size(0))
+        return x * 2
+
+    options = CaptureOptions(warmups=1)
+    runner = make_runner(device, step, [2, 4], options=options, kernels_of=lambda key: "all the same")
+    assert len(runner.graphs) == 2
+    assert made == {2, 4}
+
+
 def test_an_index_that_moves_on_after_it_was_used_does_not_mislead_the_journal(device):
     cache = randn(6, WIDTH, device=device)
     by_put = randn(6, WIDTH, device=device, seed=1)

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from models.small_adapters import adapter_tensors, write_adapter
 from ostinato import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
-from ostinato.graphs import ConfigError, VerifyError
+from ostinato.engine.config import ResolvedConfig
+from ostinato.engine.stepping.model_runner import ModelRunner
+from ostinato.graphs import BatchDescriptor, ConfigError, VerifyError
 
 from .conftest import prompts_of
 from .lora_world import GREEDY, LoraWorld
@@ -54,6 +56,29 @@ def llm(engine: LLM) -> Iterator[LLM]:
     assert core.adapters is not None
     assert core.adapters.slots.tenants == [None, None]
     assert not core.adapters.slots.unwritten
+
+
+def test_graphs_with_adapters_share_their_warm_ups(
+    world: LoraWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph with adapters is one run of the step more, its recording: rungs are warmed up once for both."""
+    runs: list[int] = []
+    run = ModelRunner.step
+
+    def counted(self: ModelRunner, *args: Any, descriptor: BatchDescriptor, **fields: Any) -> Any:
+        runs.append(descriptor.lora)
+        return run(self, *args, descriptor=descriptor, **fields)
+
+    monkeypatch.setattr(ModelRunner, "step", counted)
+    monkeypatch.setattr(ResolvedConfig, "warmups", 1)
+    found = []
+    for options in ({**SMALL, "enable_lora": False}, SMALL):
+        runs.clear()
+        with LLM(world.base.directory, **options) as llm:
+            found.append((len(runs), len(llm.engine.core.runner.graphs.keys)))
+    (plain_runs, plain_graphs), (all_runs, all_graphs) = found
+    assert all_graphs == 2 * plain_graphs
+    assert all_runs - plain_runs == all_graphs - plain_graphs
 
 
 def lora_replays(llm: LLM) -> dict[bool, int]:

@@ -230,7 +230,7 @@ class ModelRunner:
             # Padding writes page 0 only, and the logits belong to nobody between steps.
             state=self.returned.state,
             dummy=self._dummy,
-            kernels_of=self.kernels_of,
+            kernels_of=self._warmed_with,
         )
         runner.watch(self.model)
         if self.draft is not None:
@@ -268,6 +268,13 @@ class ModelRunner:
         queries = queries_of(self.model.config, self.config, key.descriptor)
         attention = None if query_len == 1 else query_class(queries, gpu_of(device))
         return key.mode, query_len, kernels, attention
+
+    def _warmed_with(self, key: GraphKey) -> Hashable:
+        """Equal for graphs of which one warm-up is enough: with and without adapters, too.
+
+        What a warm-up makes is a library's or attention's, and the same; kernels were compiled before.
+        """
+        return self.kernels_of(key._replace(descriptor=replace(key.descriptor, lora=0)))
 
     def capture(
         self, times: StartupTimes, *, keys: Sequence[GraphKey] | None = None, progress: bool | None = None

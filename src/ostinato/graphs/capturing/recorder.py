@@ -84,8 +84,8 @@ class StepRecorder:
         is_warm = self._is_warm(key)
         try:
             recorded = self._record(key, 0 if is_warm else self._options.warmups)
-        except ColdKernelError:
-            if not is_warm:
+        except Exception as error:
+            if not is_warm or not _is_cold(error):
                 raise
             recorded = self._record(key, self._options.warmups)
         if self._kernels_of is not None:
@@ -183,6 +183,15 @@ class StepRecorder:
             shape = BatchShape(descriptor.num_tokens, descriptor.num_reqs, descriptor.query_len)
             self._buffers.fill(dummy(descriptor), shape, descriptor)
         return self.arguments(self._buffers.views(descriptor), descriptor)
+
+
+def _is_cold(error: BaseException | None) -> bool:
+    """Whether something was not there yet that a run of the step makes; kernels may say so themselves."""
+    while error is not None:
+        if isinstance(error, ColdKernelError) or getattr(error, "is_cold", False):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _has_parameter(function: Step, name: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..cuda.compiled import CudaError, CudaKernel, cuda_kernel, is_supported
+from ..cuda.compiled import ColdCudaError, CudaKernel, cuda_kernel, is_supported
 from ..gpu import gpu_of
 from ..on_chip_memory import AS_IT_IS
 from .batch import PAGE_SIZE
@@ -177,7 +177,7 @@ def counters_of(k_cache: Tensor) -> Tensor:
     if known is not None and not known[0].expired():
         return known[1]
     if k_cache.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise CudaError("attention is captured before it has run on this cache: run the step once before")
+        raise ColdCudaError("attention is captured before it has run on this cache: run the step once before")
     for gone in [place for place, (keys, _) in _counters_of_caches.items() if keys.expired()]:
         del _counters_of_caches[gone]
     size = 1 + CUDA_MAX_TOKENS[-1] * k_cache.size(2)

@@ -55,6 +55,13 @@ class CudaError(RuntimeError):
     """NVRTC or the driver refused something."""
 
 
+class ColdCudaError(CudaError):
+    """Something would be made while a graph is captured: the step must have run once before."""
+
+    is_cold = True
+    """For whoever captures: a run of the step, and it can be captured."""
+
+
 @cache
 def is_supported(device: torch.device) -> bool:
     """Whether kernels of this folder run: on Hopper and on data centres' Blackwell."""
@@ -132,7 +139,7 @@ class CudaKernel:
             return
         if function is None:
             if torch.cuda.is_current_stream_capturing():
-                raise CudaError(f"{self._entry} is launched for the first time while a graph is captured")
+                raise ColdCudaError(f"{self._entry} is launched for the first time while a graph is captured")
             function = self.load(device, shared_bytes, shared_share)
         # By stream, which another thread may not change between here and the launch.
         stream = torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined]
