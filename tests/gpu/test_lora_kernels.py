@@ -1,5 +1,6 @@
 """Kernels with adapters on the GPU, at the shapes of Llama-3.1-8B and at smaller ones, against float64."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -11,9 +12,8 @@ from ostinato.kernels.linear import few_tokens, products, scaled_rows
 from ostinato.kernels.linear.tiles import FUSED, WideTile
 from ostinato.kernels.linear.weight import Weight, tile_for
 from ostinato.kernels.lora import Adapted, Rows, Stack
-from ostinato.kernels.lora.counters import counters_of
 from ostinato.kernels.lora.ways import JOINED, NAMED, taking
-from ostinato.kernels.rows import add_rms_norm
+from ostinato.kernels.rows import add_rms_norm, rms_norm
 
 SMALL, TOKENS = 1024, (1, 2, 8, 9, 16, 17, 32, 48, 64, 65, 128, 200, 600)
 LAYERS = {
@@ -180,18 +180,33 @@ def test_a_norm_adds_what_ran_beside_a_product(device, num_tokens):
         assert all(map(torch.equal, again, found))
 
 
-def test_programs_that_wait_for_each_other_leave_their_counters_at_zero(device):
-    """After many launches in a row, of different stacks, as of a step; results are the same every time."""
-    parts, in_features, is_gated = LAYERS["gate, up"]
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("num_tokens", [17, 32, 64, 100, 128])
+@pytest.mark.parametrize("name", ["small", "small, gated"])
+def test_products_that_overtake_their_adapters_read_complete_tokens(device, num_tokens, name):
+    """Each layer reads what the one before it wrote: from a graph, the bits of kernels one at a time."""
+    parts, in_features, is_gated = LAYERS[name]
     torch.manual_seed(0)
-    stacks = [random_stack(device, torch.bfloat16, in_features, parts, num_slots=n) for n in (5, 64)]
-    layer = Layer.random(32, parts, in_features, is_gated)
-    with taking(JOINED):
-        for stack in stacks:
-            slots = (torch.arange(32, device=device, dtype=torch.int32) * 7) % stack.num_slots
-            adapted = Adapted(stack, Rows.of(slots, stack.num_slots))
-            first, _ = layer.run(adapted)
-            for _ in range(200):
-                again, _ = layer.run(adapted)
-            assert torch.equal(again, first)
-            assert not counters_of(stack.ranks).any()
+    stacks = [random_stack(device, torch.bfloat16, in_features, parts) for _ in range(12)]
+    layers = [Layer.random(num_tokens, parts, in_features, is_gated) for _ in stacks]
+    first, slots = layers[0].x.clone(), random_slots(device, num_tokens, 5)
+
+    def run(after_each: Callable[[], object]) -> list[Tensor]:
+        rows, x, results = Rows.of(slots, 5), first, []
+        for layer, stack in zip(layers, stacks, strict=True):
+            layer = layer._replace(x=x)
+            y, _ = layer.run(Adapted(stack, rows))
+            results.append(y)
+            x = rms_norm(y[:, :in_features].contiguous(), layer.norm_weight, 1e-5)
+            after_each()
+        return results
+
+    wanted = run(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(lambda: None)
+    for _ in range(30):
+        first.copy_(torch.randn_like(first))
+        wanted = run(torch.cuda.synchronize)
+        graph.replay()
+        assert all(map(torch.equal, found, wanted))

@@ -24,6 +24,9 @@ from .tiles import (
 from .triton_gemv import _gemv
 from .triton_skinny import _skinny
 
+_MOST_SLOTS_AS_COLUMNS = 16
+"""With many adapters in a batch, one after the other is faster."""
+
 
 @custom_op("project_few_tokens")
 def project_few_tokens(
@@ -300,7 +303,8 @@ def _launch_skinny(
         block=tile.block,
         parts=tile.parts,
         adapted=shrunk is not None,
-        as_columns=shrunk is not None and ways().slots_are_columns,
+        as_columns=of is not None and of.b.size(0) <= _MOST_SLOTS_AS_COLUMNS and ways().slots_are_columns,
+        overtakes=of is not None and of.are_overtaken(x),
         room=of.b.size(2) if of else 0,
         splits=shrunk.sums.size(0) if shrunk else 0,
         num_warps=tile.num_warps,

@@ -13,22 +13,20 @@ from typing import NamedTuple
 class Ways(NamedTuple):
     """Whether a kernel that multiplies, or one behind it, does the work of kernels of adapters."""
 
-    wide_shrinks: bool
-    """`wide` multiplies tokens with the first matrices itself, by warps beside those of its product."""
     slots_are_columns: bool
-    """`skinny` with a gate takes second matrices as more columns of its own, and begins with them."""
+    """`skinny` with a gate takes second matrices of few slots as more columns of its own."""
     norm_adds: bool
     """What adapters add to a product that a norm reads runs beside it, and the norm adds it."""
 
 
-APART = Ways(wide_shrinks=False, slots_are_columns=False, norm_adds=False)
-JOINED = Ways(wide_shrinks=True, slots_are_columns=True, norm_adds=True)
+APART = Ways(slots_are_columns=False, norm_adds=False)
+JOINED = Ways(slots_are_columns=True, norm_adds=True)
 NAMED = {
     "apart": APART,
     "joined": JOINED,
     **{name: APART._replace(**{name: True}) for name in Ways._fields},
 }
-DEFAULT = APART
+DEFAULT = JOINED
 
 _taken = [DEFAULT]
 
