@@ -70,7 +70,8 @@ def assert_right_after_many_sleeps(
         report = engine.sleep(level=1 + cycle % 2)
         came_free = free_bytes(device) - before
         assert came_free >= 0.95 * ours, f"{came_free:,} of {ours:,} came free"
-        assert abs(came_free - report.released) <= 16 * MIB
+        # The driver's tables of pinned memory, eight bytes a page of 4 KiB, come and go with backups.
+        assert abs(came_free - report.released) <= 16 * MIB + ours // 512
         leave_garbage(device, int(0.95 * came_free))
         engine.wake_up()
         new = 1 + cycle // 2 % 2

@@ -126,6 +126,8 @@ class Sleeper:
             return SleepReport()
         paused = self._saver.pause(tags, backup=level == 1)
         self._is_held = True
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps back is nobody's while the engine sleeps
         self.last_sleep = SleepReport(
             paused.tags, paused.released, paused.backed_up, 0, self._what_stays(), paused.seconds
         )

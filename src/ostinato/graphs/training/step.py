@@ -1,5 +1,6 @@
 """A whole training step, forward, loss, backward, clipping, optimizer and schedule, from graphs."""
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -224,6 +225,9 @@ class TrainStep:
             share = loss / self._accumulate if self._accumulate > 1 else loss
             self._gradients.backward(self._update.scaled(share))
         if does is Kind.UPDATE:
+            if not self._optimizer.has_stepped:
+                # Its state would come to lie in large segments of activations, and hold them for ever.
+                self._pool.backend.release_unused()
             self._update()
         elif does is Kind.JUDGE:
             self._update.judge()
@@ -422,6 +426,7 @@ class TrainStep:
         self._update.hold(True)
         release_unused = self._pool.backend.release_unused
         self._gradients.forget_passing()
+        gc.collect()  # a node of autograd that waits for that ties gradients to the stream of its step
         release_unused()  # activations of the eager update: graphs have a pool of their own
         try:
             with draws_are_kept(), self._optimizer.undone_in_python(), self._values.captured():
