@@ -70,6 +70,22 @@ def test_draws_follow_the_filtered_distribution(device, top_k, top_p, min_p):
     assert_follows(torch.bincount(tokens, minlength=vocab), wanted.cpu())
 
 
+@pytest.mark.parametrize("num_rows", [3, 200])
+def test_programs_meet_while_others_keep_the_gpu_busy(device, num_rows):
+    """Rows of a real vocabulary that all have to be cut, by more programs than the GPU holds."""
+    case = Filtering.random(logits_of("flat", num_rows, VOCAB), seed=3).to(device)
+    case = replace(case, temperature=case.temperature.clamp(min=0.5), top_p=case.top_p.clamp(max=0.9))
+    wanted = case.cuts()
+    other, work = torch.cuda.Stream(), torch.randn(4096, 4096, device=device)
+    for _ in range(20):
+        with torch.cuda.stream(other):
+            for _ in range(8):
+                work = (work @ work).clamp(-1, 1)
+        for found, once in zip(case.cuts(), wanted, strict=True):
+            assert torch.equal(found, once)
+    torch.cuda.synchronize()
+
+
 def test_top_k_of_one_is_greedy_and_filters_leave_logprobs_alone(device, tmp_path):
     pytest.importorskip("transformers")
     model = TinyModel(tmp_path, "Llama")

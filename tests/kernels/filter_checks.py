@@ -35,20 +35,25 @@ class Filtering:
 
     def cuts(self) -> tuple[Tensor, Tensor]:
         """By the kernels, in the interpreter also on a CPU."""
-        from ostinato.kernels.sampling import triton_adjusted
-        from ostinato.kernels.sampling.filters import triton_cuts
+        from ostinato.kernels.sampling.filters.triton_candidate import judge
+        from ostinato.kernels.sampling.filters.triton_cuts import Cuts, Verdicts
+        from ostinato.kernels.sampling.triton_adjusted import draw_adjusted
+        from ostinato.kernels.sampling.triton_redraw import redraw
 
-        asked, places = self.asked(), torch.arange(len(self.logits), device=self.logits.device).int()
-        (drawn, drawn_at), arrived, logits, surveyed = triton_adjusted.draw_adjusted(
-            self.logits, places + 1, places, asked, has_filters=True
-        )
+        (n, vocab), device = self.logits.shape, self.logits.device
+        asked, places = self.asked(), torch.arange(n, device=device).int()
+        drawn = draw_adjusted(self.logits, places + 1, places, asked, has_filters=True)
         # The candidate is the last token in the order: it stays only where nothing is cut off.
-        drawn.fill_(float("-inf"))[:, 0] = 1.0
-        drawn_at[:, 0] = self.logits.sort(dim=-1, descending=True, stable=True).indices[:, -1]
+        values, tokens = drawn.best
+        values.fill_(float("-inf"))[:, 0] = 1.0
+        tokens[:, 0] = self.logits.sort(dim=-1, descending=True, stable=True).indices[:, -1]
         filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-        best = (drawn, drawn_at)
-        value, last = triton_cuts.find_cuts(logits, places + 1, filters, surveyed, best, arrived)
-        return torch.where(value == float("inf"), float("-inf"), value), last
+        verdicts, cuts = Verdicts.empty(n, vocab, device), Cuts.empty(n, vocab, device)
+        cuts.value.fill_(float("-inf"))
+        cuts.last.fill_(vocab - 1)
+        judge(drawn.logits, places + 1, filters, drawn.surveyed, drawn.best, verdicts, drawn.arrived)
+        redraw(places + 1, asked, drawn, verdicts.verdicts, cuts)
+        return cuts.value, cuts.last
 
     def to(self, device: torch.device | str) -> "Filtering":
         """The same on another device."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kernels import unchanged
 from kernels.filter_checks import KINDS, Filtering, check_cuts, logits_of
+from ostinato.kernels.sampling import triton_redraw
 from ostinato.kernels.sampling.filters import triton_cuts
 
 # (kind, vocabulary, seed): with the other checks they take every branch of the kernels 60 random ones took.
@@ -66,7 +67,7 @@ def check_rows_on_their_own(num_rows: int, vocab: int, seed: int) -> None:
 def main(examples: int) -> None:
     """Tiny sizes, then those of the kernel itself."""
     tiny = {"_GROUP": 8, "_BLOCK": 64, "_TILE": 32, "_CAPACITY": 16, "_FEW": 4, "_SEGMENT": 8}
-    with patch.multiple(triton_cuts, **tiny, _PROGRAMS_WANTED=8):
+    with patch.multiple(triton_cuts, **tiny), patch.object(triton_redraw, "_PROGRAMS_WANTED", 8):
         for kind, vocab, seed in CASES[:1] if unchanged.is_brief() else CASES:
             # Only a GPU, or a read of what nobody wrote, makes a second run another one: see a view's rows.
             check_cuts(Filtering.random(logits_of(kind, 2, vocab, seed), seed), twice=False)

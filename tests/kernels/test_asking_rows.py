@@ -1,5 +1,7 @@
 """Requests that ask for more: kernels in the interpreter and for Hopper, and the reference."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,23 +30,41 @@ FIELDS |= {"banned_before": "*i32", "generated": "*i32", "in_prompt": "*u8", "ma
 FIELDS |= dict.fromkeys(
     ("logits", "adjusted", "group_best", "block_best", "block_sum", "block_lead"), "*fp32"
 )
-FIELDS |= {"drawn": "*fp32", "drawn_at": "*i32", "arrived": "*i32", "top": "*i64"}
+FIELDS |= {"drawn": "*fp32", "drawn_at": "*i32", "arrived": "*i32", "top": "*i64", "before": "*fp32"}
+FIELDS |= dict.fromkeys(("range_sums", "sums", "cut"), "*fp32")
+FIELDS |= dict.fromkeys(
+    ("ranges", "segment_counts", "segments", "hits", "found", "cut_at", "verdicts"), "*i32"
+)
 FIELDS |= {"part_best": "*fp32", "part_sum": "*fp32", "part_rank": "*i32"}
 FIELDS |= dict.fromkeys(("last_tokens", "ring", "counts", "tokens", "ranks"), "*i64") | {"values": "*fp32"}
 SIZES = {"width": 151_936, "block": 4096, "group": 128, "parts_block": 64, "greedy_below": 1e-5}
 SIZES |= {"most_biases": 512, "most_banned": 16, "most_top": 32, "num_values": 21, "head": 4, "timed": True}
+SIZES |= {"passes": 3, "segment": 256, "capacity": 2048, "few": 256, "tile": 4096, "pivot_tile": 2048}
+SIZES |= {"group_block": 2048, "begin": 0, "end": 7, "meets": True}
+KERNELS = ("adjusted", "adjusted and filtered", "amend", "amend and judge", "judge", "redraw")
 
 
-@pytest.mark.parametrize("name", ["adjusted", "adjusted and filtered", "amend"])
+def kernel_of(name: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """With constants and options that are its own."""
+    from ostinato.kernels.sampling import triton_adjusted, triton_amend, triton_redraw
+    from ostinato.kernels.sampling.filters import triton_candidate
+
+    adjusted, capped = triton_adjusted._adjusted_best_of_block, {"maxnreg": triton_adjusted._REGISTERS}
+    return {
+        "adjusted": (adjusted, {"has_filters": False}, capped),
+        "adjusted and filtered": (adjusted, {"has_filters": True}, capped),
+        "amend": (triton_amend._amend, {"has_filters": False}, {}),
+        "amend and judge": (triton_amend._amend, {"has_filters": True}, {}),
+        "judge": (triton_candidate._judge, {}, {}),
+        "redraw": (triton_redraw._redraw, {}, {"maxnreg": triton_redraw._REGISTERS}),
+    }[name]
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile_for_hopper(name: str) -> None:
-    from ostinato.kernels.sampling import triton_adjusted, triton_amend
-
-    kernel, options = triton_adjusted._adjusted_best_of_block, {"maxnreg": triton_adjusted._REGISTERS}
-    if name == "amend":
-        kernel, options = triton_amend._amend, {}
+    kernel, own, options = kernel_of(name)
     types = {name: kind for name, kind in FIELDS.items() if name in kernel.arg_names}
-    constants = {**SIZES, "has_filters": name == "adjusted and filtered"}
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    constants = {name: value for name, value in (SIZES | own).items() if name in kernel.arg_names}
     assert compiles(kernel, types, constants, num_warps=8, **options)
 
 

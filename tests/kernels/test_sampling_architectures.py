@@ -6,43 +6,35 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from kernels.test_asking_rows import FIELDS, SIZES  # noqa: E402
+from kernels.test_asking_rows import FIELDS, KERNELS, SIZES  # noqa: E402
+from kernels.test_asking_rows import kernel_of as asking_kernel_of  # noqa: E402
 from kernels.test_triton_kernels import compiled  # noqa: E402
 
-TYPES = FIELDS | dict.fromkeys(("range_sums", "sums", "cut", "before", "best", "squares"), "*fp32")
-TYPES |= dict.fromkeys(("ranges", "segments", "hits", "found", "cut_at", "best_at", "is_taken"), "*i32")
-TYPES |= dict.fromkeys(("verdicts", "arrived", "seq_lens", "query_lens"), "*i32")
+TYPES = FIELDS | dict.fromkeys(("best", "squares"), "*fp32")
+TYPES |= dict.fromkeys(("best_at", "is_taken", "seq_lens", "query_lens"), "*i32")
 TYPES |= dict.fromkeys(("input_ids", "positions", "began"), "*i64")
 TYPES |= dict.fromkeys(("x", "residual", "weight", "normed", "scaled", "gate_up"), "*bf16") | {"eps": "fp32"}
-CONSTANTS = SIZES | {"segment": 256, "capacity": 2048, "few": 256, "group_block": 2048, "last_pass": 3}
-CONSTANTS |= {"pivot_block": 2048, "rows_block": 16}
+CONSTANTS = SIZES | {"rows_block": 16}
 NORMS = {"has_deltas": False, "width": 1024, "block": 1024, "parts": 2, "together": 64, "has_residual": True}
 
 
-NAMES = ("begin", "norm", "half a norm", "gate", "draw", "return")
-NAMES += ("adjusted", "narrow", "narrow at last", "settle", "draw again", "amend")
+NAMES = ("begin", "norm", "half a norm", "gate", "draw", "return", *KERNELS)
 
 
 def kernel_of(name: str) -> tuple[Any, dict[str, Any]]:
     """With the constants that are its own."""
     from ostinato.kernels import triton_request_rows, triton_rows
-    from ostinato.kernels.sampling import triton_adjusted, triton_amend, triton_draw, triton_return
-    from ostinato.kernels.sampling.filters.triton_narrow import narrow
-    from ostinato.kernels.sampling.filters.triton_settle import settle
+    from ostinato.kernels.sampling import triton_draw, triton_return
 
+    if name in KERNELS:
+        return asking_kernel_of(name)[:2]
     return {
         "begin": (triton_request_rows._begin_decode, {"block": 128}),
         "norm": (triton_rows._add_rms_norm, NORMS),
         "half a norm": (triton_rows._scale_rows, NORMS),
         "gate": (triton_rows._silu_mul, NORMS),
-        "draw": (triton_draw._noisy_best_of_block, {"has_cuts": False, "verifies": True, "block": 2048}),
+        "draw": (triton_draw._noisy_best_of_block, {"verifies": True, "block": 2048}),
         "return": (triton_return._return_tokens, {"block": 128}),
-        "adjusted": (triton_adjusted._adjusted_best_of_block, {"has_filters": True}),
-        "narrow": (narrow, {"is_last": False}),
-        "narrow at last": (narrow, {"is_last": True}),
-        "settle": (settle, {}),
-        "draw again": (triton_draw._noisy_best_of_block, {"has_cuts": True, "verifies": False}),
-        "amend": (triton_amend._amend, {}),
     }[name]
 
 
@@ -58,6 +50,4 @@ def test_small_kernels_compile(capability: int, name: str) -> None:
     given = CONSTANTS | own | {"dependent": capability >= 90}
     constants = {name: value for name, value in given.items() if name in kernel.arg_names}
     types = {name: TYPES.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    if "segments" in types:
-        types["counts"] = "*i32"  # of tokens, not of lines
     assert compiled(kernel, types, constants, capability, num_warps=8)

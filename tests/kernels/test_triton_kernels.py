@@ -93,13 +93,11 @@ def test_plain_sampling_compiles_for_hopper():
 
     rows = {"rows": "*i32", "is_taken": "*i32", "temperature": "*fp32", "seeds": "*i64", "lengths": "*i32"}
     found = {"best": "*fp32", "best_at": "*i32"}
-    operands = {"logits": "*fp32", "cut": "*fp32", "cut_at": "*i32", **rows, **found}
+    operands = {"logits": "*fp32", **rows, **found}
     constants = {"width": 151_936, "block": 2048, "greedy_below": 1e-5}
-    for has_cuts in (False, True):
-        kernel = triton_draw._noisy_best_of_block
-        flags = {**constants, "has_cuts": has_cuts, "verifies": not has_cuts}
-        cap = triton_draw._REGISTERS
-        assert compiles(kernel, operands, flags, num_warps=4, maxnreg=cap)
+    for verifies in (False, True):
+        kernel, flags = triton_draw._noisy_best_of_block, {**constants, "verifies": verifies}
+        assert compiles(kernel, operands, flags, num_warps=4, maxnreg=triton_draw._REGISTERS)
     candidates = {"values": "*fp32", "tokens": "*i32"}
     lines = dict.fromkeys(("last_tokens", "ring", "counts", "began"), "*i64")
     sizes = {"head": 4, "rows_block": 16, "block": 64, "timed": True}

@@ -2,8 +2,8 @@
 
 Plain sampling has chosen the tokens of all others, and written the step's line; here the tokens of those that
 ask are put into it. On a GPU nothing of it is done for rows that do not ask for it: `triton_adjusted` changes
-logits and draws, `filters.triton_cuts` finds out whether the filters leave what was drawn, `triton_amend`
-returns it. On a CPU it is plain torch, and the definition.
+logits and draws, `triton_amend` finds out whether the filters leave what was drawn and returns it,
+`triton_redraw` draws the others again. On a CPU it is plain torch, and the definition.
 """
 
 from __future__ import annotations
@@ -82,18 +82,37 @@ def by_kernels(
     has_filters: bool,
 ) -> None:
     """`sample_asking` on a GPU, or in Triton's interpreter."""
-    from . import triton_adjusted, triton_amend, triton_draw
-    from .filters import triton_cuts
+    from .filters.triton_cuts import Cuts, Verdicts
+    from .triton_adjusted import draw_adjusted
+    from .triton_amend import amend
+    from .triton_redraw import redraw_and_return
+    from .triton_row_end import Parts
 
-    parts = triton_amend.Parts.empty(rows.size(0), logits.size(1), logprobs, logits.device)
-    drawn = triton_adjusted.draw_adjusted(logits, rows, places, asked, has_filters=has_filters)
+    size = (rows.size(0), logits.size(1))
+    parts = Parts.empty(*size, logprobs, logits.device)
+    verdicts = Verdicts.empty(*size, logits.device)
+    of_rows = (logits, rows, places, asked)
+    drawn = draw_adjusted(*of_rows, has_filters=has_filters)
+    amend(*of_rows, drawn, verdicts, parts, lines, logprobs, has_filters=has_filters)
     if has_filters:
-        filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-        cuts = triton_cuts.find_cuts(drawn.logits, rows, filters, drawn.surveyed, drawn.best, drawn.arrived)
-        drawn_by = (asked.temperature, asked.seeds, asked.lengths)
-        block = triton_cuts.block_of(logits.size(1))
-        triton_draw.draw_again(drawn.logits, rows, drawn_by, cuts, drawn.best, block)
-    triton_amend.amend(logits, rows, places, asked, drawn, parts, lines, logprobs)
+        cuts = Cuts.empty(*size, logits.device)
+        redraw_and_return(*of_rows, drawn, verdicts.verdicts, cuts, parts, lines, logprobs)
+
+
+def draw_filtered(logits: Tensor, rows: Tensor, places: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    """Draw for n requests on a GPU and return nothing: `Drawn.best` after filters."""
+    from .filters.triton_candidate import judge
+    from .filters.triton_cuts import Cuts, Verdicts
+    from .triton_adjusted import draw_adjusted
+    from .triton_redraw import redraw
+
+    size = (rows.size(0), logits.size(1), logits.device)
+    verdicts = Verdicts.empty(*size)
+    drawn = draw_adjusted(logits, rows, places, asked, has_filters=True)
+    filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+    judge(drawn.logits, rows, filters, drawn.surveyed, drawn.best, verdicts, drawn.arrived)
+    redraw(rows, asked, drawn, verdicts.verdicts, Cuts.empty(*size))
+    return drawn.best
 
 
 def reference(

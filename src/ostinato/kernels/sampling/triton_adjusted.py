@@ -43,11 +43,10 @@ def _biased(x, column, row, num_biases, bias_ids, bias_values, start, end, most:
 
 
 @triton.jit
-def _penalised(x, seen_at, inside, times, in_prompt, repetition, presence, frequency):
+def _penalised(x, times, in_prompt, repetition, presence, frequency):
     """As `torch_reference.apply_penalties`."""
-    times = tl.load(times + seen_at, mask=inside, other=0)
     was_generated = times > 0
-    seen = was_generated | (tl.load(in_prompt + seen_at, mask=inside, other=0) != 0)
+    seen = was_generated | (in_prompt != 0)
     factor = tl.where(seen, repetition, 1.0)
     x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
     return x - frequency * times.to(tl.float32) - presence * was_generated.to(tl.float32)
@@ -116,21 +115,26 @@ def _adjusted_best_of_block(
             rows, at, temperature, top_k, top_p, min_p, width, greedy_below
         )
     if part == 0:
-        tl.store(arrived + at, 0)
+        tl.store(arrived + 2 * at + tl.arange(0, 2), 0)
     groups = part * (block // group) + tl.arange(0, block // group)
     column = groups[:, None] * group + tl.arange(0, group)[None, :]
     inside = column < width
     if row != 0:
         x = tl.load(logits + place * row_stride + column, mask=inside, other=float("-inf"))
         words = tl.load(masks + row * num_words + column // 32, mask=inside, other=0)
+        # Earlier tokens come from memory, mostly, like the mask: they are asked for together.
+        is_penalised = has_penalties(again, once, each)
+        is_counted = column < tl.where(is_penalised, width, 0)
+        times = tl.load(generated + row * width + column, mask=is_counted, other=0)
+        prompt = tl.load(in_prompt + row * width + column, mask=is_counted, other=0)
         if biases > 0:
             start = part * block
             x = _biased(x, column, row, biases, bias_ids, bias_values, start, start + block, most_biases)
         if length < banned_until:
             for j in tl.static_range(most_banned):
                 x = tl.where(column == tl.load(banned + row * most_banned + j), float("-inf"), x)
-        if has_penalties(again, once, each):
-            x = _penalised(x, row * width + column, inside, generated, in_prompt, again, once, each)
+        if is_penalised:
+            x = _penalised(x, times, prompt, again, once, each)
         x = tl.where(((words >> (column % 32)) & 1) != 0, x, float("-inf"))
         if is_filtered:
             tl.store(adjusted + at * width + column, x, mask=inside)
@@ -154,11 +158,17 @@ class Drawn(NamedTuple):
     best: tuple[Tensor, Tensor]
     """float32 and int32 [n, blocks]: the best value in each block of the vocabulary, and its token."""
     arrived: Tensor
-    """int32 [n]: zeros, for kernels to count their programs with."""
+    """int32 [n, 2]: zeros, for kernels to count their programs with: those of `triton_amend`, and then others
+    to the end of a row; and how often those of `triton_redraw` met."""
     logits: Tensor
     """float32 [n, vocab]: of rows with filters, and only there."""
     surveyed: Surveyed
     """Of these."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a row."""
+        return self.best[0].size(1)
 
 
 def draw_adjusted(logits: Tensor, rows: Tensor, places: Tensor, asked: Asked, *, has_filters: bool) -> Drawn:
@@ -168,7 +178,7 @@ def draw_adjusted(logits: Tensor, rows: Tensor, places: Tensor, asked: Asked, *,
     num_blocks = cdiv(width, block)
     drawn = torch.empty(num_rows, num_blocks, device=device)
     drawn_at = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
-    arrived = torch.empty(num_rows, dtype=torch.int32, device=device)
+    arrived = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
     surveyed = Surveyed.empty(num_rows if has_filters else 0, width, device)
     adjusted = torch.empty(num_rows if has_filters else 0, width, device=device)
     _adjusted_best_of_block[(num_blocks, num_rows)](

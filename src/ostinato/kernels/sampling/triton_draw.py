@@ -3,7 +3,7 @@
 """A draw in one pass over the logits: the noise exists in registers only.
 
 In plain torch it takes some twenty passes over [n, vocab] in 64-bit integers, more than a whole decode step.
-Plain requests are drawn here, and those whose filters cut off what `triton_adjusted` has drawn for them.
+Plain requests are drawn here.
 """
 
 import torch
@@ -61,8 +61,6 @@ def _noisy_best_of_block(
     temperature,
     seeds,
     lengths,
-    cut,
-    cut_at,
     best,
     best_at,
     row_stride,
@@ -71,7 +69,6 @@ def _noisy_best_of_block(
     width: tl.constexpr,
     block: tl.constexpr,
     verifies: tl.constexpr,
-    has_cuts: tl.constexpr,
     greedy_below: tl.constexpr,
     dependent: tl.constexpr,
 ):
@@ -83,30 +80,17 @@ def _noisy_best_of_block(
         request, ahead = at % num_requests, at // num_requests + 1
     row = tl.load(rows + request)
     heat = tl.load(temperature + row)
-    taken = True
-    if not has_cuts:
-        taken = tl.load(is_taken + row) != 0
+    taken = tl.load(is_taken + row) != 0
     wait_for_previous(dependent)
-    if has_cuts:
-        taken = tl.load(cut + at) < float("inf")
     found, found_at = float("-inf"), 0
     if taken:
         value = tl.load(logits + at * row_stride + column, mask=column < width, other=float("-inf"))
         value = value.to(tl.float32)
-        any_left = True
-        if has_cuts:
-            least, last = tl.load(cut + at), tl.load(cut_at + at)
-            is_left = (value > least) | ((value == least) & (column <= last))
-            value = tl.where(is_left, value, float("-inf"))
-            any_left = tl.max(value, 0) > float("-inf")
-        # Most blocks have nothing left of a row that is cut short: no noise for them.
-        if (heat >= greedy_below) & any_left:
+        if heat >= greedy_below:
             value += heat * noise_of(tl.load(seeds + row), tl.load(lengths + row) + ahead, column)
         found, found_at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-    # What is passed over here has no token; what is not cut keeps the one that it has.
-    is_told = taken | (not has_cuts)
-    tl.store(best + at * num_blocks + part, found, is_told)
-    tl.store(best_at + at * num_blocks + part, part * block + found_at, is_told)
+    tl.store(best + at * num_blocks + part, found)
+    tl.store(best_at + at * num_blocks + part, part * block + found_at)
 
 
 @custom_op("best_of_blocks")
@@ -125,30 +109,36 @@ def best_of_blocks(
     `verifies`: there are logits of several tokens of each request. Line i * R + r, of R rows, has those from
     which a token is drawn that stands i + 1 behind the length of request r.
     """
-    found = _outputs(logits)
-    asked = (is_taken, temperature, seeds, lengths)
-    _launch(logits, rows, asked, found, found, _block(logits), verifies=verifies, has_cuts=False)
-    return found
+    (num_rows, width), block = logits.shape, _block(logits)
+    best, best_at = _outputs(logits)
+    num_blocks = best.size(1)
+    _noisy_best_of_block[(num_blocks, num_rows)](
+        logits,
+        rows,
+        is_taken,
+        temperature,
+        seeds,
+        lengths,
+        best,
+        best_at,
+        logits.stride(0),
+        num_blocks,
+        rows.size(0),
+        width=width,
+        block=block,
+        verifies=verifies,
+        greedy_below=GREEDY_BELOW,
+        num_warps=4,
+        enable_fp_fusion=True,
+        maxnreg=_REGISTERS,
+        **dependent_launch.options(logits.device),
+    )
+    return best, best_at
 
 
 @best_of_blocks.register_fake
 def _(logits: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     return _outputs(logits)
-
-
-def draw_again(
-    logits: Tensor,
-    rows: Tensor,
-    asked: tuple[Tensor, Tensor, Tensor],
-    cuts: tuple[Tensor, Tensor],
-    best: tuple[Tensor, Tensor],
-    block: int,
-) -> None:
-    """Put the best of what the cuts leave into `best` [n, blocks]; a row that is cut at +inf stays as it is.
-
-    `asked`: temperature, seeds and lengths, by request row.
-    """
-    _launch(logits, rows, (rows, *asked), cuts, best, block, verifies=False, has_cuts=True)
 
 
 def _block(logits: Tensor) -> int:
@@ -158,36 +148,3 @@ def _block(logits: Tensor) -> int:
 def _outputs(logits: Tensor) -> tuple[Tensor, Tensor]:
     shape = logits.size(0), cdiv(logits.size(1), _block(logits))
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
-
-
-def _launch(
-    logits: Tensor,
-    rows: Tensor,
-    asked: tuple[Tensor, ...],
-    cuts: tuple[Tensor, Tensor],
-    best: tuple[Tensor, Tensor],
-    block: int,
-    *,
-    verifies: bool,
-    has_cuts: bool,
-) -> None:
-    (num_rows, width), num_blocks = logits.shape, best[0].size(1)
-    _noisy_best_of_block[(num_blocks, num_rows)](
-        logits,
-        rows,
-        *asked,
-        *cuts,
-        *best,
-        logits.stride(0),
-        num_blocks,
-        rows.size(0),
-        width=width,
-        block=block,
-        verifies=verifies,
-        has_cuts=has_cuts,
-        greedy_below=GREEDY_BELOW,
-        num_warps=4 if block <= _BLOCK else 8,
-        enable_fp_fusion=True,
-        maxnreg=_REGISTERS,
-        **dependent_launch.options(logits.device),
-    )

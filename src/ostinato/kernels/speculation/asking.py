@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..custom_op import custom_op
 from ..sampling.asked import Asked
-from ..sampling.asking_rows import adjusted, filtered_tokens
+from ..sampling.asking_rows import adjusted, draw_filtered, filtered_tokens
 
 _PIECE_BYTES = 24 << 20
 """What an intermediate over the vocabulary may take on a CPU."""
@@ -37,16 +37,7 @@ def _(logits: Tensor, rows: Tensor, *others: object) -> Tensor:
 
 
 def _by_kernels(logits: Tensor, rows: Tensor, places: Tensor, asked: Asked) -> Tensor:
-    from ..sampling import triton_adjusted, triton_draw
-    from ..sampling.filters import triton_cuts
-
-    drawn = triton_adjusted.draw_adjusted(logits, rows, places, asked, has_filters=True)
-    filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-    cuts = triton_cuts.find_cuts(drawn.logits, rows, filters, drawn.surveyed, drawn.best, drawn.arrived)
-    drawn_by = (asked.temperature, asked.seeds, asked.lengths)
-    block = triton_cuts.block_of(logits.size(1))
-    triton_draw.draw_again(drawn.logits, rows, drawn_by, cuts, drawn.best, block)
-    values, tokens = drawn.best
+    values, tokens = draw_filtered(logits, rows, places, asked)
     best = tokens.gather(1, values.argmax(1, keepdim=True)).squeeze(1)
     # Of padding nothing was drawn: anything may stand there.
     return torch.where(rows != 0, best.long(), 0)

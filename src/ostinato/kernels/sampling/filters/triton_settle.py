@@ -2,9 +2,6 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """The cut of a row by one program: among few tokens that are collected first.
 
-A row whose candidate stays (`triton_candidate`), or that has no filter, is said to be cut at +inf: it needs
-no other draw.
-
 What is collected: the tokens that reach a bound known from the groups' best ones; of a wide row those that
 `triton_narrow` left. Should that be too many, passes over the row narrow the range further.
 """
@@ -12,8 +9,6 @@ What is collected: the tokens that reach a bound known from the groups' best one
 import triton
 import triton.language as tl
 
-from ...dependent_launch import wait_for_previous
-from .triton_candidate import KEPT
 from .triton_narrow import take_segments
 from .triton_search import (
     LOWEST_KEY,
@@ -27,7 +22,7 @@ from .triton_search import (
     value_of,
     weights_from,
 )
-from .triton_survey import LOG2_E, facts_of, filters_of
+from .triton_survey import LOG2_E
 
 _PIVOTS_OF_FEW = tl.constexpr(32)
 _VALUE_ROUNDS = tl.constexpr(3)
@@ -139,151 +134,108 @@ def _cut_among(
     return low.to(tl.int32), tl.max(tl.where(within, column, 0), 0)
 
 
-@triton.jit(do_not_specialize=("num_rows",), do_not_specialize_on_alignment=("rows",))
+@triton.jit
 def settle(
-    logits,
-    rows,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    block_best,
-    block_sum,
-    block_lead,
-    group_best,
-    ranges,
-    range_sums,
-    counts,
-    segments,
-    verdicts,
-    hits,
-    found,
-    cut,
-    cut_at,
-    row_stride,
-    num_groups,
-    num_blocks,
-    num_rows,
-    last_pass: tl.constexpr,
-    width: tl.constexpr,
-    block: tl.constexpr,
-    pivot_block: tl.constexpr,
-    group: tl.constexpr,
-    segment: tl.constexpr,
-    few: tl.constexpr,
-    capacity: tl.constexpr,
-    group_block: tl.constexpr,
-    parts_block: tl.constexpr,
-    greedy_below: tl.constexpr,
-    dependent: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    heat, k, p, share, by_count, by_mass, any_filter = filters_of(
-        rows, row, temperature, top_k, top_p, min_p, width, greedy_below
-    )
-    wait_for_previous(dependent)
-    value, last, is_settled = float("inf"), width - 1, True
-    if any_filter:
-        is_settled = tl.load(verdicts + row) == KEPT
-    if is_settled == 0:
-        best, worst, mass, first_target, is_wide = facts_of(
-            row, heat, k, p, by_count, by_mass, block_best, block_sum, block_lead, num_groups, num_blocks,
-            width, capacity, parts_block,
-        )  # fmt: skip
-        logits += row * row_stride
-        hits += row * num_groups
-        found += row * capacity
-        slope = LOG2_E / heat
-        above_best = key_of(best).to(tl.int64) + 1
-        groups = tl.arange(0, group_block)
-        is_group = groups < num_groups
-        best_of_groups = tl.load(group_best + row * num_groups + groups, mask=is_group, other=float("-inf"))
-        keys_of_groups = tl.where(is_group, key_of(best_of_groups), -2147483648)
+    logits, row, heat, k, p, share, by_count, by_mass, best, worst, mass, first_target, is_wide,
+    group_best, ranges, range_sums, counts, segments, hits, found, num_groups, num_blocks, num_rows,
+    last_pass: tl.constexpr, width: tl.constexpr, block: tl.constexpr, pivot_block: tl.constexpr,
+    group: tl.constexpr, segment: tl.constexpr, few: tl.constexpr, capacity: tl.constexpr,
+    group_block: tl.constexpr, parts_block: tl.constexpr,
+):  # fmt: skip
+    """(logit, id) of the last token that the filters leave of a row."""
+    hits += row * num_groups
+    found += row * capacity
+    last = width - 1
+    slope = LOG2_E / heat
+    above_best = key_of(best).to(tl.int64) + 1
+    groups = tl.arange(0, group_block)
+    is_group = groups < num_groups
+    best_of_groups = tl.load(group_best + row * num_groups + groups, mask=is_group, other=float("-inf"))
+    keys_of_groups = tl.where(is_group, key_of(best_of_groups), -2147483648)
 
-        # The cut so far, and how many ids are listed in `found`: all from the cut on, if it is `complete`.
-        last_key = tl.full([], LOWEST_KEY, tl.int32)
-        count, complete = 0, False
-        for stage in range(2):
-            counting = stage == 0
-            if (counting & by_count) | ((stage == 1) & by_mass):
-                target = first_target
-                low, high, above = last_key.to(tl.int64), above_best, tl.full([], 0.0, tl.float32)
-                is_whole, is_listed = complete, complete
-                if counting | (by_count == 0):
-                    if is_wide:
-                        place = last_pass * num_rows + row
-                        low = tl.load(ranges + 2 * place).to(tl.int64)
-                        high = tl.load(ranges + 2 * place + 1).to(tl.int64)
-                        above = tl.load(range_sums + place)
-                        count = take_segments(
-                            row, counts, segments, found, num_blocks,
-                            width, parts_block, segment, few, capacity,
-                        )  # fmt: skip
-                        is_listed = count <= capacity
-                    else:
-                        weights = tl.where(counting, 1.0, tl.exp2((best_of_groups - best) * slope))
-                        weights = tl.where(is_group, weights, 0.0)
-                        if tl.sum(weights, 0) >= target:
-                            least = tl.min(tl.where(is_group, keys_of_groups.to(tl.int64), high), 0)
-                            # Somewhat too low is good enough for a bound.
-                            low, _, _ = search(keys_of_groups, weights, least, high, target, 1 << 17, PIVOTS)
-                elif complete == 0:
-                    # The tokens that top-k left are not all in the list: their weights are added up here.
-                    num_hits = list_groups(hits, keys_of_groups, low, group_block)
-                    none = tl.full([PIVOTS], LOWEST_KEY, tl.int32)
-                    sums = _sums_of_row(
-                        logits, hits, num_hits, none, last_key, last, False, best, slope,
-                        width, group, pivot_block,
+    # The cut so far, and how many ids are listed in `found`: all from the cut on, if it is `complete`.
+    last_key = tl.full([], LOWEST_KEY, tl.int32)
+    count, complete = 0, False
+    for stage in range(2):
+        counting = stage == 0
+        if (counting & by_count) | ((stage == 1) & by_mass):
+            target = first_target
+            low, high, above = last_key.to(tl.int64), above_best, tl.full([], 0.0, tl.float32)
+            is_whole, is_listed = complete, complete
+            if counting | (by_count == 0):
+                if is_wide:
+                    place = last_pass * num_rows + row
+                    low = tl.load(ranges + 2 * place).to(tl.int64)
+                    high = tl.load(ranges + 2 * place + 1).to(tl.int64)
+                    above = tl.load(range_sums + place)
+                    count = take_segments(
+                        row, counts, segments, found, num_blocks,
+                        width, parts_block, segment, few, capacity,
                     )  # fmt: skip
-                    target = p * tl.max(sums, 0)
-
-                num_hits = 0
-                if is_listed == 0:
-                    rounds = 0
-                    # Everything is too much to begin with.
-                    count = capacity + 1
-                    going = True
-                    while going:
-                        num_hits = list_groups(hits, keys_of_groups, low, group_block)
-                        if (rounds > 0) | (low > LOWEST_KEY) | (width <= capacity):
-                            count = _collect(
-                                logits, hits, num_hits, found, low, high, last_key, last,
-                                width, group, block, capacity,
-                            )  # fmt: skip
-                        going = (count > capacity) & (high - low > 1) & (rounds < MOST_ROUNDS)
-                        if going:
-                            pivots = even_keys(low, high, PIVOTS)
-                            if rounds < _VALUE_ROUNDS:
-                                pivots = even_values(
-                                    low, high, best, worst, heat, p, mass, counting, width, PIVOTS
-                                )
-                            sums = _sums_of_row(
-                                logits, hits, num_hits, pivots, last_key, last, counting, best, slope,
-                                width, group, pivot_block,
-                            )  # fmt: skip
-                            low, high, above = narrowed(low, high, above, pivots, sums, target)
-                            rounds += 1
-                complete = (high == above_best) & (count <= capacity)
-
-                if count <= few:
-                    last_key, last = _cut_among(
-                        logits, found, count, low, high, above, target, p, is_whole, last_key, last, counting,
-                        best, slope, few, _PIVOTS_OF_FEW,
-                    )  # fmt: skip
-                elif count <= capacity:
-                    last_key, last = _cut_among(
-                        logits, found, count, low, high, above, target, p, is_whole, last_key, last, counting,
-                        best, slope, capacity, PIVOTS,
-                    )  # fmt: skip
+                    is_listed = count <= capacity
                 else:
-                    nth = _ties_to_take(low, above, target, counting, best, slope)
-                    last = _nth_with_key(
-                        logits, hits, num_hits, low.to(tl.int32), nth, last_key, last, width, group, block
-                    )
-                    last_key = low.to(tl.int32)
-        value = value_of(last_key)
-        floor = best + heat * tl.log(share)
-        if (share > 0.0) & (floor > value):
-            value, last = floor, width - 1
-    tl.store(cut + row, value)
-    tl.store(cut_at + row, last)
+                    weights = tl.where(counting, 1.0, tl.exp2((best_of_groups - best) * slope))
+                    weights = tl.where(is_group, weights, 0.0)
+                    if tl.sum(weights, 0) >= target:
+                        least = tl.min(tl.where(is_group, keys_of_groups.to(tl.int64), high), 0)
+                        # Somewhat too low is good enough for a bound.
+                        low, _, _ = search(keys_of_groups, weights, least, high, target, 1 << 17, PIVOTS)
+            elif complete == 0:
+                # The tokens that top-k left are not all in the list: their weights are added up here.
+                num_hits = list_groups(hits, keys_of_groups, low, group_block)
+                none = tl.full([PIVOTS], LOWEST_KEY, tl.int32)
+                sums = _sums_of_row(
+                    logits, hits, num_hits, none, last_key, last, False, best, slope,
+                    width, group, pivot_block,
+                )  # fmt: skip
+                target = p * tl.max(sums, 0)
+
+            num_hits = 0
+            if is_listed == 0:
+                rounds = 0
+                # Everything is too much to begin with.
+                count = capacity + 1
+                going = True
+                while going:
+                    num_hits = list_groups(hits, keys_of_groups, low, group_block)
+                    if (rounds > 0) | (low > LOWEST_KEY) | (width <= capacity):
+                        count = _collect(
+                            logits, hits, num_hits, found, low, high, last_key, last,
+                            width, group, block, capacity,
+                        )  # fmt: skip
+                    going = (count > capacity) & (high - low > 1) & (rounds < MOST_ROUNDS)
+                    if going:
+                        pivots = even_keys(low, high, PIVOTS)
+                        if rounds < _VALUE_ROUNDS:
+                            pivots = even_values(
+                                low, high, best, worst, heat, p, mass, counting, width, PIVOTS
+                            )
+                        sums = _sums_of_row(
+                            logits, hits, num_hits, pivots, last_key, last, counting, best, slope,
+                            width, group, pivot_block,
+                        )  # fmt: skip
+                        low, high, above = narrowed(low, high, above, pivots, sums, target)
+                        rounds += 1
+            complete = (high == above_best) & (count <= capacity)
+
+            if count <= few:
+                last_key, last = _cut_among(
+                    logits, found, count, low, high, above, target, p, is_whole, last_key, last, counting,
+                    best, slope, few, _PIVOTS_OF_FEW,
+                )  # fmt: skip
+            elif count <= capacity:
+                last_key, last = _cut_among(
+                    logits, found, count, low, high, above, target, p, is_whole, last_key, last, counting,
+                    best, slope, capacity, PIVOTS,
+                )  # fmt: skip
+            else:
+                nth = _ties_to_take(low, above, target, counting, best, slope)
+                last = _nth_with_key(
+                    logits, hits, num_hits, low.to(tl.int32), nth, last_key, last, width, group, block
+                )
+                last_key = low.to(tl.int32)
+    value = value_of(last_key)
+    floor = best + heat * tl.log(share)
+    if (share > 0.0) & (floor > value):
+        value, last = floor, width - 1
+    return value, last

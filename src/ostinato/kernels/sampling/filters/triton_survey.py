@@ -64,6 +64,8 @@ def facts_of(
 
 
 @triton.jit
-def may_be_wide(k, by_count, by_mass, num_groups):
-    """Whether `facts_of` may find a wide row, as far as its settings tell."""
-    return (by_count & (2 * k > num_groups)) | (by_mass & (by_count == 0))
+def best_of(row, block_best, num_blocks, parts_block: tl.constexpr):
+    """The best logit of a row, as `facts_of` has it."""
+    parts = tl.arange(0, parts_block)
+    found = tl.load(block_best + row * num_blocks + parts, mask=parts < num_blocks, other=float("-inf"))
+    return tl.max(found, 0)

@@ -1,0 +1,35 @@
+# mypy: allow-untyped-defs
+# (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
+"""Programs of a row that wait for each other inside one kernel.
+
+Note [Programs that wait for each other]
+A kernel for each pass would be launched in every step, and most steps need none of them. So all passes of a
+row are in one kernel, and its programs meet between them. They must then be on the GPU at the same time: a
+row has no more programs than there are multiprocessors, programs start in the order of their numbers, those
+of a row one after another, and a row waits for no other one. So the first row that has not ended has all its
+programs running, whatever else is in the queue. Who waits for seconds all the same stops the kernel with an
+error.
+
+The interpreter runs one program after another: there each pass is a launch of its own.
+"""
+
+import triton
+import triton.language as tl
+
+_MOST_TRIES = tl.constexpr(1 << 24)
+"""Each takes about half a microsecond."""
+
+
+@triton.jit
+def meet(met, goal, meets: tl.constexpr):
+    """Go on when `met` has been counted up to `goal`; what the others stored before is then visible."""
+    if meets:
+        tl.debug_barrier()  # every thread has stored what it found
+        count = tl.atomic_add(met, 1) + 1
+        tries = 0
+        while count < goal:
+            count = tl.atomic_add(met, 0)
+            tries += 1
+            if tries > _MOST_TRIES:
+                tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
