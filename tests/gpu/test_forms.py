@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not compiled.has_warpgroup_products(torch.device("cuda", 0)),
     reason="needs Hopper and NVRTC",
 )
-FORMS = {1: "few", 8: "few", 9: "scaled", 32: "scaled", 40: "general", 100: "general"}
+FORMS = {1: "few", 8: "few", 9: "scaled", 32: "scaled", 40: "general", 100: "general", 200: "general"}
 
 
 @pytest.fixture(autouse=True)

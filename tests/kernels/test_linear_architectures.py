@@ -21,6 +21,7 @@ from ostinato.kernels.linear.cuda_streamed import streamed_kernel
 from ostinato.kernels.linear.cuda_wide import wide_kernel
 from ostinato.kernels.linear.rules import gemv_tile
 from ostinato.kernels.linear.tiles import (
+    FOR_HOPPER,
     IN_CUDA,
     CudaGemvTile,
     FragmentsTile,
@@ -145,7 +146,7 @@ def of_the_table(*kinds: type[Tile]) -> list[tuple[MatrixShape, Tile, int]]:
     ]
 
 
-ON_BLACKWELL = [kind for kind in IN_CUDA if kind is not WideTile]
+ON_BLACKWELL = [kind for kind in IN_CUDA if kind not in FOR_HOPPER]
 
 
 @needs_nvrtc

@@ -68,7 +68,10 @@ def choice(kernel: str, first: int, last: int, **tile: object) -> dict[str, obje
             [choice("streamed", 2, 8, rows=8, slices=1, shares=1, chunk=64, slots=2, ahead=1, registers=64)],
             "divided",
         ),
-        ([choice("cutlass", 1, 1)], "one of gemv, cuda_gemv, fragments, streamed, wide, skinny, library"),
+        (
+            [choice("cutlass", 1, 1)],
+            "one of gemv, cuda_gemv, fragments, streamed, wide, prompt, skinny",
+        ),
         ([choice("resident", 2, 16, rows=8, slices=4, width=64, num_warps=4)], "kernel must be one of gemv,"),
         ([choice("gemv", 1, 2, **GEMV)], "<= 1 for this kernel"),
         ([choice("cuda_gemv", 1, 2, rows=1, num_warps=2, registers=96)], "<= 1 for this kernel"),

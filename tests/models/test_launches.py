@@ -19,7 +19,15 @@ from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import H200
 from ostinato.kernels.linear import choice, products
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
-from ostinato.kernels.linear.tiles import FragmentsTile, GemvTile, Library, MatrixShape, SkinnyTile, WideTile
+from ostinato.kernels.linear.tiles import (
+    FragmentsTile,
+    GemvTile,
+    Library,
+    MatrixShape,
+    PromptTile,
+    SkinnyTile,
+    WideTile,
+)
 from ostinato.kernels.lora import Adapters, Rows, Stack
 from ostinato.kernels.lora.ways import APART, JOINED, taking
 from ostinato.models.config import ModelConfig
@@ -52,13 +60,19 @@ QKV, OUT, GATE_UP, DOWN = (
 )
 GEMV, FRAGMENTS, WIDE = GemvTile(4, 256, 4), FragmentsTile(16, 2, 4, 1, 128), WideTile(32, 64, 64, 2, 2)
 LAYER = (Choice(1, 1, GEMV), Choice(2, 8, FRAGMENTS), Choice(9, 32, WIDE))
+PROMPT = Choice(200, 300, PromptTile())
 TABLE = KernelTable(
     "",
     {
-        QKV: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3, parts=2))),
-        OUT: (*LAYER, Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=4)), Choice(49, 64, WIDE)),
-        GATE_UP: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3))),
-        DOWN: (*LAYER, Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=2)), Choice(49, 64, FRAGMENTS)),
+        QKV: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3, parts=2)), PROMPT),
+        OUT: (*LAYER, Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=4)), Choice(49, 64, WIDE), PROMPT),
+        GATE_UP: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3)), PROMPT),
+        DOWN: (
+            *LAYER,
+            Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=2)),
+            Choice(49, 64, FRAGMENTS),
+            PROMPT,
+        ),
         MatrixShape(640, 256): (
             Choice(1, 1, GEMV),
             Choice(2, 8, FRAGMENTS),
@@ -67,7 +81,16 @@ TABLE = KernelTable(
         ),
     },
 )
-FORMS = {1: "few", 8: "few", 9: "scaled", 32: "scaled", 40: "general", 64: "general", 100: "general"}
+FORMS = {
+    1: "few",
+    8: "few",
+    9: "scaled",
+    32: "scaled",
+    40: "general",
+    64: "general",
+    100: "general",
+    200: "general",
+}
 CASES = [
     *((model, tokens, "rows") for model in MODELS for tokens in FORMS),
     *(("qwen3", tokens, "heads") for tokens in (8, 32, 40)),

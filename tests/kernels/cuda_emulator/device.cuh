@@ -146,6 +146,7 @@ static float low(uint32 pair) { return as_float((Element)pair); }
 static float high(uint32 pair) { return as_float((Element)(pair >> 16)); }
 static uint32 rounded(float low, float high) { return as_element(low) | (uint32)as_element(high) << 16; }
 static float exp2_of(float x) { return exp2f(x); }
+static float divided(float x, float by) { return x / by; }
 
 // ---- global memory ----
 
@@ -235,6 +236,15 @@ static void load_four_blocks(uint32 (&a)[4], uint32 row, bool is_transposed) {
 }
 static void load_blocks(uint32 (&a)[4], uint32 row) { load_four_blocks(a, row, false); }
 static void load_transposed_blocks(uint32 (&a)[4], uint32 row) { load_four_blocks(a, row, true); }
+
+static void store_blocks(uint32 row, const uint32 (&a)[4]) {
+  const uint32* const rows = emulator::from_all_lanes(row);
+  for (int block = 0; block < 4; ++block) {
+    const uint32 at = rows[block * 8 + threadIdx.x % 32 / 4];
+    emulator::shared_at(at, 16);
+    store_shared(at + threadIdx.x % 4 * 4, a[block]);
+  }
+}
 
 static uint32 transposed(uint32 block) {
   const uint32* const lanes = emulator::from_all_lanes(block);

@@ -65,6 +65,8 @@ struct Fiber {
   int copy_groups = 0;
   std::vector<std::function<void()>> products;  // that were asked for and not waited for
   std::vector<size_t> product_groups;           // how many there were at the end of each group
+  std::vector<std::function<void()>> open_stores;           // that are of no group yet
+  std::vector<std::vector<std::function<void()>>> stores;   // groups that were not waited for
 };
 
 // What was sent to a program of the cluster and is not there yet.
@@ -181,6 +183,7 @@ T load_global(const void* p) {
 static void run_fiber() {
   body();
   current->has_ended = true;
+  if (!current->stores.empty() || !current->open_stores.empty()) failure = "a thread has ended that did not wait for its stores";
   if (--current->program->running > 0) return;
   for (const auto& [address, count] : counts)
     for (const Sent& sent : count.sent)

@@ -14,8 +14,8 @@ static char* memory_of_tiles() { return dynamic_shared(); }
 
 static void fetch_map(const TensorMap&) {}
 
-// Beginning at these coordinates, the innermost first.
-static void copy_any(void* to, const TensorMap& map, std::vector<long long> from, ByteCount* count) {
+// Beginning at these coordinates, the innermost first; to programs that have a bit.
+static void copy_any(void* to, const TensorMap& map, std::vector<long long> from, ByteCount* count, int programs) {
   if (map.box[0] != 64) emulator::fail("a row of a tile has 64 elements");
   if (map.dimensions != (long long)from.size()) emulator::fail("a box of as many dimensions as its tensor");
   if (shared_address(to) % 1024 != 0) emulator::fail("a tile begins at a multiple of 1,024 bytes");
@@ -31,22 +31,59 @@ static void copy_any(void* to, const TensorMap& map, std::vector<long long> from
       memcpy(tile.data() + r * 128 + (i ^ r % 8) * 16, &v, 16);
     }
   }
-  char* const place = emulator::cluster_memory + remote_address(to, cluster_rank());
-  memset(place, emulator::kPoison, tile.size());
-  emulator::Count& there = count_of(cluster_rank(), count);
-  emulator::begin_next_if_complete(there);
-  there.sent.push_back({place, tile});
-  there.missing -= (int)tile.size();
-  emulator::deliver_if_complete(there);
+  for (int rank = 0; programs >> rank; ++rank) {
+    if (!(programs >> rank & 1)) continue;
+    char* const place = emulator::cluster_memory + remote_address(to, rank);
+    memset(place, emulator::kPoison, tile.size());
+    emulator::Count& there = count_of(rank, count);
+    emulator::begin_next_if_complete(there);
+    there.sent.push_back({place, tile});
+    there.missing -= (int)tile.size();
+    emulator::deliver_if_complete(there);
+  }
 }
 static void copy_box(void* to, const TensorMap& map, int column, int row, ByteCount* count) {
-  copy_any(to, map, {column, row}, count);
+  copy_any(to, map, {column, row}, count, 1 << cluster_rank());
+}
+static void copy_box_to_all(void* to, const TensorMap& map, int column, int row, ByteCount* count, int programs) {
+  copy_any(to, map, {column, row}, count, programs);
 }
 static void copy_boxes(void* to, const TensorMap& map, int inner, int outer, ByteCount* count) {
-  copy_any(to, map, {0, 0, inner, outer}, count);
+  copy_any(to, map, {0, 0, inner, outer}, count, 1 << cluster_rank());
 }
 
 static void show_to_copies() {}
+
+// Stores read when they are waited for, and no sooner.
+static void store_any(const TensorMap& map, int column, int row, const void* from, bool adds) {
+  if (shared_address(from) % 1024 != 0) emulator::fail("a tile begins at a multiple of 1,024 bytes");
+  if (map.box[0] != 64 || map.dimensions != 2) emulator::fail("a box of rows of 64 elements");
+  emulator::current->open_stores.push_back([&map, column, row, from, adds] {
+    for (long long r = 0; r < map.box[1] && row + r < map.sizes[1]; ++r)
+      for (long long c = 0; c < 64 && column + c < map.sizes[0]; ++c) {
+        const Element x = ((const Element*)from)[r * 64 + (c / 8 ^ r % 8) * 8 + c % 8];
+        Element* const to = (Element*)(map.data + (row + r) * map.strides[1]) + column + c;
+        *to = adds ? as_element(as_float(*to) + as_float(x)) : x;
+      }
+  });
+}
+static void store_box(const TensorMap& map, int column, int row, const void* from) {
+  store_any(map, column, row, from, false);
+}
+static void add_box(const TensorMap& map, int column, int row, const void* from) {
+  store_any(map, column, row, from, true);
+}
+static void end_store_group() {
+  emulator::Fiber& fiber = *emulator::current;
+  fiber.stores.push_back(std::move(fiber.open_stores));
+  fiber.open_stores.clear();
+}
+template <int kLeft>
+static void wait_for_stores_to_read() {
+  auto& groups = emulator::current->stores;
+  for (; (int)groups.size() > kLeft; groups.erase(groups.begin()))
+    for (const auto& store : groups.front()) store();
+}
 
 static void copy_to_program(uint32 rank, void* to, const void* from, int bytes, ByteCount* count) {
   if (shared_address(from) % 16 || shared_address(to) % 16 || bytes % 16) emulator::fail("a copy is not aligned");
@@ -67,6 +104,8 @@ static void make_count_of(ByteCount* count, int arrivals) {
 static void arrive_at(const ByteCount* count, uint32 rank) { emulator::arrive_at(count_of(rank, count), 0); }
 
 static void arrive_here(ByteCount* count) { emulator::arrive_at(count_at(shared_address(count)), 0); }
+
+static void wait_for_bytes_or_fail(ByteCount* count, bool odd) { wait_for_bytes(count, odd); }
 
 // ---- tensor cores: tiles are read when a group is waited for, and no sooner ----
 
@@ -126,6 +165,11 @@ static void multiply_tiles_anew(float (&d)[kHalf], uint32 a, uint32 b, uint32 b_
     for (float& x : d) x = 0;
   });
   multiply_tiles(d, a, b, b_groups);
+}
+
+static void multiply_large_tiles(float (&d)[128], uint32 a, uint32 b, bool adds) {
+  if (adds) multiply_tiles(d, a, b);
+  else multiply_tiles_anew(d, a, b);
 }
 
 // The four registers of the lanes that share a thread's rows.

@@ -50,6 +50,13 @@ __device__ __forceinline__ float exp2_of(float x) {
   return y;
 }
 
+// As Triton divides.
+__device__ __forceinline__ float divided(float x, float by) {
+  float y;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(by));
+  return y;
+}
+
 // ---- global memory ----
 
 // 16 bytes of a weight, which nothing writes while kernels run; read once, so not worth a place in L1.
@@ -197,6 +204,13 @@ __device__ __forceinline__ void load_transposed_blocks(uint32 (&a)[4], uint32 ro
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(row)
+               : "memory");
+}
+
+// The way back: four blocks as `load_blocks` gives them.
+__device__ __forceinline__ void store_blocks(uint32 row, const uint32 (&a)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a[0]), "r"(a[1]),
+               "r"(a[2]), "r"(a[3])
                : "memory");
 }
 

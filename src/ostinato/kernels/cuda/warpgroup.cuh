@@ -33,6 +33,16 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int col
       : "memory");
 }
 
+// The same to the same place in each program of the cluster that has its bit in `programs`, and to its count there.
+__device__ __forceinline__ void copy_box_to_all(void* to, const TensorMap& map, int column, int row, ByteCount* count,
+                                                int programs) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+      "%3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(count)), "h"((unsigned short)programs)
+      : "memory");
+}
+
 // The same of a tensor of four dimensions; these are the two outer ones, of the inner two a box has all.
 __device__ __forceinline__ void copy_boxes(void* to, const TensorMap& map, int inner, int outer, ByteCount* count) {
   asm volatile(
@@ -44,6 +54,28 @@ __device__ __forceinline__ void copy_boxes(void* to, const TensorMap& map, int i
 
 // What this thread stored in shared memory before, copies read afterwards.
 __device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A box back to where it begins in a matrix, but for what lies outside; or added to what is there, element by element
+// and each sum rounded. The thread that asks for them waits for them, in groups.
+__device__ __forceinline__ void store_box(const TensorMap& map, int column, int row, const void* from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
+               "r"(row), "r"(shared_address(from))
+               : "memory");
+}
+__device__ __forceinline__ void add_box(const TensorMap& map, int column, int row, const void* from) {
+  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+               "r"(column), "r"(row), "r"(shared_address(from))
+               : "memory");
+}
+
+// The stores since the last call are a group.
+__device__ __forceinline__ void end_store_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all groups but the last `kLeft` have been read, and their place can be used again.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_stores_to_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
 
 // From here to `to` in another program of the cluster and to its count. This one may not end before it has arrived.
 __device__ __forceinline__ void copy_to_program(uint32 rank, void* to, const void* from, int bytes, ByteCount* count) {
@@ -71,6 +103,29 @@ __device__ __forceinline__ void arrive_at(const ByteCount* count, uint32 rank) {
 // At one of this program. What was stored before is visible to those who have waited.
 __device__ __forceinline__ void arrive_here(ByteCount* count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(count)) : "memory");
+}
+
+// As `wait_for_bytes`, and the end of the launch after ten seconds, where a GPU would stand still without end.
+__device__ __forceinline__ void wait_for_bytes_or_fail(ByteCount* count, bool odd) {
+  const uint32 address = shared_address(count);
+  auto are_there = [&] {
+    uint32 answer;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(answer)
+        : "r"(address), "r"((uint32)odd)
+        : "memory");
+    return answer != 0;
+  };
+  auto nanoseconds = [] {
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+  };
+  if (are_there()) return;
+  const unsigned long long began = nanoseconds();
+  while (!are_there())
+    if (nanoseconds() - began > 10000000000ull) asm volatile("trap;");
 }
 
 // ---- tensor cores: products of tiles are asked for in groups and waited for ----
@@ -159,6 +214,21 @@ MULTIPLY_TILES(multiply_tiles, "1", 128, NAMES_64, "%64, %65", EIGHT(0), EIGHT(8
 MULTIPLY_TILES(multiply_tiles_anew, "0", 64, NAMES_32, "%32, %33", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
 MULTIPLY_TILES(multiply_tiles_anew, "0", 128, NAMES_64, "%64, %65", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24),
                EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56))
+
+#define NAMES_128                                                                                               \
+  NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+           "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, " \
+           "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, "  \
+           "%121, %122, %123, %124, %125, %126, %127"
+
+// The same with 256 columns; unless it `adds`, d is the first.
+__device__ __forceinline__ void multiply_large_tiles(float (&d)[128], uint32 a, uint32 b, bool adds) {
+  asm volatile("{ .reg .pred adds; setp.ne.u32 adds, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT
+               "." ELEMENT " {" NAMES_128 "}, %128, %129, adds, 1, 1, 0, 0; }"
+               : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64),
+                 EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
+               : "l"(described(a, 1024)), "l"(described(b, 1024)), "r"((uint32)adds));
+}
 
 // d [64, columns] += a [64, 16] * b [16, columns]: 16 rows of a tile from where it points to, a multiple of 1,024; 8
 // rows on it is `groups` bytes further, 64 columns on `beside`. Of a, a warp has 16 rows; a thread has columns 2 * (lane % 4) and

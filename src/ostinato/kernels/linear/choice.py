@@ -17,7 +17,7 @@ from ..gpu import Gpu, gpu_of
 from .kernel_table import KernelTable
 from .rules import HOPPER, gemv_tile, tile_by_rule
 from .table_file import load_table
-from .tiles import IN_CUDA, Library, MatrixShape, Tile, WideTile
+from .tiles import FOR_HOPPER, IN_CUDA, Library, MatrixShape, Tile
 
 _FOLDER = Path(__file__).parent / "tables"
 _given: KernelTable | None = None
@@ -52,7 +52,7 @@ def _found(
 
 def _runs(tile: Tile, device: torch.device) -> bool:
     """Whether a GPU has the instructions."""
-    if isinstance(tile, WideTile):
+    if isinstance(tile, FOR_HOPPER):
         return compiled.has_warpgroup_products(device)
     return not isinstance(tile, IN_CUDA) or compiled.is_supported(device)
 

@@ -10,10 +10,12 @@ from ..lora.deltas import Deltas, Operands
 from ..lora.ways import ways
 from ..rows import silu_mul
 from .cpu_product import multiply, multiply_somehow
-from .tiles import UNFUSED, Library, SkinnyTile, Tile
+from .tiles import UNFUSED, Library, PromptTile, SkinnyTile, Tile
 from .weight import Weight, plain, tile_for
 
 _MOST_TOKENS_BESIDE = 256
+BESIDE_ADAPTERS = (Library, PromptTile)
+"""Where adapters are to add to a product, a library makes it: while it runs, adapters begin beside it."""
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -35,7 +37,9 @@ def linear_in_parts(
     Several programs may share the columns of a matrix that has too few rows for all of them.
     """
     matrix, tile = plain(weight, "a product"), tile_for(x, weight, gated=False)
-    is_library = isinstance(tile, Library)
+    if isinstance(tile, PromptTile) and adapted is None:
+        return _of_prompt(x, matrix, bias, gated=False)
+    is_library = isinstance(tile, BESIDE_ADAPTERS)
     if adapted is not None and (is_library or isinstance(tile, UNFUSED)):
         return _adapted(x, matrix, bias, adapted, by_library=is_library)
     product = _by_library(x, matrix, bias) if is_library else _by_kernel(tile, x, matrix, bias, gated=False)
@@ -68,11 +72,25 @@ def gated_linear(
 ) -> Tensor:
     """silu(first half) * second half of `x @ weight.T + bias`, adapters included; its rows may lie apart."""
     matrix, tile = plain(weight, "a gated product"), tile_for(x, weight, gated=True)
-    if isinstance(tile, Library):
+    if isinstance(tile, PromptTile) and adapted is None:
+        return _of_prompt(x, matrix, bias, gated=True)
+    if isinstance(tile, BESIDE_ADAPTERS):
         if adapted is None:
             return silu_mul(_by_library(x, matrix, bias))
         return silu_mul(_adapted(x, matrix, bias, adapted, by_library=True))
     return _by_kernel(tile, x, matrix, bias, gated=True, adapted=adapted)
+
+
+def adds_in_place(x: Tensor, weight: Weight, adapted: Adapted | None) -> bool:
+    """Whether `add_linear` is the choice for a product that is added to rows."""
+    return adapted is None and isinstance(tile_for(x, weight, gated=False), PromptTile)
+
+
+def add_linear(rows: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    """Add `x @ weight.T + bias`, rounded, to dense rows [T, out], where `adds_in_place`."""
+    from .prompt_products import add_product
+
+    add_product(x, plain(weight, "a product that is added to rows"), bias, rows)
 
 
 def float_linear(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
@@ -84,7 +102,7 @@ def float_linear(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor
     if out is None:
         out = x.new_empty(x.size(0), matrix.size(0), dtype=torch.float32)
     tile = tile_for(x, weight, gated=False)
-    if isinstance(tile, Library):
+    if isinstance(tile, Library | PromptTile):  # of which results are never float32
         return torch.mm(x, matrix.t(), out_dtype=torch.float32, out=out)
     from . import triton_linear
 
@@ -103,6 +121,12 @@ def _adapted(x: Tensor, matrix: Tensor, bias: Tensor | None, adapted: Adapted, *
 
     dense = x if by_library else x.contiguous()
     return multiply_adapted(dense, matrix, bias, by_library, *Operands.of(adapted))
+
+
+def _of_prompt(x: Tensor, matrix: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+    from .prompt_products import multiply_prompt
+
+    return multiply_prompt(x, matrix, bias, gated)
 
 
 def _by_library(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

@@ -28,6 +28,7 @@ from .tiles import (
     GemvTile,
     Library,
     MatrixShape,
+    PromptTile,
     SkinnyTile,
     StreamedTile,
     Tile,
@@ -36,6 +37,8 @@ from .tiles import (
 
 HOPPER = (9, 0)
 _MOST_SKINNY_TOKENS = 256
+FEWEST_PROMPT_TOKENS: int | None = None
+"""From which on `prompt` runs what cuBLAS would; None: never, until it is measured."""
 _SMALL_BYTES = 120 << 10
 """For each multiprocessor: a matrix of so many, and what is fetched of the next one, fit on the chip."""
 _ROWS_OF_A_HEAD = 1 << 15
@@ -78,7 +81,14 @@ def tile_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -
             tile = _fragments(shape, tokens, gpu) or _streamed(shape, tokens, gpu)
         elif num_tokens <= MOST_TOKENS[WideTile]:
             tile = _wide(shape, next(width for width in WIDTHS[1:] if num_tokens <= width), gpu)
+        elif FEWEST_PROMPT_TOKENS is not None and num_tokens >= FEWEST_PROMPT_TOKENS:
+            tile = _prompt(shape)
     return tile or _skinny(shape, num_tokens, gpu, is_head) or Library()
+
+
+def _prompt(shape: MatrixShape) -> PromptTile | None:
+    tile = PromptTile()
+    return tile if tile.fits(shape) else None
 
 
 def weight_bytes(shape: MatrixShape) -> int:

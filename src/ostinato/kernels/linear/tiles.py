@@ -20,6 +20,7 @@ _OTHER_REGISTERS = 24
 _OTHER_WIDE_REGISTERS = 26
 """Of a thread of `cuda_wide` beside its sums, at least."""
 _COLUMNS_OF_A_BOX, _MOST_ROWS_OF_A_BOX = 64, 256
+_ELEMENTS_OF_16_BYTES = 8
 _CLUSTERS = (1, 2, 4, 8)
 WIDTHS = (16, 32, 40, 48, 64)
 """Tokens that the tensor cores of four warps take at once, of those that `warpgroup.cuh` has."""
@@ -213,6 +214,31 @@ class WideTile:
 
 
 @dataclass(frozen=True)
+class PromptTile:
+    """How programs of `cuda_prompt` divide a product of thousands of tokens, 128 tokens and 256 rows each."""
+
+    cluster: int = 2
+    """Programs that have the same rows of the matrix, of which each gets a share for all."""
+    stages: int = 4
+    """Tiles of 64 columns that are there or on their way."""
+    lead: int = 2
+    """Steps that half of a program is ahead of the other half."""
+    together: int = 2048
+    """Tokens whose tiles are taken one after the other, before the next rows of the matrix."""
+    even: int = 1
+    """Whether programs that would save no time stay away."""
+
+    def fits(self, shape: MatrixShape) -> bool:
+        """Whether the matrix can be divided like that: any whose rows, and those of results, are aligned."""
+        return (
+            shape.in_features % _ELEMENTS_OF_16_BYTES == 0
+            and shape.out_features % _ELEMENTS_OF_16_BYTES == 0
+            and self.cluster in (1, 2, 4)
+            and self.lead < self.stages
+        )
+
+
+@dataclass(frozen=True)
 class SkinnyTile:
     """The work of a program of `triton_skinny`."""
 
@@ -232,13 +258,15 @@ class Library:
     """cuBLAS, which divides the work by itself."""
 
 
-Tile = GemvTile | CudaGemvTile | FragmentsTile | StreamedTile | WideTile | SkinnyTile | Library
+Tile = GemvTile | CudaGemvTile | FragmentsTile | StreamedTile | WideTile | PromptTile | SkinnyTile | Library
 FUSED = (GemvTile, CudaGemvTile, FragmentsTile, StreamedTile)
 """Kernels that do norm, gate and residual on the way."""
 UNFUSED = (SkinnyTile, WideTile)
 """Kernels of ours that leave norm and residual to others."""
-IN_CUDA = (CudaGemvTile, FragmentsTile, StreamedTile, WideTile)
+IN_CUDA = (CudaGemvTile, FragmentsTile, StreamedTile, WideTile, PromptTile)
 """Kernels in CUDA C++, which not every GPU can run; a matrix must fit."""
+FOR_HOPPER = (WideTile, PromptTile)
+"""Of these, what no other GPU can run."""
 
 KERNELS: dict[str, type[Tile]] = {
     "gemv": GemvTile,
@@ -246,6 +274,7 @@ KERNELS: dict[str, type[Tile]] = {
     "fragments": FragmentsTile,
     "streamed": StreamedTile,
     "wide": WideTile,
+    "prompt": PromptTile,
     "skinny": SkinnyTile,
     "library": Library,
 }

@@ -67,6 +67,9 @@ class General(Form[Sum]):
     def add(self, rows: Sum, linear: Linear, x: Tensor, next_norm: RMSNorm) -> Sum:
         """As `Form`."""
         adapted = adapted_by(self.adapters, linear.name)
+        if products.adds_in_place(x, linear.matrix, adapted):
+            products.add_linear(rows.rows, x, linear.matrix, linear.bias)
+            return Sum(rows.rows)
         product, deltas = products.linear_beside_adapters(x, linear.matrix, linear.bias, adapted)
         return Sum(rows.rows, added=product, deltas=deltas)
 
