@@ -58,9 +58,7 @@ def llm(engine: LLM) -> Iterator[LLM]:
     assert not core.adapters.slots.unwritten
 
 
-def test_graphs_with_adapters_share_their_warm_ups(
-    world: LoraWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_with_adapters_share_their_warm_ups(world: LoraWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph with adapters is one run of the step more, its recording: rungs are warmed up once for both."""
     if torch.cuda.is_available():
         pytest.skip("where kernels are compiled, steps run for that as well")

@@ -183,7 +183,7 @@ def test_a_norm_adds_what_ran_beside_a_product(device, num_tokens):
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_tokens", [17, 32, 64, 100, 128])
 @pytest.mark.parametrize("name", ["small", "small, gated"])
-def test_products_that_overtake_their_adapters_read_complete_tokens(device, num_tokens, name):
+def test_layers_in_a_row_read_complete_tokens(device, num_tokens, name):
     """Each layer reads what the one before it wrote: from a graph, the bits of kernels one at a time."""
     parts, in_features, is_gated = LAYERS[name]
     torch.manual_seed(0)

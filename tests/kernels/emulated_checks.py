@@ -175,17 +175,11 @@ def in_blocks(slots: Tensor, num_slots: int, size: int = 16) -> Rows:
         blocks += [(slot, first + at, first + min(at + size, count)) for at in range(0, count, size)]
         first += count
     blocks += [(-1, 0, 0)] * 2
-    found = sorted({slot for slot, _, _ in blocks if slot >= 0})
-    table = [*zip(*blocks, strict=True), found + [-1] * (len(blocks) - len(found)), [0] * len(blocks)]
-    flat = torch.tensor([number for row in table for number in row], dtype=torch.int32)
-    order += [-7] * (len(slots) - len(order))
-    return Rows(slots, torch.tensor(order, dtype=torch.int32), flat.view(5, len(blocks)))
-
-
-def name_ready(rows: Rows) -> Tensor:
-    """Where the layer is named whose input is complete: int64 [1]."""
-    assert rows.blocks is not None
-    return rows.blocks[4, :2].view(torch.int64)
+    return Rows(
+        slots,
+        torch.tensor(order + [-7] * (len(slots) - len(order)), dtype=torch.int32),
+        torch.tensor(blocks, dtype=torch.int32).t().contiguous(),
+    )
 
 
 def random_shrunk(num_tokens: int, width: int, *, room: int = 48) -> tuple[Shrunk, Tensor]:
@@ -211,7 +205,6 @@ def random_shrunk(num_tokens: int, width: int, *, room: int = 48) -> tuple[Shrun
     rows = in_blocks(slots, num_slots)
     assert rows.order is not None
     assert rows.blocks is not None
-    name_ready(rows).fill_(b.data_ptr())
     return Shrunk(left, Operands(b, b, ranks, slots, rows.order, rows.blocks, parts[0], width)), added
 
 

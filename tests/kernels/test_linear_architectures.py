@@ -56,7 +56,7 @@ def shared_bytes_of(gpu: Gpu, shape: MatrixShape, tile: GemvTile | SkinnyTile) -
     kernel = _gemv if isinstance(tile, GemvTile) else _skinny
     constants: dict[str, Any] = {**shape._asdict(), "has_bias": False, "norm": True, "has_residual": False}
     constants |= vars(tile) | {"dependent": gpu.capability >= (9, 0), "adapted": False}
-    constants |= {"as_columns": False, "overtakes": False}
+    constants["as_columns"] = False
     constants |= dict.fromkeys(("second_part", "third_part", "splits", "room", "width"), 1)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = dict.fromkeys(kernel.arg_names, "*bf16") | {"eps": "fp32", "num_tokens": "i32"}

@@ -66,10 +66,9 @@ def test_linear_layers_compile_for_hopper():
     for tile in (SkinnyTile(64, 16, 128, 4, 4), SkinnyTile(16, 64, 64, 4, 3)):
         for as_columns in (False, True):
             ranks = {"adapted": as_columns or tile.tokens == 64, "as_columns": as_columns}
-            ranks["overtakes"] = ranks["adapted"]
             assert compiles(_skinny, operands, {**sizes, **ranks, "room": 32, "splits": 2}, tile)
     in_parts = {**operands, "out": "*fp32"}
-    plain = {**sizes, "gated": False, "has_bias": True, "adapted": False, "as_columns": False, "overtakes": False}
+    plain = {**sizes, "gated": False, "has_bias": True, "adapted": False, "as_columns": False}
     plain |= {"room": 0, "splits": 0}
     assert compiles(_skinny, in_parts, plain, SkinnyTile(32, 64, 128, 4, 3, parts=2))
 

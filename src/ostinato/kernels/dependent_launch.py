@@ -14,13 +14,6 @@ Weights, and static buffers that are only written before the step's first kernel
 launch (an embedding lookup), which starts after everything before it is complete. Likewise behind any later
 plain launch (`sampling.triton_adjusted`): what was written before it.
 What is written before the wait must be memory that no kernel still under way has used: reserve it first.
-
-Note [A kernel that another one overtakes]
-`cuda/shrink.cu` runs before a product and needs the same tokens; only the end of the product needs what it
-leaves. So it says, with the address of the layer's second matrices, that it has waited, which means that
-tokens are complete; the product waits for that, multiplies, and waits for the kernel itself in the end. What is
-said stays until the next such kernel says something else, which is after the product; none may say the same
-twice in a row, so the place is cleared where a step begins.
 """
 
 from functools import cache
@@ -60,24 +53,8 @@ def let_next_start(dependent: tl.constexpr):
 
 
 @triton.jit
-def wait_until_ready(place, name):
-    """Until the previous kernel, in whose time this one runs, has said with a name that all before it is
-    complete (`cuda/device.cuh`)."""
-    place = place.to(tl.pointer_type(tl.int64))
-    said = tl.atomic_add(place, 0, sem="acquire", scope="gpu")
-    while said != name:
-        said = tl.atomic_add(place, 0, sem="acquire", scope="gpu")
-
-
-@triton.jit
-def wait_after_all(dependent: tl.constexpr):
-    """For the previous kernel, by one that let the next one start before."""
-    if dependent:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def wait_for_previous(dependent: tl.constexpr):
     """Let the next kernel start, then wait for the previous one."""
     let_next_start(dependent)
-    wait_after_all(dependent)
+    if dependent:
+        tl.extra.cuda.gdc_wait()

@@ -158,14 +158,6 @@ static uint2 load_two_words(const void* p) { return emulator::load_global<uint2>
 static Word4 load_four_words(const void* p) { return emulator::load_global<Word4>(p); }
 static int add_in_order(int* counter) { return atomicAdd(counter, 1); }
 
-// ---- kernels run one after the other: what is waited for was said ----
-
-typedef unsigned long long Name;
-static void say_ready(Name* place, const void* of) { *place = (Name)of; }
-static void wait_until_ready(const Name* place, const void* of) {
-  if (emulator::load_global<Name>(place) != (Name)of) emulator::fail("its tokens may not be complete");
-}
-
 // ---- shared memory; addresses count from the beginning of the cluster's ----
 
 static char* dynamic_shared() { return emulator::current->program->memory; }

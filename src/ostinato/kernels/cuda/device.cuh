@@ -114,25 +114,6 @@ __device__ __forceinline__ int add_in_order(int* counter) {
   return before;
 }
 
-// ---- a kernel tells the next one, which waits for it later, that all before both of them is complete ----
-
-typedef unsigned long long Name;
-
-// By one thread that has waited for the previous kernel.
-__device__ __forceinline__ void say_ready(Name* place, const void* of) {
-  asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(place), "l"((Name)of) : "memory");
-}
-
-// Until that was said of the same; then also copies by tensor maps read what is complete.
-__device__ __forceinline__ void wait_until_ready(const Name* place, const void* of) {
-  Name said = 0;
-  for (int i = 0; said != (Name)of; ++i) {
-    if (i > 1 << 25) asm volatile("trap;");  // seconds
-    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(said) : "l"(place) : "memory");
-  }
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
-
 // ---- shared memory ----
 
 // As much as the launch asked for.

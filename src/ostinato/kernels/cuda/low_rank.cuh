@@ -78,10 +78,10 @@ struct SlotWeights {
 };
 
 // A warp adds to sums of 16 rows from `first_row` on, as mma.m16n8k16 leaves them: four of each 8 tokens, of the
-// `tokens_here` from `first_token` on.
+// `tokens_here` from `first_token` on. `weights`: the first ones, asked for before the wait for the previous kernel.
 template <int kSums>
-__device__ __forceinline__ void add_low_rank(float (&acc)[kSums], const LowRank& from, int first_row, int first_token,
-                                             int tokens_here) {
+__device__ __forceinline__ void add_low_rank(float (&acc)[kSums], SlotWeights weights, const LowRank& from,
+                                             int first_row, int first_token, int tokens_here) {
   constexpr int kGroups = kSums / 4, kTogether = kGroups < kGroupsTogether ? kGroups : kGroupsTogether;
   const int lane = threadIdx.x % 32;
   const int part = from.part_of(first_row);
@@ -89,8 +89,6 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[kSums], const LowRank&
   for (int group = 0; group < kGroups; group += kTogether) {
 #pragma unroll 1
     for (int rank = 0; rank < from.room; rank += 16) {
-      SlotWeights weights;
-      weights.ask(from, 0, first_row + lane / 4, rank);
       uint32 left[kTogether][2];
       int slots[kTogether][2];  // of the tokens whose sums this thread has
 #pragma unroll
@@ -108,6 +106,7 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[kSums], const LowRank&
         for (int odd = 0; odd < 2; ++odd)
           slots[j][odd] = own + odd < tokens_here ? load_kept(from.slots + first_token + own + odd) : -1;
       }
+      if (group > 0 || rank > 0) weights.ask(from, 0, first_row + lane / 4, rank);
       bool has_more = true;
 #pragma unroll 1
       for (int first = 0; has_more; first += kSlotsTogether) {

@@ -9,9 +9,6 @@
 //
 // NORM: x is multiplied with the norm's weight; its factor is for who multiplies with the second matrix. Ranks that
 // an adapter has not are left out, beyond the first 16. What a token gets depends on no other token.
-//
-// A product that is launched behind this kernel begins with its tokens as soon as this kernel says that they are
-// complete, and waits for what this kernel leaves of them when it needs that.
 #include "adapter_rows.cuh"
 #include "linear_layer.cuh"
 
@@ -71,7 +68,7 @@ struct Work {
 };
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
-    shrink(const Element* a, const Element* b, const Element* norm_weight, const Element* x, const int* ranks, const int* order,
+    shrink(const Element* a, const Element* norm_weight, const Element* x, const int* ranks, const int* order,
            const int* all_blocks, float* shrunk, int num_blocks, int x_stride, int width, int room) {
   Shared& shared = *(Shared*)dynamic_shared();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -98,7 +95,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   }
   if (SLICES > 1) wait_for_cluster();
   wait_for_previous();
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) say_ready(blocks.ready(), b);
 
   // Blocks without tokens are the last ones; all programs of a cluster have the same.
   int lot = 0;

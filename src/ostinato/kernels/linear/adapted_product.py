@@ -36,7 +36,7 @@ def multiply_adapted(
     shrinker = adapters.shrinker_of(x)
     sums = shrinker.room_for_sums(x, a)
     with side_stream.forked(x.device):
-        shrinker.launch_shrink(x, None, a, b, ranks, order, blocks, sums, plain=True)
+        shrinker.launch_shrink(x, None, a, b.size(2), ranks, order, blocks, sums, plain=True)
     product = _product(x, weight, bias, by_library)
     side_stream.join(x.device)
     Shrunk(sums, adapters).add_to(product if product.dim() == 2 else product.select(0, 0), plain=True)
@@ -81,7 +81,7 @@ def multiply_beside_adapters(
     shrinker = adapters.shrinker_of(x)
     sums, deltas = shrinker.room_for_sums(x, a), _room_for_deltas(x, b)
     with side_stream.forked(x.device):
-        shrinker.launch_shrink(x, None, a, b, ranks, order, blocks, sums, plain=True)
+        shrinker.launch_shrink(x, None, a, b.size(2), ranks, order, blocks, sums, plain=True)
         Shrunk(sums, adapters).put_to(deltas, plain=True)
     product = _product(x, weight, bias, by_library)
     side_stream.join(x.device)

@@ -304,7 +304,6 @@ def _launch_skinny(
         parts=tile.parts,
         adapted=shrunk is not None,
         as_columns=of is not None and of.b.size(0) <= _MOST_SLOTS_AS_COLUMNS and ways().slots_are_columns,
-        overtakes=of is not None and of.are_overtaken(x),
         room=of.b.size(2) if of else 0,
         splits=shrunk.sums.size(0) if shrunk else 0,
         num_warps=tile.num_warps,

@@ -11,7 +11,7 @@ and who reads the result adds them, in order, so that the same input always give
 silu(first half of the rows) * second half; `adapted`: of the products and what adapters, of two parts, add to
 them.
 
-Adapters are added when the sums are complete, slot by slot; or, `as_columns`, as more columns behind all:
+Adapters are added when the sums are complete, slot by slot; or, `as_columns`, the sums begin with them:
 
     columns      | slot 3 | slot 0 | slot 7 | slot 5 |      16 ranks each, as if the matrix had so many more
 
@@ -21,7 +21,7 @@ What a token has in the columns of others is zero.
 import triton
 import triton.language as tl
 
-from ..dependent_launch import let_next_start, wait_after_all, wait_for_previous, wait_until_ready
+from ..dependent_launch import wait_for_previous
 
 
 @triton.jit
@@ -190,7 +190,6 @@ def _skinny(
     room: tl.constexpr,
     splits: tl.constexpr,
     as_columns: tl.constexpr,
-    overtakes: tl.constexpr,
     dependent: tl.constexpr,
 ):
     turned: tl.constexpr = rows > tokens
@@ -209,14 +208,37 @@ def _skinny(
     source = token.to(tl.int64)[:, None] * in_features + part * columns
     limit = in_features - part * columns
     of_matrix: tl.constexpr = (2 if gated else 1) * out_features
-    if overtakes:
-        let_next_start(dependent)
-        wait_until_ready(blocks + 4 * num_blocks, b.to(tl.int64))
-    else:
-        wait_for_previous(dependent)
+    up = n + out_features
+    if as_columns:
+        has_slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+        count = _count_of_slots(blocks, num_blocks)
+        w, slot, broken = _columns_of_slots(b, ranks, blocks, num_blocks, 0, 0, n, in_rows, of_matrix, room)
+        w_up, _, broken_up = _columns_of_slots(
+            b, ranks, blocks, num_blocks, 0, 0, up, in_rows, of_matrix, room
+        )
+    wait_for_previous(dependent)
 
     acc = tl.zeros([rows, tokens] if turned else [tokens, rows], tl.float32)
     acc_up = tl.zeros([rows, tokens] if turned else [tokens, rows], tl.float32)
+    if as_columns:
+        if count > 0:
+            v = _left_in_columns(left, num_tokens, token, has_slot, slot, broken, 0, 0, room, splits)
+            v_up = _left_in_columns(left, num_tokens, token, has_slot, slot, broken_up, 0, 1, room, splits)
+            acc = _multiply(w, v.to(w.dtype), acc, turned)
+            acc_up = _multiply(w_up, v_up.to(w.dtype), acc_up, turned)
+        fours = (count + 3) // 4
+        for four in range(1, fours * (room // 16)):
+            first, rank = four % fours * 4, four // fours * 16
+            w, slot, broken = _columns_of_slots(
+                b, ranks, blocks, num_blocks, first, rank, n, in_rows, of_matrix, room
+            )
+            v = _left_in_columns(left, num_tokens, token, has_slot, slot, broken, rank, 0, room, splits)
+            acc = _multiply(w, v.to(w.dtype), acc, turned)
+            w, slot, broken = _columns_of_slots(
+                b, ranks, blocks, num_blocks, first, rank, up, in_rows, of_matrix, room
+            )
+            v = _left_in_columns(left, num_tokens, token, has_slot, slot, broken, rank, 1, room, splits)
+            acc_up = _multiply(w, v.to(w.dtype), acc_up, turned)
     for start in range(0, columns, block):
         k = start + tl.arange(0, block)[None, :]
         known, inside = real, in_rows[:, None] & (k < limit)
@@ -227,24 +249,6 @@ def _skinny(
         if gated:
             acc_up = _multiply(_load_tile(second + place + k, inside, even), v, acc_up, turned)
 
-    if overtakes:
-        wait_after_all(dependent)
-    up = n + out_features
-    if as_columns:
-        has_slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
-        fours = (_count_of_slots(blocks, num_blocks) + 3) // 4
-        for four in range(0, fours * (room // 16)):
-            first, rank = four % fours * 4, four // fours * 16
-            w, slot, broken = _columns_of_slots(
-                b, ranks, blocks, num_blocks, first, rank, n, in_rows, of_matrix, room
-            )
-            w_up, _, broken_up = _columns_of_slots(
-                b, ranks, blocks, num_blocks, first, rank, up, in_rows, of_matrix, room
-            )
-            v = _left_in_columns(left, num_tokens, token, has_slot, slot, broken, rank, 0, room, splits)
-            v_up = _left_in_columns(left, num_tokens, token, has_slot, slot, broken_up, rank, 1, room, splits)
-            acc = _multiply(w, v.to(w.dtype), acc, turned)
-            acc_up = _multiply(w_up, v_up.to(w.dtype), acc_up, turned)
     if turned:
         acc, acc_up = tl.trans(acc), tl.trans(acc_up)
     if adapted and not as_columns:

@@ -72,7 +72,7 @@ def launch_shrink(
     x: Tensor,
     norm_weight: Tensor | None,
     a: Tensor,
-    b: Tensor,
+    room: int,
     ranks: Tensor,
     order: Tensor,
     blocks: Tensor,
@@ -81,8 +81,6 @@ def launch_shrink(
     plain: bool = False,
 ) -> None:
     """Queue the kernel, as a plain launch if asked; `shrunk` is float32 [T, parts * room].
-
-    `b`: the second matrices, by which the product of the same layer knows that its tokens are complete.
 
     Rows x may lie apart, all else is dense.
     """
@@ -95,7 +93,7 @@ def launch_shrink(
     shrink_kernel(in_features, tokens, norm=norm_weight is not None, dtype=x.dtype).launch(
         grid=(width // _RANKS * slices, min(num_blocks, _MOST_PROGRAMS_FOR_BLOCKS), 1),
         block=_WARPS * 32,
-        args=(a, b, norm, x, ranks, order, blocks, shrunk, num_blocks, x.stride(0), width, b.size(2)),
+        args=(a, norm, x, ranks, order, blocks, shrunk, num_blocks, x.stride(0), width, room),
         shared_bytes=shared_bytes(tokens),
         cluster=slices,
         dependent=not plain,
@@ -107,14 +105,14 @@ def shrink(
     x: Tensor,
     norm_weight: Tensor | None,
     a: Tensor,
-    b: Tensor,
+    room: int,
     ranks: Tensor,
     order: Tensor,
     blocks: Tensor,
 ) -> Tensor:
     """As `triton_shrink.shrink`; nothing is left to be added: float32 [1, T, parts * room]."""
     shrunk = room_for_sums(x, a)
-    launch_shrink(x, norm_weight, a, b, ranks, order, blocks, shrunk)
+    launch_shrink(x, norm_weight, a, room, ranks, order, blocks, shrunk)
     return shrunk
 
 
@@ -123,7 +121,7 @@ def _(
     x: Tensor,
     norm_weight: Tensor | None,
     a: Tensor,
-    b: Tensor,
+    room: int,
     ranks: Tensor,
     order: Tensor,
     blocks: Tensor,

@@ -43,16 +43,10 @@ class Operands(NamedTuple):
 
         return cuda_shrink if cuda_shrink.is_the_choice(x) else triton_shrink
 
-    def are_overtaken(self, x: Tensor) -> bool:
-        """Whether that kernel says when its input is complete (`dependent_launch`)."""
-        from . import cuda_shrink
-
-        return self.shrinker_of(x) is cuda_shrink
-
     def shrunk(self, x: Tensor, norm_weight: Tensor | None = None) -> Shrunk:
         """Of rows x [T, in], times the weight of the norm before the layer: its factor is the product's."""
-        grouped = self.ranks, self.order, self.blocks
-        return Shrunk(self.shrinker_of(x).shrink(x, norm_weight, self.a, self.b, *grouped), self)
+        room, grouped = self.b.size(2), (self.ranks, self.order, self.blocks)
+        return Shrunk(self.shrinker_of(x).shrink(x, norm_weight, self.a, room, *grouped), self)
 
     def deltas(self, x: Tensor, norm_weight: Tensor | None = None) -> Deltas:
         """The same to the end."""

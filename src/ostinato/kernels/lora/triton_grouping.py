@@ -77,7 +77,6 @@ def _group(
     is_next = (number[None, :] == block[:, None]) & (counts > 0)[None, :]
     found = tl.sum(tl.where(is_next, each[None, :] + 1, 0), 1) - 1
     tl.store(blocks + 3 * num_blocks + block, found, in_grid)
-    tl.store(blocks + 4 * num_blocks + tl.arange(0, 2), 0, tl.arange(0, 2) * 0 + program == 0)
 
 
 @custom_op("lora_group")
@@ -107,5 +106,4 @@ def _(slots: Tensor, num_slots: int, size: int, num_blocks: int) -> tuple[Tensor
 
 
 def _room(slots: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    # Behind the blocks: which layer's input is complete, said by `shrink.cu`; none before the first layer.
-    return torch.empty_like(slots), slots.new_empty(4 + cdiv(2, num_blocks), num_blocks)
+    return torch.empty_like(slots), slots.new_empty(4, num_blocks)

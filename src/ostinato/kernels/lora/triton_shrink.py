@@ -105,14 +105,14 @@ def shrink(
     x: Tensor,
     norm_weight: Tensor | None,
     a: Tensor,
-    b: Tensor,
+    room: int,
     ranks: Tensor,
     order: Tensor,
     blocks: Tensor,
 ) -> Tensor:
     """Rows x [T, in], dense or apart, times `norm_weight` if that is given, through `a` of their slots."""
     shrunk = room_for_sums(x, a)
-    launch_shrink(x, norm_weight, a, b, ranks, order, blocks, shrunk)
+    launch_shrink(x, norm_weight, a, room, ranks, order, blocks, shrunk)
     return shrunk
 
 
@@ -120,7 +120,7 @@ def launch_shrink(
     x: Tensor,
     norm_weight: Tensor | None,
     a: Tensor,
-    b: Tensor,
+    room: int,
     ranks: Tensor,
     order: Tensor,
     blocks: Tensor,
@@ -145,7 +145,7 @@ def launch_shrink(
         x.stride(0),
         in_features=x.size(1),
         width=a.size(1),
-        room=b.size(2),
+        room=room,
         tokens=how.tokens,
         together=RANKS_TOGETHER,
         columns=how.columns,
@@ -163,7 +163,7 @@ def _(
     x: Tensor,
     norm_weight: Tensor | None,
     a: Tensor,
-    b: Tensor,
+    room: int,
     ranks: Tensor,
     order: Tensor,
     blocks: Tensor,

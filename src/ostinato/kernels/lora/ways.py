@@ -1,6 +1,6 @@
 """How adapters come into the products of a step with dozens of tokens or more: the ways that there are.
 
-`APART` has been measured; the parts of `JOINED` are to be measured beside it (`benchmarks/lora_layers.py`).
+`JOINED` is what runs: measured beside `APART` and each way alone by `benchmarks/lora_layers.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Ways(NamedTuple):
     """Whether a kernel that multiplies, or one behind it, does the work of kernels of adapters."""
 
     slots_are_columns: bool
-    """`skinny` with a gate takes second matrices of few slots as more columns of its own."""
+    """`skinny` with a gate takes second matrices of few slots as more columns of its own, and begins with them."""
     norm_adds: bool
     """What adapters add to a product that a norm reads runs beside it, and the norm adds it."""
 
