@@ -153,7 +153,7 @@ def test_a_replay_follows_the_slots(device, num_tokens):
 
 @pytest.mark.parametrize("num_tokens", [17, 128, 200, 300])
 def test_a_norm_adds_what_ran_beside_a_product(device, num_tokens):
-    """As plain sums do; rows without an adapter have the bits of a norm without adapters. From a graph, too."""
+    """As plain sums do; rows without an adapter have the bits of a norm without. From a graph, too."""
     parts, in_features, _ = LAYERS["down"]
     torch.manual_seed(0)
     stack = random_stack(device, torch.bfloat16, in_features, parts)

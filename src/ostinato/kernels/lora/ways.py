@@ -14,7 +14,7 @@ class Ways(NamedTuple):
     """Whether a kernel that multiplies, or one behind it, does the work of kernels of adapters."""
 
     slots_are_columns: bool
-    """`skinny` with a gate takes second matrices of few slots as more columns of its own, and begins with them."""
+    """`skinny` with a gate takes second matrices of few slots as more columns, and begins with them."""
     norm_adds: bool
     """What adapters add to a product that a norm reads runs beside it, and the norm adds it."""
 
