@@ -6,14 +6,16 @@ A graph stands for the step: it goes through more memory than the L2 cache holds
 those of a Qwen3-0.6B with random weights, and samples for all. A second one serves those that ask, as in an
 engine: it costs what both take less what the first takes alone. It is captured whole, and cut short behind
 its first and its second kernel. Requests with top-p are timed with a token that stays and with one that is
-cut off, alone. Last come the kernels' own times by the profiler: these overlap.
+cut off, alone. Last come the kernels' own times by the profiler, which slows down what runs after it: these
+overlap.
 """
 
 import argparse
+import functools
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,15 @@ class Asking:
         raise AssertionError("no such draw found")
 
 
+def cases(logits: Tensor) -> Iterator[tuple[str, Asking]]:
+    """What is measured; a graph of one is good until the next one comes, for it reads what the case holds."""
+    for case, kinds in CASES.items():
+        asking = Asking(logits, kinds)
+        for stays in (True, False) if FILTERED in kinds else (True,):
+            asking.choose_draws(that_stay=stays)
+            yield (case if stays else f"{case}, cut off"), asking
+
+
 def captured(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """A graph of it."""
     function()
@@ -177,21 +188,15 @@ def main(file: Path) -> None:
     microseconds(step)
     rows: list[dict[str, Any]] = []
     profiled: dict[str, dict[str, float]] = {}
-    graphs = {}
-    for case, kinds in CASES.items():
-        asking = Asking(logits, kinds)
-        for stays in (True, False) if FILTERED in kinds else (True,):
-            asking.choose_draws(that_stay=stays)
-            name = case if stays else f"{case}, cut off"
-            parts = [captured(lambda number=n, of=asking: of.run(number)) for n in (1, 2, 3)]
-            graphs[name] = parts[-1]
-            alone = microseconds(step)
-            us = [round(microseconds(step, part) - alone, 2) for part in parts]
-            again = round(microseconds(step, parts[-1]) - microseconds(step), 2)
-            rows.append({"case": name, "us_behind_1_2_3_kernels": us, "whole_again": again})
-            print(f"{name:20s} {us[0]:7.2f} {us[1]:7.2f} {us[2]:7.2f}   again {again:7.2f}", flush=True)
-    for name, graph in graphs.items():
-        profiled[name] = by_profiler(step, graph)
+    for name, asking in cases(logits):
+        parts = [captured(functools.partial(asking.run, number)) for number in (1, 2, 3)]
+        alone = microseconds(step)
+        us = [round(microseconds(step, part) - alone, 2) for part in parts]
+        again = round(microseconds(step, parts[-1]) - microseconds(step), 2)
+        rows.append({"case": name, "us_behind_1_2_3_kernels": us, "whole_again": again})
+        print(f"{name:20s} {us[0]:7.2f} {us[1]:7.2f} {us[2]:7.2f}   again {again:7.2f}", flush=True)
+    for name, asking in cases(logits):
+        profiled[name] = by_profiler(step, captured(asking.run))
         print(f"{name:20s}", ", ".join(f"{kernel} {us}" for kernel, us in profiled[name].items()), flush=True)
     described = {"benchmark": "asking kernels", "machine": machine(), "vocabulary": VOCAB}
     file.parent.mkdir(parents=True, exist_ok=True)
