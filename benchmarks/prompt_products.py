@@ -1,8 +1,8 @@
-"""Products of thousands of tokens: cuBLAS beside `cuda/prompt_product.cu` in several forms, as TFLOP/s.
+"""Products of thousands of tokens: cuBLAS beside `cuda/prompt_product.cu`, as TFLOP/s.
 
 python benchmarks/prompt_products.py benchmarks/results/prompt-products-h200.json
 
-First what each form computes, against float32 and against the path without it, bit by bit. Then speed under
+First what it computes, against float32 and against the path without it, bit by bit. Then speed under
 sustained load: bf16, random normal data of a model's scale, graphs of several matrices replayed for 100 ms
 and more each, in turns, the best of two; with clock and power that nvidia-smi saw meanwhile, if it is there.
 `gated` and `gate pass` are products and gates, `added` and `cublas added` products that are added to rows.
@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ostinato.kernels.cuda import compiled
 from ostinato.kernels.linear.cuda_prompt import launch_prompt, prompt_kernel
-from ostinato.kernels.linear.tiles import PromptTile
 from ostinato.kernels.rows import silu_mul
 from ostinato.tools.machine import machine
 
@@ -42,25 +39,7 @@ SHAPES = {
     "0.6B gate, up": (6144, 1024),
     "0.6B down": (1024, 3072),
 }
-TILE = PromptTile()
-TILES = {
-    "ours": TILE,
-    "alone": replace(TILE, cluster=1),
-    "no lead": replace(TILE, lead=0),
-    "lead 3": replace(TILE, lead=3),
-    "of four": replace(TILE, cluster=4),
-    "uneven": replace(TILE, even=0),
-    "1,024": replace(TILE, together=1024),
-    "4,096": replace(TILE, together=4096),
-}
-TOKENS = {
-    4096: tuple(TILES),
-    16_384: ("ours", "of four", "uneven", "4,096"),
-    2048: ("ours",),
-    1024: ("ours",),
-    512: ("ours",),
-}
-"""And which tiles are tried there."""
+TOKENS = (4096, 16_384, 2048, 1024, 512)
 MATRIX_BYTES = 256 << 20
 """Of the matrices that a graph goes through, so that none is in L2 already."""
 SECONDS = 0.1
@@ -74,28 +53,11 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def compile_all() -> float:
-    """Seconds it took; says where the compiler put registers into memory."""
+    """Seconds it took."""
     began = time.perf_counter()
-    kinds = ((False, False), (True, False), (False, True))
-    kernels = {
-        prompt_kernel(tile, gated=gated, added=added, bias=False): (name, gated, added)
-        for name, tile in TILES.items()
-        for gated, added in kinds
-    }
-    source = "prompt_product.cu"
-    threads = [threading.Thread(target=kernel.compile, args=((9, 0),)) for kernel in kernels]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - began
-    for kernel, name in kernels.items():
-        if name[0] == "ours":
-            options = [*compiled._options((9, 0), kernel._constants), "--ptxas-options=-v"]
-            _, said = compiled._compile((compiled._FOLDER / source).read_text(), source, options)
-            if not re.search("\\b0 bytes spill stores", said) or "serialized" in said:
-                print("SPILLED OR SERIALIZED", name, said, flush=True)
-    return seconds
+    for gated, added in ((False, False), (True, False), (False, True)):
+        prompt_kernel(gated=gated, added=added, bias=False).compile((9, 0))
+    return time.perf_counter() - began
 
 
 def differences(ours: Tensor, exact: Tensor, other: Tensor) -> dict[str, float]:
@@ -117,17 +79,16 @@ def checks() -> Iterator[tuple[str, dict[str, float]]]:
         gated = functional.silu(gate) * up
         by_pass = silu_mul(product.clone())
         rows_before = normal(tokens, rows)
-        for name, tile in TILES.items():
-            shape = f"{tokens} x {rows} x {columns}, {name}"
-            out = torch.full_like(product, torch.nan)
-            launch_prompt(x, weight, None, out, tile)
-            yield shape, differences(out, exact, product)
-            half = out.new_full((tokens, rows // 2), torch.nan)
-            launch_prompt(x, weight, None, half, tile)
-            yield f"{shape}, gated", differences(half, gated, by_pass)
-            total = rows_before.clone()
-            launch_prompt(x, weight, None, total, tile, added=True)
-            yield f"{shape}, added", differences(total, rows_before.float() + exact, rows_before + product)
+        shape = f"{tokens} x {rows} x {columns}"
+        out = torch.full_like(product, torch.nan)
+        launch_prompt(x, weight, None, out)
+        yield f"{shape}, plain", differences(out, exact, product)
+        half = out.new_full((tokens, rows // 2), torch.nan)
+        launch_prompt(x, weight, None, half)
+        yield f"{shape}, gated", differences(half, gated, by_pass)
+        total = rows_before.clone()
+        launch_prompt(x, weight, None, total, added=True)
+        yield f"{shape}, added", differences(total, rows_before.float() + exact, rows_before + product)
 
 
 class Watch:
@@ -174,23 +135,18 @@ def watching() -> Iterator[Watch]:
 def ways_of(name: str, x: Tensor, matrices: Tensor) -> dict[str, Way]:
     """How to run the products of a matrix."""
     tokens, rows = x.size(0), matrices.size(1)
-    tiles = {form: TILES[form] for form in TOKENS[tokens]}
     out = torch.zeros(tokens, rows, device="cuda", dtype=torch.bfloat16)
-    ways: dict[str, Way] = {"cublas": lambda n: torch.mm(x, matrices[n].t(), out=out)}
 
-    def ours(tile: PromptTile, to: Tensor, added: bool = False) -> Way:
-        return lambda n: launch_prompt(x, matrices[n], None, to, tile, added=added)
+    def ours(to: Tensor, added: bool = False) -> Way:
+        return lambda n: launch_prompt(x, matrices[n], None, to, added=added)
 
+    ways: dict[str, Way] = {"cublas": lambda n: torch.mm(x, matrices[n].t(), out=out), "ours": ours(out)}
     if "gate" in name:
-        half = out.new_zeros(tokens, rows // 2)
         ways["gate pass"] = lambda n: silu_mul(torch.mm(x, matrices[n].t(), out=out))
-        ways["ours"] = ours(TILE, out)
-        ways |= {f"gated, {form}": ours(tile, half) for form, tile in tiles.items()}
-    else:
-        ways |= {form: ours(tile, out) for form, tile in tiles.items()}
+        ways["gated"] = ours(out.new_zeros(tokens, rows // 2))
     if name.endswith((" o", "down")):
         ways["cublas added"] = lambda n: torch.addmm(out, x, matrices[n].t(), out=out)
-        ways["added"] = ours(TILE, out, added=True)
+        ways["added"] = ours(out, added=True)
     return ways
 
 
@@ -266,7 +222,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def main(file: Path) -> None:
     """Check, measure, write, print."""
     result: dict[str, Any] = {"benchmark": "prompt products", "machine": machine()}
-    result["tiles"] = {name: str(tile) for name, tile in TILES.items()}
     print(f"compiled in {compile_all():.1f} s", flush=True)
     result["checks"] = dict(checks())
     print_checks(result["checks"])

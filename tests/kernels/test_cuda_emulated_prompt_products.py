@@ -13,7 +13,6 @@ from kernels.cuda_emulator.emulated import MAY_SKIP, Emulator
 from kernels.emulated_checks import random_bf16
 from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import cuda_prompt, prompt_products
-from ostinato.kernels.linear.tiles import PromptTile
 
 pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
@@ -25,19 +24,20 @@ def emulator(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _small_gpu(emulator, monkeypatch):
-    """Programs have several tiles each."""
+    """Programs have several tiles each, of which few go together."""
     monkeypatch.setattr(cuda_prompt, "cuda_kernel", emulator.kernel)
     monkeypatch.setattr(cuda_prompt, "gpu_of", lambda _: Gpu((9, 0), 2))
+    monkeypatch.setattr(cuda_prompt, "_TOGETHER", 512)
 
 
-def check(num_tokens, width, columns, tile, *, gated=False, added=False, bias=False):
+def check(num_tokens, width, columns, *, gated=False, added=False, bias=False):
     """Against float64, rounded where steps of their own would round; nothing else is written."""
     x = random_bf16(num_tokens, 2 * columns)[:, :columns]  # rows that lie apart
     weight = random_bf16(width * (2 if gated else 1), columns, scale=columns**-0.5)
     shift = random_bf16(weight.size(0)) if bias else None
     room = random_bf16(num_tokens + 1, width)
     before, out = room.clone(), room[:num_tokens]
-    cuda_prompt.launch_prompt(x, weight, shift, out, tile, added=added)
+    cuda_prompt.launch_prompt(x, weight, shift, out, added=added)
     product = functional.linear(x.double(), weight.double(), None if shift is None else shift.double())
     wanted = product.bfloat16()
     if gated:
@@ -51,33 +51,50 @@ def check(num_tokens, width, columns, tile, *, gated=False, added=False, bias=Fa
 
 
 CASES = {
-    "groups of unequal height": ((520, 264, 72), PromptTile(stages=3, lead=1, together=512), {"bias": True}),
-    "gated": ((300, 136, 192), PromptTile(together=256), {"gated": True, "bias": True}),
-    "added, no cluster, no lead": ((200, 264, 328), PromptTile(1, 4, 0, 128), {"added": True}),
-    "fewer steps than places": ((130, 64, 64), PromptTile(lead=3), {}),
+    "groups of unequal height": ((520, 264, 72), {"bias": True}),
+    "gated": ((300, 136, 192), {"gated": True, "bias": True}),
+    "added, more steps than places": ((200, 264, 328), {"added": True}),
+    "fewer steps than the lead": ((130, 64, 64), {}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_product_of_a_prompt_is_right(name):
     torch.manual_seed(0)
-    sizes, tile, form = CASES[name]
-    check(*sizes, tile, **form)
+    sizes, form = CASES[name]
+    check(*sizes, **form)
 
 
-def test_a_token_has_the_same_bits_in_any_company(monkeypatch):
+def test_a_token_has_the_same_bits_in_any_company():
     torch.manual_seed(0)
-    monkeypatch.setattr(prompt_products, "choose", lambda *_: PromptTile(1, 4, 0, 128))
     x, weight = random_bf16(200, 320), random_bf16(64, 320)
     alone = prompt_products.multiply_prompt(x[150:151], weight, None, False)
     assert torch.equal(alone[0], prompt_products.multiply_prompt(x, weight, None, False)[150])
 
 
-def test_ops_are_declared_truthfully(monkeypatch):
-    monkeypatch.setattr(prompt_products, "choose", lambda *_: PromptTile(1, 4, 0, 128))
+ROWS = {
+    "apart": lambda: random_bf16(20, 160)[:, :64],
+    "that begin anywhere": lambda: random_bf16(20, 67)[:, 2:66],
+    "behind an odd beginning": lambda: random_bf16(20 * 64 + 3)[3:].view(20, 64),
+    "in columns": lambda: random_bf16(64, 20).t(),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_tokens_may_lie_in_rows(name):
+    """Those that no copy of boxes can begin at are brought into order first."""
+    torch.manual_seed(0)
+    x, weight = ROWS[name](), random_bf16(64, 64)
+    found = prompt_products.multiply_prompt(x, weight, None, False)
+    ordered = torch.empty(20, 64, dtype=torch.bfloat16).copy_(x)
+    assert torch.equal(found, prompt_products.multiply_prompt(ordered, weight, None, False))
+
+
+def test_ops_are_declared_truthfully():
     tests, ops = ("test_schema", "test_faketensor"), torch.ops.ostinato
     x, weight, bias, rows = random_bf16(5, 64), random_bf16(64, 64), None, random_bf16(5, 64)
-    torch.library.opcheck(ops.multiply_prompt.default, (x, weight, bias, False), test_utils=tests)
+    for gated in (False, True):
+        torch.library.opcheck(ops.multiply_prompt.default, (x, weight, bias, gated), test_utils=tests)
     torch.library.opcheck(ops.add_product.default, (x, weight, bias, rows), test_utils=tests)
 
 
@@ -88,8 +105,7 @@ def test_random_products_of_prompts():
     for number in count():
         gated = chance.random() < 0.4
         added = not gated and chance.random() < 0.5
-        tile = PromptTile(chance.choice([1, 2]), chance.choice([3, 4]), chance.choice([0, 1, 2]), 256)
         sizes = chance.randint(1, 700), 8 * chance.randint(1, 70), 8 * chance.randint(1, 60)
-        check(*sizes, tile, gated=gated, added=added, bias=chance.random() < 0.5)
+        check(*sizes, gated=gated, added=added, bias=chance.random() < 0.5)
         if number == 24:
             return

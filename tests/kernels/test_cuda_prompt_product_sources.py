@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.linear.cuda_prompt import THREADS, prompt_kernel, shared_bytes
-from ostinato.kernels.linear.tiles import MOST_SHARED_BYTES, PromptTile
+from ostinato.kernels.linear.tiles import MOST_SHARED_BYTES
 
 pytestmark = pytest.mark.skipif(not compiled.has_nvrtc(), reason="needs NVRTC and cuda-bindings")
 FORMS = {
@@ -26,7 +26,7 @@ FORMS = {
 @cache
 def built(form: str, **changed: int) -> tuple[bytes, str]:
     """Machine code, and what the compiler said."""
-    kernel = prompt_kernel(PromptTile(), **FORMS[form])
+    kernel = prompt_kernel(**FORMS[form])
     options = [*compiled._options((9, 0), kernel._constants | changed), "--ptxas-options=-v"]
     return compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
 
@@ -67,7 +67,7 @@ def test_teams_take_no_more_registers_than_the_others_give_up():
 
 
 def test_the_launch_knows_how_much_shared_memory_the_source_takes():
-    needed = shared_bytes(PromptTile())
+    needed = shared_bytes()
     assert needed <= MOST_SHARED_BYTES
     with pytest.raises(compiled.CudaError, match="the launch knows of less"):
         built("plain", SHARED_BYTES=needed - 32)

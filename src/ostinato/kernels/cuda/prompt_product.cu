@@ -6,9 +6,9 @@
 //     each warp         rounds its 16 tokens' sums, 64 rows at a time, and sends them off
 //
 // A program for each multiprocessor takes tile after tile; the next one's factors come while results of the last one
-// are rounded. Programs of a cluster have the same rows of the matrix: each asks for its share and sends it to all.
+// are rounded. Two programs, a cluster, have the same rows of the matrix: each asks for half of them, for both.
 //
-// The second team stays LEAD steps behind the first: so one multiplies while the other rounds.
+// The second team stays kLead steps behind the first: so one multiplies while the other rounds.
 //
 // GATED: 128 rows of each half of the matrix, so that a thread has gate and up of the same result, which is silu(gate)
 // * up, rounded where steps of their own would round. ADDED: results are added to what is there. Sums are float32.
@@ -26,17 +26,11 @@ struct Fetcher {
 
   __device__ __forceinline__ void expect() { expect_bytes(&shared.are_there[place.at], kTokenBytes + kWeightBytes); }
 
-  // Their own share of the matrix; the other programs of the cluster send the rest.
+  // Its share of the matrix, of a gated one a half, to both; the other program sends the rest.
   __device__ __forceinline__ void weights(int column, int step) {
-    ByteCount* const count = &shared.are_there[place.at];
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      constexpr int kBoxesOfHalf = GATED ? kBoxes / 2 : kBoxes;
-      const int row = box / kBoxesOfHalf * half_of_matrix + column + box % kBoxesOfHalf * kBoxRows;
-      char* const to = shared.weights[place.at] + box * kWeightBox;
-      if (CLUSTER == 1) copy_box(to, weight, step * 64, row, count);
-      else if (box == rank) copy_box_to_all(to, weight, step * 64, row, count, (1 << CLUSTER) - 1);
-    }
+    const int row = column + rank * (GATED ? half_of_matrix : kShare);
+    char* const to = shared.weights[place.at] + rank * (kShare * 128);
+    copy_box_to_all(to, weight, step * 64, row, &shared.are_there[place.at], (1 << kCluster) - 1);
   }
 
   __device__ __forceinline__ void tokens(int token, int step) {
@@ -44,10 +38,10 @@ struct Fetcher {
   }
 
   __device__ __forceinline__ void all(const Tiles& tiles, int steps) {
-    const int clusters = gridDim.x / CLUSTER;
-    int number = blockIdx.x / CLUSTER, token, column;
+    const int clusters = gridDim.x / kCluster;
+    int number = blockIdx.x / kCluster, token, column;
     tiles.at(number, token, column);
-    const int first_steps = min(STAGES, steps);
+    const int first_steps = min(kStages, steps);
     for (int step = 0; step < first_steps; ++step) {  // of weights, which are there before the previous kernel ends
       expect();
       weights(column, step);
@@ -95,14 +89,14 @@ struct Team {
 
   // To all programs of the cluster, for all send to this one's places.
   __device__ __forceinline__ void say_read(int at) const {
-    if (threadIdx.x % 128 < CLUSTER) arrive_at(&shared.are_read[at], threadIdx.x % 128);
+    if (threadIdx.x % 128 < kCluster) arrive_at(&shared.are_read[at], threadIdx.x % 128);
   }
 
   __device__ __forceinline__ void multiply(int steps, bool shows_lead) {
     int before = 0;
     keep_in_order(sums);
     for (int step = 0; step < steps; ++step) {
-      if (LEAD > 0 && shows_lead && step == LEAD) come_to_meeting(kLeadMeeting, kMultiplying);
+      if (shows_lead && step == kLead) come_to_meeting(kLeadMeeting, kMultiplying);
       wait_for_bytes_or_fail(&shared.are_there[place.at], place.odd);
       const uint32 tokens = shared_address(shared.tokens[place.at]) + team * (64 * 128);
       const uint32 weights = shared_address(shared.weights[place.at]);
@@ -169,10 +163,10 @@ struct Team {
 
   __device__ __forceinline__ void all(const Tiles& tiles, const TensorMap& out, const Element* bias, int steps,
                                       int width) {
-    const int rank = CLUSTER > 1 ? cluster_rank() : 0, first = blockIdx.x / CLUSTER;
-    const bool leads = LEAD > 0 && steps > LEAD;
+    const int rank = cluster_rank(), first = blockIdx.x / kCluster;
+    const bool leads = steps > kLead;
     if (leads && team == 1) wait_at_meeting(kLeadMeeting, kMultiplying);
-    for (int number = first; number < tiles.count(); number += gridDim.x / CLUSTER) {
+    for (int number = first; number < tiles.count(); number += gridDim.x / kCluster) {
       multiply(steps, leads && team == 0 && number == first);
       int token, column;
       tiles.at(number, token, column);
@@ -188,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
              const __grid_constant__ TensorMap out, const Element* __restrict__ bias, int num_tokens, int in_features,
              int width, int together) {
   Shared& shared = *(Shared*)memory_of_tiles();
-  const Tiles tiles{(num_tokens + CLUSTER * kTokens - 1) / (CLUSTER * kTokens), (width + kResults - 1) / kResults,
+  const Tiles tiles{(num_tokens + kCluster * kTokens - 1) / (kCluster * kTokens), (width + kResults - 1) / kResults,
                     together};
   const int steps = (in_features + 63) / 64;
   const bool is_fetching = threadIdx.x == kMultiplying;
@@ -198,18 +192,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     fetch_map(weight);
     fetch_map(x);
     fetch_map(out);
-    for (int i = 0; i < STAGES; ++i) {
+    for (int i = 0; i < kStages; ++i) {
       make_count_of(&shared.are_there[i], 1);
-      make_count_of(&shared.are_read[i], kTeams * CLUSTER);
+      make_count_of(&shared.are_read[i], kTeams * kCluster);
     }
   }
   __syncwarp();
-  if (CLUSTER > 1) {
-    arrive_at_cluster();
-    wait_for_cluster();
-  } else {
-    __syncthreads();
-  }
+  arrive_at_cluster();
+  wait_for_cluster();
   // Only what others give up can be taken: for more, the teams would wait without end.
   static_assert(kTeams * 240 + 24 <= 65536 / kThreads / 8 * 8 * (kTeams + 1), "registers that the launch brings");
   if (threadIdx.x < kMultiplying) {
@@ -218,12 +208,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Team{shared, __shfl_sync(kAll, (int)threadIdx.x / 128, 0)}.all(tiles, out, bias, steps, width);
   } else {
     give_up_registers<24>();
-    if (is_fetching)
-      Fetcher{shared, weight, x, width, CLUSTER > 1 ? (int)cluster_rank() : 0}.all(tiles, steps);
+    if (is_fetching) Fetcher{shared, weight, x, width, (int)cluster_rank()}.all(tiles, steps);
     __syncwarp();
   }
-  if (CLUSTER > 1) {  // others may still send to this one, or say what they have read
-    arrive_at_cluster();
-    wait_for_cluster();
-  }
+  arrive_at_cluster();  // the other may still send to this one, or say what it has read
+  wait_for_cluster();
 }

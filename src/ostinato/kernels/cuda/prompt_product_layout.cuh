@@ -2,26 +2,26 @@
 #pragma once
 #include "warpgroup.cuh"
 
-constexpr int kTeams = 2;                     // of four warps, which multiply 64 tokens each
-constexpr int kTokens = kTeams * 64;          // of a program
-constexpr int kRows = 256;                    // of the matrix; of a gated one 128 of each half
+constexpr int kCluster = 2;                    // programs
+constexpr int kTeams = 2;                      // of four warps, which multiply 64 tokens each
+constexpr int kTokens = kTeams * 64;           // of a program
+constexpr int kRows = 256;                     // of the matrix; of a gated one 128 of each half
+constexpr int kShare = kRows / kCluster;       // of these, what a program asks for
 constexpr int kResults = kRows / (GATED + 1);  // columns of a program's results
-constexpr int kMultiplying = kTeams * 128;    // threads
-constexpr int kThreads = kMultiplying + 128;  // of the others one asks for copies
+constexpr int kStages = 4;                     // tiles of 64 columns that are there or on their way
+constexpr int kLead = 2;                       // steps that the first team is ahead
+constexpr int kMultiplying = kTeams * 128;     // threads
+constexpr int kThreads = kMultiplying + 128;   // of the others one asks for copies
 constexpr int kWarps = kMultiplying / 32;
-constexpr int kBoxes = CLUSTER > 2 ? CLUSTER : 2;  // of the matrix; of a gated one half of them of each half
-constexpr int kBoxRows = kRows / kBoxes;
-constexpr int kTokenBytes = kTokens * 128, kWeightBox = kBoxRows * 128, kWeightBytes = kRows * 128;
-constexpr int kResultBytes = 16 * 128;        // 64 columns of a warp's results
-constexpr uint32 kAll = 0xffffffffu;          // lanes
-
-static_assert(CLUSTER == 1 || CLUSTER == 2 || CLUSTER == 4, "programs have equal shares of the matrix");
+constexpr int kTokenBytes = kTokens * 128, kWeightBytes = kRows * 128;
+constexpr int kResultBytes = 16 * 128;         // 64 columns of a warp's results
+constexpr uint32 kAll = 0xffffffffu;           // lanes
 
 struct Shared {
-  char tokens[STAGES][kTokenBytes];
-  char weights[STAGES][kWeightBytes];
+  char tokens[kStages][kTokenBytes];
+  char weights[kStages][kWeightBytes];
   char results[kWarps][2][kResultBytes];
-  ByteCount are_there[STAGES], are_read[STAGES];
+  ByteCount are_there[kStages], are_read[kStages];
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
@@ -32,7 +32,7 @@ struct Place {
   bool odd = false;
 
   __device__ __forceinline__ void advance() {
-    if (++at == STAGES) {
+    if (++at == kStages) {
       at = 0;
       odd = !odd;
     }
@@ -50,7 +50,7 @@ struct Tiles {
   __device__ __forceinline__ void at(int number, int& token, int& column) const {
     const int group = number / (together * across), first = group * together;
     const int height = min(together, down - first), in_group = number - first * across;
-    token = (first + in_group % height) * (CLUSTER * kTokens);
+    token = (first + in_group % height) * (kCluster * kTokens);
     column = in_group / height * kResults;
   }
 };

@@ -5,43 +5,38 @@ from torch import Tensor
 from ..cuda.compiled import CudaKernel, TileMap, cuda_kernel
 from ..gpu import gpu_of
 from ..host_sizes import cdiv
-from .tiles import PromptTile
 
 THREADS = 384
+_CLUSTER = 2
 _TOKENS, _ROWS = 128, 256
 """Of a program; rows of the matrix, of a gated one half of them in each half."""
 _COLUMNS = 64
 """Of a box."""
+_STAGES = 4
 _TOKENS_OF_A_WARP = 16
-_NEIGHBOURS = 16
-"""Multiprocessors, at least, of those that clusters of four can be made of: one more pair is left over."""
+_TOGETHER = 2048
+"""Tokens whose tiles are taken one after the other, before the next rows of the matrix."""
+_ALIGNMENT = 16
+"""Of rows, in bytes."""
 
 
-def shared_bytes(tile: PromptTile) -> int:
+def shared_bytes() -> int:
     """As `sizeof(Shared)` there: tiles, results on their way, counts."""
     results = _TOKENS // _TOKENS_OF_A_WARP * 2 * _TOKENS_OF_A_WARP * _COLUMNS * 2
-    return tile.stages * ((_TOKENS + _ROWS) * _COLUMNS * 2 + 16) + results
+    return _STAGES * ((_TOKENS + _ROWS) * _COLUMNS * 2 + 16) + results
 
 
-def prompt_kernel(tile: PromptTile, *, gated: bool, added: bool, bias: bool) -> CudaKernel:
+def prompt_kernel(*, gated: bool, added: bool, bias: bool) -> CudaKernel:
     """The kernel; for matrices of any shape."""
     return cuda_kernel(
-        "prompt_product.cu",
-        "multiply",
-        GATED=gated,
-        ADDED=added,
-        BIAS=bias,
-        STAGES=tile.stages,
-        CLUSTER=tile.cluster,
-        LEAD=tile.lead,
-        SHARED_BYTES=shared_bytes(tile),
+        "prompt_product.cu", "multiply", GATED=gated, ADDED=added, BIAS=bias, SHARED_BYTES=shared_bytes()
     )
 
 
 def launch_prompt(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: PromptTile, *, added: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, added: bool = False
 ) -> None:
-    """Queue the kernel; all bfloat16. Rows of x may lie apart. `added`: results are added to `out`.
+    """Queue the kernel; all bfloat16. Rows of `out` may lie apart. `added`: results are added to `out`.
 
     A weight with twice as many rows as there are results is a gated one.
     """
@@ -49,30 +44,31 @@ def launch_prompt(
     gated = weight.size(0) == 2 * width
     assert gated or weight.size(0) == width, (weight.shape, out.shape)
     assert not (gated and added), "nothing is added to what a gate makes"
-    kernel = prompt_kernel(tile, gated=gated, added=added, bias=bias is not None)
-    tokens = tile.cluster * _TOKENS
+    x = _in_aligned_rows(x)
+    tokens = _CLUSTER * _TOKENS
     tiles = cdiv(num_tokens, tokens) * cdiv(width, _ROWS // (2 if gated else 1))
-    kernel.launch(
-        grid=(_clusters(tiles, tile, gpu_of(x.device).multiprocessors) * tile.cluster, 1, 1),
+    prompt_kernel(gated=gated, added=added, bias=bias is not None).launch(
+        grid=(min(tiles, gpu_of(x.device).multiprocessors // _CLUSTER) * _CLUSTER, 1, 1),
         block=THREADS,
         args=(
-            TileMap(weight, (_ROWS // max(2, tile.cluster), _COLUMNS)),
+            TileMap(weight, (_ROWS // _CLUSTER, _COLUMNS)),
             TileMap(x, (_TOKENS, _COLUMNS)),
             TileMap(out, (_TOKENS_OF_A_WARP, _COLUMNS)),
             x if bias is None else bias,
             num_tokens,
             x.size(1),
             width,
-            cdiv(tile.together, tokens),
+            cdiv(_TOGETHER, tokens),
         ),
-        shared_bytes=shared_bytes(tile),
-        cluster=tile.cluster,
+        shared_bytes=shared_bytes(),
+        cluster=_CLUSTER,
     )
 
 
-def _clusters(tiles: int, tile: PromptTile, multiprocessors: int) -> int:
-    """As few as need no longer than the most would: all have as many tiles, and the last ones run in step."""
-    if tile.cluster > 2:
-        multiprocessors = multiprocessors // _NEIGHBOURS * _NEIGHBOURS
-    most = multiprocessors // tile.cluster
-    return cdiv(tiles, cdiv(tiles, most)) if tile.even else min(tiles, most)
+def _in_aligned_rows(x: Tensor) -> Tensor:
+    """As boxes of it are copied from; rows may lie apart."""
+    row_bytes = x.stride(0) * x.element_size()
+    if x.stride(1) == 1 and row_bytes % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0:
+        return x
+    aligned = x.new_empty(x.shape)
+    return aligned.copy_(x)

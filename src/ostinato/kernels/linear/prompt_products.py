@@ -3,16 +3,14 @@
 from torch import Tensor
 
 from ..custom_op import custom_op
-from .choice import choose
 from .cuda_prompt import launch_prompt
-from .tiles import PromptTile, shape_of
 
 
 @custom_op("multiply_prompt")
 def multiply_prompt(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
     """`x @ weight.T + bias`, or silu(first half) * second half of it, of rows x [T, in]."""
     out = _results(x, weight, gated)
-    launch_prompt(x, weight, bias, out, _tile(x, weight, gated))
+    launch_prompt(x, weight, bias, out)
     return out
 
 
@@ -24,7 +22,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
 @custom_op("add_product", mutates_args=("rows",))
 def add_product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> None:
     """Add `x @ weight.T + bias`, rounded, to dense rows [T, out]."""
-    launch_prompt(x, weight, bias, rows, _tile(x, weight, gated=False), added=True)
+    launch_prompt(x, weight, bias, rows, added=True)
 
 
 @add_product.register_fake
@@ -34,9 +32,3 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> None:
 
 def _results(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     return x.new_empty(x.size(0), weight.size(0) // (2 if gated else 1))
-
-
-def _tile(x: Tensor, weight: Tensor, gated: bool) -> PromptTile:
-    tile = choose(shape_of(weight, gated), x.size(0), x.dtype, x.device)
-    assert isinstance(tile, PromptTile), tile
-    return tile

@@ -7,7 +7,8 @@ What a program gets follows from how many programs the GPU has room for at a tim
     large matrix  gemv             streamed                   wide           cuBLAS, skinny if gated
     the head      gemv             skinny                     skinny         cuBLAS
 
-Small is what fits on the chip together with its neighbour. This is for Hopper, where it was measured:
+Small is what fits on the chip together with its neighbour. Above that is cuBLAS, and from 4,096 tokens on
+`prompt` for what is gated and for what makes rows no longer. This is for Hopper, where it was measured:
 elsewhere one token runs `gemv` and the rest cuBLAS. How far the rules are from the tables: docs/kernels.md.
 """
 
@@ -37,8 +38,8 @@ from .tiles import (
 
 HOPPER = (9, 0)
 _MOST_SKINNY_TOKENS = 256
-FEWEST_PROMPT_TOKENS: int | None = None
-"""From which on `prompt` runs what cuBLAS would; None: never, until it is measured."""
+FEWEST_PROMPT_TOKENS = 4096
+"""Of `prompt`: the largest step of an engine by default, and where it was measured to win."""
 _SMALL_BYTES = 120 << 10
 """For each multiprocessor: a matrix of so many, and what is fetched of the next one, fit on the chip."""
 _ROWS_OF_A_HEAD = 1 << 15
@@ -81,14 +82,16 @@ def tile_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -
             tile = _fragments(shape, tokens, gpu) or _streamed(shape, tokens, gpu)
         elif num_tokens <= MOST_TOKENS[WideTile]:
             tile = _wide(shape, next(width for width in WIDTHS[1:] if num_tokens <= width), gpu)
-        elif FEWEST_PROMPT_TOKENS is not None and num_tokens >= FEWEST_PROMPT_TOKENS:
+        elif num_tokens >= FEWEST_PROMPT_TOKENS:
             tile = _prompt(shape)
     return tile or _skinny(shape, num_tokens, gpu, is_head) or Library()
 
 
 def _prompt(shape: MatrixShape) -> PromptTile | None:
+    """Where a pass is saved, the gate's or the sum's; queries, keys and values are cuBLAS's to multiply."""
     tile = PromptTile()
-    return tile if tile.fits(shape) else None
+    saves_a_pass = shape.gated or shape.out_features <= shape.in_features
+    return tile if saves_a_pass and tile.fits(shape) else None
 
 
 def weight_bytes(shape: MatrixShape) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..gpu import Gpu
-from . import cuda_fragments, cuda_prompt, cuda_streamed, cuda_wide
+from . import cuda_fragments, cuda_streamed, cuda_wide
 from .kernel_table import Choice, KernelTable
 from .tiles import (
     IN_CUDA,
@@ -25,7 +25,6 @@ from .tiles import (
     MOST_TOKENS,
     FragmentsTile,
     MatrixShape,
-    PromptTile,
     SkinnyTile,
     StreamedTile,
     Tile,
@@ -35,7 +34,7 @@ from .tiles import (
 _NAMES = {kind: name for name, kind in KERNELS.items()}
 # As Triton wants the sizes of its tiles.
 _POWERS_OF_TWO = ("rows", "block", "num_warps", "tokens")
-_MAY_BE_ZERO = ("held", "lead")
+_MAY_BE_ZERO = ("held",)
 
 
 class KernelTableError(ValueError):
@@ -162,8 +161,6 @@ def _shared_bytes(tile: Tile, shape: MatrixShape, num_tokens: int) -> int:
         return cuda_streamed.shared_bytes(tile, shape, tile.compiled_tokens(num_tokens), norm=norm)
     if isinstance(tile, WideTile):
         return cuda_wide.shared_bytes(tile, shape, scaled=norm)
-    if isinstance(tile, PromptTile):
-        return cuda_prompt.shared_bytes(tile)
     return 0
 
 

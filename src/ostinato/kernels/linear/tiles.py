@@ -215,26 +215,12 @@ class WideTile:
 
 @dataclass(frozen=True)
 class PromptTile:
-    """How programs of `cuda_prompt` divide a product of thousands of tokens, 128 tokens and 256 rows each."""
-
-    cluster: int = 2
-    """Programs that have the same rows of the matrix, of which each gets a share for all."""
-    stages: int = 4
-    """Tiles of 64 columns that are there or on their way."""
-    lead: int = 2
-    """Steps that half of a program is ahead of the other half."""
-    together: int = 2048
-    """Tokens whose tiles are taken one after the other, before the next rows of the matrix."""
-    even: int = 1
-    """Whether programs that would save no time stay away."""
+    """The work of a program of `cuda_prompt` is the same for all matrices: 128 tokens and 256 rows at a time."""
 
     def fits(self, shape: MatrixShape) -> bool:
         """Whether the matrix can be divided like that: any whose rows, and those of results, are aligned."""
         return (
-            shape.in_features % _ELEMENTS_OF_16_BYTES == 0
-            and shape.out_features % _ELEMENTS_OF_16_BYTES == 0
-            and self.cluster in (1, 2, 4)
-            and self.lead < self.stages
+            shape.in_features % _ELEMENTS_OF_16_BYTES == 0 and shape.out_features % _ELEMENTS_OF_16_BYTES == 0
         )
 
 
