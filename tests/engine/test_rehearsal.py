@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,9 @@ from ostinato.engine.loading.memory_plan import OUTSIDE_GRAPHS, MemoryPlan
 from ostinato.engine.sampling.sampler import Sampler
 from ostinato.engine.stepping.model_runner import KVCache, ModelRunner
 from ostinato.engine.stepping.times import StartupTimes
+from ostinato.graphs import GraphKey, Ladder, capture_keys
+from ostinato.kernels.linear import products
+from ostinato.kernels.linear.tiles import PromptTile, SkinnyTile
 
 from .conftest import TinyModel
 from .test_engine_greedy import SMALL
@@ -63,13 +67,39 @@ def test_a_rehearsal_tries_two_layers_and_captures_all_of_them(
     rehearsal._compile(runner, None)
     assert seen == [0, 1] * len(kinds)
     seen.clear()
-    tried = rehearsal._some_of(runner.graphs.keys)
+    tried = rehearsal._some_of(runner.graphs.keys, runner.widens)
     assert len(tried) > len(kinds)
     plan = rehearsal._trial_capture(runner, None)
     assert seen == [0, 1, 2, 3] * (len(kinds) + len(tried)), "a warm-up of each kind, a recording of each"
     assert plan.activations is not None
     assert plan.activations > 0
     assert not runner.graphs.graphs
+
+
+def test_a_rehearsal_captures_what_takes_most_where_that_is_not_the_largest() -> None:
+    """From 4,096 tokens on a kernel may leave gate and up unmade, which are half of what a step takes."""
+    keys = capture_keys("FULL", Ladder([1, 8]), Ladder([64, 3840, 4096, 4608]), max_reqs=8)
+    mixed = [key for key in keys if not key.descriptor.is_uniform]
+
+    def tried(widens: Callable[[GraphKey], bool]) -> list[int]:
+        some = rehearsal._some_of(keys, widens)
+        assert {key.descriptor.num_tokens for key in some if key.descriptor.is_uniform} == {1, 8}
+        return [key.descriptor.num_tokens for key in some if key in mixed]
+
+    assert tried(lambda key: key.descriptor.num_tokens < 4096) == [4608, 3840, 64]
+    assert tried(lambda _: True) == tried(lambda _: False) == [4608, 64]
+
+
+def test_a_step_with_adapters_widens_its_rows_at_any_size(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = new_runner(llm)
+    [key, *_] = runner.graphs.keys
+    adapted = key._replace(descriptor=dataclasses.replace(key.descriptor, lora=2))
+    assert runner.widens(key), "plain torch does, on a CPU"
+    monkeypatch.setattr(products, "choose", lambda *_: PromptTile())
+    assert not runner.widens(key)
+    assert runner.widens(adapted)
+    monkeypatch.setattr(products, "choose", lambda *_: SkinnyTile(16, 64, 64, 4, 3))
+    assert not runner.widens(adapted)
 
 
 def test_a_rehearsal_predicts_what_the_graphs_of_the_engine_take(llm: LLM) -> None:

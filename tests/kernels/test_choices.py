@@ -21,6 +21,7 @@ from ostinato.kernels.linear.tiles import (
     GemvTile,
     Library,
     MatrixShape,
+    PromptTile,
     SkinnyTile,
 )
 from ostinato.kernels.linear.weight import Weight
@@ -100,6 +101,10 @@ def test_the_table_of_the_gpu_decides_in_bfloat16_alone():
     assert isinstance(choice.choose(first, 1, torch.float16, GPU), GemvTile)
     assert choice.choose(first, 1, torch.float32, GPU) == Library()
     assert choice.choose(first, 100_000, torch.bfloat16, GPU) == Library()
+    for shape in QWEN3[1:]:
+        assert choice.choose(shape, 4096, torch.bfloat16, GPU) == PromptTile()
+        assert choice.choose(shape, 4096, torch.float16, GPU) == Library()
+        assert choice.choose(shape, 4096, torch.float32, GPU) == Library()
 
 
 def test_a_table_is_found_by_what_a_gpu_has_and_not_by_its_name(monkeypatch):
@@ -221,7 +226,7 @@ def test_one_warm_up_serves_a_whole_class(dtype, num_kv_heads):
     """Everything that is compiled in is equal for all steps of a class."""
     variants_of = defaultdict(set)
     few = fused_sizes(QWEN3, dtype, GPU)
-    for num_tokens in range(1, 600):
+    for num_tokens in (*range(1, 600), 3840, 4095, 4096, 4608):
         attention = decode_tile(dtype, num_tokens, 128), num_splits_of(num_tokens, num_kv_heads) > 1
         tiles = [choice.choose(shape, num_tokens, dtype, GPU) for shape in QWEN3]
         passes = [t.compiled_tokens(num_tokens) for t in tiles if isinstance(t, FragmentsTile)]
@@ -253,6 +258,15 @@ def test_steps_differ_where_what_fragments_is_compiled_for_does():
             for count in (2, 8, 9, 16)
         }
     assert classes[2] == classes[8] != classes[9] == classes[16]
+
+
+@pytest.mark.usefixtures("_on_h200")
+def test_the_kernel_of_prompts_is_warmed_up_where_it_runs():
+    classes = {
+        count: kernel_class([(QWEN3[2], count)], count, 16, 8, torch.bfloat16, GPU, is_decode=False)
+        for count in (2048, 3840, 4096, 8192)
+    }
+    assert classes[2048] == classes[3840] != classes[4096] == classes[8192]
 
 
 @pytest.mark.usefixtures("_on_h200")

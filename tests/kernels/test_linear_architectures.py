@@ -17,6 +17,7 @@ from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear.choice import package_table
 from ostinato.kernels.linear.cuda_fragments import fragments_kernel
 from ostinato.kernels.linear.cuda_gemv import gemv_kernel
+from ostinato.kernels.linear.cuda_prompt import prompt_kernel
 from ostinato.kernels.linear.cuda_streamed import streamed_kernel
 from ostinato.kernels.linear.cuda_wide import wide_kernel
 from ostinato.kernels.linear.rules import gemv_tile
@@ -27,6 +28,7 @@ from ostinato.kernels.linear.tiles import (
     FragmentsTile,
     GemvTile,
     MatrixShape,
+    PromptTile,
     SkinnyTile,
     StreamedTile,
     Tile,
@@ -164,10 +166,13 @@ def test_cuda_sources_compile_for_blackwell_too(shape, tile, num_tokens):
 
 
 @needs_nvrtc
-def test_the_kernel_with_hoppers_own_products_is_for_hopper_alone(monkeypatch):
+@pytest.mark.parametrize("kind", FOR_HOPPER)
+def test_kernels_with_hoppers_own_products_are_for_hopper_alone(kind, monkeypatch):
     """Later GPUs have no such instruction: the compiler says so, and nothing asks for it there."""
-    shape, tile, num_tokens = of_the_table(WideTile)[0]
-    kernel = source_of(shape, tile, num_tokens)
+    if kind is PromptTile:
+        kernel = prompt_kernel(gated=True, added=False, bias=False)
+    else:
+        kernel = source_of(*of_the_table(kind)[0])
     assert compile_for(GPUS["H200"], kernel)
     for name in ("B200", "RTX 5090"):
         with pytest.raises(compiled.CudaError, match=r"wgmma|does not compile|NVRTC_ERROR"):

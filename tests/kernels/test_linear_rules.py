@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from ostinato.engine.config import EngineConfig
+from ostinato.graphs import Ladder
 from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import cuda_fragments, cuda_streamed, cuda_wide
 from ostinato.kernels.linear.choice import package_table
-from ostinato.kernels.linear.rules import gemv_tile, skinny_bytes, tile_by_rule
+from ostinato.kernels.linear.rules import FEWEST_PROMPT_TOKENS, gemv_tile, skinny_bytes, tile_by_rule
 from ostinato.kernels.linear.tiles import (
     FUSED,
     IN_CUDA,
@@ -17,6 +19,7 @@ from ostinato.kernels.linear.tiles import (
     GemvTile,
     Library,
     MatrixShape,
+    PromptTile,
     SkinnyTile,
     StreamedTile,
     Tile,
@@ -25,6 +28,7 @@ from ostinato.kernels.linear.tiles import (
 
 H200 = Gpu((9, 0), 132)
 GPUS = [H200, Gpu((9, 0), 114), Gpu((9, 0), 78), Gpu((9, 0), 144)]
+PROMPTS = [4096, 16_384]
 DECODE = [*range(1, 18), 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256]
 
 
@@ -86,7 +90,32 @@ def test_what_a_rule_says_can_run(gpu, shape):
             if isinstance(tile, SkinnyTile) and tile.parts > 1:
                 assert not shape.gated
                 assert shape.in_features % (tile.parts * tile.block) == 0
-    assert tile_by_rule(shape, 257, gpu, cuda=True) == Library()
+    for num_tokens in (257, 512, 2048, 3840, 4095):
+        assert tile_by_rule(shape, num_tokens, gpu, cuda=True) == Library()
+    for num_tokens in (4096, 4608, 16_384):
+        tile = tile_by_rule(shape, num_tokens, gpu, cuda=True)
+        assert tile == Library() or (isinstance(tile, PromptTile) and tile.fits(shape))
+        assert tile_by_rule(shape, num_tokens, gpu, cuda=False) == Library()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_have_a_kernel_of_ours_where_it_was_faster(name):
+    """For gates, and for what is added to rows, from the largest step of an engine's ladder on."""
+    assert EngineConfig("")._chunk_size(on_gpu=True) == Ladder.prefill(4096).limit == FEWEST_PROMPT_TOKENS
+    qkv, *others = MODELS[name]
+    for num_tokens in PROMPTS:
+        assert tile_by_rule(qkv, num_tokens, H200, cuda=True) == Library()
+        for shape in others:
+            # A matrix of 576 rows has tiles for 96 of 132 multiprocessors.
+            is_small = shape.out_features == 576 and num_tokens == 4096
+            wanted = Library() if is_small else PromptTile()
+            assert tile_by_rule(shape, num_tokens, H200, cuda=True) == wanted, shape
+
+
+@pytest.mark.parametrize("shape", [*HEADS, *ODD, MatrixShape(4100, 8192), MatrixShape(4096, 8196)], ids=str)
+def test_heads_and_rows_that_are_not_aligned_are_left_to_cublas(shape):
+    for num_tokens in PROMPTS:
+        assert tile_by_rule(shape, num_tokens, H200, cuda=True) == Library()
 
 
 def chosen_kinds() -> Iterator[tuple[MatrixShape, int, Tile, Tile]]:
@@ -171,4 +200,6 @@ def test_elsewhere_one_token_runs_a_gemv_and_the_rest_cublas(gpu):
     for shape in (*MODELS["Qwen3-4B"], HEADS[0]):
         for cuda in (False, True):
             assert isinstance(tile_by_rule(shape, 1, gpu, cuda=cuda), GemvTile)
-            assert all(tile_by_rule(shape, count, gpu, cuda=cuda) == Library() for count in DECODE[1:])
+            assert all(
+                tile_by_rule(shape, count, gpu, cuda=cuda) == Library() for count in (*DECODE[1:], *PROMPTS)
+            )

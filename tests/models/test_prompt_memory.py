@@ -1,5 +1,6 @@
 """The memory of a long prompt's step on a GPU: little more than what is alive at a time."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,19 @@ def test_the_pool_cuts_and_joins_blocks() -> None:
     assert pool.bytes == 400 * MIB, "but is again once they are gone"
 
 
-@pytest.mark.parametrize(("shape", "most_mib"), [("llama-3.1-8b", 400), ("llama-3.2-1b", 216)])
-def test_no_block_is_there_twice(shape: str, most_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one for gate and up made graphs of the 8B a third larger than they are."""
+@pytest.fixture(autouse=True)
+def _on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(choice, "gpu_of", lambda _: H200)
     monkeypatch.setattr(compiled, "is_supported", lambda _: True)
+    choice.use_table(None)
+    yield
+    choice.use_table(None)
+
+
+def allocations_of(shape: str, num_tokens: int) -> PooledAllocations:
+    """Of a step through six layers."""
     config = ModelConfig.load(SHAPES / shape)
-    num_tokens, heads = 4096, (config.num_heads, config.head_dim)
+    heads = config.num_heads, config.head_dim
 
     def attend_rows(layer: int, rows: torch.Tensor, _: Any) -> torch.Tensor:
         queries = rows.new_empty(num_tokens, *heads)
@@ -56,5 +63,20 @@ def test_no_block_is_there_twice(shape: str, most_mib: int, monkeypatch: pytest.
         model._run = range(6)
         with PooledAllocations([*model.parameters(), *model.buffers(), ids]) as allocations:
             model(ids, ids, StepAttention(refuse, attend_rows))
+    return allocations
+
+
+@pytest.mark.parametrize(("shape", "most_mib"), [("llama-3.1-8b", 376), ("llama-3.2-1b", 208)])
+def test_no_block_is_there_twice(shape: str, most_mib: int) -> None:
+    """A second one for gate and up made graphs of the 8B a third larger than they are."""
+    allocations = allocations_of(shape, 3840)
     assert allocations.most_alive >= 0.8 * most_mib * MIB
     assert allocations.pool.bytes <= most_mib * MIB
+
+
+@pytest.mark.parametrize(("shape", "most_mib"), [("llama-3.1-8b", 288), ("llama-3.2-1b", 152)])
+def test_a_larger_step_that_never_makes_gate_and_up_takes_less(shape: str, most_mib: int) -> None:
+    """Which is why a rehearsal tries both."""
+    allocations = allocations_of(shape, 4096)
+    assert allocations.pool.bytes <= most_mib * MIB
+    assert allocations.pool.bytes < allocations_of(shape, 3840).most_alive

@@ -6,7 +6,7 @@ Runs on a GPU only, against a KV cache of two pages. Nothing of it stays but com
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -78,14 +78,14 @@ def _compile(runner: ModelRunner, sampler: Sampler | None) -> None:
 
 
 def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:
-    """Capture the largest graph of each kind, and the smallest; count, and drop them.
+    """Capture some graphs of each kind; count, and drop them.
 
-    Smaller graphs fit into the memory of the largest; each still takes something outside the pool, which
-    follows from its nodes.
+    Others fit into the memory of these; each still takes something outside the pool, which follows from its
+    nodes.
     """
     before = DeviceMemory.now(runner.config.device)
     of_sampling = [] if sampler is None else list(sampler.graphs.values())
-    runner.capture(StartupTimes(), keys=_some_of(runner.graphs.keys), progress=False)
+    runner.capture(StartupTimes(), keys=_some_of(runner.graphs.keys, runner.widens), progress=False)
     for graphs in of_sampling:
         graphs.capture(keys=graphs.keys[:1], progress=False)
     grown = DeviceMemory.now(runner.config.device).less(before)
@@ -104,12 +104,13 @@ def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:
     return plan
 
 
-def _some_of(keys: Iterable[GraphKey]) -> list[GraphKey]:
-    """The largest of each kind, and the smallest."""
+def _some_of(keys: Iterable[GraphKey], widens: Callable[[GraphKey], bool]) -> list[GraphKey]:
+    """The largest of each kind, the largest that widens its rows, and the smallest."""
     kinds: dict[object, list[GraphKey]] = {}
     for key in keys:
         kinds.setdefault(_kind(key), []).append(key)
-    return list(dict.fromkeys(of[at] for of in kinds.values() for at in (0, -1)))
+    some = ((of[0], next(filter(widens, of), of[0]), of[-1]) for of in kinds.values())
+    return list(dict.fromkeys(key for of in some for key in of))
 
 
 def _kind(key: GraphKey) -> object:

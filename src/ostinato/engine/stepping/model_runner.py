@@ -39,6 +39,7 @@ from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLeng
 from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.attention.query_tiles import Queries, query_class
 from ostinato.kernels.gpu import gpu_of
+from ostinato.kernels.linear import products
 from ostinato.kernels.speculation.acceptance import verified_line
 from ostinato.kernels.variants import kernel_class
 from ostinato.models.adapters.stacks import AdapterStacks
@@ -268,6 +269,15 @@ class ModelRunner:
         queries = queries_of(self.model.config, self.config, key.descriptor)
         attention = None if query_len == 1 else query_class(queries, gpu_of(device))
         return key.mode, query_len, kernels, attention
+
+    def widens(self, key: GraphKey) -> bool:
+        """Whether its gates and ups are tensors: the largest of a step, where there are."""
+        of, config = key.descriptor, self.config
+        return any(
+            products.widens(shape, of.num_tokens, config.dtype, config.device, adapted=bool(of.lora))
+            for shape in self.model.matrix_shapes
+            if shape.gated
+        )
 
     def _warmed_with(self, key: GraphKey) -> Hashable:
         """Equal for graphs of which one warm-up is enough: with and without adapters, too.

@@ -26,6 +26,11 @@ def shared_bytes() -> int:
     return _STAGES * ((_TOKENS + _ROWS) * _COLUMNS * 2 + 16) + results
 
 
+def num_programs(num_tokens: int, width: int, *, gated: bool) -> int:
+    """That results [num_tokens, width] have work for, at a time or in turn."""
+    return _CLUSTER * cdiv(num_tokens, _CLUSTER * _TOKENS) * cdiv(width, _ROWS // (2 if gated else 1))
+
+
 def prompt_kernel(*, gated: bool, added: bool, bias: bool) -> CudaKernel:
     """The kernel; for matrices of any shape."""
     return cuda_kernel(
@@ -45,10 +50,9 @@ def launch_prompt(
     assert gated or weight.size(0) == width, (weight.shape, out.shape)
     assert not (gated and added), "nothing is added to what a gate makes"
     x = _in_aligned_rows(x)
-    tokens = _CLUSTER * _TOKENS
-    tiles = cdiv(num_tokens, tokens) * cdiv(width, _ROWS // (2 if gated else 1))
+    at_a_time = gpu_of(x.device).multiprocessors // _CLUSTER * _CLUSTER
     prompt_kernel(gated=gated, added=added, bias=bias is not None).launch(
-        grid=(min(tiles, gpu_of(x.device).multiprocessors // _CLUSTER) * _CLUSTER, 1, 1),
+        grid=(min(num_programs(num_tokens, width, gated=gated), at_a_time), 1, 1),
         block=THREADS,
         args=(
             TileMap(weight, (_ROWS // _CLUSTER, _COLUMNS)),
@@ -58,7 +62,7 @@ def launch_prompt(
             num_tokens,
             x.size(1),
             width,
-            cdiv(_TOGETHER, tokens),
+            cdiv(_TOGETHER, _CLUSTER * _TOKENS),
         ),
         shared_bytes=shared_bytes(),
         cluster=_CLUSTER,

@@ -9,8 +9,9 @@ from ..lora import Adapted
 from ..lora.deltas import Deltas, Operands
 from ..lora.ways import ways
 from ..rows import silu_mul
+from .choice import choose
 from .cpu_product import multiply, multiply_somehow
-from .tiles import UNFUSED, Library, PromptTile, SkinnyTile, Tile
+from .tiles import UNFUSED, Library, MatrixShape, PromptTile, SkinnyTile, Tile
 from .weight import Weight, plain, tile_for
 
 _MOST_TOKENS_BESIDE = 256
@@ -79,6 +80,14 @@ def gated_linear(
             return silu_mul(_by_library(x, matrix, bias))
         return silu_mul(_adapted(x, matrix, bias, adapted, by_library=True))
     return _by_kernel(tile, x, matrix, bias, gated=True, adapted=adapted)
+
+
+def widens(
+    shape: MatrixShape, num_tokens: int, dtype: torch.dtype, device: torch.device, *, adapted: bool
+) -> bool:
+    """Whether `gated_linear` makes gate and up, a tensor twice as wide as what it returns."""
+    tile = choose(shape, num_tokens, dtype, device)
+    return isinstance(tile, BESIDE_ADAPTERS if adapted else Library)
 
 
 def adds_in_place(x: Tensor, weight: Weight, adapted: Adapted | None) -> bool:

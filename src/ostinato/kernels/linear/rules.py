@@ -19,7 +19,7 @@ from itertools import product
 
 from ..gpu import Gpu
 from ..host_sizes import cdiv, next_power_of_2
-from . import cuda_fragments, cuda_streamed, cuda_wide
+from . import cuda_fragments, cuda_prompt, cuda_streamed, cuda_wide
 from .tiles import (
     MOST_REGISTERS,
     MOST_TOKENS,
@@ -83,15 +83,16 @@ def tile_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -
         elif num_tokens <= MOST_TOKENS[WideTile]:
             tile = _wide(shape, next(width for width in WIDTHS[1:] if num_tokens <= width), gpu)
         elif num_tokens >= FEWEST_PROMPT_TOKENS:
-            tile = _prompt(shape)
+            tile = _prompt(shape, num_tokens, gpu)
     return tile or _skinny(shape, num_tokens, gpu, is_head) or Library()
 
 
-def _prompt(shape: MatrixShape) -> PromptTile | None:
-    """Where a pass is saved, the gate's or the sum's; queries, keys and values are cuBLAS's to multiply."""
+def _prompt(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> PromptTile | None:
+    """What is gated or makes rows no longer, and leaves few multiprocessors idle."""
     tile = PromptTile()
-    saves_a_pass = shape.gated or shape.out_features <= shape.in_features
-    return tile if saves_a_pass and tile.fits(shape) else None
+    programs = cuda_prompt.num_programs(num_tokens, shape.out_features, gated=shape.gated)
+    wins = shape.gated or shape.out_features <= shape.in_features
+    return tile if wins and tile.fits(shape) and 4 * programs >= 3 * gpu.multiprocessors else None
 
 
 def weight_bytes(shape: MatrixShape) -> int:

@@ -215,7 +215,7 @@ class WideTile:
 
 @dataclass(frozen=True)
 class PromptTile:
-    """The work of a program of `cuda_prompt` is the same for all matrices: 128 tokens and 256 rows at a time."""
+    """The work of a program of `cuda_prompt`: the same for all matrices."""
 
     def fits(self, shape: MatrixShape) -> bool:
         """Whether the matrix can be divided like that: any whose rows, and those of results, are aligned."""
