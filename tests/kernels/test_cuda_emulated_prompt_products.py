@@ -98,6 +98,24 @@ def test_ops_are_declared_truthfully():
     torch.library.opcheck(ops.add_product.default, (x, weight, bias, rows), test_utils=tests)
 
 
+def test_torch_compile_sees_whole_ops():
+    """A gate, and a sum in the place of rows, as a layer has them."""
+    torch.manual_seed(0)
+    x, first, second = random_bf16(5, 64), random_bf16(128, 64, scale=0.1), random_bf16(64, 64, scale=0.1)
+
+    def layer(rows):
+        inner = prompt_products.multiply_prompt(x, first, None, True)
+        prompt_products.add_product(inner, second, None, rows)
+        return rows * 2
+
+    before = random_bf16(5, 64)
+    eager, compiled = before.clone(), before.clone()
+    doubled = layer(eager)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(compiled), doubled)
+    assert torch.equal(compiled, eager)
+    assert not torch.equal(eager, before)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_products_of_prompts():

@@ -16,16 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from ostinato.kernels.cuda import compiled
-from ostinato.kernels.gpu import H200
+from ostinato.kernels.gpu import H200, Gpu
 from ostinato.kernels.linear import choice, products
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.rules import tile_by_rule
 from ostinato.kernels.linear.tiles import (
     FragmentsTile,
     GemvTile,
     Library,
     MatrixShape,
-    PromptTile,
     SkinnyTile,
+    Tile,
     WideTile,
 )
 from ostinato.kernels.lora import Adapters, Rows, Stack
@@ -60,18 +61,16 @@ QKV, OUT, GATE_UP, DOWN = (
 )
 GEMV, FRAGMENTS, WIDE = GemvTile(4, 256, 4), FragmentsTile(16, 2, 4, 1, 128), WideTile(32, 64, 64, 2, 2)
 LAYER = (Choice(1, 1, GEMV), Choice(2, 8, FRAGMENTS), Choice(9, 32, WIDE))
-PROMPT = Choice(200, 300, PromptTile())
 TABLE = KernelTable(
     "",
     {
-        QKV: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3, parts=2)), PROMPT),
-        OUT: (*LAYER, Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=4)), Choice(49, 64, WIDE), PROMPT),
-        GATE_UP: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3)), PROMPT),
+        QKV: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3, parts=2))),
+        OUT: (*LAYER, Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=4)), Choice(49, 64, WIDE)),
+        GATE_UP: (*LAYER, Choice(33, 64, SkinnyTile(16, 64, 64, 4, 3))),
         DOWN: (
             *LAYER,
             Choice(33, 48, SkinnyTile(16, 64, 64, 4, 3, parts=2)),
             Choice(49, 64, FRAGMENTS),
-            PROMPT,
         ),
         MatrixShape(640, 256): (
             Choice(1, 1, GEMV),
@@ -81,6 +80,8 @@ TABLE = KernelTable(
         ),
     },
 )
+LONG = 65_536
+"""Tokens enough for such small matrices to fill a GPU: what is not in the table is by rule."""
 FORMS = {
     1: "few",
     8: "few",
@@ -89,7 +90,7 @@ FORMS = {
     40: "general",
     64: "general",
     100: "general",
-    200: "general",
+    LONG: "general",
 }
 CASES = [
     *((model, tokens, "rows") for model in MODELS for tokens in FORMS),
@@ -99,13 +100,17 @@ CASES = [
 ]
 
 
+def long_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -> Tile:
+    return tile_by_rule(shape, num_tokens, gpu, cuda=cuda) if num_tokens >= LONG else Library()
+
+
 @contextmanager
 def on_a_hopper() -> Iterator[None]:
     """A GPU that has all kernels and no table but this one."""
     with (
         mock.patch.object(choice, "gpu_of", return_value=H200),
         mock.patch.object(choice, "package_table", return_value=None),
-        mock.patch.object(choice, "tile_by_rule", return_value=Library()),
+        mock.patch.object(choice, "tile_by_rule", long_by_rule),
         mock.patch.object(compiled, "is_supported", return_value=True),
         mock.patch.object(compiled, "has_warpgroup_products", return_value=True),
         choice.using(TABLE),
