@@ -56,11 +56,11 @@ CONFIG = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
 }
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 100, 256])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 100, 256, 4096])
 @torch.no_grad()
 def test_an_untuned_model_is_as_right_as_with_cublas(device, num_tokens):
     """In whatever form the rules make of it."""
@@ -77,7 +77,7 @@ def test_an_untuned_model_is_as_right_as_with_cublas(device, num_tokens):
         positions = torch.arange(num_tokens, device="cuda")
         wanted = exact(ids, positions, attend)
         by_rules = error(model(ids, positions, attend), wanted)
-    cublas = {shape: (Choice(1, 256, Library()),) for shape in model.matrix_shapes}
+    cublas = {shape: (Choice(1, 4096, Library()),) for shape in model.matrix_shapes}
     with choice.using(KernelTable("", cublas)):
         plain = Transformer(config, device="cuda", dtype=torch.bfloat16)
         plain.load_state_dict(model.state_dict())

@@ -70,6 +70,17 @@ def test_a_token_has_the_same_bits_in_any_company():
     assert torch.equal(part, full[1000:1300])
 
 
+def test_tokens_may_lie_in_rows_of_any_beginning():
+    torch.manual_seed(0)
+    room, weight = random(4096, 1030), random(512, 1024)
+    apart, anywhere = room[:, :1024], room[:, 3:1027]
+    for x in (apart, anywhere, random(1024, 4096).t()):
+        found, wanted = x.new_empty(4096, 512), x.new_empty(4096, 512)
+        launch_prompt(x, weight, None, found)
+        launch_prompt(x.contiguous(), weight, None, wanted)
+        assert torch.equal(found, wanted)
+
+
 def test_gates_of_all_values_are_those_of_a_pass():
     """Every finite bfloat16."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).cuda()
@@ -110,6 +121,19 @@ def test_chains_in_a_graph_see_new_weights():
     run()
     assert torch.equal(changed, total)
     assert not torch.equal(changed, eager)
+
+
+def test_by_rule_a_layer_has_the_bits_of_cublas_and_passes():
+    torch.manual_seed(0)
+    x, rows = random(4096, 1024), random(4096, 1024)
+    gates, down = Weight(random(6144, 1024, scale=0.03)), Weight(random(1024, 3072, scale=0.02))
+    with choice.using(None, package=False):
+        assert products.adds_in_place(random(4096, 3072), down, None)
+        inner, total = products.gated_linear(x, gates), rows.clone()
+        products.add_linear(total, inner, down, None)
+    wanted = silu_mul(functional.linear(x, gates.tensor))
+    assert torch.equal(inner, wanted)
+    assert torch.equal(total, rows + functional.linear(wanted, down.tensor))
 
 
 def test_the_choice_of_a_table_runs_in_all_its_places():
