@@ -72,7 +72,7 @@ def test_a_token_has_the_same_bits_in_any_company():
 
 def test_tokens_may_lie_in_rows_of_any_beginning():
     torch.manual_seed(0)
-    room, weight = random(4096, 1030), random(512, 1024)
+    room, weight = random(4096, 1032), random(512, 1024)
     apart, anywhere = room[:, :1024], room[:, 3:1027]
     for x in (apart, anywhere, random(1024, 4096).t()):
         found, wanted = x.new_empty(4096, 512), x.new_empty(4096, 512)
