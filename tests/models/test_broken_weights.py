@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ostinato.models.config import ModelConfig
 from ostinato.models.errors import WeightsError
 from ostinato.models.weights import load_model
 
@@ -98,6 +99,29 @@ def test_no_weights_and_old_weights(checkpoint: Path) -> None:
     refuse(checkpoint, r"no model\.safetensors and no")
     (checkpoint / "pytorch_model.bin").write_bytes(b"")
     refuse(checkpoint, r"pytorch_model\.bin is in an old format")
+
+
+def test_an_output_layer_of_its_own_in_a_tied_model(tmp_path: Path) -> None:
+    # transformers computes with it, whatever config.json says; vLLM leaves it out.
+    saved_model("llama-tied", tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0}))
+    load_model(tmp_path)
+    edit(tmp_path, lambda tensors: tensors["lm_head.weight"][3, 4].add_(1))
+    refuse(tmp_path, 'lm_head.weight of the checkpoint is another matrix than theirs: with hf_overrides={"tie_')
+    config = ModelConfig.load(tmp_path, {"tie_word_embeddings": False})
+    assert load_model(tmp_path, config=config).lm_head is not None
+
+
+def test_files_of_two_savings(tmp_path: Path) -> None:
+    saved_model("llama", tmp_path, max_shard_size="40KB")
+    saved_model("llama", tmp_path)  # removes the shards, and leaves their index
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    load_model(tmp_path)
+    saved_model("llama", tmp_path, max_shard_size="40KB")  # leaves the single file
+    assert (tmp_path / "model.safetensors").is_file()
+    refuse(tmp_path, "of two savings: remove the older one")
+    (tmp_path / "model.safetensors").unlink()
+    load_model(tmp_path)
 
 
 def test_unknown_load_format(checkpoint: Path) -> None:

@@ -100,6 +100,27 @@ def test_tied_models_need_no_output_layer_and_take_one(model: Transformer) -> No
     assert_equal(model, new)
 
 
+@pytest.mark.parametrize("as_iterator", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_tied_model_takes_no_output_layer_of_its_own(
+    model: Transformer, as_iterator: bool, first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not model.config.tie_word_embeddings:
+        pytest.skip("has its own")
+    old, new = contents(model), other_weights(model)
+    own = {"lm_head.weight": new["model.embed_tokens.weight"] * 2}
+    pairs = list((own | new if first else new | own).items())
+    with pytest.raises(WeightsError, match="lm_head.weight is not that of model.embed_tokens.weight, and"):
+        update_weights(model, iter(pairs) if as_iterator else pairs)
+    assert_equal(model, old)
+    with pytest.raises(WeightsError, match=r"lm_head.weight has shape \[3\], not"):
+        update_weights(model, {"lm_head.weight": torch.zeros(3)})
+    # Weights that come in several updates, the output layer before the embeddings.
+    update_weights(model, iter(own.items()) if as_iterator else own)
+    assert "lm_head.weight is not that of model.embed_tokens.weight" in caplog.text
+    assert_equal(model, old)
+
+
 FAULTS = {
     "an unknown name": ("model.layers.0.nothing.weight", torch.zeros(3), "has no place in"),
     "a wrong shape": ("model.norm.weight", torch.zeros(7), r"has shape \[7\], not \[48\]"),

@@ -13,6 +13,7 @@ the device to fail in between, the update says that the weights are torn, and it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from .errors import WeightsError
 from .transformer import Transformer
-from .weights import checkpoint_tensors, ignorable, stored_weights
+from .weights import OUTPUT_LAYER, are_equal, checkpoint_tensors, ignorable, is_tied, stored_weights
+
+logger = logging.getLogger("ostinato.models")
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Weights by the names of the checkpoint; not necessarily all."""
@@ -76,6 +79,9 @@ class WeightPlaces:
         self._model = model
         self.views = checkpoint_tensors(model)
         self.names = self.views.keys()
+        [layer] = model.config.family.tensors.of("embed_tokens")
+        self.embeddings = f"{layer}.weight"
+        """What they are called."""
         self._short = {name.removeprefix("model."): name for name in self.views}
         self._found = [
             (module._parameters, name, parameter.data_ptr())
@@ -95,9 +101,26 @@ class WeightPlaces:
             return None
         raise WeightsError(f"weight {given} has no place in {self._model.config.architecture}")
 
-    def checked(self, name: str, given: object) -> Tensor:
-        """The tensor, if it can be written to that place."""
+    def is_tied(self, given: object) -> bool:
+        """Whether this name is that of an output layer which is the embeddings."""
+        return isinstance(given, str) and is_tied(given.removeprefix("model."), self._model.config)
+
+    def check_tied(self, output: object, embeddings: Tensor | None) -> None:
+        """An output layer that is not written has to be the embeddings: those given with it, or (None) those
+        that are there, which may be about to change."""
+        name, held = self.embeddings, self.views[self.embeddings]
+        given = self.checked(name, output, as_named=OUTPUT_LAYER)
+        if are_equal(given, held if embeddings is None else embeddings.to(held.device, held.dtype)):
+            return
+        what = f"weight {OUTPUT_LAYER} is not that of {name}, and the model has one for both"
+        if embeddings is not None:
+            raise WeightsError(f"{what} (tie_word_embeddings)")
+        logger.warning("%s: it is not written, only %s would be", what, name)
+
+    def checked(self, name: str, given: object, as_named: str = "") -> Tensor:
+        """The tensor, if it can be written to that place. `as_named`: what errors call it instead."""
         view = self.views[name]
+        name = as_named or name
         if not isinstance(given, Tensor):
             raise WeightsError(f"weight {name} is no tensor but {type(given).__name__}")
         if given.shape != view.shape:
@@ -157,6 +180,9 @@ def _checked(places: WeightPlaces, new: NamedTensors) -> dict[str, Tensor]:
 def _replace_at_once(places: WeightPlaces, new: NamedTensors) -> dict[str, Tensor]:
     """Everything is at hand: checked first, then written without a pause."""
     checked = _checked(places, new)
+    for given, tensor in new.items() if isinstance(new, Mapping) else new:
+        if places.is_tied(given):
+            places.check_tied(tensor, checked.get(places.embeddings))
     try:
         interrupt = _write_all(places, checked)
     except Exception as error:
@@ -171,10 +197,14 @@ def _replace(
 ) -> dict[str, Tensor]:
     """One after the other; the old ones are kept on the host until all are written."""
     kept: dict[str, Tensor] = {}
+    output_layers = []
     try:
         for given, tensor in pairs:
             name = places.name_of(given)
             if name is None:
+                if places.is_tied(given):
+                    # What is lent by an iterator may be another one's when that goes on.
+                    output_layers.append(tensor.to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor)
                 continue
             _refuse_twice(name, kept)
             new = places.checked(name, tensor)
@@ -183,6 +213,9 @@ def _replace(
         if missing := sorted(set(must_have) - kept.keys()):
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise WeightsError(f"weights missing: {', '.join(missing[:4])}{more}")
+        for output in output_layers:
+            is_given = places.embeddings in kept
+            places.check_tied(output, places.views[places.embeddings] if is_given else None)
     except BaseException:
         _write_all(places, kept)
         raise

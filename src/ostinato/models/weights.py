@@ -20,7 +20,10 @@ from .transformer import Transformer
 LoadFormat = Literal["safetensors", "dummy"]
 """`safetensors` reads the checkpoint; `dummy` makes deterministic random weights from `config.json` alone."""
 
-_INDEX = "model.safetensors.index.json"
+OUTPUT_LAYER = "lm_head.weight"
+"""Of a checkpoint; one whose output layer is its embeddings may have it and may not."""
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _READABLE_DTYPES = {"F32", "F16", "BF16"}
 
 
@@ -74,9 +77,12 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     # A checkpoint saved from the bare model has no "model." before its names.
     wanted = {name.removeprefix("model."): view for name, view in checkpoint_tensors(model).items()}
     loaded: set[str] = set()
+    output_layer: Tensor | None = None
     for tensor in _stored_tensors(Path(directory), model.embed_tokens.weight.device):
         name = tensor.name.removeprefix("model.")
         if name not in wanted:
+            if is_tied(name, model.config):
+                output_layer = tensor.reader.get_tensor(tensor.name)
             if ignorable(name, model.config):
                 continue
             raise WeightsError(
@@ -88,6 +94,12 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise WeightsError(
             f"{directory}: tensors missing from the checkpoint: {', '.join(missing[:4])}{more}"
+        )
+    if output_layer is not None and not are_equal(output_layer, model.embed_tokens.weight):
+        raise WeightsError(
+            f"{directory}: config.json ties the output layer to the embeddings, and {OUTPUT_LAYER} of the "
+            'checkpoint is another matrix than theirs: with hf_overrides={"tie_word_embeddings": false} it is '
+            "used"
         )
 
 
@@ -135,8 +147,18 @@ def _copy(tensor: _StoredTensor, target: Tensor) -> None:
 def ignorable(name: str, config: ModelConfig) -> bool:
     """A tied or bare model has no use for a stored output layer; old checkpoints hold rotary frequencies."""
     return (
-        name == "lm_head.weight" and (config.tie_word_embeddings or not config.has_lm_head)
+        name == OUTPUT_LAYER and (config.tie_word_embeddings or not config.has_lm_head)
     ) or name.endswith("rotary_emb.inv_freq")
+
+
+def is_tied(name: str, config: ModelConfig) -> bool:
+    """Whether this is an output layer that should be the embeddings once more."""
+    return name == OUTPUT_LAYER and config.tie_word_embeddings and config.has_lm_head
+
+
+def are_equal(given: Tensor, held: Tensor) -> bool:
+    """Whether this is what is held, in the dtype in which it is held."""
+    return given.shape == held.shape and torch.equal(given.to(held.device, held.dtype), held)
 
 
 def stored_weights(directory: Path, device: torch.device) -> Generator[tuple[str, Tensor]]:
@@ -172,7 +194,7 @@ def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTe
 
 def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
     """The files to read, each with the tensors the index promises in it (None without an index)."""
-    index = directory / _INDEX
+    index, single = directory / _INDEX, directory / _SINGLE
     if index.is_file():
         try:
             placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -182,13 +204,21 @@ def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{index} is not a readable index: {error!r}") from error
-        if absent := [file.name for file in files if not file.is_file()]:
+        absent = [file.name for file in files if not file.is_file()]
+        if single.is_file() and single not in files:
+            # Whoever saves one way over the other leaves this behind: transformers, for one.
+            if len(absent) == len(files):
+                return {single: None}
+            raise WeightsError(
+                f"{directory}: there are {_SINGLE} and an {_INDEX} of other files, of two savings: remove the "
+                "older one"
+            )
+        if absent:
             raise WeightsError(
                 f"{directory}: {len(absent)} of {len(files)} shards missing: {', '.join(absent)}"
             )
         return files
     found = sorted(directory.glob("*.safetensors"))
-    single = directory / "model.safetensors"
     if single in found or len(found) == 1:
         return {single if single in found else found[0]: None}
     if found:
@@ -197,4 +227,4 @@ def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
         )
     old = [file.name for file in sorted(directory.glob("*.bin"))]
     hint = f"; {old[0]} is in an old format, only safetensors are read" if old else ""
-    raise WeightsError(f"{directory}: no model.safetensors and no {_INDEX}{hint}")
+    raise WeightsError(f"{directory}: no {_SINGLE} and no {_INDEX}{hint}")

@@ -46,6 +46,7 @@ _REFUSED = {
     "arrow_config": "it routes between adapters",
 }
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")
+_LEAVES_BASE = ("gaussian", "eva", "orthogonal")
 _ALL_LINEAR = "all-linear"
 
 
@@ -87,13 +88,13 @@ class PeftConfig:
             return cls(
                 r=_positive(raw.get("r", 8)),
                 lora_alpha=_number(raw.get("lora_alpha", 8)),
-                use_rslora=bool(raw.get("use_rslora")),
-                rank_pattern={str(k): _positive(v) for k, v in (raw.get("rank_pattern") or {}).items()},
-                alpha_pattern={str(k): _number(v) for k, v in (raw.get("alpha_pattern") or {}).items()},
+                use_rslora=_switch(raw.get("use_rslora")),
+                rank_pattern={_regex(k): _positive(v) for k, v in (raw.get("rank_pattern") or {}).items()},
+                alpha_pattern={_regex(k): _number(v) for k, v in (raw.get("alpha_pattern") or {}).items()},
                 target_modules=_names(raw.get("target_modules")),
                 exclude_modules=_names(raw.get("exclude_modules")),
                 layers_to_transform=_integers(raw.get("layers_to_transform")),
-                layers_pattern=_listed(raw.get("layers_pattern")),
+                layers_pattern=tuple(map(_regex, _listed(raw.get("layers_pattern")))),
             )
         except (TypeError, ValueError, AttributeError) as error:
             raise AdapterError(f"{where}: a field is not what PEFT writes: {error}") from error
@@ -107,6 +108,11 @@ class PeftConfig:
         alpha = self.alpha_pattern.get(_pattern_of(module, self.alpha_pattern), self.lora_alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether layers are named at all; `all-linear` is all but embeddings and the output layer."""
+        return self.target_modules not in (None, _ALL_LINEAR)
 
     def targeted(self, modules: Iterable[str]) -> set[str]:
         """Which of these linear layers, by their full names, the adapter changes."""
@@ -139,6 +145,10 @@ def _refuse(raw: Mapping[str, Any], where: str) -> None:
             f"{where}: init_lora_weights {start!r} is not supported: it changes the base weights; convert "
             "the adapter to plain LoRA when saving it"
         )
+    if start is not None and not isinstance(start, bool) and start not in _LEAVES_BASE:
+        raise AdapterError(
+            f"{where}: init_lora_weights {start!r} is not known here, and it may have changed the base weights"
+        )
     for name, value in raw.items():
         if name in _USED or name in _WITHOUT_EFFECT or value in (None, False, 0, "") or value in ([], {}):
             continue
@@ -158,9 +168,19 @@ def _is_named(module: str, names: str | tuple[str, ...]) -> bool:
 
 
 def _names(given: Any) -> str | tuple[str, ...] | None:
+    if isinstance(given, str) and given and given != _ALL_LINEAR:
+        return _regex(given)
     if given is None or isinstance(given, str):
         return given or None
     return tuple(map(str, given)) or None
+
+
+def _regex(given: Any) -> str:
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise ValueError(f"{given!r} is no regular expression: {error}") from None
+    return str(given)
 
 
 def _listed(given: Any) -> tuple[str, ...]:
@@ -168,7 +188,16 @@ def _listed(given: Any) -> tuple[str, ...]:
 
 
 def _integers(given: Any) -> tuple[int, ...]:
-    return (given,) if isinstance(given, int) else tuple(map(int, given or ()))
+    numbers = (given,) if isinstance(given, int) else tuple(given or ())
+    if wrong := [each for each in numbers if not isinstance(each, int) or isinstance(each, bool)]:
+        raise ValueError(f"a layer is a number, not {wrong[0]!r}")
+    return numbers
+
+
+def _switch(given: Any) -> bool:
+    if given is not None and not isinstance(given, bool):
+        raise ValueError(f"a switch is true or false, not {given!r}")
+    return bool(given)
 
 
 def _positive(given: Any) -> int:

@@ -29,6 +29,8 @@ _MEANINGS = {
     "lora_embedding_": "adapters of embeddings are not supported",
     ".bias": "biases of adapters are not supported",
     "modules_to_save": "layers trained as a whole are not supported",
+    ".base_layer.": "PEFT saves a layer of the model beside adapters of embeddings and of the output layer, "
+    "which are not supported",
 }
 
 
@@ -53,6 +55,7 @@ class AdapterReader:
                 self._places[layer] = name, part
                 self._shapes[layer] = num_rows, linear.weight.size(1)
         self._short = {_short(name): name for name in self._places}
+        self._outside_layers = tuple(model.config.family.tensors.top.values())
 
     def read(self, path: str | Path) -> Adapter:
         """The adapter in a directory; AdapterError if there is none, or if it does not fit."""
@@ -102,6 +105,11 @@ class AdapterReader:
                 f"{where}: {len(unnamed)} layers have tensors and are not among its target_modules, "
                 f"{unnamed[0]} for one"
             )
+        if config.names_layers and (others := sorted(config.targeted(self._outside_layers))):
+            raise AdapterError(
+                f"{where}: its target_modules name {others[0]}, which no adapter can change here; "
+                + self._changeable()
+            )
 
     def _place_of(self, name: str, where: str) -> tuple[str, str]:
         matched = _MATRIX.fullmatch(name)
@@ -110,12 +118,15 @@ class AdapterReader:
             raise AdapterError(f"{where}: tensor {name} is no matrix of a LoRA adapter" + _told(known))
         module = self._short.get(_short(matched["module"]))
         if module is None:
-            kinds = sorted({name.rsplit(".", 1)[-1] for name in self._places})
             raise AdapterError(
                 f"{where}: {matched['module']} is no layer of {self._architecture} that an adapter can "
-                f"change; target modules can be {', '.join(kinds)}"
+                f"change; {self._changeable()}"
             )
         return module, matched["which"]
+
+    def _changeable(self) -> str:
+        kinds = sorted({name.rsplit(".", 1)[-1] for name in self._places})
+        return f"target modules can be {', '.join(kinds)}"
 
     def _checked(self, tensor: object, what: str) -> Tensor:
         if not isinstance(tensor, Tensor):
@@ -145,7 +156,13 @@ class AdapterReader:
                     f"not {list(expected)}"
                 )
         scaled = found["B"].float() * config.scaling_of(module)
-        return LowRank(self._kept(found["A"]), self._kept(scaled))
+        pair = LowRank(self._kept(found["A"]), self._kept(scaled))
+        for which, kept in (("A", pair.a), ("B", pair.b)):
+            if not bool(kept.isfinite().all()):
+                raise AdapterError(
+                    f"{where}: matrix {which} of layer {module} has numbers that are not finite in {self._dtype}"
+                )
+        return pair
 
     def _kept(self, matrix: Tensor) -> Tensor:
         """A copy of our own: whoever gave it may change it, and a file may go."""
