@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -516,8 +517,50 @@ def test_an_adapter_in_async_calls(world: LoraWorld) -> None:
             refused = llm.generate(prompts[0], GREEDY, lora_request=LoRARequest("x", 9, "/nowhere"))
             with pytest.raises(RequestError, match="no such directory"):
                 await anext(refused)
+            async with asyncio.timeout(30):
+                await pauses_behind_a_file(llm, world, prompts[0])
 
     asyncio.run(serve())
+
+
+async def pauses_behind_a_file(llm: AsyncLLM, world: LoraWorld, prompt: Any) -> None:
+    """Whose adapter is being read when a pause that waits begins is served before it; who leaves keeps
+    nobody waiting, who comes later waits himself."""
+    adapters = llm._llm.engine.adapters
+    gate, read, begun = threading.Event(), adapters.read, []
+
+    def gated(path: str) -> Any:
+        begun.append(path)
+        assert gate.wait(20)
+        return read(path)
+
+    async def last_of(name: str) -> Any:
+        asked = LoRARequest(name, int(name), world.path(0))
+        return [output async for output in llm.generate(prompt, GREEDY, lora_request=asked)][-1]
+
+    async def are_read(count: int) -> None:
+        while len(begun) < count:
+            await asyncio.sleep(0.001)
+
+    adapters.read = gated  # type: ignore[method-assign]
+    early, leaving = (asyncio.create_task(last_of(name)) for name in ("20", "21"))
+    await are_read(2)
+    pause = asyncio.create_task(llm.pause_generation(mode="wait"))
+    await asyncio.sleep(0.05)
+    assert not pause.done()
+    late = asyncio.create_task(last_of("22"))
+    await are_read(3)
+    await asyncio.sleep(0.02)
+    assert not pause.done()
+    leaving.cancel()
+    gate.set()
+    await asyncio.wait_for(pause, 20)
+    assert early.done()
+    await asyncio.sleep(0.02)
+    assert not late.done()
+    await llm.resume_generation()
+    for each in (early, late):
+        assert (await asyncio.wait_for(each, 20)).outputs[0].token_ids == world.expected(0, prompt)
 
 
 @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -1,13 +1,14 @@
 """Requests whose adapter has to be read again, while somebody unloads or replaces it, or aborts all."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ostinato import LLM, LoRARequest, SamplingParams
+from ostinato.server.engine_process.engine_controls import EngineControls
 from ostinato.server.engine_process.served_engine import ServedEngine
 from ostinato.server.wire.messages import Generate
 
@@ -88,6 +89,48 @@ def test_one_that_was_replaced_meanwhile_serves_as_it_is_now(late: Late) -> None
     assert [each.error for each in told if each.error] == []
     assert told[-1].finish_reason == "length"
     assert {each.name: Path(each.path).name for each in late.adapters.listed()} == {"x": "z", "y": "y"}
+
+
+@pytest.mark.parametrize("control", ["pause", "sleep"])
+def test_whoever_waits_for_a_file_is_served_before_a_pause_that_waits(
+    late: Late, llm: LLM, control: str
+) -> None:
+    told: list[Any] = []
+    controls = EngineControls(llm, late.engine, lambda step: told.extend(step.news)).by_name()
+    arguments: dict[str, Any] = {"clear_cache": True} if control == "pause" else {"level": 0}
+    waiting = cast(Generator[None, None, None], controls[control](mode="wait", **arguments))
+    params = SamplingParams(temperature=0, max_tokens=3)
+    for turn in range(2000):
+        try:
+            next(waiting)
+        except StopIteration:
+            break
+        if turn == 5:
+            # One that comes now is held, though its file is there when that of the other is.
+            assert late.engine.generate(Generate(8, [65, 66], params, adapter="x")) is None
+            late.gate.set()
+        told += late.engine.carry_on()
+        if late.engine.is_busy:
+            told += late.engine.step().news
+        threading.Event().wait(0.002)
+    else:
+        raise AssertionError("the pause never came to its end")
+    assert [each.finish_reason for each in told if each.id == 7][-1] == "length"
+    assert [each for each in told if each.id == 8] == []
+    assert not late.engine.is_busy
+    late.engine.core.resume()
+    assert [each.finish_reason for each in late.news() if each.id == 8][-1] == "length"
+
+
+def test_one_that_is_aborted_before_its_file_comes_keeps_no_pause_waiting(late: Late, llm: LLM) -> None:
+    controls = EngineControls(llm, late.engine, lambda step: None).by_name()
+    waiting = cast(Generator[None, None, None], controls["pause"](mode="wait", clear_cache=False))
+    next(waiting)
+    late.engine.abort([7])
+    with pytest.raises(StopIteration):
+        next(waiting)
+    late.engine.core.resume()
+    assert late.news() == []
 
 
 def test_whoever_waits_for_a_file_is_aborted_with_all_others(late: Late) -> None:

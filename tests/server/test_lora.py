@@ -2,8 +2,15 @@
 
 import base64
 import json
+import os
 import pickle
+import re
+import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from ostinato.server.config import ServerConfig
@@ -57,7 +65,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def served(model: Path, adapters: dict[str, str]) -> Iterator[ServerProcess]:
     modules = [f"x={adapters['x']}", json.dumps({"name": "y", "path": adapters["y"]})]
-    flags = ("--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", "8")
+    flags = ("--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", "8", "--restart-engine")
     with ServerProcess(model, *flags, "--lora-modules", *modules) as server:
         yield server
 
@@ -216,22 +224,108 @@ def test_adapters_are_for_admins(model: Path, server: ServerProcess) -> None:
     assert "start the server with --enable-lora" in answer.json()["error"]["message"]
 
 
-def test_who_names_an_adapter_of_an_engine_that_ended_is_told() -> None:
-    """Nothing is loaded again behind anybody's back: its files may be others by now."""
+def test_an_adapter_unloaded_under_a_request_is_as_unknown_as_any(
+    served: ServerProcess, adapters: dict[str, str]
+) -> None:
+    """The engine unloads before it reads requests that came while the adapter was there."""
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"model": "late", "prompt": "ab"}),
+        ("/v1/completions", {"model": "scripted:late", "prompt": "ab", "stream": True}),
+        ("/v1/chat/completions", {"model": "late", "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/embeddings", {"model": "late", "input": "ab"}),
+        ("/generate", {"text": "ab", "lora_path": "late"}),
+    ]
+    served.post("/v1/load_lora_adapter", {"lora_name": "late", "lora_path": adapters["z"]})
+    engine = served.engine_pid
+    with ThreadPoolExecutor(1 + len(kinds)) as clients:
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            unloading = clients.submit(served.post, "/v1/unload_lora_adapter", {"lora_name": "late"})
+            has_asked(served, "POST /v1/unload_lora_adapter", unloading)
+            raced = [clients.submit(served.post, path, body) for path, body in kinds]
+            has_asked(served, "all others", *raced)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert unloading.result().status_code == 200
+        found = [each.result() for each in raced]
+    later = [served.post(path, body) for path, body in kinds]
+    assert [each.status_code for each in later] == [404, 404, 404, 404, 400]
+    assert [each.status_code for each in found] == [each.status_code for each in later]
+    assert [each.json() for each in found] == [each.json() for each in later]
+
+
+def has_asked(server: ServerProcess, what: str, *calls: Future[httpx.Response]) -> None:
+    """Let the HTTP process get as far as it gets with these calls while its engine stands still."""
+    for _ in range(10):
+        assert server.get("/version").status_code == 200
+        threading.Event().wait(0.02)
+    assert not any(call.done() for call in calls), what
+
+
+def test_adapters_of_an_engine_that_ended_are_loaded_again(
+    served: ServerProcess, adapters: dict[str, str], tmp_path: Path
+) -> None:
+    """As they were: with what was loaded, replaced and unloaded since the start. The last test with it."""
+    load = "/v1/load_lora_adapter"
+    listed = {card["id"] for card in served.get("/v1/models").json()["data"]}
+    for name in sorted(listed - {"scripted", "y"}):
+        served.post("/v1/unload_lora_adapter", {"lora_name": name})
+    own = {name: write_adapter(tmp_path / name, seed) for seed, name in enumerate(("kept", "gone", "other"))}
+    for name, path in own.items():
+        assert served.post(load, {"lora_name": name, "lora_path": path}).status_code == 200
+    served.post(load, {"lora_name": "y", "lora_path": adapters["z"], "load_inplace": True})
+    tensors = load_file(Path(adapters["z"]) / "adapter_model.safetensors")
+    config = json.loads((Path(adapters["z"]) / "adapter_config.json").read_text())
+    pickled = base64.b64encode(pickle.dumps(tensors)).decode()
+    body = {"lora_name": "given", "config_dict": config, "serialized_tensors": pickled}
+    assert served.post("/load_lora_adapter_from_tensors", body).status_code == 200
+    before = {name: text_of(served, name) for name in ("kept", "y")}
+    cards = {card["id"]: card for card in served.get("/v1/models").json()["data"]}
+    shutil.rmtree(own["gone"])
+    shutil.rmtree(own["other"])
+    write_adapter(Path(own["other"]), 17)
+
+    os.kill(served.engine_pid, signal.SIGKILL)
+    end = time.monotonic() + 60
+    for status in (503, 200):
+        while served.get("/health").status_code != status:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    now = {card["id"]: card for card in served.get("/v1/models").json()["data"]}
+    assert set(now) == {"scripted", "kept", "y"}
+    assert [now[name]["root"] for name in ("kept", "y")] == [own["kept"], adapters["z"]]
+    assert {name: cards[name]["root"] for name in ("kept", "y")} == {
+        name: now[name]["root"] for name in ("kept", "y")
+    }
+    assert {name: text_of(served, name) for name in before} == before
+    why = {"gone": "no such directory", "other": "has changed", "given": "was given as tensors"}
+    for name, reason in why.items():
+        answer = served.post("/v1/completions", {"model": name, "prompt": "ab"})
+        assert answer.status_code == 404
+        assert reason in answer.json()["error"]["message"], name
+        assert re.search(rf"adapter '{name}' is not there any more: .*{reason}", served.log), name
+    assert served.post(load, {"lora_name": "other", "lora_path": own["other"]}).status_code == 200
+    assert text_of(served, "other")
+    # Their numbers are those they had, and a new one gets one that nobody has.
+    listed_now = served.post("/unload_lora_adapter", {"lora_name": "other"}).json()["loaded_adapters"]
+    assert len({each["lora_id"] for each in listed_now.values()}) == 2
+
+
+def test_who_names_an_adapter_that_an_engine_could_not_load_again_is_told() -> None:
     service = Service(ServerConfig(), SimpleNamespace(state=EngineState.READY), "m")  # type: ignore[arg-type]
-    first = Ready(
-        "d", "d", "X", 64, 4, 320, 320, False, True, [1], {}, "", adapters=[AdapterInfo("x", 1, "p", False)]
-    )
+    x = AdapterInfo("x", 1, "p", False, "")
+    first = Ready("d", "d", "X", 64, 4, 320, 320, False, True, [1], {}, "", adapters=[x])
     service.on_ready(first)
     assert service.model is not None
-    service.model.adapters["z"] = AdapterInfo("z", 2, "q", False)
-    for _ in range(2):
-        service.on_ready(first)
+    service.model.adapters["z"] = AdapterInfo("z", 2, "q", False, "")
+    assert [each.name for each in service.adapters] == ["x", "z"]
+    for lost in ({"z": "it has changed"}, {}):
+        service.on_ready(structs.replace(first, lost_adapters=lost))
         assert service.model.named("x").adapter == "x"
         for name in ("z", "m:z"):
-            with pytest.raises(ApiError, match="started again since this adapter was loaded: load it again"):
+            with pytest.raises(ApiError, match=r"could not be loaded again .*: it has changed"):
                 service.model.named(name)
-        with pytest.raises(ApiError, match="'z' is not loaded; the engine was started again"):
+        with pytest.raises(ApiError, match=r"'z' is not loaded; .*: it has changed"):
             service.model.with_adapter("z", "lora_path")
         with pytest.raises(ApiError, match=r"'w' is not loaded$"):
             service.model.with_adapter("w", "lora_path")

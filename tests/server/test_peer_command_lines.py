@@ -11,7 +11,7 @@ import pytest
 from .server_process import ServerProcess
 
 VLLM = """
-{model} --host 127.0.0.1 --port 0 --served-model-name scripted --max-model-len 256 --max-num-seqs 8
+{model} --host 127.0.0.1 --port 0 --max-model-len 256 --max-num-seqs 8
 --max-num-batched-tokens 64 --gpu-memory-utilization 0.8 --tensor-parallel-size 1 -pp 1 -dp 1 --block-size 16
 --trust-remote-code --dtype float --load-format safetensors --seed 0 --tokenizer {model} --tokenizer-mode auto
 --chat-template {template} --enable-auto-tool-choice --tool-call-parser auto --no-enable-prefix-caching
@@ -64,6 +64,15 @@ def test_a_command_line_of_a_peer_starts_a_server(
         ids = server.post("/tokenize", body, headers=KEY).json()["tokens"]
         prompt = server.post("/detokenize", {"tokens": ids}, headers=KEY).json()["prompt"]
         assert prompt == "XHi<|assistant|>", "the chat template is the one that was given"
+        # A model has the name that it was given on the command line, and no other.
+        given, other = (str(model), model.name) if peer == "vllm" else ("scripted", str(model))
+        assert [each["id"] for each in server.get("/v1/models", headers=KEY).json()["data"]] == [given]
+        assert server.get(f"/v1/models/{given}", headers=KEY).json()["id"] == given
+        named = server.post("/v1/chat/completions", {**body, "model": given}, headers=KEY)
+        assert (named.status_code, named.json()["model"]) == (200, given)
+        for name in (other, f"{given}/"):
+            unknown = server.post("/v1/chat/completions", {**body, "model": name}, headers=KEY)
+            assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
         refused = server.post("/v1/chat/completions", {**body, "top_p": 7}, headers=KEY)
         assert refused.status_code == 400
         assert server.post("/v1/chat/completions", body).status_code == 401

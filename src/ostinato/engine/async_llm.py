@@ -24,6 +24,7 @@ from .llm import LLM
 from .outputs import RequestOutput
 from .parameters.sampling_params import RequestError, SamplingParams
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
+from .scheduling.drain import Announced
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport, check_mode
 from .speculating.counts import SpeculationReport
@@ -73,6 +74,8 @@ class AsyncLLM(AsyncTrainerServices):
         """The request of each inbox; a name may belong to another by the time an inbox is given up."""
         self._streams: dict[_Inbox, OutputStream] = {}
         """What of its outputs each inbox gets."""
+        self._announced: dict[_Inbox, Announced] = {}
+        """Those whose adapters are being read."""
         self._closed = False
         self._gate = threading.Lock()
         """Whoever holds it may ask; nothing is asked any more once `_closed` is set under it."""
@@ -110,17 +113,19 @@ class AsyncLLM(AsyncTrainerServices):
         check_params(asked)
         params = asked.clone()
         name: asyncio.Future[str] = loop.create_future()
-        read = None if lora_request is None else await self._read(lora_request)
+        read: Adapter | None = None
 
         def add(engine: TextEngine) -> str:
-            with engine.turn:
+            with engine.turn, self._arrival(engine, arrived):
                 adapter = engine.version_of(lora_request, read)
                 output = engine.add(prompt, params, request_id, adapter)
                 output.lora_request = lora_request
                 return output.request_id
 
-        self._do(lambda engine: self._add(engine, add, params, loop, arrived, name))
         try:
+            if lora_request is not None:
+                read = await self._read(lora_request, arrived)
+            self._do(lambda engine: self._add(engine, add, params, loop, arrived, name))
             await name
             while True:
                 news = await arrived.get()
@@ -164,14 +169,17 @@ class AsyncLLM(AsyncTrainerServices):
         reader.check(wanted)
         loop = asyncio.get_running_loop()
         arrived: _Inbox = asyncio.Queue()
-        read = None if lora_request is None else await self._read(lora_request)
+        read: Adapter | None = None
 
         def add(engine: TextEngine) -> ServedCompletion:
-            name = engine.add_embedding(prompt, request_id, engine.version_of(lora_request, read))
+            with self._arrival(engine, arrived):
+                name = engine.add_embedding(prompt, request_id, engine.version_of(lora_request, read))
             self._listeners[name], self._names[arrived] = (loop, arrived), name
             return engine.served_embedding(name)
 
         try:
+            if lora_request is not None:
+                read = await self._read(lora_request, arrived)
             served = await self._call(add)
             news = await arrived.get()
             if isinstance(news, BaseException):
@@ -225,14 +233,26 @@ class AsyncLLM(AsyncTrainerServices):
             return None
         return await self._call(lambda _: self._llm.update_weights(weights, version=version))
 
-    async def _read(self, asked: LoRARequest) -> Adapter | None:
-        """What has to be read for this adapter, beside the engine's steps; None: nothing."""
+    async def _read(self, asked: LoRARequest, arrived: _Inbox | None = None) -> Adapter | None:
+        """What has to be read for this adapter, beside the engine's steps; None: nothing. The request of
+        `arrived`, if it is for one, has come with this call."""
         if not isinstance(asked, LoRARequest):
             raise RequestError(f"lora_request must be a LoRARequest, not {type(asked).__name__}")
-        path = await self._call(lambda engine: engine.adapters.path_to_read(asked))
+
+        def path_to_read(engine: TextEngine) -> str | None:
+            path = engine.adapters.path_to_read(asked)
+            if path is not None and arrived is not None:
+                self._announced[arrived] = engine.core.scheduler.arrivals.announce()
+            return path
+
+        path = await self._call(path_to_read)
         if path is None:
             return None
         return await asyncio.to_thread(self._llm.engine.adapters.read, path)
+
+    def _arrival(self, engine: TextEngine, arrived: _Inbox) -> contextlib.AbstractContextManager[None]:
+        """What is added in here came when its adapter began to be read."""
+        return engine.core.scheduler.arrivals.arrival(self._announced.pop(arrived, None))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLM.add_lora`; requests go on while it is read."""
@@ -469,6 +489,8 @@ class AsyncLLM(AsyncTrainerServices):
     def _give_up(self, engine: TextEngine, arrived: _Inbox) -> None:
         """Nobody reads from this inbox any more: its request ends, if it has not."""
         self._streams.pop(arrived, None)
+        if (announced := self._announced.pop(arrived, None)) is not None:
+            engine.core.scheduler.arrivals.withdraw(announced)
         name = self._names.pop(arrived, None)
         if name is None:
             return  # it was refused

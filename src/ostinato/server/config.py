@@ -30,7 +30,7 @@ class ServerConfig:
     port: int = 8000
     """Port to listen on; 0 takes a free one and says which."""
     served_model_name: str | None = None
-    """The model's name in the API; default: the name of its directory or file."""
+    """The model's name in the API; default: the model as it was given, a path as it was written."""
     chat_template: str | None = None
     """A file with a chat template, or the template itself; default: the model's own."""
     trust_request_chat_template: bool = False

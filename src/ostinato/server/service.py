@@ -16,6 +16,7 @@ from ostinato.text.tokenizer import Tokenizer
 
 from .config import ServerConfig
 from .engine_client.client import EngineClient, EngineState
+from .log_lines import announce
 from .metrics.history import History
 from .metrics.request_metrics import RequestMetrics
 from .openai.completion import Completion
@@ -25,7 +26,7 @@ from .openai.requests import Sampling
 from .openai.served_model import ServedModel
 from .openai.stream_pace import StreamPace
 from .request_log import RequestLog
-from .wire.messages import Ready
+from .wire.messages import AdapterInfo, Ready
 
 _HEADER_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -60,9 +61,15 @@ class Service:
             tokenizer = tokenizer.with_chat_template(self._chat_template)
         self.close()
         before, self.model = self.model, ServedModel(self.model_name, ready, self.config, tokenizer)
-        if before is not None:
-            known = {*before.adapters, *before.lost_adapters}
-            self.model.lost_adapters = frozenset(known - self.model.adapters.keys())
+        lost = {**({} if before is None else before.lost_adapters), **ready.lost_adapters}
+        self.model.lost_adapters = {name: lost[name] for name in lost.keys() - self.model.adapters.keys()}
+        for name, why in ready.lost_adapters.items():
+            announce(f"adapter {name!r} is not there any more: {why}")
+
+    @property
+    def adapters(self) -> list[AdapterInfo] | None:
+        """What an engine that is started again has to load; None: what its options say."""
+        return None if self.model is None else list(self.model.adapters.values())
 
     def close(self) -> None:
         """End what works for the model."""

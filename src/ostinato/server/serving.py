@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -66,6 +65,7 @@ class _Server:
             ),
             on_ready=lambda ready: self._on_ready(ready),
             on_step=lambda: self._service.metrics.on_step(),
+            adapters=lambda: self._service.adapters,
         )
         name = config.served_model_name or _model_name(engine_options.get("model"))
         _refuse_own_name(name, engine_options.get("lora_modules") or ())
@@ -179,10 +179,7 @@ def _bind(config: ServerConfig) -> socket.socket:
 def _model_name(model: str | None) -> str:
     if model is None:
         return DEFAULT_MODEL_NAME
-    path = Path(model)
-    if path.is_file():
-        return path.stem
-    return path.resolve().name if path.is_dir() else model
+    return model
 
 
 def _refuse_own_name(name: str, modules: Sequence[str]) -> None:

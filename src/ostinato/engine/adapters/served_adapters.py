@@ -45,6 +45,8 @@ class LoadedAdapter:
     is_on_device: bool
     num_requests: int
     """Unfinished ones."""
+    digest: bytes
+    """Of its contents."""
 
 
 class ServedAdapters:
@@ -168,6 +170,7 @@ class ServedAdapters:
                 known.version.is_pinned,
                 self.slots.slot_of(known.version) is not None,
                 known.version.num_users,
+                known.digest,
             )
             for name, known in self._known.items()
         ]

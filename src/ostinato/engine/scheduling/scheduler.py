@@ -48,6 +48,7 @@ from ostinato.grammars.followed_text import FollowedText
 
 from ..adapters.slots import AdapterSlots
 from .decode_batch import DecodeBatch
+from .drain import Drain
 from .prompt_room import PromptBound, PromptRoom
 from .request import (
     RESERVED_ROW,
@@ -96,8 +97,8 @@ class Scheduler:
         """Requests that can neither run nor wait for their turn: what may come next is not known yet."""
         self.line = SlotLine(slots, config.max_running)
         """Requests that wait for a slot of their adapter; see Note [Adapters and the fair order]."""
-        self.held: dict[Request, None] = {}
-        """Requests that came during `drain`, oldest first: they do not even wait for their turn."""
+        self.arrivals = Drain()
+        """Who came before a drain and who is held until its end; requests that come later announce here."""
         self.left_grammars: list[FollowedText] = []
         """Of requests that have ended; whoever looks after grammars takes them from here."""
         self.num_preemptions = 0
@@ -116,7 +117,6 @@ class Scheduler:
         self._taken = RequestPages(pages, self.rows, config)
         self._num_added = 0
         self._is_paused = False
-        self._is_draining = False
         # Pages come free only when somebody leaves: until then the first in the queue is not tried again.
         self._head_is_blocked = False
 
@@ -133,12 +133,12 @@ class Scheduler:
     @property
     def has_more_than_held(self) -> bool:
         """Whether a step could do something, were it not for a pause."""
-        return len(self._unfinished) > len(self.held) or bool(self._in_flight)
+        return len(self._unfinished) > len(self.arrivals.held) or bool(self._in_flight)
 
     @property
     def num_waiting(self) -> int:
         """Requests without a row, whatever they wait for."""
-        return len(self.waiting) + len(self.parked) + len(self.held) + len(self.line.waiting)
+        return len(self.waiting) + len(self.parked) + len(self.arrivals.held) + len(self.line.waiting)
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -168,24 +168,21 @@ class Scheduler:
     def drain(self) -> None:
         """Serve those that are there to their end, also if they were paused; whoever comes from now on is
         held until `pause` or `resume`."""
-        self._is_draining, self._is_paused = True, False
+        self.arrivals.begin()
+        self._is_paused = False
 
     @property
     def is_draining(self) -> bool:
         """Whether `drain` is in force."""
-        return self._is_draining
+        return self.arrivals.is_on
 
     @property
     def is_drained(self) -> bool:
         """Whether all have ended that were there before `drain`."""
-        return all(request.is_late for request in self._unfinished.values())
+        return self.arrivals.is_over(self._unfinished.values())
 
     def _end_drain(self) -> None:
-        self._is_draining = False
-        for request in self._unfinished.values():
-            request.is_late = False
-        held, self.held = self.held, {}
-        for request in held:
+        for request in self.arrivals.end(self._unfinished.values()):
             self._queue(request)
 
     def add(self, request: Request, *, parked: bool = False) -> None:
@@ -196,7 +193,7 @@ class Scheduler:
         self._unfinished[request.request_id] = request
         if request.adapter is not None:
             request.adapter.num_users += 1
-        request.is_late = self._is_draining
+        request.is_late = self.arrivals.is_late
         if parked:
             self.parked[request] = None
         else:
@@ -227,7 +224,7 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         if request.is_late:
-            self.held[request] = None
+            self.arrivals.held[request] = None
             return
         request.order = self._num_added
         self._num_added += 1
@@ -263,8 +260,8 @@ class Scheduler:
             del self.parked[request]
         elif request in self.line.waiting:
             self.line.remove(request)
-        elif request in self.held:
-            del self.held[request]
+        elif request in self.arrivals.held:
+            del self.arrivals.held[request]
         else:
             self.waiting.remove(request)
             self._head_is_blocked = False
@@ -401,7 +398,7 @@ class Scheduler:
         """
         ended = tuple(self._unfinished.values()) if step is None else self._concerned_by(step)
         # Nor does anybody know where those are to go on who were between two places.
-        placed = {*self.running, *self.waiting, *self.line.waiting, *self.parked, *self.held, *ended}
+        placed = {*self.running, *self.waiting, *self.line.waiting, *self.parked, *self.arrivals.held, *ended}
         ended += tuple(request for request in self._unfinished.values() if request not in placed)
         for request in ended:
             if request.grammar is not None and request.grammar not in self.left_grammars:
@@ -415,10 +412,10 @@ class Scheduler:
         self.running = [request for request in self.running if not request.is_finished]
         self.waiting = deque(request for request in self.waiting if not request.is_finished)
         self.parked = {request: None for request in self.parked if not request.is_finished}
-        self.held = {request: None for request in self.held if not request.is_finished}
+        self.arrivals.held = {request: None for request in self.arrivals.held if not request.is_finished}
         self.rows.restore(self.running)
         self.line.restore(self.rows.adapter_slots.tolist())
-        placed_now = (*self.running, *self.waiting, *self.line.waiting, *self.parked, *self.held)
+        placed_now = (*self.running, *self.waiting, *self.line.waiting, *self.parked, *self.arrivals.held)
         self._unfinished = {request.request_id: request for request in placed_now}
         for adapter in {request.adapter for request in (*ended, *placed_now)} - {None}:
             assert adapter is not None
@@ -450,7 +447,7 @@ class Scheduler:
         assert all(self.rows.requests[request.row] is request for request in self.running)
         orders = [request.order for request in (*self.running, *self.waiting)]
         assert orders == sorted(set(orders)), "running requests come before waiting ones, each in order"
-        apart = len(self.parked) + len(self.held) + len(self.line.waiting)
+        apart = len(self.parked) + len(self.arrivals.held) + len(self.line.waiting)
         assert len(self._unfinished) == len(orders) + apart
         self.line.check_integrity(self.rows.adapter_slots.tolist())
         decoding = [request.order for request in self._decoding]

@@ -18,6 +18,7 @@ from ostinato.engine.parameters.sampling_params import SamplingParams
 from ..log_lines import announce
 from ..wire.messages import (
     Abort,
+    AdapterInfo,
     Beat,
     Call,
     Embed,
@@ -109,8 +110,10 @@ class EngineClient:
         limits: EngineLimits,
         on_ready: Callable[[Ready], None],
         on_step: Callable[[], None] = lambda: None,
+        adapters: Callable[[], Sequence[AdapterInfo] | None] = lambda: None,
     ) -> None:
-        """`on_ready` is called with every engine that has started, `on_step` behind the news of a step."""
+        """`on_ready` is called with every engine that has started, `on_step` behind the news of a step.
+        `adapters`: what an engine begins with, in place of those of `options`; None: those."""
         self.state = EngineState.LOADING
         self.progress = "starting"
         """How far the start is, for people."""
@@ -125,6 +128,7 @@ class EngineClient:
         self._limits = limits
         self._on_ready = on_ready
         self._on_step = on_step
+        self._adapters = adapters
         self._connection: EngineConnection | None = None
         self._listeners: dict[int, Listener] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -148,7 +152,7 @@ class EngineClient:
         """Keep an engine until `stop`: None; or until it dies and is not to be restarted: what happened."""
         in_a_row = 0
         while not self._stopping:
-            self._connection = connection = EngineConnection(self._options, self._on_event)
+            self._connection = connection = EngineConnection(self._options, self._on_event, self._adapters())
             self._ready_at = None
             code = await self._watched(connection)
             if self._stopping:

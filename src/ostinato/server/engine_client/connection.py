@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,20 @@ import zmq
 import zmq.asyncio
 
 from ..engine_process.main import SIGNALS, run_engine
-from ..wire.messages import Command, Event, decode_event, encode
+from ..wire.messages import AdapterInfo, Command, Event, decode_event, encode
 
 
 class EngineConnection:
     """The engine process and the two sockets to it. After its death, make a new one."""
 
-    def __init__(self, options: Mapping[str, Any], on_event: Callable[[Event], None]) -> None:
-        """Start the process; `options` are the fields of `EngineConfig`."""
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        on_event: Callable[[Event], None],
+        adapters: Sequence[AdapterInfo] | None = None,
+    ) -> None:
+        """Start the process; `options` are the fields of `EngineConfig`, `adapters` what an engine before
+        had."""
         self._folder: Path | None = None
         self._context = zmq.asyncio.Context(io_threads=1)
         self._on_event = on_event
@@ -37,7 +43,7 @@ class EngineConnection:
         self._commands.bind(addresses[0])
         self._events.bind(addresses[1])
         process = multiprocessing.get_context("spawn").Process(
-            target=run_engine, args=(dict(options), *addresses), name="ostinato-engine", daemon=True
+            target=run_engine, args=(dict(options), *addresses, adapters), name="ostinato-engine", daemon=True
         )
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:

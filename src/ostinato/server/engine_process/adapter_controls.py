@@ -75,5 +75,6 @@ def adapter_list(core: EngineCore) -> list[AdapterInfo]:
     if core.adapters is None:
         return []
     return [
-        AdapterInfo(each.name, each.lora_int_id, each.path, each.is_pinned) for each in core.adapters.listed()
+        AdapterInfo(each.name, each.lora_int_id, each.path, each.is_pinned, each.digest.hex())
+        for each in core.adapters.listed()
     ]

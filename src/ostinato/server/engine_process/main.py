@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ostinato.graphs.errors import OstinatoError
 from ..forgiving_streams import forgive_full_disks
 from ..garbage import spare_long_lived_objects
 from ..parent_death import die_with_parent
-from ..wire.messages import Event, Failed, Loading, Ready, encode
+from ..wire.messages import AdapterInfo, Event, Failed, Loading, Ready, encode
 from .heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -28,8 +28,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Blocked by the parent until they are ignored: none of them finds the process half started."""
 
 
-def run_engine(options: Mapping[str, Any], command_address: str, event_address: str) -> None:
-    """The process's main function; `options` are the fields of `EngineConfig`."""
+def run_engine(
+    options: Mapping[str, Any],
+    command_address: str,
+    event_address: str,
+    adapters: Sequence[AdapterInfo] | None,
+) -> None:
+    """The process's main function; `options` are the fields of `EngineConfig`, `adapters` those that an
+    engine before had, in place of those of `options`."""
     # Ctrl-C and a stop of the whole process group reach this process too; it leaves when the parent says so.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -47,7 +53,7 @@ def run_engine(options: Mapping[str, Any], command_address: str, event_address: 
     code = 0
     try:
         heartbeat = Heartbeat(context, event_address)
-        _serve(options, commands, events, heartbeat)
+        _serve(options, adapters, commands, events, heartbeat)
     except BaseException as error:
         if not isinstance(error, OstinatoError):  # ours say what is wrong; of others we want to know where
             logging.getLogger("ostinato.server").exception("the engine gives up")
@@ -62,6 +68,7 @@ def run_engine(options: Mapping[str, Any], command_address: str, event_address: 
 
 def _serve(
     options: Mapping[str, Any],
+    adapters: Sequence[AdapterInfo] | None,
     commands: zmq.Socket[bytes],
     events: zmq.Socket[bytes],
     heartbeat: Heartbeat,
@@ -76,21 +83,23 @@ def _serve(
     logger.addHandler(handler)
     from ostinato.engine.llm import LLM
 
+    from .adapters_again import load_again, without_adapters
     from .engine_server import EngineServer
 
-    given = dict(options)
+    given = dict(options) if adapters is None else without_adapters(options)
     llm = LLM(given.pop("model", None), **given)
+    lost = load_again(llm.engine.core, adapters or ())
     logger.removeHandler(handler)
     server = EngineServer(llm, commands, events, heartbeat)
     server.publish_statistics()
     server.publish_standing()
     spare_long_lived_objects()
     heartbeat.start()
-    send(_ready(llm))
+    send(_ready(llm, lost))
     server.serve()
 
 
-def _ready(llm: Any) -> Ready:
+def _ready(llm: Any, lost_adapters: dict[str, str]) -> Ready:
     from .adapter_controls import adapter_list
 
     core, report = llm.engine.core, llm.graph_report()
@@ -113,6 +122,7 @@ def _ready(llm: Any) -> Ready:
         can_sleep=core.loaded.memory is not None,
         max_logprobs=core.config.config.max_logprobs,
         adapters=adapter_list(core),
+        lost_adapters=lost_adapters,
         vllm_config=_vllm_config(core),
         most_drafts=core.config.max_drafts,
     )

@@ -14,6 +14,7 @@ from ostinato.engine.core import EngineCore
 from ostinato.engine.delivery.pooling import pooled
 from ostinato.engine.outputs import Logprob
 from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
+from ostinato.engine.scheduling.drain import Announced
 from ostinato.engine.scheduling.request import Request, RequestStatus
 from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.engine.token_ids import token_array
@@ -50,7 +51,7 @@ class ServedEngine:
         self._batch_ids: list[int] = []
         """Of the last step; while the same requests go on, nothing about them has to be worked out."""
         self._reading = None if core.adapters is None else AdapterReading(core.adapters)
-        self._unread: set[int] = set()
+        self._unread: dict[int, Announced] = {}
         """Requests whose adapters are being read."""
         self._aborted_unread: set[int] = set()
         self._refused_late: list[list[News]] = []
@@ -96,6 +97,13 @@ class ServedEngine:
         if asked is None or adapters is None or reading is None:
             return self._not_loaded(id, name)
         told: list[News] = []
+        arrivals = self.core.scheduler.arrivals
+
+        def added(asked: LoRARequest, read: Adapter | None) -> News | None:
+            try:
+                return add(adapters.version_of(asked, read))
+            except RequestError as error:
+                return self._refused(id, str(error))
 
         def go_on(asked: LoRARequest, read: Adapter | None) -> None:
             if id in self._aborted_unread:
@@ -105,17 +113,14 @@ class ServedEngine:
             if now is not None and adapters.path_to_read(now) not in (None, asked.lora_path):
                 reading.when_there(now, go_on)
                 return
-            self._unread.discard(id)
-            try:
-                refused = self._not_loaded(id, name) if now is None else add(adapters.version_of(now, read))
-            except RequestError as error:
-                refused = self._refused(id, str(error))
+            with arrivals.arrival(self._unread.pop(id, None)):
+                refused = self._not_loaded(id, name) if now is None else added(now, read)
             if refused is not None:
                 told.append(refused)
 
         if reading.when_there(asked, go_on):
             return told[0] if told else None
-        self._unread.add(id)
+        self._unread[id] = arrivals.announce()
         self._refused_late.append(told)
         return None
 
@@ -137,16 +142,17 @@ class ServedEngine:
         return news
 
     def _not_loaded(self, id: int, name: str) -> News:
-        return self._refused(id, f"the adapter {name!r} is not loaded")
+        return self._refused(id, f"the adapter {name!r} is not loaded", lacks_adapter=True)
 
-    def _refused(self, id: int, why: str) -> News:
+    def _refused(self, id: int, why: str, *, lacks_adapter: bool = False) -> News:
         self._arrived.pop(id, None)
-        return News(id, finish_reason="error", error=why, refused=True)
+        return News(id, finish_reason="error", error=why, refused=True, lacks_adapter=lacks_adapter)
 
     def abort(self, ids: list[int]) -> list[News]:
         """End these requests; news of those that were unfinished."""
-        unread = self._unread.intersection(ids)
-        self._unread -= unread
+        unread = self._unread.keys() & set(ids)
+        for id in unread:
+            self.core.scheduler.arrivals.withdraw(self._unread.pop(id))
         self._aborted_unread |= unread
         ended = [id for id in ids if id in unread or self.core.abort(str(id))]
         for id in ended:

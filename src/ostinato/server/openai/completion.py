@@ -75,7 +75,7 @@ class Completion:
         self._keeps_output = keeps_output
         self._shape_param = shape_param
         self._cache_salt = cache_salt
-        self._adapter = model.adapter
+        self._model = model
         self._wakes_every = wakes_every
         self._on_token = on_token
         self._piece = Piece()
@@ -112,7 +112,7 @@ class Completion:
         if params.stop or params.n != 1:
             # Stop strings stay here, and the seed is the only thing that tells completions of a prompt apart.
             params = params.verified(stop=None, n=1)
-        self._id = engine.generate(self.prompt_ids, params, self, self._cache_salt, self._adapter)
+        self._id = engine.generate(self.prompt_ids, params, self, self._cache_salt, self._model.adapter)
 
     def abort(self) -> None:
         """Have the engine end it; it then finishes with `abort`."""
@@ -192,6 +192,12 @@ class Completion:
         if stop is not None:
             self._stop_at(stop)
 
+    def _error_of(self, news: News, message: str) -> ApiError:
+        if news.lacks_adapter:
+            return self._model.without_its_adapter()
+        param = self._param_at_fault(message) if news.refused else None
+        return engine_error(message, refused=news.refused, param=param)
+
     def _param_at_fault(self, error: str) -> str | None:
         """The field that the engine's words begin with, or that of the shape."""
         named = next((name for name in ("allowed_token_ids", "bad_words") if error.startswith(name)), None)
@@ -206,8 +212,7 @@ class Completion:
     def _finish(self, news: News) -> None:
         self._last_weights = self.weight_version
         if news.error is not None:
-            param = self._param_at_fault(news.error) if news.refused else None
-            self.error = engine_error(news.error, refused=news.refused, param=param)
+            self.error = self._error_of(news, news.error)
         stop = self._text.finish() if self._text is not None else None
         if stop is not None and news.finish_reason == "length":
             self.finish_reason, self.stop_reason = "stop", stop

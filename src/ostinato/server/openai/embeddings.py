@@ -21,7 +21,8 @@ Vector = np.ndarray[Any, np.dtype[np.float32]]
 class _Vector:
     """Listens to one engine request."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
         self.result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def take_token(self, token: int) -> None:
@@ -33,8 +34,12 @@ class _Vector:
         if news.embedding is not None:
             self.result.set_result(news.embedding)
         else:
-            message = news.error or "the request was aborted"
-            self.result.set_exception(engine_error(message, refused=news.refused))
+            self.result.set_exception(self._error_of(news))
+
+    def _error_of(self, news: News) -> ApiError:
+        if news.lacks_adapter:
+            return self._model.without_its_adapter()
+        return engine_error(news.error or "the request was aborted", refused=news.refused)
 
     def fail(self, error: EngineGone) -> None:
         if not self.result.done():
@@ -61,7 +66,7 @@ async def embed(
     if body.dimensions is not None and body.dimensions > size:
         message = f"dimensions: the vectors of this model have {size} numbers, not {body.dimensions}"
         raise ApiError(400, message, param="dimensions")
-    vectors = await vectors_of(prompts, body.pooling or "last", engine, model.adapter)
+    vectors = await vectors_of(prompts, body.pooling or "last", engine, model)
     tokens = sum(map(len, prompts))
     written = _as_base64 if body.encoding_format == "base64" else _as_numbers
     data = [
@@ -72,14 +77,14 @@ async def embed(
 
 
 async def vectors_of(
-    prompts: list[list[int]], pooling: str, engine: EngineClient, adapter: str | None
+    prompts: list[list[int]], pooling: str, engine: EngineClient, model: ServedModel
 ) -> list[Vector]:
     """The vectors of all prompts, each of length 1. Cancelling it aborts what is unfinished."""
-    listeners = [_Vector() for _ in prompts]
+    listeners = [_Vector(model) for _ in prompts]
     ids: list[int] = []
     try:
         for prompt, listener in zip(prompts, listeners, strict=True):
-            ids.append(engine.embed(prompt, pooling, listener, adapter))
+            ids.append(engine.embed(prompt, pooling, listener, model.adapter))
         return [np.frombuffer(await listener.result, dtype="<f4") for listener in listeners]
     except EngineGone as error:
         raise unavailable(str(error)) from error

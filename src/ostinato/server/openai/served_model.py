@@ -42,8 +42,10 @@ class ServedModel:
         """The adapter that a request has named, in a view of the model for it."""
         self.adapters = {each.name: each for each in ready.adapters}
         """All that are loaded."""
-        self.lost_adapters = frozenset[str]()
-        """Those that an engine before had and this one has not."""
+        self.lost_adapters: dict[str, str] = {}
+        """Those that an engine before had and this one has not, and why."""
+        self._adapter_param: str | None = None
+        """The field that has named the adapter, in a view; None: the model's name."""
         self.draft_metrics = DraftMetrics(config.per_request_spec_decode_metrics, ready.most_drafts)
         """What answers tell about their drafts."""
         self.tokenizer = tokenizer
@@ -79,29 +81,45 @@ class ServedModel:
         base, _, behind = name.rpartition(":")
         adapter = name if name in self.adapters else behind if base == self.name else None
         if adapter not in self.adapters:
-            message = f"the model {name!r} does not exist; this server has {self.name!r}"
-            message += "".join(f", {known!r}" for known in self.adapters)
-            message += self._why_lost(name if name in self.lost_adapters else behind)
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return self._with_adapter(adapter, name)
+            raise self._unknown(name)
+        return self._with_adapter(adapter, name, None)
 
     def with_adapter(self, adapter: str | None, param: str) -> ServedModel:
         """The model with the adapter of this name; 400 if it is not loaded."""
         if adapter is None:
             return self
         if adapter not in self.adapters:
-            message = f"{param}: the adapter {adapter!r} is not loaded{self._why_lost(adapter)}"
-            raise ApiError(400, message, param=param)
-        return self._with_adapter(adapter, adapter)
+            raise self._not_loaded(adapter, param)
+        return self._with_adapter(adapter, adapter, param)
+
+    def without_its_adapter(self) -> ApiError:
+        """For a request whose adapter was unloaded while it was on its way: what the next one is told."""
+        assert self.adapter is not None
+        param = self._adapter_param
+        return self._unknown(self.name) if param is None else self._not_loaded(self.adapter, param)
+
+    def _unknown(self, name: str) -> ApiError:
+        behind = name.rpartition(":")[2]
+        # Of a view, the list may still have the one that was just unloaded.
+        others = [known for known in self.adapters if known != self.adapter]
+        message = f"the model {name!r} does not exist; this server has {self.base_name!r}"
+        message += "".join(f", {known!r}" for known in others)
+        message += self._why_lost(name if name in self.lost_adapters else behind)
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    def _not_loaded(self, adapter: str, param: str) -> ApiError:
+        message = f"{param}: the adapter {adapter!r} is not loaded{self._why_lost(adapter)}"
+        return ApiError(400, message, param=param)
 
     def _why_lost(self, adapter: str) -> str:
-        if adapter not in self.lost_adapters:
+        why = self.lost_adapters.get(adapter)
+        if why is None:
             return ""
-        return "; the engine was started again since this adapter was loaded: load it again"
+        return f"; it could not be loaded again when the engine was started again: {why}"
 
-    def _with_adapter(self, adapter: str, name: str) -> ServedModel:
+    def _with_adapter(self, adapter: str, name: str, param: str | None) -> ServedModel:
         view = copy.copy(self)
-        view.name, view.adapter = name, adapter
+        view.name, view.adapter, view._adapter_param = name, adapter, param
         return view
 
     def need_tokenizer(self, param: str) -> Tokenizer:

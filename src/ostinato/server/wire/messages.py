@@ -88,6 +88,8 @@ class News(msgspec.Struct, array_like=True, frozen=True):
     """From its arrival in the engine's process to its first step; told with the first news."""
     drafts: tuple[list[int], list[int]] | None = None
     """Told with the end: how many tokens were drafted in each step that verified some, and accepted."""
+    lacks_adapter: bool = False
+    """Whether it was refused because its adapter is not loaded, or not any more."""
 
 
 class StepNews(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -111,7 +113,10 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     name: str
     id: int
     path: str
+    """Empty: it came as tensors."""
     pinned: bool
+    digest: str
+    """Of its contents."""
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -138,6 +143,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Whether classes of the server's owner change logits."""
     adapters: list[AdapterInfo] = []
     """Loaded at the start."""
+    lost_adapters: dict[str, str] = {}
+    """Those that the engine before had and this one could not load again, and why."""
     vllm_config: dict[str, Any] = {}
     """What trainers read of vLLM's, under its names."""
     most_drafts: int = 0
