@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from contract.training_loops import captured, make_batches, make_model, train_eagerly, twins
+from ostinato.graphs.capturing import recorder
 
 
 class LiveBytes(TorchDispatchMode):
@@ -60,3 +61,28 @@ def test_a_mean_over_a_loss_is_written_where_it_belongs(device, name, capfd):
     losses = [float(step(x, x[:, :3])) for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
     assert "resized" not in capfd.readouterr().err
+
+
+def test_no_trial_run_takes_memory_beside_that_of_graphs(device, monkeypatch):
+    """Graphs of several lengths share a pool; what their warm-ups take comes and goes before it is there."""
+    events = []
+
+    def note(owner, name):
+        real = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            events.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(recorder, "record")
+    note(recorder.Trials, "run")
+    model = make_model(device)
+    step = captured(model, torch.optim.AdamW(model.parameters()), ladder=[8, 16, 32])
+    for batch in make_batches(device, [32, 16, 8, 32], rows=2):
+        step(*batch)
+    first = events.index("record")
+    assert events[:first].count("run") >= 3, "a warm-up of each"
+    assert events[first:] == ["record"] * 3
+    assert sum(graph.replays for graph in step.report().graphs) == 3

@@ -104,8 +104,8 @@ class CudaGraphRunner:
         `compile_up_to`: rungs of at most this many tokens go through torch.compile.
         `kernels_of`: keys for which it returns equal values run the same kernels, so the first of them is
         warmed up for all (one that meets a cold kernel nevertheless is warmed up itself); default: each is.
-        `warmups_give_back`: return the memory of warm-ups to the device before each recording, which takes a
-        pool's own: slower, and for steps that take much.
+        `warmups_give_back`: return the memory of warm-ups to the device before a recording, which takes a
+        pool's own, and have all of them before the first: slower, and for steps that take much.
         `debug`: check addresses before every replay, and mark outputs so that late use is detected.
         """
         self.step = step
@@ -189,7 +189,9 @@ class CudaGraphRunner:
         try:
             with capture_gate(), frozen_gc(self.options.freeze_gc), CaptureProgress(missing, progress) as bar:
                 logger.info("capture begins: %d graphs on %s", len(missing), self.pool.device)
-                for key in self._within_budget(missing, bar):
+                kept = self._within_budget(missing, bar)
+                self._recorder.warm_up(kept)
+                for key in kept:
                     bar.start(key)
                     self._capture_or_explain(key, self._new)
                     bar.done(self.pool.bytes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class StepRecorder:
         self._compiled = CompiledSteps(step, compile_up_to, pool.device)
         self._kernels_of, self._warmups_give_back = kernels_of, warmups_give_back
         self._warm: set[Hashable] = set()
+        self._tried: set[GraphKey] = set()
 
     def arguments(self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor) -> dict[str, Any]:
         """What the step is called with: its inputs, and the descriptor if it wants to know."""
@@ -76,6 +78,22 @@ class StepRecorder:
         reads = list(self._reads.values())
         self._reads.clear()
         return reads
+
+    def warm_up(self, keys: Sequence[GraphKey]) -> None:
+        """Where captures give the memory of their warm-ups back: those of all that is about to be captured.
+        Later ones would run beside the memory of graphs that are there already."""
+        if not self._warmups_give_back or self._state is None or not self._options.weak_output:
+            return
+        for key in keys:
+            if key.mode is GraphMode.PIECEWISE or self._compiled.applies(key):
+                continue
+            with suppress(Exception), self.quiet():  # capturing it will tell
+                step = partial(self._step, **self._dummy_arguments(key.descriptor, self._dummy))
+                trials = self.trials()
+                for _ in range(self._options.warmups):
+                    trials.run(step)
+                self._tried.add(key)
+        self._pool.backend.release_unused()
 
     def capture(self, key: GraphKey, among: Sequence[GraphKey]) -> CapturedGraph:
         """The graph of one key; `among`: all that will be asked for."""
@@ -111,6 +129,9 @@ class StepRecorder:
         return weight
 
     def _is_warm(self, key: GraphKey) -> bool:
+        if key in self._tried:
+            self._tried.discard(key)
+            return True
         # torch.compile makes other kernels for every rung.
         if self._kernels_of is None or self._compiled.applies(key):
             return False
