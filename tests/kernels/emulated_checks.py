@@ -175,11 +175,10 @@ def in_blocks(slots: Tensor, num_slots: int, size: int = 16) -> Rows:
         blocks += [(slot, first + at, first + min(at + size, count)) for at in range(0, count, size)]
         first += count
     blocks += [(-1, 0, 0)] * 2
-    return Rows(
-        slots,
-        torch.tensor(order + [-7] * (len(slots) - len(order)), dtype=torch.int32),
-        torch.tensor(blocks, dtype=torch.int32).t().contiguous(),
-    )
+    found = sorted({slot for slot, _, _ in blocks if slot >= 0})
+    table = [*zip(*blocks, strict=True), found + [-1] * (len(blocks) - len(found)), [0] * len(blocks)]
+    order += [-7] * (len(slots) - len(order))
+    return Rows(slots, torch.tensor(order, dtype=torch.int32), torch.tensor(table, dtype=torch.int32))
 
 
 def random_shrunk(num_tokens: int, width: int, *, room: int = 48) -> tuple[Shrunk, Tensor]:
@@ -205,6 +204,7 @@ def random_shrunk(num_tokens: int, width: int, *, room: int = 48) -> tuple[Shrun
     rows = in_blocks(slots, num_slots)
     assert rows.order is not None
     assert rows.blocks is not None
+    rows.blocks[4, 0] = 1  # as the kernel before says it
     return Shrunk(left, Operands(b, b, ranks, slots, rows.order, rows.blocks, parts[0], width)), added
 
 

@@ -55,6 +55,7 @@ def test_tokens_shrink_to_ranks(emulator, name):
     with patch.object(cuda_shrink, "cuda_kernel", emulator.kernel):
         operands = (stack.a, stack.room, stack.ranks, rows.order, rows.blocks, found)
         cuda_shrink.launch_shrink(x, norm_weight, *operands)
+    assert rows.blocks[4, 0] == 1, "tokens are complete"
     wanted = wanted_left(x, norm_weight, stack, slots)
     is_there = torch.arange(stack.room) < ((stack.ranks + 15) // 16 * 16).clamp(min=16)[:, None]
     is_there = (is_there[slots.long()] & (slots >= 0)[:, None]).repeat(1, len(parts))

@@ -14,6 +14,18 @@ Weights, and static buffers that are only written before the step's first kernel
 launch (an embedding lookup), which starts after everything before it is complete. Likewise behind any later
 plain launch (`sampling.triton_adjusted`): what was written before it.
 What is written before the wait must be memory that no kernel still under way has used: reserve it first.
+
+Note [A kernel that another one overtakes]
+`cuda/shrink.cu` runs before a product and needs the same tokens; only the second half of the product needs
+what it leaves. So it says when it has waited, which means that the tokens are complete; the product waits for
+that, multiplies, and waits for the kernel itself in the middle:
+
+    norm      ...|
+    shrink       |"not ready"| wait |"ready", shrink ...|
+    product                  | until ready | multiply ... | wait, add what adapters add, multiply ...
+
+The place is in memory of the step. "Not ready" is said before the product may start, and no kernel that says
+it starts before all programs of the product before have read "ready".
 """
 
 from functools import cache

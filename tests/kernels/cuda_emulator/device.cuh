@@ -158,6 +158,14 @@ static uint2 load_two_words(const void* p) { return emulator::load_global<uint2>
 static Word4 load_four_words(const void* p) { return emulator::load_global<Word4>(p); }
 static int add_in_order(int* counter) { return atomicAdd(counter, 1); }
 
+// ---- kernels run one after the other: what is waited for was said ----
+
+static void say_not_ready(int* place) { *place = 0; }
+static void say_ready(int* place) { *place = 1; }
+static void wait_until_ready(const int* place) {
+  if (emulator::load_global<int>(place) != 1) emulator::fail("its tokens may not be complete");
+}
+
 // ---- shared memory; addresses count from the beginning of the cluster's ----
 
 static char* dynamic_shared() { return emulator::current->program->memory; }

@@ -114,6 +114,28 @@ __device__ __forceinline__ int add_in_order(int* counter) {
   return before;
 }
 
+// ---- a kernel tells the next one, which waits for it later, that all before both of them is complete ----
+
+// By one thread, before it allows the next kernel.
+__device__ __forceinline__ void say_not_ready(int* place) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], 0; fence.acq_rel.gpu;" ::"l"(place) : "memory");
+}
+
+// By one thread that has waited for the previous kernel.
+__device__ __forceinline__ void say_ready(int* place) {
+  asm volatile("st.release.gpu.global.b32 [%0], 1;" ::"l"(place) : "memory");
+}
+
+// Then copies by tensor maps, too, read what is complete.
+__device__ __forceinline__ void wait_until_ready(const int* place) {
+  int said = 0;
+  for (int i = 0; !said; ++i) {
+    if (i > 1 << 25) asm volatile("trap;");  // seconds
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(said) : "l"(place) : "memory");
+  }
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 // ---- shared memory ----
 
 // As much as the launch asked for.

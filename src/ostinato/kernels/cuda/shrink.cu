@@ -9,6 +9,9 @@
 //
 // NORM: x is multiplied with the norm's weight; its factor is for who multiplies with the second matrix. Ranks that
 // an adapter has not are left out, beyond the first 16. What a token gets depends on no other token.
+//
+// A product that is launched behind this kernel begins with its tokens as soon as this kernel says that they are
+// complete, and waits for what this kernel leaves of them when it needs that (dependent_launch.py).
 #include "adapter_rows.cuh"
 #include "linear_layer.cuh"
 
@@ -77,7 +80,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   const int column = (slice * WARPS + warp) * 32 + lane % 4 * 8;
   const AdapterBlocks blocks{all_blocks, num_blocks};
 
-  allow_next_kernel();
+  const bool is_speaking = blockIdx.x == 0 && blockIdx.y == 0;
+  if (is_speaking && threadIdx.x == 0) say_not_ready(blocks.ready());
+  if (!is_speaking || threadIdx.x == 0) allow_next_kernel();
   if (SLICES > 1) {
     if (threadIdx.x == 0) make_count(&shared.arrived);
     arrive_at_cluster();
@@ -95,6 +100,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   }
   if (SLICES > 1) wait_for_cluster();
   wait_for_previous();
+  if (is_speaking && threadIdx.x == 0) say_ready(blocks.ready());
 
   // Blocks without tokens are the last ones; all programs of a cluster have the same.
   int lot = 0;

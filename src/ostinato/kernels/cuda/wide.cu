@@ -16,12 +16,14 @@
 // rows of the matrix. SCALED: the tokens come like that, and the norm's factor, one number per token, is applied to
 // the results.
 //
-// ADAPTED: what adapters add is where the sums of the first slice begin (low_rank.cuh). GATED: silu(first half) *
-// second half. Sums are float32 and rounded once.
+// ADAPTED: adapters add to the sums of the first slice (low_rank.cuh) when half of the columns are multiplied:
+// shrink.cu runs meanwhile, and the tiles of the other half are coming. GATED: silu(first half) * second half. Sums
+// are float32 and rounded once.
 #include "low_rank.cuh"
 #include "wide_results.cuh"
 
 static_assert(!ADAPTED || ROWS % 16 == 0, "a warp has rows of one half");
+constexpr int kStepsBefore = ADAPTED ? kSteps / 2 : 0;  // adapters add
 constexpr bool kSendsFromRegisters = SLICES > 1 && TOKENS <= 32;  // little: each thread by itself
 
 // Asks for tiles: the thread that fetches.
@@ -84,10 +86,11 @@ __device__ __forceinline__ void say_read(Shared& shared, const Work& work, int s
   if (step + TOKEN_SLOTS < kSteps) arrive_at(&shared.tokens_are_read[step % TOKEN_SLOTS], work.slice);
 }
 
-__device__ __forceinline__ void multiply_all(float (&acc)[TOKENS / 2], Shared& shared, const Work& work) {
+template <int kFrom, int kTo>
+__device__ __forceinline__ void multiply_steps(float (&acc)[TOKENS / 2], Shared& shared, const Work& work) {
   const uint32 own_rows = (int)threadIdx.x / 128 * (64 * 128);
   keep_in_order(acc);
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = kFrom; step < kTo; ++step) {
     const int weight_slot = step % WEIGHT_SLOTS, token_slot = step % TOKEN_SLOTS;
     wait_for_bytes(&shared.weights_are_there[weight_slot], step / WEIGHT_SLOTS % 2);
     wait_for_bytes(&shared.tokens_are_there[token_slot], step / TOKEN_SLOTS % 2);
@@ -99,9 +102,10 @@ __device__ __forceinline__ void multiply_all(float (&acc)[TOKENS / 2], Shared& s
       multiply_tiles(acc, weights + k / 4 * kWeightBox + k % 4 * 32, tokens + k / 4 * kTokenBox + k % 4 * 32);
     end_products();
     wait_for_all_but_last();
-    if (step > 0) say_read(shared, work, step - 1);
+    if (step > kFrom) say_read(shared, work, step - 1);
   }
   wait_for_products(acc);
+  if (kFrom < kTo) say_read(shared, work, kTo - 1);
 }
 
 // The sums of a thread to where they are finished, or to where they are sent from.
@@ -159,7 +163,7 @@ extern "C" __global__ void LIMITED
   const Fetcher fetch{shared, work, weight, x, out_features};
   const bool is_multiplying = threadIdx.x < kMultiplying, is_fetching = threadIdx.x == kMultiplying;
 
-  allow_next_kernel();
+  if (!ADAPTED) allow_next_kernel();
   if (is_fetching) {
     fetch_map(weight);
     fetch_map(x);
@@ -171,11 +175,11 @@ extern "C" __global__ void LIMITED
   if (ADDED) residual.ask_weight(norm_weight, work);
 #if ADAPTED
   const LowRank low_rank{left, b, ranks, slots, {blocks, num_blocks}, out_features * kHalves, width, room, second, third};
-  const bool is_adapting = is_multiplying && work.slice == 0;
+  const bool may_adapt = is_multiplying && work.slice == 0;
   const int row_of_warp = (int)threadIdx.x / 32 * 16;
   const int matrix_row = row_of_warp / ROWS * out_features + work.first_row + row_of_warp % ROWS;
   SlotWeights of_slots;
-  if (is_adapting) of_slots.ask(low_rank, 0, matrix_row + (int)threadIdx.x % 32 / 4, 0);
+  if (may_adapt) of_slots.ask(low_rank, 0, matrix_row + (int)threadIdx.x % 32 / 4, 0);
 #endif
   if (SLICES > 1) {
     arrive_at_cluster();
@@ -183,19 +187,30 @@ extern "C" __global__ void LIMITED
   } else {
     __syncthreads();
   }
+#if ADAPTED
+  if (is_fetching) {
+    wait_until_ready(low_rank.blocks.ready());
+    allow_next_kernel();  // which may say that its own tokens are not
+  }
+#else
   wait_for_previous();
+#endif
 
   float acc[TOKENS / 2] = {};
-#if ADAPTED
-  if (is_adapting) add_low_rank(acc, of_slots, low_rank, matrix_row, work.first_token, work.tokens_here);
-#endif
   Squares of_tokens;
-  if (SCALED && is_multiplying) of_tokens.ask(squares, num_tokens, work);
   if (is_multiplying) {
-    multiply_all(acc, shared, work);
+#if ADAPTED
+    multiply_steps<0, kStepsBefore>(acc, shared, work);
+    wait_for_previous();
+    if (may_adapt && of_slots.slots[0] >= 0)
+      add_low_rank(acc, of_slots, low_rank, matrix_row, work.first_token, work.tokens_here);
+#endif
+    if (SCALED) of_tokens.ask(squares, num_tokens, work);
+    multiply_steps<kStepsBefore, kSteps>(acc, shared, work);
   } else {
     if (is_fetching) fetch.all_others();
     __syncwarp();
+    if (ADAPTED) wait_for_previous();
   }
   if (ADDED) residual.ask(out, out_features, work);
   if (SCALED && is_multiplying) of_tokens.add_up(shared);

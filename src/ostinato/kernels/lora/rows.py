@@ -22,10 +22,10 @@ class Rows:
     order: Tensor | None = None
     """int32 [T]: the tokens that have an adapter, by slot; on a GPU."""
     blocks: Tensor | None = None
-    """int32 [4, blocks]: the slot of each block of tokens, where it begins and ends in `order`; on a GPU.
+    """int32 [5, blocks]: the slot of each block of tokens, where it begins and ends in `order`; on a GPU.
 
-    `NO_ADAPTER`, 0 and 0 for a block that there is not. Last, the slots that tokens have, each once, and
-    `NO_ADAPTER` behind them.
+    `NO_ADAPTER`, 0 and 0 for a block that there is not. Then the slots that tokens have, each once, and
+    `NO_ADAPTER` behind them. Last, a place to say that the tokens of a layer are complete (`shrink.cu`).
     """
 
     @classmethod

@@ -106,4 +106,4 @@ def _(slots: Tensor, num_slots: int, size: int, num_blocks: int) -> tuple[Tensor
 
 
 def _room(slots: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(slots), slots.new_empty(4, num_blocks)
+    return torch.empty_like(slots), slots.new_empty(5, num_blocks)
