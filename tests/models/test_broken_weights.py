@@ -104,10 +104,12 @@ def test_no_weights_and_old_weights(checkpoint: Path) -> None:
 def test_an_output_layer_of_its_own_in_a_tied_model(tmp_path: Path) -> None:
     # transformers computes with it, whatever config.json says; vLLM leaves it out.
     saved_model("llama-tied", tmp_path)
-    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0}))
+    embeddings = "model.embed_tokens.weight"
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[embeddings] + 0}))
     load_model(tmp_path)
     edit(tmp_path, lambda tensors: tensors["lm_head.weight"][3, 4].add_(1))
-    refuse(tmp_path, 'lm_head.weight of the checkpoint is another matrix than theirs: with hf_overrides={"tie_')
+    told = 'lm_head.weight of the checkpoint is another matrix than theirs: with hf_overrides={"tie_'
+    refuse(tmp_path, told)
     config = ModelConfig.load(tmp_path, {"tie_word_embeddings": False})
     assert load_model(tmp_path, config=config).lm_head is not None
 

@@ -204,7 +204,9 @@ def _replace(
             if name is None:
                 if places.is_tied(given):
                     # What is lent by an iterator may be another one's when that goes on.
-                    output_layers.append(tensor.to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor)
+                    output_layers.append(
+                        tensor.to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor
+                    )
                 continue
             _refuse_twice(name, kept)
             new = places.checked(name, tensor)

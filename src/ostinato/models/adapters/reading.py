@@ -160,7 +160,7 @@ class AdapterReader:
         for which, kept in (("A", pair.a), ("B", pair.b)):
             if not bool(kept.isfinite().all()):
                 raise AdapterError(
-                    f"{where}: matrix {which} of layer {module} has numbers that are not finite in {self._dtype}"
+                    f"{where}: matrix {which} of layer {module} has numbers not finite in {self._dtype}"
                 )
         return pair
 
