@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..journal import WriteJournal
+from ..memory import storage_address
 from ..wrapping.standing import Comparison
 
 
@@ -78,3 +80,24 @@ class Places:
             p: name for root in self._modules for name, p in root.named_parameters()
         }
         return [(names.get(p, f"parameter {number}"), p) for number, p in enumerate(parameters)]
+
+
+def written_parameters(
+    modules: Sequence[torch.nn.Module], run: Callable[[], object]
+) -> dict[str, torch.Tensor]:
+    """Parameters that these modules write by themselves when they are run: an embedding with `max_norm`, an
+    encoder that follows another one. The run is undone."""
+    journal = WriteJournal()
+    try:
+        with journal:
+            run()
+    except Exception:  # what must not be watched says so; what fails, fails again unwatched
+        return {}
+    finally:
+        journal.undo()
+    named = [pair for module in modules for pair in module.named_parameters() if journal.written]
+    return {
+        f"{name} {number}": parameter
+        for number, (name, parameter) in enumerate(named)
+        if storage_address(parameter) in journal.written
+    }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..capturing import python_draws
 from ..dispatching.dispatch import Reason
 from ..wrapping.reached import Key, Reached
 
@@ -41,7 +42,8 @@ class PythonValues:
         """Around trial runs: they count for nothing."""
         before = Reached(*self._roots)
         try:
-            yield
+            with python_draws.undone():
+                yield
         finally:
             before.put_back(before.changed())
 
@@ -49,8 +51,9 @@ class PythonValues:
     def captured(self) -> Iterator[None]:
         """Around a capture: from here on, what was not assigned by the step itself has to stay as it is."""
         before = Reached(*self._roots)
-        yield
-        assigned = before.changed_values()
+        with python_draws.undone():
+            yield
+        assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names]))
         before.put_back(self._own)
         if assigned:
             logger.warning(

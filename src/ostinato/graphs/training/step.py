@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..capturing import python_draws
 from ..capturing.compiled import make_room
 from ..capturing.gate import turn
 from ..capturing.pool import GraphPool
@@ -98,6 +99,8 @@ class TrainStep:
         )
         self._entries: list[_Entry] = []
         self._state: dict[str, torch.Tensor] = {}
+        self._written: dict[str, torch.Tensor] = {}
+        """Parameters that the model writes by itself, besides the optimizer."""
         self._baked: tuple[Any, ...] = ()
         self._eager_steps: Counter[Reason] = Counter()
         self.optimizer_steps = 0
@@ -373,6 +376,7 @@ class TrainStep:
     def _new_entry(self, inputs: Any, targets: Any) -> _Entry:
         trial = PaddingTrial(self._loss, self._runner_state(), self._pool.backend, self._options)
         kind, refusal = trial.kind_of(inputs, targets)
+        self._written |= trial.written
         if self._ladder is None:
             self._ladder = Ladder([kind.matched(inputs, targets)[1]])
         if refusal is not None:
@@ -381,7 +385,8 @@ class TrainStep:
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
             is_rung = descriptor.num_tokens in self._rungs
-            return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
+            with python_draws.refused_in_graphs():
+                return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
 
         runner = CudaGraphRunner(
             step,
@@ -407,7 +412,7 @@ class TrainStep:
         """What trial runs change and have to put back: they make no updates."""
         gradients = self._gradients.tensors() if self.micro_batches else []
         self._state.clear()
-        self._state |= {**self._places.buffers(), **self._update.state()}
+        self._state |= {**self._places.buffers(), **self._update.state(), **self._written}
         self._state |= {f"gradient {number}": tensor for number, tensor in enumerate(gradients)}
         return self._state
 
