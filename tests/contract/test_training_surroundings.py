@@ -19,7 +19,7 @@ from contract.training_loops import (
     train_eagerly,
     twins,
 )
-from ostinato.graphs import CaptureError, CaptureOptions, make_graphed_callables
+from ostinato.graphs import CaptureError, CaptureOptions, ConfigError, make_graphed_callables
 
 STEPS = 8
 CHANGES_AT = 4
@@ -262,6 +262,77 @@ def test_parameters_that_the_model_writes_itself_count_no_trials(device, accumul
     assert found == train_eagerly(theirs, adamw(theirs), batches, accumulate=accumulate)
     assert same_parameters(ours, theirs)
     assert replays(step) == 6 - accumulate
+
+
+def weight_of(model):
+    return model.blocks[0].qkv.weight
+
+
+HOOKS = {
+    "of a parameter": lambda model: weight_of(model).register_hook(lambda gradient: gradient * 0.5),
+    "when accumulated": lambda model: weight_of(model).register_post_accumulate_grad_hook(halve),
+    "of a module": lambda model: model.blocks[0].out.register_full_backward_hook(
+        lambda module, inputs, outputs: (inputs[0] * 0.5,)
+    ),
+    "before a module": lambda model: model.blocks[0].out.register_full_backward_pre_hook(
+        lambda module, outputs: (outputs[0] * 0.5,)
+    ),
+}
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_of_gradients_that_comes_later_is_called(device, kind, caplog):
+    def change(i, model):
+        if i == CHANGES_AT:
+            HOOKS[kind](model)
+
+    step, found, expected = losses_of_both(device, change)
+    assert found == expected
+    assert step.report().eager_steps["attribute-changed"] == STEPS - CHANGES_AT
+    assert any("while a hook or method" in line for line in caplog.messages)
+
+
+def test_an_optimizer_whose_state_is_thrown_away_begins_anew(device):
+    ours, theirs = twins(make_model(device))
+    first, second = (make_batches(device, [8] * 4, seed=seed) for seed in (0, 1))
+    optimizer, plain = adamw(ours), adamw(theirs)
+    step = captured(ours, optimizer)
+    found = [step(*batch).item() for batch in first]
+    optimizer.state.clear()
+    found += [step(*batch).item() for batch in second]
+    expected = train_eagerly(theirs, plain, first)
+    plain.state.clear()
+    assert found == expected + train_eagerly(theirs, plain, second)
+    assert same_parameters(ours, theirs)
+    assert replays(step) == 3, "of the graphs that were captured again"
+
+
+def test_gradients_are_clipped_by_the_norm_in_the_order_of_the_model(device):
+    def backwards(model):
+        return torch.optim.AdamW([*model.parameters()][::-1], lr=0.02, fused=True)
+
+    ours, theirs = twins(make_model(device, layers=3))
+    batches = make_batches(device, [8] * 6)
+    step = captured(ours, backwards(ours), clip_norm=0.1)
+    found = [step(*batch).item() for batch in batches]
+    assert found == train_eagerly(theirs, backwards(theirs), batches, clip_norm=0.1)
+    assert same_parameters(ours, theirs)
+
+
+def test_a_state_of_another_step_is_refused(device):
+    model = make_model(device)
+    step, other = (captured(model, adamw(model), accumulate=count) for count in (4, 2))
+    for batch in make_batches(device, [8] * 3):
+        step(*batch)
+    with pytest.raises(ConfigError, match="of 3 micro-batches since an update, and this step updates after 2"):
+        other.load_state_dict(step.state_dict())
+    with pytest.raises(ConfigError, match="no state of a training step: it has no device_rng, generators"):
+        other.load_state_dict(model.state_dict())
+    assert other.micro_batches == 0
 
 
 logged = 0

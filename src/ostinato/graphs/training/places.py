@@ -75,11 +75,14 @@ class Places:
         return [(name, parameter) for name, parameter in found if parameter not in known]
 
     def names_of(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """These parameters with their names."""
+        """These parameters with their names, in the order of the modules: the norm of all gradients, a sum,
+        is then that of `clip_grad_norm_(model.parameters())` to the last bit."""
         names: dict[torch.Tensor, str] = {
             p: name for root in self._modules for name, p in root.named_parameters()
         }
-        return [(names.get(p, f"parameter {number}"), p) for number, p in enumerate(parameters)]
+        wanted = set(parameters)
+        own = [(name, p) for p, name in names.items() if p in wanted]
+        return own + [(f"parameter {number}", p) for number, p in enumerate(parameters) if p not in names]
 
 
 def written_parameters(

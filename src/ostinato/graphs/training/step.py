@@ -40,6 +40,9 @@ logger = logging.getLogger("ostinato.graphs")
 
 Schedule = Callable[[int], float | Sequence[float]]
 
+_STATE = {"optimizer_steps", "micro_batches", "skipped", "gradients", "rng", "device_rng", "generators"}
+"""What `state_dict` has."""
+
 
 class Kind(StrEnum):
     """What a graph does with the gradients of a micro-batch."""
@@ -116,6 +119,7 @@ class TrainStep:
         """
         self._refuse_ambient_autocast()
         with turn, torch.inference_mode(False):
+            self._optimizer.notice_cleared_state()
             updates = last or self.micro_batches + 1 == self._accumulate
             if not self._entries:
                 with self._values.put_back():
@@ -207,6 +211,13 @@ class TrainStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called."""
+        if missing := _STATE - set(state):
+            raise ConfigError(f"this is no state of a training step: it has no {', '.join(sorted(missing))}")
+        if state["micro_batches"] >= self._accumulate:
+            raise ConfigError(
+                f"the state is of {state['micro_batches']} micro-batches since an update, and this step "
+                f"updates after {self._accumulate}: flush() before saving, or pass the accumulate of then"
+            )
         self.optimizer_steps, self.micro_batches = state["optimizer_steps"], state["micro_batches"]
         self._update.skipped.fill_(state["skipped"])
         for parameter, gradient in zip(self._optimizer.parameters, state["gradients"], strict=False):
