@@ -1,14 +1,25 @@
 """What people change around a captured training step: numbers in Python, frozen parts, second optimizers."""
 
 import logging
+import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from contract.training_loops import captured, cross_entropy, make_batches, make_model, replays, twins
-from ostinato.graphs import CaptureError, make_graphed_callables
+from contract.training_loops import (
+    captured,
+    cross_entropy,
+    make_batches,
+    make_model,
+    replays,
+    same_parameters,
+    train_eagerly,
+    twins,
+)
+from ostinato.graphs import CaptureError, CaptureOptions, ConfigError, make_graphed_callables
 
 STEPS = 8
 CHANGES_AT = 4
@@ -165,6 +176,165 @@ def test_what_every_step_assigns_is_named_and_counts_no_trials(device, caplog):
     assert any("every step assigns calls in Python" in line for line in caplog.messages)
 
 
+class Keeping(nn.Module):
+    """Leaves tensors where somebody may look for them."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inside, self.spread, self.means = make_model(device), None, []
+
+    def forward(self, ids):
+        logits = self.inside(ids)
+        self.spread = logits.detach().std()
+        self.means.append(logits.detach().mean())
+        return logits
+
+
+def test_tensors_that_every_step_leaves_somewhere_are_named(device, caplog):
+    model = Keeping(device)
+    step = captured(model, adamw(model))
+    for inputs, targets in make_batches(device, [8] * 3):
+        step(inputs, targets)
+    assert replays(step) == 2
+    assert len(model.means) == 1, "the first step's"
+    assert any("every step assigns spread, means in Python" in line for line in caplog.messages)
+
+
+class Dropping(nn.Module):
+    """Leaves its model out now and then, as layers of speech and text models do."""
+
+    def __init__(self, device, draw):
+        super().__init__()
+        self.inside, self.draw = make_model(device), draw
+
+    def forward(self, ids):
+        return self.inside(ids) * self.draw()
+
+
+DRAWS = {"Python": random.random, "NumPy": lambda: float(np.random.rand())}
+
+
+@pytest.mark.parametrize("whose", DRAWS)
+def test_random_numbers_of_python_are_in_no_graph(device, whose, caplog):
+    ours, theirs = twins(Dropping(device, DRAWS[whose]))
+    batches = make_batches(device, [8] * 4)
+
+    def seed():
+        random.seed(3)
+        np.random.seed(3)
+
+    seed()
+    expected = train_eagerly(theirs, adamw(theirs), batches)
+    seed()
+    step = captured(ours, adamw(ours), options=CaptureOptions(freeze_gc=False))
+    assert [step(*batch).item() for batch in batches] == expected
+    assert step.report().eager_steps["capture-failed"] == 3
+    assert any("draws from Python's or NumPy's random generator" in line for line in caplog.messages)
+    strict = captured(theirs, adamw(theirs))
+    with pytest.raises(CaptureError, match="draws from Python's or NumPy's random generator"):
+        strict(*batches[0])
+
+
+class Following(nn.Module):
+    """Writes parameters itself: those of an encoder that follows another, and rows that are too long."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inside, self.slow = make_model(device), make_model(device).requires_grad_(False)
+        self.bounded = nn.Embedding(13, 13, max_norm=0.1, device=device)
+
+    @torch.no_grad()
+    def follow(self):
+        for slow, fast in zip(self.slow.parameters(), self.inside.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+    def forward(self, ids):
+        self.follow()
+        return self.inside(ids) + self.slow(ids) + self.bounded(ids)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parameters_that_the_model_writes_itself_count_no_trials(device, accumulate):
+    ours, theirs = twins(Following(device))
+    batches = make_batches(device, [8] * 6)
+    step = captured(ours, adamw(ours), accumulate=accumulate, ladder=[4, 8])
+    found = [step(*batch).item() for batch in batches]
+    assert found == train_eagerly(theirs, adamw(theirs), batches, accumulate=accumulate)
+    assert same_parameters(ours, theirs)
+    assert replays(step) == 6 - accumulate
+
+
+def weight_of(model):
+    return model.blocks[0].qkv.weight
+
+
+HOOKS = {
+    "of a parameter": lambda model: weight_of(model).register_hook(lambda gradient: gradient * 0.5),
+    "when accumulated": lambda model: weight_of(model).register_post_accumulate_grad_hook(halve),
+    "of a module": lambda model: model.blocks[0].out.register_full_backward_hook(
+        lambda module, inputs, outputs: (inputs[0] * 0.5,)
+    ),
+    "before a module": lambda model: model.blocks[0].out.register_full_backward_pre_hook(
+        lambda module, outputs: (outputs[0] * 0.5,)
+    ),
+}
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_of_gradients_that_comes_later_is_called(device, kind, caplog):
+    def change(i, model):
+        if i == CHANGES_AT:
+            HOOKS[kind](model)
+
+    step, found, expected = losses_of_both(device, change)
+    assert found == expected
+    assert step.report().eager_steps["attribute-changed"] == STEPS - CHANGES_AT
+    assert any("while a hook or method" in line for line in caplog.messages)
+
+
+def test_an_optimizer_whose_state_is_thrown_away_begins_anew(device):
+    ours, theirs = twins(make_model(device))
+    first, second = (make_batches(device, [8] * 4, seed=seed) for seed in (0, 1))
+    optimizer, plain = adamw(ours), adamw(theirs)
+    step = captured(ours, optimizer)
+    found = [step(*batch).item() for batch in first]
+    optimizer.state.clear()
+    found += [step(*batch).item() for batch in second]
+    expected = train_eagerly(theirs, plain, first)
+    plain.state.clear()
+    assert found == expected + train_eagerly(theirs, plain, second)
+    assert same_parameters(ours, theirs)
+    assert replays(step) == 3, "of the graphs that were captured again"
+
+
+def test_gradients_are_clipped_by_the_norm_in_the_order_of_the_model(device):
+    def backwards(model):
+        return torch.optim.AdamW([*model.parameters()][::-1], lr=0.02, fused=True)
+
+    ours, theirs = twins(make_model(device, layers=3))
+    batches = make_batches(device, [8] * 6)
+    step = captured(ours, backwards(ours), clip_norm=0.1)
+    found = [step(*batch).item() for batch in batches]
+    assert found == train_eagerly(theirs, backwards(theirs), batches, clip_norm=0.1)
+    assert same_parameters(ours, theirs)
+
+
+def test_a_state_of_another_step_is_refused(device):
+    model = make_model(device)
+    step, other = (captured(model, adamw(model), accumulate=count) for count in (4, 2))
+    for batch in make_batches(device, [8] * 3):
+        step(*batch)
+    with pytest.raises(ConfigError, match="of 3 micro-batches since an update, and this step updates after 2"):
+        other.load_state_dict(step.state_dict())
+    with pytest.raises(ConfigError, match="no state of a training step: it has no device_rng, generators"):
+        other.load_state_dict(model.state_dict())
+    assert other.micro_batches == 0
+
+
 logged = 0
 
 
@@ -255,3 +425,17 @@ def test_a_function_that_trains_what_it_is_not_given_is_refused(device):
     weight = torch.randn(4, 4, device=device, requires_grad=True)
     with pytest.raises(CaptureError, match=r"a tensor \[4, 4\] that needs a gradient .* would get none"):
         make_graphed_callables(lambda x: x @ weight, (torch.randn(3, 4, device=device),))
+
+
+def test_a_part_that_draws_in_python_is_refused_and_draws_nothing(device):
+    before = random.getstate()
+    with pytest.raises(CaptureError, match="draws from Python's or NumPy's random generator"):
+        make_graphed_callables(lambda x: x * random.random(), (torch.randn(3, 4, device=device),))
+    assert random.getstate() == before
+
+
+def test_a_part_that_writes_its_parameters_is_as_it_was(device):
+    part = nn.Embedding(7, 5, max_norm=0.1, device=device)
+    before = part.weight.detach().clone()
+    make_graphed_callables(part, (torch.zeros(4, dtype=torch.int64, device=device),), ladder=[2, 4])
+    assert torch.equal(part.weight, before)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..capturing import python_draws
 from ..capturing.autocast import clean_autocast_cache
 from ..capturing.gate import capture_gate, frozen_gc, turn
 from ..capturing.pool import GraphPool
@@ -81,8 +82,11 @@ def _capture(parts: Sequence[GraphedPart], pool: GraphPool, options: CaptureOpti
         frozen_gc(options.freeze_gc),
         pool.backend.stream(),
         torch.inference_mode(False),
+        python_draws.undone(),
     ):
         with clean_autocast_cache(), step_mode(GraphMode.NONE):
+            for part in parts:
+                part.find_written(options)
             for part in parts:
                 part.refuse_dependence_on_the_batch(options)
             for rung in rungs:

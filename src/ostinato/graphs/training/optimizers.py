@@ -246,13 +246,25 @@ class StaticOptimizer:
         self._placed = list(self._entries()) if self._is_static else []
         comparison = Comparison()
         comparison.add_places(self._placed)
+        state_of, parameters = self._optimizer.state.get, self.parameters
+        comparison.add_equal(lambda: list(map(state_of, parameters)))
         self._still = comparison.compiled()
 
     def moved(self) -> list[str]:
         """State that is not where it was, by name."""
         if not self._placed or self._still():
             return []
-        return [f"the optimizer's {key}" for state, key, value in self._placed if state.get(key) is not value]
+        held = {id(state) for state in self._optimizer.state.values()}
+        return [
+            f"the optimizer's {key}"
+            for state, key, value in self._placed
+            if id(state) not in held or state.get(key) is not value
+        ]
+
+    def notice_cleared_state(self) -> None:
+        """Without its state, which somebody has thrown away, it begins anew, as eagerly."""
+        if self._placed and not any(map(self._optimizer.state.get, self.parameters)):
+            self.has_stepped, self._placed = False, []
 
     def addresses(self) -> list[torch.Tensor]:
         """The state that graphs were captured with."""

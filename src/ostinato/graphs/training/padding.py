@@ -14,6 +14,7 @@ from ..options import CaptureOptions
 from ..trees import map_tensors
 from .batches import IGNORED, BatchKind
 from .loss import Loss
+from .places import written_parameters
 
 _AT_ONE_SHAPE = {torch.float32: 1e-5, torch.float64: 1e-9}
 _AT_TWO_SHAPES = 0.03
@@ -27,7 +28,14 @@ class PaddingTrial:
         self, loss: Loss, state: Mapping[str, torch.Tensor], backend: Backend, options: CaptureOptions
     ) -> None:
         self._loss = loss.uncompiled()
-        self._trials = Trials(backend, state=state, generators=options.generators)
+        self._state, self._backend, self._options = state, backend, options
+        self.written: dict[str, torch.Tensor] = {}
+        """Parameters that the model itself writes when it is run."""
+        self._trials = self._new_trials()
+
+    def _new_trials(self) -> Trials:
+        state = {**self._state, **self.written}
+        return Trials(self._backend, state=state, generators=self._options.generators)
 
     def kind_of(self, inputs: Any, targets: Any) -> tuple[BatchKind, str | None]:
         """How batches like this one are padded, and why they cannot be, if so."""
@@ -56,7 +64,11 @@ class PaddingTrial:
                 return loss.dim() > 0, None
             return False, _why_not_ignored(self._loss.loss_fn, outputs, targets)
 
-        return self._quietly(look)
+        self.written = written_parameters(self._loss.modules, lambda: self._quietly(look))
+        if self.written:
+            self._trials = self._new_trials()
+        found: tuple[bool, str | None] = self._quietly(look)
+        return found
 
     def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
         """Tried with the second half of the batch as padding."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..capturing import python_draws
 from ..capturing.autocast import AutocastState
 from ..capturing.captured import Recorded, record
 from ..capturing.gate import is_recording, turn
@@ -23,7 +24,7 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..trees import Structure, flatten, tensors_in
 from ..wrapping.signature import Examples, Signature
-from .places import Places
+from .places import Places, written_parameters
 from .python_values import PythonValues
 from .rounds import Rounds
 
@@ -67,7 +68,9 @@ class GraphedPart:
         self._examples = Examples(self._signature, batch)
         self._wants = {name: tensor.requires_grad for name, tensor in batch.items()}
         self._parameters = [p for p in (self._module.parameters() if self._module else ()) if p.requires_grad]
-        self._places = Places([self._module] if self._module else [])
+        self._modules = [self._module] if self._module else []
+        self._places = Places(self._modules)
+        self._written: dict[str, torch.Tensor] = {}
         self._values = PythonValues(function)
         self._buffers = InputBuffers(
             self._signature.tensor_fields,
@@ -83,9 +86,20 @@ class GraphedPart:
 
     # -- capturing ---------------------------------------------------------------------------------
 
+    def find_written(self, options: CaptureOptions) -> None:
+        """Which parameters the part writes when it is run."""
+        trials, rung = self._trials(options), self.ladder.limit
+        with self._values.put_back(), trials.undone():
+            self._written = written_parameters(self._modules, lambda: self._run_forward(rung))
+        self._alive = None
+
+    def _trials(self, options: CaptureOptions) -> Trials:
+        state = {**self._places.buffers(), **self._written}
+        return Trials(self._pool.backend, state=state, generators=options.generators)
+
     def warm_up(self, rung: int, times: int, options: CaptureOptions) -> None:
         """Run forward and backward, without a trace."""
-        trials = Trials(self._pool.backend, state=self._places.buffers(), generators=options.generators)
+        trials = self._trials(options)
         with self._values.first_step():
             trials.run(lambda: self._try(rung))
         for _ in range(1, times):
@@ -97,7 +111,7 @@ class GraphedPart:
         if len(self.ladder) == 1 or rung < 2:
             return
         descriptor, half = BatchDescriptor.decode(rung), BatchDescriptor.decode(rung // 2)
-        trials = Trials(self._pool.backend, state=self._places.buffers(), generators=options.generators)
+        trials = self._trials(options)
 
         def rows(*, poison: bool) -> list[torch.Tensor]:
             self._buffers.fill(
@@ -131,7 +145,7 @@ class GraphedPart:
     def _run_forward(self, rung: int) -> Any:
         views = self._fill(rung)
         inputs = {name: view.detach().requires_grad_(self._wants[name]) for name, view in views.items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), python_draws.refused_in_graphs():
             output = self._signature.call(self.function, inputs)
         self._alive = ([output], list(inputs.values()))
         return output

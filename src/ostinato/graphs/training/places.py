@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..journal import WriteJournal
+from ..memory import storage_address
 from ..wrapping.standing import Comparison
 
 
@@ -73,8 +75,32 @@ class Places:
         return [(name, parameter) for name, parameter in found if parameter not in known]
 
     def names_of(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """These parameters with their names."""
+        """These parameters with their names, in the order of the modules: the norm of all gradients, a sum,
+        is then that of `clip_grad_norm_(model.parameters())` to the last bit."""
         names: dict[torch.Tensor, str] = {
             p: name for root in self._modules for name, p in root.named_parameters()
         }
-        return [(names.get(p, f"parameter {number}"), p) for number, p in enumerate(parameters)]
+        wanted = set(parameters)
+        own = [(name, p) for p, name in names.items() if p in wanted]
+        return own + [(f"parameter {number}", p) for number, p in enumerate(parameters) if p not in names]
+
+
+def written_parameters(
+    modules: Sequence[torch.nn.Module], run: Callable[[], object]
+) -> dict[str, torch.Tensor]:
+    """Parameters that these modules write by themselves when they are run: an embedding with `max_norm`, an
+    encoder that follows another one. The run is undone."""
+    journal = WriteJournal()
+    try:
+        with journal:
+            run()
+    except Exception:  # what must not be watched says so; what fails, fails again unwatched
+        return {}
+    finally:
+        journal.undo()
+    named = [pair for module in modules for pair in module.named_parameters() if journal.written]
+    return {
+        f"{name} {number}": parameter
+        for number, (name, parameter) in enumerate(named)
+        if storage_address(parameter) in journal.written
+    }

@@ -5,16 +5,22 @@ every replay all that model and loss function reach is compared, by identity: se
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from ..capturing import python_draws
 from ..dispatching.dispatch import Reason
 from ..wrapping.reached import Key, Reached
+from ..wrapping.standing import Comparison
 
 logger = logging.getLogger("ostinato.graphs")
+
+_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_PARAMETER_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 
 
 class PythonValues:
@@ -26,6 +32,7 @@ class PythonValues:
         """What a step assigns itself."""
         self._captured: Reached | None = None
         self._still: Callable[[], bool] = lambda: True
+        self._has_same_hooks: Callable[[], bool] = lambda: True
         self._training: list[bool] = []
         self._has_warned = False
 
@@ -41,7 +48,8 @@ class PythonValues:
         """Around trial runs: they count for nothing."""
         before = Reached(*self._roots)
         try:
-            yield
+            with python_draws.undone():
+                yield
         finally:
             before.put_back(before.changed())
 
@@ -49,8 +57,9 @@ class PythonValues:
     def captured(self) -> Iterator[None]:
         """Around a capture: from here on, what was not assigned by the step itself has to stay as it is."""
         before = Reached(*self._roots)
-        yield
-        assigned = before.changed_values()
+        with python_draws.undone():
+            yield
+        assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names]))
         before.put_back(self._own)
         if assigned:
             logger.warning(
@@ -64,24 +73,25 @@ class PythonValues:
         """As it is now is as graphs have it."""
         self._captured = reached = Reached(*self._roots, ignored=self._own)
         self._still = reached.standing(without=self._tables())
+        self._has_same_hooks = _hooks_of_gradients(reached.modules).compiled()
         self._training = reached.training()
 
     def why_changed(self) -> Reason | None:
         """Why a replay would do something else than the step as it is now."""
         reached = self._captured
-        if reached is None or self._still():
+        if reached is None or (self._still() and self._has_same_hooks()):
             return None
         if reached.training() != self._training:
             return Reason.TRAINING_MODE_CHANGED
         changed = [*reached.changed_values(), *reached.replaced(self._tables())]
-        if not changed and reached.is_same_code():
+        if not changed and reached.is_same_code() and self._has_same_hooks():
             return None  # equal numbers, only not the same objects
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "steps run eagerly while %s is not as at the capture: a graph would go on with what it was. "
                 "Keep what changes in a tensor and change that in place, or pass it as an input",
-                ", ".join(changed[:5]) or "a hook or method of a module",
+                ", ".join(changed[:5]) or "a hook or method of a module or parameter",
             )
         return Reason.ATTRIBUTE_CHANGED
 
@@ -89,3 +99,23 @@ class PythonValues:
         """Where parameters and buffers stand, by identity: `Places` looks after these."""
         modules = [m for root in self._roots if isinstance(root, torch.nn.Module) for m in root.modules()]
         return {id(table) for module in modules for table in (module._parameters, module._buffers)}
+
+
+def _hooks_of_gradients(modules: Sequence[torch.nn.Module]) -> Comparison:
+    """What a backward pass calls: hooks of modules and of parameters."""
+    found = Comparison()
+    for module in modules:
+        own = vars(module)
+        for name in _MODULE_HOOKS:
+            if own.get(name):
+                found.add_equal(lambda own=own, name=name: list(own[name].values()))  # type: ignore[misc]
+            elif name in own:
+                found.add_empty(own, name)
+    parameters = [p for module in modules for p in module.parameters(recurse=False)]
+    for hooks_of in _PARAMETER_HOOKS:
+        found.add_equal(
+            lambda hooks_of=hooks_of: (  # type: ignore[misc]
+                any(map(hooks_of, parameters)) and [tuple((hooks_of(p) or {}).values()) for p in parameters]
+            )
+        )
+    return found

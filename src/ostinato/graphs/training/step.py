@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..capturing import python_draws
 from ..capturing.compiled import make_room
 from ..capturing.gate import turn
 from ..capturing.pool import GraphPool
@@ -38,6 +39,9 @@ from .update import Update
 logger = logging.getLogger("ostinato.graphs")
 
 Schedule = Callable[[int], float | Sequence[float]]
+
+_STATE = {"optimizer_steps", "micro_batches", "skipped", "gradients", "rng", "device_rng", "generators"}
+"""What `state_dict` has."""
 
 
 class Kind(StrEnum):
@@ -98,6 +102,8 @@ class TrainStep:
         )
         self._entries: list[_Entry] = []
         self._state: dict[str, torch.Tensor] = {}
+        self._written: dict[str, torch.Tensor] = {}
+        """Parameters that the model writes by itself, besides the optimizer."""
         self._baked: tuple[Any, ...] = ()
         self._eager_steps: Counter[Reason] = Counter()
         self.optimizer_steps = 0
@@ -113,6 +119,7 @@ class TrainStep:
         """
         self._refuse_ambient_autocast()
         with turn, torch.inference_mode(False):
+            self._optimizer.notice_cleared_state()
             updates = last or self.micro_batches + 1 == self._accumulate
             if not self._entries:
                 with self._values.put_back():
@@ -204,6 +211,13 @@ class TrainStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called."""
+        if missing := _STATE - set(state):
+            raise ConfigError(f"this is no state of a training step: it has no {', '.join(sorted(missing))}")
+        if state["micro_batches"] >= self._accumulate:
+            raise ConfigError(
+                f"the state is of {state['micro_batches']} micro-batches since an update, and this step "
+                f"updates after {self._accumulate}: flush() before saving, or pass the accumulate of then"
+            )
         self.optimizer_steps, self.micro_batches = state["optimizer_steps"], state["micro_batches"]
         self._update.skipped.fill_(state["skipped"])
         for parameter, gradient in zip(self._optimizer.parameters, state["gradients"], strict=False):
@@ -373,6 +387,7 @@ class TrainStep:
     def _new_entry(self, inputs: Any, targets: Any) -> _Entry:
         trial = PaddingTrial(self._loss, self._runner_state(), self._pool.backend, self._options)
         kind, refusal = trial.kind_of(inputs, targets)
+        self._written |= trial.written
         if self._ladder is None:
             self._ladder = Ladder([kind.matched(inputs, targets)[1]])
         if refusal is not None:
@@ -381,7 +396,8 @@ class TrainStep:
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
             is_rung = descriptor.num_tokens in self._rungs
-            return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
+            with python_draws.refused_in_graphs():
+                return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
 
         runner = CudaGraphRunner(
             step,
@@ -407,7 +423,7 @@ class TrainStep:
         """What trial runs change and have to put back: they make no updates."""
         gradients = self._gradients.tensors() if self.micro_batches else []
         self._state.clear()
-        self._state |= {**self._places.buffers(), **self._update.state()}
+        self._state |= {**self._places.buffers(), **self._update.state(), **self._written}
         self._state |= {f"gradient {number}": tensor for number, tensor in enumerate(gradients)}
         return self._state
 

@@ -1,13 +1,12 @@
 """A function run once on real inputs, before anything is captured: what it does, and whether a graph can."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..backends import backend_for
+from ..capturing import python_draws
 from ..capturing.autocast import clean_autocast_cache
 from ..capturing.trial import Trials
 from ..dispatching.mode import GraphMode
@@ -43,7 +42,7 @@ class FirstRun:
         """Addresses of the storages that it used."""
         backend = backend_for(device)
         trials, before = Trials(backend, generators=generators), Reached(function, *signature.functions)
-        drawn = _python_generators()
+        drawn = python_draws.generators()
         changed = None
         try:
             result, copies = _run(function, signature, batch, trials)
@@ -58,11 +57,8 @@ class FirstRun:
             self.reads = {storage_address(tensor) for tensor in trials.reads} - own
             if trials.unplain is not None:
                 self.refusal = trials.unplain
-            elif drawn != _python_generators():
-                self.refusal = (
-                    "the step draws from Python's or NumPy's random generator, and a graph would repeat one "
-                    "draw: draw with torch"
-                )
+            elif drawn != python_draws.generators():
+                self.refusal = python_draws.WHY_NOT
             if changed or trials.makes_state or trials.draws_random:
                 second = Trials(backend) if self.stays else trials
                 self._look_twice(function, signature, batch, trials, second)
@@ -119,8 +115,3 @@ def _run(
     copies = {name: tensor.detach().clone() for name, tensor in batch.items()}
     with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache():
         return trials.run_for_good(lambda: signature.call(function, copies)), copies
-
-
-def _python_generators() -> tuple[Any, ...]:
-    state: Any = np.random.get_state()
-    return random.getstate(), state[1].tobytes(), state[2:]

@@ -386,6 +386,14 @@ class Assigned:
         """The places."""
         return {(identity(holder), key) for _, holder, key, _ in self.places}
 
+    @property
+    def names(self) -> list[str]:
+        """Of all places; of a list once, whatever was put into it."""
+        return [
+            name.removesuffix(str(key)) if isinstance(holder, list | deque) else name
+            for name, holder, key, _ in self.places
+        ]
+
     def besides(self, keys: Collection[Key]) -> list[str]:
         """The names of other places than these."""
         return [name for name, holder, key, _ in self.places if (identity(holder), key) not in keys]
