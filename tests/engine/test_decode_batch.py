@@ -8,9 +8,9 @@ import pytest
 from engine.test_scheduler import Engine
 from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.scheduling.decode_batch import DecodeBatch
+from ostinato.engine.scheduling.landing import Landing
 from ostinato.engine.scheduling.request import FinishReason, IntArray
 from ostinato.engine.scheduling.scheduled_step import ScheduledStep
-from ostinato.engine.scheduling.scheduler import Scheduler
 
 
 def steps_of(seed: int, *, ahead: int) -> list[tuple[object, ...]]:
@@ -61,12 +61,12 @@ def do_something(engine: Engine, chance: random.Random) -> None:
         (scheduler.resume if scheduler.is_paused else scheduler.pause)()
 
 
-LAND = Scheduler._land
+LAND = Landing._land
 
 
-def checked_land(self: Scheduler, step: ScheduledStep, rows: IntArray) -> IntArray:
+def checked_land(self: Landing, step: ScheduledStep, rows: IntArray) -> IntArray:
     """What is known without looking is what tenancies say."""
-    wanted = self.rows.tenancy[rows] == step.tenancies
+    wanted = self._rows.tenancy[rows] == step.tenancies
     found = LAND(self, step, rows)
     assert found.tolist() == wanted.tolist()
     return found
@@ -82,7 +82,7 @@ def test_a_steady_step_is_the_one_that_would_be_scheduled(ahead: int) -> None:
         return advance(batch)
 
     for seed in range(12):
-        with patch.object(DecodeBatch, "advance", counted), patch.object(Scheduler, "_land", checked_land):
+        with patch.object(DecodeBatch, "advance", counted), patch.object(Landing, "_land", checked_land):
             found = steps_of(seed, ahead=ahead)
         with patch.object(DecodeBatch, "look_ahead", lambda batch, num_drafts: None):
             assert found == steps_of(seed, ahead=ahead)
@@ -96,7 +96,7 @@ def test_a_stretch_ends_with_a_page_and_with_the_last_token() -> None:
     while engine.scheduler.has_work:
         step = engine.launch()
         assert step is not None
-        batch = engine.scheduler._decode_batch
+        batch = engine.scheduler._running.batch
         taken.append((bool(step.page_updates), 0 if batch is None else batch.steady_steps))
         engine.complete()
     # The prompt; position 3; then a page every four tokens, the last of them for a token that ends it.

@@ -36,7 +36,7 @@ def assert_right(step: ScheduledStep, engine: Engine) -> None:
     if len(step.requests) > 1:
         common = common_pages(step.requests) * engine.pages.page_size
         assert shared <= common
-        is_whole = len(step.requests) == len(engine.scheduler._decoding)
+        is_whole = len(step.requests) == len(engine.scheduler._running.decoding)
         assert shared == common or not is_whole
 
 

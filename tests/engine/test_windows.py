@@ -74,7 +74,7 @@ class Engine:
 
     def add(self, prompt: list[int], count: int) -> Request:
         params = SamplingParams(max_tokens=count, ignore_eos=True)
-        request = Request(f"r{self.scheduler._num_added}", np.array(prompt), params, EOS)
+        request = Request(f"r{self.scheduler._waiting.num_queued}", np.array(prompt), params, EOS)
         self.scheduler.add(request)
         return request
 

@@ -1,0 +1,132 @@
+"""Steps in flight, and what becomes of requests when one of them lands: tokens, ends, or a failure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from .request import FinishReason, IntArray, Request
+from .running_requests import RunningRequests
+from .scheduled_step import CompletedStep, FurtherTokens, ScheduledStep
+
+
+class Landing:
+    """Of one scheduler; see Note [One step ahead] in scheduler.py."""
+
+    def __init__(self, running: RunningRequests, finish: Callable[..., None]) -> None:
+        """`finish` is the scheduler's."""
+        self.in_flight: deque[ScheduledStep] = deque()
+        """The oldest first."""
+        self._running, self._rows, self._finish = running, running.rows, finish
+        # Of the step that landed last, whose requests had not left; `concerned_by` needs it as it was before.
+        self._landed: tuple[ScheduledStep, IntArray] | None = None
+
+    def complete(self, step: ScheduledStep, tokens: IntArray) -> CompletedStep:
+        """The oldest step has brought these: one of each request."""
+        assert tokens.shape == (step.num_requests,), "one token per request of the step"
+        # What numpy indexes with; from anything else it makes one, every time.
+        rows, counts = step.rows.astype(np.intp), step.num_new_tokens
+        accepted = live = self._land(step, rows)
+        new = tokens
+        if np.count_nonzero(live) < len(live):
+            rows, counts, new = rows[live], counts[live], tokens[live]
+        computed = self._rows.num_computed[rows] + counts
+        self._rows.num_computed[rows] = computed
+        self._running.commit_full(rows, computed)
+
+        if not step.is_uniform_decode:
+            samples = step.samples[live]
+            accepted = live & step.samples
+            rows, computed, new = rows[samples], computed[samples], new[samples]
+        over, stopped = self._rows.append(rows, computed, new)
+        finished = [self._finish_sampled(int(rows[at]), int(new[at]), at in stopped) for at in over]
+        finished += self._finish_embeddings(step, live)
+        return CompletedStep(step, tokens, accepted, tuple(finished))
+
+    def complete_verified(self, step: ScheduledStep, tokens: IntArray, num_new: IntArray) -> CompletedStep:
+        """The oldest step has verified drafts and brought [q, R] tokens, so many new ones of each request."""
+        assert tokens.shape == (step.query_len, step.num_requests), "as many tokens as were computed"
+        places = step.rows.astype(np.intp)
+        live = np.flatnonzero(self._land(step, places))
+        rows, counts = places[live], num_new[live]
+        assert not len(live) or (counts.min() >= 1 and counts.max() <= step.query_len)
+        before = self._rows.num_computed[rows]
+        rejected = step.query_len - counts
+        self._rows.num_scheduled[rows] -= rejected
+        self._rows.num_promised[rows] -= rejected
+        rounds = self._rows.append_bunch(rows, before + 1, tokens[:, live], counts)
+        computed = before.copy()
+        for theirs, _, _ in rounds:
+            computed[theirs] += 1
+        self._rows.num_computed[rows] = computed
+        self._running.commit_full(rows, computed)
+        found = []
+        for line, (theirs, over, stopped) in zip(tokens, rounds, strict=False):
+            finished = [
+                self._finish_sampled(int(rows[at]), int(line[live[at]]), at in stopped) for at in over
+            ]
+            accepted = np.zeros(step.num_requests, dtype=bool)
+            accepted[live[theirs]] = True
+            found.append(FurtherTokens(line, accepted, tuple(finished)))
+        if not found:
+            return CompletedStep(step, tokens[0], np.zeros(step.num_requests, dtype=bool), ())
+        return CompletedStep(step, *found[0], tuple(found[1:]))
+
+    def fail(self, step: ScheduledStep, error: str) -> tuple[Request, ...]:
+        """The oldest step did not run, or who knows how far: end its requests, and return them. Others may
+        have got pages with it: they are told again."""
+        self._running.taken.put_back_updates(step.page_updates)
+        failed = tuple(step.requests[at] for at in np.flatnonzero(self._land(step, step.rows)).tolist())
+        for request in failed:
+            self._finish(request, FinishReason.ERROR, error=error)
+        return failed
+
+    def concerned_by(self, step: ScheduledStep) -> tuple[Request, ...]:
+        """The requests of a step that had not left when it landed, or have not if it is still in flight."""
+        if self._landed is not None and self._landed[0] is step:
+            live = self._landed[1]
+        else:
+            live = self._rows.tenancy[step.rows] == step.tenancies
+        return tuple(step.requests[at] for at in np.flatnonzero(live).tolist())
+
+    def forget(self, step: ScheduledStep | None) -> None:
+        """A step will not land; None: nor will any other."""
+        self.in_flight = deque(other for other in self.in_flight if step is not None and other is not step)
+
+    def _land(self, step: ScheduledStep, rows: IntArray) -> IntArray:
+        """Take the oldest step out of flight; which of its requests have not left since."""
+        assert self.in_flight[0] is step, "steps complete in the order of scheduling"
+        batch = self._running.batch
+        live: IntArray
+        if batch is not None and step.requests is batch.requests:
+            live = step.samples  # all of them: a batch is made anew when somebody leaves
+        else:
+            live = self._rows.tenancy[rows] == step.tenancies
+        self._landed = step, live
+        self.in_flight.popleft()
+        return live
+
+    def _finish_sampled(self, row: int, token: int, is_stop: bool) -> Request:
+        request = self._rows.requests[row]
+        assert request is not None
+        if not is_stop:
+            self._finish(request, FinishReason.LENGTH)
+            return request
+        assert request.params is not None
+        is_eos = token in request.eos_token_ids and not request.params.ignore_eos
+        self._finish(request, FinishReason.STOP, stop_reason=None if is_eos else token)
+        return request
+
+    def _finish_embeddings(self, step: ScheduledStep, live: IntArray) -> list[Request]:
+        if step.is_uniform_decode:
+            return []
+        done = [
+            request
+            for request, is_live in zip(step.requests, live.tolist(), strict=True)
+            if is_live and request.is_embedding and request.num_computed == request.num_prompt_tokens
+        ]
+        for request in done:
+            self._finish(request, FinishReason.STOP)
+        return done

@@ -1,0 +1,162 @@
+"""The requests with a row, and what the next step finds them at: a prompt, decoding, or their last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ostinato.cache.pages import PageAllocator
+
+from .decode_batch import DecodeBatch
+from .request import IntArray, Request, RequestRows, RequestStatus
+from .request_pages import RequestPages, longest_request
+from .scheduled_step import ScheduledStep
+from .scheduler_config import SchedulerConfig
+from .waiting_requests import WaitingRequests
+
+_NO_ROWS = np.array([], dtype=np.int32)
+
+
+class RunningRequests:
+    """Of one scheduler. A prompt that is computed in part is the youngest's."""
+
+    def __init__(self, config: SchedulerConfig, pages: PageAllocator, waiting: WaitingRequests) -> None:
+        self.max_len = longest_request(config, pages)
+        """The longest a request can get."""
+        self.rows = RequestRows(config.max_running, self.max_len, pages.page_size, config.max_drafts)
+        self.taken = RequestPages(pages, self.rows, config)
+        """Their pages."""
+        self.requests: list[Request] = []
+        """Oldest first."""
+        self.prefilling: Request | None = None
+        """The youngest, if its prompt is computed in part."""
+        self.decoding: list[Request] = []
+        """Those whose prompts are computed, oldest first."""
+        self.batch: DecodeBatch | None = None
+        """The same, as a step takes them; None: to be made anew."""
+        self.joined: list[Request] = []
+        """Those that got a row since the last step."""
+        self._config, self._pages, self._waiting = config, pages, waiting
+
+    # -- coming and going --------------------------------------------------------------------------
+
+    def move_in(self, request: Request, prefix: IntArray, count: int) -> None:
+        """Give a request a row, a cached prefix, and pages for `count` tokens behind it."""
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = len(prefix) * self._pages.page_size
+        self.rows.move_in(request, self._end_length(request), self._waiting.line.move_in(request))
+        self.taken.start(request, prefix, count)
+        request.status = RequestStatus.RUNNING
+        self.requests.append(request)
+        self.joined.append(request)
+
+    def move_out(self, request: Request) -> None:
+        """Take row and pages from it."""
+        self.requests.remove(request)
+        if self.prefilling is request:
+            self.prefilling = None
+        if request in self.decoding:
+            self.decoding.remove(request)
+            self.batch = None
+        self.taken.leave(request)
+        self._waiting.line.move_out(int(self.rows.adapter_slots[request.row]))
+        self.rows.move_out(request)
+        self._waiting.head_is_blocked = False
+
+    def give_back_pages(self) -> None:
+        """Those that no token to come can see."""
+        if self.taken.give_back(self.requests):
+            self._waiting.head_is_blocked = False
+
+    def commit_full(self, rows: IntArray, computed: IntArray) -> None:
+        """Offer pages of these rows that have become full as prefixes."""
+        if self.taken.commit_full(rows, computed):
+            self._waiting.head_is_blocked = False
+
+    def _end_length(self, request: Request) -> int:
+        if request.params is None or request.params.max_tokens is None:
+            return self.max_len
+        return min(self.max_len, request.num_prompt_tokens + request.params.max_tokens)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def ready_decodes(self) -> tuple[tuple[Request, ...], IntArray]:
+        """Requests that decode in the next step: all but those whose last token is pending."""
+        if not self.decoding:
+            return (), _NO_ROWS
+        if self.batch is None:
+            self.batch = DecodeBatch(self.decoding, self.rows)
+        requests, rows = self.batch.requests, self.batch.rows
+        ready = self.rows.num_promised[rows] < self.rows.max_tokens[rows]
+        if ready.all():
+            return requests, rows
+        return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]
+
+    def has_streams(self, num_in_flight: int) -> bool:
+        """Whether somebody who decodes needs more tokens than are surely under way."""
+        if self.batch is None:
+            return False
+        rows = self.batch.rows
+        known = self.rows.num_tokens[rows] + num_in_flight
+        return bool((known < self.rows.max_tokens[rows]).any())
+
+    def shared_prefix(self) -> int:
+        """What the decode batch has in common; looked up when the batch has changed, or one of its pages."""
+        batch = self.batch
+        if batch is None:
+            return 0
+        if self._config.shared_prefixes and batch.num_twins != self.taken.num_twins:
+            batch.shared_prefix = self.taken.shared_prefix(batch.requests)
+            batch.num_twins = self.taken.num_twins
+        return batch.shared_prefix
+
+    def advance(self, step: ScheduledStep, chunks: Sequence[tuple[Request, int]]) -> None:
+        """Account for a step that is about to be launched."""
+        for request, count in chunks:
+            self.prefilling = request if count < request.num_unscheduled else None
+            if self.prefilling is None and not request.is_embedding:
+                self.decoding.append(request)
+                self.batch = None
+        self.rows.num_scheduled[step.rows] = step.seq_lens
+        self.rows.num_promised[step.rows] += step.samples * step.query_len
+        self.joined.clear()
+
+    def look_ahead(self, step: ScheduledStep) -> None:
+        """See how many steps like this one follow it."""
+        if self.batch is not None and step.requests is self.batch.requests:
+            self.batch.look_ahead(step.num_drafts)
+        elif self.batch is not None:
+            self.batch.steady_steps = 0
+
+    # -- the books ---------------------------------------------------------------------------------
+
+    def drop_finished(self) -> None:
+        """Make the books anew, whatever state they are in, for those that have not ended."""
+        self.requests = [request for request in self.requests if not request.is_finished]
+        self.rows.restore(self.requests)
+        self._waiting.line.restore(self.rows.adapter_slots.tolist())
+        self.decoding = [request for request in self.decoding if not request.is_finished]
+        if self.prefilling is not None and self.prefilling.is_finished:
+            self.prefilling = None
+        self.batch = None
+        self.joined.clear()
+        self.taken.restore(self.requests)
+
+    def check_integrity(self) -> None:
+        """Raise if pages or rows are not as they must be."""
+        owned = [[page for page in request.pages if page] for request in self.requests]
+        self._pages.check_integrity(owned, chains_are_whole=self._config.window is None)
+        tenants = [request for request in self.rows.requests if request is not None]
+        assert sorted(tenants, key=id) == sorted(self.requests, key=id), "a row is lost or taken twice"
+        assert self.rows.num_free + len(self.requests) == self._config.max_running
+        assert all(self.rows.requests[request.row] is request for request in self.requests)
+        self._waiting.line.check_integrity(self.rows.adapter_slots.tolist())
+        decoding = [request.order for request in self.decoding]
+        assert decoding == sorted(decoding), "those that decode are in order"
+        assert self.prefilling is None or self.prefilling is self.requests[-1], "the youngest prefills"
+        for request in self.requests:
+            assert request.num_scheduled <= len(request.pages) * self._pages.page_size
+            assert self.rows.capacity[request.row] == len(request.pages) * self._pages.page_size
+            assert request.num_computed <= request.num_scheduled <= request.num_promised
+            assert request.num_tokens <= request.num_promised
