@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import datetime
 import uuid
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..weight_sync.errors import TransferError
-from ..weight_sync.nccl_library import Communicator, new_id
-from ..weight_sync.stateless_nccl import pickled_id, pickled_text, text_of, unique_id
+from .errors import TransferError
+from .nccl_library import Communicator, new_id
+from .stateless_nccl import pickled_id, pickled_text, text_of, unique_id
 
 
 class StatelessProcessGroup:
@@ -106,8 +105,3 @@ class PyNcclCommunicator:
         """Leave."""
         if self.device.type == "cuda":
             self._communicator.abort()
-
-
-def get_world_group() -> SimpleNamespace:
-    """The group of an engine's workers: one."""
-    return SimpleNamespace(rank=0, local_rank=0, world_size=1, rank_in_group=0, ranks=[0])
