@@ -70,11 +70,11 @@ class ParameterLink:
 
     # -- parameters --------------------------------------------------------------------------------
 
-    def check(self, name: object, dtype: object, shape: object) -> None:
+    def check(self, weight: object, dtype: object, shape: object) -> None:
         """TransferError or WeightsError for a parameter that is not to come."""
         if not self._known_group().has_met:
             raise TransferError("the trainer has not come to the meeting yet")
-        [one] = announced([name], [dtype], [shape])
+        [one] = announced([weight], [dtype], [shape])
         if not self._places.are_current:
             self._places = WeightPlaces(self._link.model)
         place = self._places.name_of(one.name)
@@ -83,10 +83,10 @@ class ParameterLink:
         else:
             self._places.checked(place, torch.empty((), dtype=one.dtype).expand(one.shape))
 
-    def receive(self, name: object, dtype: object, shape: object) -> Operation[WeightsReport]:
+    def receive(self, weight: object, dtype: object, shape: object) -> Operation[WeightsReport]:
         """Wait for a parameter, and write it."""
-        self.check(name, dtype, shape)
-        group, entries = self._known_group(), announced([name], [dtype], [shape])
+        self.check(weight, dtype, shape)
+        group, entries = self._known_group(), announced([weight], [dtype], [shape])
         with self._link.alone():
             pairs = yield from self._received(group, entries)
             return self._link.apply(pairs, None)

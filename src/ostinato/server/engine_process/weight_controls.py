@@ -69,8 +69,8 @@ class WeightControls:
     def _through_buffer(self, handles: dict[str, str], version: str | None) -> Any:
         return _told((yield from self._link.update_through_buffer(handles, version)))
 
-    def _receive_parameter(self, name: str, dtype: str, shape: list[int]) -> Any:
-        return _told((yield from self._parameters.receive(name, dtype, shape)))
+    def _receive_parameter(self, weight: str, dtype: str, shape: list[int]) -> Any:
+        return _told((yield from self._parameters.receive(weight, dtype, shape)))
 
     def _finish(self, version: str | None) -> object:
         report = self._link.finish(version)

@@ -94,7 +94,7 @@ def _add_weights(routes: APIRouter, service: Service, line: TrainerLine) -> None
     @routes.post("/update_named_param", include_in_schema=False)
     async def update_named_param(body: ParameterRequest) -> Response:
         """Take a weight, which the trainer broadcasts when this is answered."""
-        await line.take(name=body.name, dtype=body.dtype, shape=body.shape)
+        await line.take(weight=body.name, dtype=body.dtype, shape=body.shape)
         return json_response({"message": "Request received, updating named parameter"})
 
     @routes.post("/close_communicator", include_in_schema=False)
