@@ -148,12 +148,12 @@ def test_a_trainer_that_does_not_come_is_waited_for_no_longer_than_agreed(llm: L
     link = TrainerLink(llm.engine.core.loaded.model, llm._apply, 0.5)
     with pytest.raises(TransferError, match="meeting"):
         done_here(link.join("nobody", "127.0.0.1", free_port(), 1, 2, "gloo"))
-    link._patience.seconds = 10
+    link.patience.seconds = 10
     port = free_port()
     trainer.begin("meet", port=port, name="late")
     done_here(link.join("late", "127.0.0.1", port, 1, 2, "gloo"))
     trainer.end()
-    link._patience.seconds = 0.5
+    link.patience.seconds = 0.5
     began = time.monotonic()
     with pytest.raises(TransferTimeout, match="a broadcast"):
         done_here(link.update_from_group("late", [NORM], ["float32"], [[32]], None, None))

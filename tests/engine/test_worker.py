@@ -138,8 +138,10 @@ def test_an_engine_whose_worker_nobody_could_call(tiny: TinyModel) -> None:
 
 
 def test_groups_that_extensions_make_themselves() -> None:
-    """As TRL's does: the worker is rank 0, the trainer the last one and the source."""
+    """As TRL's does: the worker is rank 0, the trainer the last one and the source; of thousands of barriers
+    nothing stays in the store."""
     port = free_port()
+    kept: dict[int, list[int]] = {0: [], 1: []}
     sent = [torch.arange(6.0), torch.ones(2, 3)]
 
     def rank(number: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -148,6 +150,7 @@ def test_groups_that_extensions_make_themselves() -> None:
         for tensor in tensors:
             communicator.broadcast(tensor, src=1)
             communicator.group.barrier()
+            kept[number].append(group.store.num_keys())
         return tensors
 
     with ThreadPoolExecutor() as threads:
@@ -155,6 +158,7 @@ def test_groups_that_extensions_make_themselves() -> None:
         threads.submit(rank, 1, sent).result()
         received = worker.result()
     assert all(torch.equal(one, two) for one, two in zip(received, sent, strict=True))
+    assert len(set(kept[0])) == 1
 
 
 def test_the_same_with_coroutines(tiny: TinyModel) -> None:

@@ -146,6 +146,8 @@ class _Script:
         self._tensors: dict[str, Any] = {}
         self._group: Any = None
         self._communicator: Any = None
+        self._store: Any = None
+        self._rank = self._num_barriers = 0
         self._kept: list[Any] = []
         self._lent: list[Any] = []
 
@@ -279,6 +281,31 @@ class _Script:
             self._communicator.sum_floats(torch.zeros(1, device="cuda"))
             torch.cuda.synchronize()
         self._kept.append(store)
+
+    def meet_as_trl(self, port: int, rank: int = 1) -> None:
+        """The last rank of vLLM's stateless group, whose first the server keeps; on a CPU by gloo."""
+        import torch.distributed as dist
+
+        self._rank, self._num_barriers = rank, 0
+        self._store = dist.TCPStore("127.0.0.1", port, rank + 1, False, use_libuv=False)
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), rank, rank + 1)
+
+    def send_as_trl(self, name: str) -> None:
+        """Broadcast one parameter, and wait as vLLM's barrier does."""
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self._rank, 0
+        self._group.broadcast([self._tensors[name].contiguous()], options).wait()
+        barrier = pickle.loads(self._store.get(f"broadcast_from/0/{self._num_barriers}"))
+        self._num_barriers += 1
+        self._store.set(f"arrival_{barrier}_{self._rank}", b"1")
+        for other in range(self._rank + 1):
+            self._store.get(f"arrival_{barrier}_{other}")
+        self._store.set(f"departure_{barrier}_{self._rank}", b"1")
+
+    def leave_as_trl(self) -> None:
+        self._group = self._store = None
 
     def meet_plainly(self, port: int) -> None:
         import torch.distributed as dist

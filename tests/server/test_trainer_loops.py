@@ -1,10 +1,13 @@
 """What trainers do with a server in a step of theirs, call by call, with their own clients' habits.
 
 The scripts are written after slime 624b824 (colocated, weights from memory), TRL f2cd577 (async_grpo, weights
-through a group) and prime-rl 559b447 (weights from a directory); requests are under way all the time.
+through a group; server mode of 1.16.0 and of 1.10.0, which has a protocol of its own) and prime-rl 559b447
+(weights from a directory); requests are under way all the time.
 """
 
 import asyncio
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -233,6 +236,63 @@ def test_trls_server_mode(server: ServerProcess, by_twos) -> None:
             assert post("/reset_prefix_cache", {}) == {"success": True}
     assert rollout()[0]["token_ids"] == [ord(letter) for letter in BY_TWO[:3]]
     communicator.group.store = None  # as the client takes its leave
+
+
+def test_trls_own_server(model: Path, trainer: Trainer, by_twos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After TRL 1.10.0's `VLLMClient` and `VLLMGeneration`: the server keeps the meeting."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with ServerProcess(model, "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1") as server:
+
+        def post(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+            response = requests.post(f"{server.url}{path}", json=body, timeout=60)
+            assert response.status_code == 200, response.text
+            found: dict[str, Any] = response.json()
+            return found
+
+        def rollout() -> dict[str, Any]:
+            sampling = {"repetition_penalty": 1.0, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+            asked = {"n": 2, "max_tokens": 3, "logprobs": 0, "structured_outputs_regex": None, **sampling}
+            prompts = [[ord("a")], [ord("b"), ord("c")]]
+            found = post("/generate/", {"prompts": prompts, "images": None, **asked, "generation_kwargs": {}})
+            assert found.keys() == {"prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"}
+            assert found["prompt_ids"] == prompts
+            assert found["logprob_token_ids"] == [[[id] for id in each] for each in found["completion_ids"]]
+            return found
+
+        assert requests.get(f"{server.url}/health/").status_code == 200
+        by_one = rollout()
+        assert by_one["completion_ids"] == [[98, 99, 100]] * 2 + [[100, 101, 102]] * 2
+        for step in range(2):
+            port = free_port()
+            world_size = requests.get(f"{server.url}/get_world_size/").json()["world_size"] + 1
+            where = {"host": "0.0.0.0", "port": port, "world_size": world_size, "client_device_uuid": "42"}
+            post("/init_communicator/", where)
+            trainer.do("meet_as_trl", port=port)
+            for name, tensor in by_twos.items():
+                post("/update_named_param/", {"name": name, "dtype": "torch.float32", "shape": tensor.shape})
+                trainer.do("send_as_trl", name=name)
+            post("/reset_prefix_cache/")
+            by_two = rollout()
+            assert by_two["completion_ids"] == [[99, 101, 103]] * 2 + [[101, 103, 105]] * 2
+            assert requests.get(f"{server.url}/get_weight_version").json() == {
+                "weight_version": str((step + 1) * len(by_twos))
+            }
+            post("/close_communicator/")
+            trainer.do("leave_as_trl")
+        names = {"logprobs", "completion_ids", "prompt_ids", "logprob_token_ids"}
+        with ServerProcess(_with_weights(model, by_twos), "--logprobs-mode", "processed_logprobs") as fresh:
+            body = {"prompts": [[97], [98, 99]], "n": 2, "temperature": 0.7, "max_tokens": 3, "top_k": 0}
+            anew = requests.post(f"{fresh.url}/generate/", json=body).json()
+        assert {name: anew[name] for name in names} == by_two, "as of an engine that began with these weights"
+
+
+def _with_weights(model: Path, weights: dict[str, torch.Tensor]) -> Path:
+    other = Path(tempfile.mkdtemp(dir=model.parent))
+    for file in model.iterdir():
+        if file.suffix == ".json":
+            shutil.copy(file, other)
+    save_file(weights, other / "model.safetensors")
+    return other
 
 
 def test_prime_rl(server: ServerProcess, by_twos, model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..weight_sync.broadcast_groups import DEFAULT_NAMES
-from .stateless_groups import PyNcclCommunicator, StatelessProcessGroup
+from ..weight_sync.stateless_groups import PyNcclCommunicator, StatelessProcessGroup
 
 _PACKED_BYTES = 2**30
 """vLLM's, where nobody says: both ends cut what they send by it."""

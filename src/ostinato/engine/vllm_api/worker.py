@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -187,3 +188,8 @@ def _ensure_default_group() -> None:
 
     if dist.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def get_world_group() -> SimpleNamespace:
+    """The group of an engine's workers: one."""
+    return SimpleNamespace(rank=0, local_rank=0, world_size=1, rank_in_group=0, ranks=[0])

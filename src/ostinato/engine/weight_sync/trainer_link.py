@@ -80,8 +80,8 @@ class TrainerLink:
 
     def __init__(self, model: Transformer, apply: Apply, seconds: float) -> None:
         """`apply` writes weights, all or none, as `LLM.update_weights`; a trainer has `seconds` to come."""
-        self._model, self._apply = model, apply
-        self._patience = Patience(seconds)
+        self.model, self.apply = model, apply
+        self.patience = Patience(seconds)
         self._groups: dict[str, BroadcastGroup] = {}
         self._transfer: _Transfer | None = None
         self._arrived: dict[str, Tensor] | None = None
@@ -91,12 +91,12 @@ class TrainerLink:
 
     @property
     def _device(self) -> torch.device:
-        return self._model.embed_tokens.weight.device
+        return self.model.embed_tokens.weight.device
 
     @property
     def _most_bytes(self) -> int:
         """Of weights in the largest type that is taken, and an output layer that is tied here."""
-        return 8 * sum(view.numel() for view in checkpoint_tensors(self._model).values())
+        return 8 * sum(view.numel() for view in checkpoint_tensors(self.model).values())
 
     # -- as SGLang's clients ask for it ------------------------------------------------------------
 
@@ -104,19 +104,19 @@ class TrainerLink:
         self, payloads: object, load_format: object, version: str | None
     ) -> Operation[WeightsReport]:
         """Weights in memory that another process shares."""
-        with self._alone():
+        with self.alone():
             pairs: Pairs = yield lambda: sglang_tensors(payloads, load_format)
-            return self._apply(pairs, version)
+            return self.apply(pairs, version)
 
     def update_through_buffer(self, handles: object, version: str | None) -> Operation[WeightsReport]:
         """Weights that another process puts into a buffer of its own, one filling after the other."""
         address = address_for(self._device, handles)
-        with self._alone():
-            buffer = SharedBuffer(address, self._device, self._patience, self._most_bytes)
+        with self.alone():
+            buffer = SharedBuffer(address, self._device, self.patience, self._most_bytes)
             try:
                 pairs: Pairs = yield buffer.received
                 try:
-                    report = self._apply(pairs, version)
+                    report = self.apply(pairs, version)
                 except Exception as error:
                     told = f"{type(error).__name__}: {error}"
                     yield lambda: buffer.finish(told)
@@ -133,21 +133,21 @@ class TrainerLink:
         if not isinstance(group_name, str) or not group_name:
             raise TransferError(f"a group's name is a text, not {group_name!r}")
         place = Place(address, port, rank_offset, world_size)
-        yield self._give_up_others
-        with self._alone():
+        yield self.give_up_others
+        with self.alone():
             if (old := self._groups.pop(group_name, None)) is not None:
-                yield lambda: _left(old)
+                yield lambda: left(old)
             self._groups[group_name] = yield lambda: TorchGroup(
-                place, (group_name, group_name), backend, self._device, self._patience
+                place, (group_name, group_name), backend, self._device, self.patience
             )
 
     def leave(self, group_name: str) -> Operation[None]:
         """Leave a group."""
-        with self._alone():
+        with self.alone():
             group = self._groups.pop(group_name, None)
             if group is None:
                 raise TransferError(f"there is no group {group_name!r}: {self._known_groups}")
-            yield lambda: _left(group)
+            yield lambda: left(group)
 
     def update_from_group(
         self,
@@ -165,7 +165,7 @@ class TrainerLink:
             raise TransferError(f"there is no group {group_name!r}: {self._known_groups}")
         entries = announced(names, dtypes, shapes)
         check_amount(entries, self._most_bytes)
-        with self._alone():
+        with self.alone():
             group = self._groups[group_name]
             packed = _WHOLE if load_format == "flattened_bucket" else None
             try:
@@ -173,9 +173,9 @@ class TrainerLink:
             except Exception:
                 # Nobody knows how far the others are: the next broadcast could be taken for this one.
                 self._groups.pop(group_name, None)
-                yield lambda: _left(group)
+                yield lambda: left(group)
                 raise
-            return self._apply(pairs, version)
+            return self.apply(pairs, version)
 
     @property
     def _known_groups(self) -> str:
@@ -192,12 +192,12 @@ class TrainerLink:
         if not isinstance(packed_bytes, int) or packed_bytes < 1:
             raise TransferError(f"packed_buffer_size_bytes is a number of at least 1, not {packed_bytes!r}")
         is_packed = bool(given.get("packed", False))
-        yield self._give_up_others
-        with self._alone():
+        yield self.give_up_others
+        with self.alone():
             old, self._transfer = self._transfer, None
             if old is not None and old.group is not None:
                 group = old.group
-                yield lambda: _left(group)
+                yield lambda: left(group)
             if not given.keys() & _BY_GROUP:
                 self._transfer = _Transfer(None, is_packed, packed_bytes)
                 return
@@ -210,8 +210,8 @@ class TrainerLink:
 
     def _met(self, place: Place) -> BroadcastGroup:
         if self._device.type == "cuda":
-            return StatelessGroup(place, self._device, self._patience)
-        return TorchGroup(place, DEFAULT_NAMES, "gloo", self._device, self._patience)
+            return StatelessGroup(place, self._device, self.patience)
+        return TorchGroup(place, DEFAULT_NAMES, "gloo", self._device, self.patience)
 
     def start(self) -> None:
         """Begin an update; of one that was not finished nothing is left."""
@@ -228,10 +228,10 @@ class TrainerLink:
             raise TransferError("call init_weight_transfer_engine before update_weights")
         if arrived is None:
             raise TransferError("call start_weight_update before update_weights")
-        with self._alone():
+        with self.alone():
             try:
                 pairs: Pairs = yield from transfer.pairs(self, update_info)
-                check_weights(self._model, pairs)
+                check_weights(self.model, pairs)
             except BaseException:
                 self._arrived = None
                 raise
@@ -243,7 +243,7 @@ class TrainerLink:
         arrived = self._arrived
         if arrived is None:
             raise TransferError("no update is under way: start_weight_update begins one")
-        report = self._apply(arrived, version) if arrived else None
+        report = self.apply(arrived, version) if arrived else None
         self._arrived = None
         return report
 
@@ -264,7 +264,8 @@ class TrainerLink:
     # -- both --------------------------------------------------------------------------------------
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
+        """One transfer at a time; TransferError while another one is under way."""
         if not self._busy.acquire(blocking=False):
             raise TransferError("another transfer of weights is under way")
         try:
@@ -272,11 +273,11 @@ class TrainerLink:
         finally:
             self._busy.release()
 
-    def _give_up_others(self) -> None:
+    def give_up_others(self) -> None:
         """Whoever meets us anew has lost what we may be waiting for, or is somebody else."""
         end = time.monotonic() + _GIVING_UP_SECONDS
         while self._busy.locked() and time.monotonic() < end:
-            self._patience.give_up()
+            self.patience.give_up()
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -286,7 +287,7 @@ class TrainerLink:
             groups.append(self._transfer.group)
         self._groups, self._transfer, self._arrived = {}, None, None
         for group in groups:
-            _left(group)
+            left(group)
 
 
 class _Transfer:
@@ -312,7 +313,7 @@ class _Transfer:
             return (yield lambda: received(group, entries, 0, packed))
         except Exception:
             link.drop_group(self)
-            yield lambda: _left(group)
+            yield lambda: left(group)
             raise
 
     def _copied(self, given: dict[str, Any], device: torch.device) -> Pairs:
@@ -324,7 +325,8 @@ class _Transfer:
         return copies
 
 
-def _left(group: BroadcastGroup) -> None:
+def left(group: BroadcastGroup) -> None:
+    """Leave a group, in order or not."""
     try:
         group.abort()
     except (TransferError, RuntimeError):

@@ -12,6 +12,7 @@ import msgspec
 from ostinato.engine.llm import LLM
 from ostinato.engine.sleeping.served_weights import WeightsReport
 from ostinato.engine.vllm_api.trainer_services import worker_call
+from ostinato.engine.weight_sync.parameter_link import ParameterLink
 from ostinato.models.weight_update import NamedTensors
 
 from .control_calls import Control
@@ -23,6 +24,7 @@ class WeightControls:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._link = llm.trainer_link
+        self._parameters = ParameterLink(llm.trainer_link)
 
     def by_name(self) -> Mapping[str, Control]:
         """All that a call can name."""
@@ -37,6 +39,11 @@ class WeightControls:
             "start_weight_update": self._link.start,
             "receive_weights": self._link.receive,
             "finish_weight_update": self._finish,
+            "listen_for_trainer": self._parameters.listen,
+            "meet_trainer": self._parameters.meet,
+            "leave_trainer": self._parameters.leave,
+            "check_parameter": self._parameters.check,
+            "receive_parameter": self._receive_parameter,
             "weight_version": self._version,
             "rename_weights": self._rename,
             "weights_by_name": self._link.checks.values,
@@ -61,6 +68,9 @@ class WeightControls:
 
     def _through_buffer(self, handles: dict[str, str], version: str | None) -> Any:
         return _told((yield from self._link.update_through_buffer(handles, version)))
+
+    def _receive_parameter(self, weight: str, dtype: str, shape: list[int]) -> Any:
+        return _told((yield from self._parameters.receive(weight, dtype, shape)))
 
     def _finish(self, version: str | None) -> object:
         report = self._link.finish(version)

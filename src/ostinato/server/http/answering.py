@@ -23,21 +23,25 @@ Result = TypeVar("Result")
 
 async def answer(streams: bool | None, request: Request, generation: Generation, writer: Writer) -> Response:
     """Wait for all of it; for a stream until there is something, so that a refusal still gets its status."""
+    if not streams:
+        await finished(request, generation)
+        return json_response(writer.whole(), x_request_id=generation.id)
     try:
         async with ClientWatch(request.receive, lambda: generation.end(ClientGone())):
-            if streams:
-                await generation.changed()
-            else:
-                await generation.finished()
-        if streams:
-            return EventStream(generation, writer)
-        return json_response(writer.whole(), x_request_id=generation.id)
+            await generation.changed()
+        return EventStream(generation, writer)
     except BaseException:
         generation.end()
         raise
+
+
+async def finished(request: Request, generation: Generation) -> None:
+    """Wait for all of it, while its client is there."""
+    try:
+        async with ClientWatch(request.receive, lambda: generation.end(ClientGone())):
+            await generation.finished()
     finally:
-        if not streams:
-            generation.end()
+        generation.end()
 
 
 async def while_client_waits(request: Request, work: Awaitable[Result], timeout: float) -> Result:

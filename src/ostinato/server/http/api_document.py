@@ -17,6 +17,7 @@ from ..openai.responses import (
     TokenizeBody,
 )
 from ..openai.scoring import RerankBody, ScoreBody
+from ..trl.rollouts import RolloutBody
 
 _TYPES = (
     ChatBody,
@@ -27,6 +28,7 @@ _TYPES = (
     ModelCard,
     ModelList,
     RerankBody,
+    RolloutBody,
     ScoreBody,
     TokenizeBody,
 )

@@ -34,6 +34,7 @@ from .observing import observing_routes
 from .refusal_log import RefusalLog
 from .sleep_routes import sleep_routes
 from .trailing_slash import TrailingSlash
+from .trl_routes import trl_routes
 from .weight_routes import weight_routes
 
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
@@ -54,6 +55,7 @@ def make_app(service: Service) -> FastAPI:
         sleep_routes,
         memory_routes,
         weight_routes,
+        trl_routes,
         observing_routes,
     )
     routers = [make(service) for make in makers]

@@ -19,14 +19,17 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/stats", "/version
 
 WEIGHT_PATHS = frozenset(
     {
+        "/close_communicator",
         "/collective_rpc",
         "/destroy_weights_update_group",
         "/finish_weight_update",
         "/get_weights_by_name",
+        "/init_communicator",
         "/init_weight_transfer_engine",
         "/init_weights_update_group",
         "/start_draft_weight_update",
         "/start_weight_update",
+        "/update_named_param",
         "/update_weight_version",
         "/update_weights",
         "/update_weights_from_disk",
@@ -36,7 +39,7 @@ WEIGHT_PATHS = frozenset(
         "/weights_checker",
     }
 )
-"""For trainers: what `weight_routes` has beside names of versions."""
+"""For trainers: what `weight_routes` has beside names of versions, and `trl_routes` beside rollouts."""
 ADMIN_PATHS = WEIGHT_PATHS | frozenset(
     {
         "/abort",
@@ -58,6 +61,7 @@ ADMIN_PATHS = WEIGHT_PATHS | frozenset(
         "/reset_encoder_cache",
         "/reset_mm_cache",
         "/reset_prefix_cache",
+        "/reset_prefix_cache/",
         "/resume",
         "/sleep",
         "/wake_up",

@@ -1,8 +1,11 @@
-"""Paths with a slash too many at their end are those without it."""
+"""Paths with a slash too many at their end are those without it, but for two of TRL's."""
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+KEPT = frozenset({"/generate/", "/reset_prefix_cache/"})
+"""TRL's; without their slash SGLang's and vLLM's."""
 
 
 class TrailingSlash:
@@ -13,7 +16,7 @@ class TrailingSlash:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on without the slash."""
-        if scope["type"] == "http" and scope["path"].endswith("/"):
+        if scope["type"] == "http" and scope["path"].endswith("/") and scope["path"] not in KEPT:
             path = scope["path"].rstrip("/") or "/"
             scope = {**scope, "path": path, "raw_path": path.encode()}
         await self._app(scope, receive, send)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import datetime
 import uuid
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..weight_sync.errors import TransferError
-from ..weight_sync.nccl_library import Communicator, new_id
-from ..weight_sync.stateless_nccl import pickled_id, pickled_text, text_of, unique_id
+from .errors import TransferError
+from .nccl_library import Communicator, new_id
+from .stateless_nccl import pickled_id, pickled_text, text_of, unique_id
 
 
 class StatelessProcessGroup:
@@ -40,10 +39,12 @@ class StatelessProcessGroup:
         )
         return StatelessProcessGroup(rank, world_size, store)
 
-    def sent(self, pickled: bytes) -> None:
-        """Leave something for all others."""
-        self.store.set(f"broadcast_from/{self.rank}/{self._num_sent}", pickled)
+    def sent(self, pickled: bytes) -> str:
+        """Leave something for all others; the key under which it lies."""
+        key = f"broadcast_from/{self.rank}/{self._num_sent}"
+        self.store.set(key, pickled)
         self._num_sent += 1
+        return key
 
     def received(self, source: int) -> bytes:
         """The next that a rank has left for all."""
@@ -52,18 +53,25 @@ class StatelessProcessGroup:
         return found
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Wait until all ranks have come; rank 0 until all have gone on."""
-        if self.rank == 0:
-            name = f"barrier_{uuid.uuid4()}"
-            self.sent(pickled_text(name))
-        else:
-            name = text_of(self.received(0))
-        for phase in ("arrival", "departure") if self.rank == 0 else ("arrival",):
-            self.store.set(f"{phase}_{name}_{self.rank}", b"1")
-            keys = [f"{phase}_{name}_{rank}" for rank in range(self.world_size)]
-            self.store.wait(keys, datetime.timedelta(seconds=timeout))
+        """Wait until all ranks have come; rank 0 until all have gone on, when nobody needs the keys again."""
+        limit = datetime.timedelta(seconds=timeout)
         if self.rank:
+            name = text_of(self.received(0))
+            self._wait_at("arrival", name, limit)
             self.store.set(f"departure_{name}_{self.rank}", b"1")
+            return
+        name = f"barrier_{uuid.uuid4()}"
+        used = [self.sent(pickled_text(name))]
+        for phase in ("arrival", "departure"):
+            used += self._wait_at(phase, name, limit)
+        for key in used:
+            self.store.delete_key(key)
+
+    def _wait_at(self, phase: str, name: str, limit: datetime.timedelta) -> list[str]:
+        self.store.set(f"{phase}_{name}_{self.rank}", b"1")
+        keys = [f"{phase}_{name}_{rank}" for rank in range(self.world_size)]
+        self.store.wait(keys, limit)
+        return keys
 
 
 class PyNcclCommunicator:
@@ -106,8 +114,3 @@ class PyNcclCommunicator:
         """Leave."""
         if self.device.type == "cuda":
             self._communicator.abort()
-
-
-def get_world_group() -> SimpleNamespace:
-    """The group of an engine's workers: one."""
-    return SimpleNamespace(rank=0, local_rank=0, world_size=1, rank_in_group=0, ranks=[0])

@@ -1,0 +1,110 @@
+"""Weights as TRL's own server takes them: one parameter at a time, each announced before it comes.
+
+The engine keeps the meeting and is rank 0, the trainer is the last rank and the source. It begins to send as
+soon as it is answered. So what it asks for has two halves here: one that refuses what cannot be, while the
+trainer still listens, and one that waits for it. Of what goes wrong in the second nobody hears unless the
+caller remembers it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.models.weight_update import WeightPlaces
+
+from ..sleeping.served_weights import WeightsReport
+from .broadcast_groups import Place
+from .errors import TransferError
+from .kept_group import KeptGroup
+from .received_weights import received
+from .trainer_link import Operation, TrainerLink, left
+from .wire_formats import Announced, Pairs, announced
+
+_WORLD_SIZE = 2
+"""This engine and the trainer's first process."""
+
+
+class ParameterLink:
+    """Of one engine."""
+
+    def __init__(self, link: TrainerLink) -> None:
+        self._link = link
+        self._group: KeptGroup | None = None
+        self._places = WeightPlaces(link.model)
+
+    # -- the group ---------------------------------------------------------------------------------
+
+    def listen(self, address: str, port: int, world_size: int, device_uuid: str | None) -> Operation[None]:
+        """Make the place where the trainer is to come, which has a GPU of this UUID; an earlier one is
+        left."""
+        if world_size != _WORLD_SIZE:
+            raise TransferError(
+                f"world_size is {_WORLD_SIZE}, this engine and the trainer, not {world_size!r}"
+            )
+        trainer = Place(address, port, world_size - 1, world_size)
+        device = self._link.device
+        if device.type == "cuda" and device_uuid == str(torch.cuda.get_device_properties(device).uuid):
+            raise TransferError(
+                f"the trainer is on this engine's GPU {device_uuid}: NCCL takes no two ranks on one"
+            )
+        yield from self.leave()
+        with self._link.alone():
+            self._group = yield lambda: KeptGroup(trainer, device, self._link.patience)
+
+    def meet(self) -> Operation[None]:
+        """Wait for the trainer."""
+        group = self._known_group()
+        with self._link.alone():
+            try:
+                yield group.meet
+            except Exception:
+                yield lambda: self._drop(group)
+                raise
+
+    def leave(self) -> Operation[None]:
+        """Leave the group, if there is one; whoever still waits in it is told."""
+        group, self._group = self._group, None
+        if group is not None:
+            yield self._link.give_up_others
+            yield lambda: left(group)
+
+    # -- parameters --------------------------------------------------------------------------------
+
+    def check(self, weight: object, dtype: object, shape: object) -> None:
+        """TransferError or WeightsError for a parameter that is not to come."""
+        if not self._known_group().has_met:
+            raise TransferError("the trainer has not come to the meeting yet")
+        [one] = announced([weight], [dtype], [shape])
+        if not self._places.are_current:
+            self._places = WeightPlaces(self._link.model)
+        place = self._places.name_of(one.name)
+        if place is None:
+            self._link.check_amount([one])
+        else:
+            self._places.checked(place, torch.empty((), dtype=one.dtype).expand(one.shape))
+
+    def receive(self, weight: object, dtype: object, shape: object) -> Operation[WeightsReport]:
+        """Wait for a parameter, and write it."""
+        self.check(weight, dtype, shape)
+        group, entries = self._known_group(), announced([weight], [dtype], [shape])
+        with self._link.alone():
+            pairs = yield from self._received(group, entries)
+            return self._link.apply(pairs, None)
+
+    def _received(self, group: KeptGroup, entries: list[Announced]) -> Operation[Pairs]:
+        try:
+            return (yield lambda: received(group, entries, group.source, None))
+        except Exception:
+            # Nobody knows how far the trainer is: its next broadcast could be taken for this one.
+            yield lambda: self._drop(group)
+            raise
+
+    def _known_group(self) -> KeptGroup:
+        if self._group is None:
+            raise TransferError("there is no communicator: /init_communicator/ makes one")
+        return self._group
+
+    def _drop(self, group: KeptGroup) -> None:
+        if self._group is group:
+            self._group = None
+        left(group)
