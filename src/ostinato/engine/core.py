@@ -73,6 +73,7 @@ from .stepping.model_runner import ModelRunner
 from .stepping.prompt_states import PromptSums
 from .stepping.times import StartupTimes, StepClock
 from .stepping.token_return import Sampled
+from .token_ids import highest
 
 logger = logging.getLogger("ostinato.engine")
 
@@ -195,10 +196,9 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
         vocab = self.loaded.model.config.vocab_size
-        if request.prompt_ids.max() >= vocab:
+        if (found := highest(request.prompt_ids)) >= vocab:
             raise RequestError(
-                f"request {request.request_id}: token id {request.prompt_ids.max()} is outside the model's "
-                f"vocabulary of {vocab}"
+                f"request {request.request_id}: token id {found} is outside the model's vocabulary of {vocab}"
             )
         if request.params is not None:
             self._check(request, request.params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
@@ -245,7 +246,11 @@ class SamplingParams:
         if changes or type(self) is not SamplingParams:
             return replace(self, **changes)
         made = self._copied()
-        made.__post_init__()
+        if _last_checked.are(self):
+            made.stop, made.stop_token_ids = [], []
+        else:
+            made.__post_init__()
+            _last_checked.note(made)
         return made
 
     def _copied(self) -> SamplingParams:
@@ -272,6 +277,33 @@ class SamplingParams:
         """As the constructor, where None stands for the default; of max_tokens it is a value."""
         kept = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
         return SamplingParams(**kept)
+
+
+_LISTS = ("stop", "stop_token_ids")
+"""What is made a list of its own for each request."""
+_simple_values_of = operator.attrgetter(*(name for name in SamplingParams.__slots__ if name not in _LISTS))
+_UNCHANGING = {type(None), bool, int, float, RequestOutputKind}
+
+
+class _LastChecked:
+    """The values of parameters that passed last, if nobody can have changed something inside them since."""
+
+    def __init__(self) -> None:
+        self._values: tuple[Any, ...] = ()
+
+    def note(self, params: SamplingParams) -> None:
+        """These have passed."""
+        values = _simple_values_of(params)
+        self._values = values if _UNCHANGING.issuperset(map(type, values)) else ()
+
+    def are(self, params: SamplingParams) -> bool:
+        """Whether these are the very same, and end with no text and no token of their own."""
+        if params.stop != [] or params.stop_token_ids != [] or not self._values:
+            return False
+        return all(map(operator.is_, _simple_values_of(params), self._values))
+
+
+_last_checked = _LastChecked()
 
 
 @dataclass

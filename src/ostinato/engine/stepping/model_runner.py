@@ -350,8 +350,10 @@ class ModelRunner:
         # Only a full graph has attention inside; between segments and eagerly it wants the real lengths. Of
         # requests whose drafts are being verified nobody knows them.
         is_known = self.speculation is None or not self.config.lookahead
-        outside = host_lengths(step) if is_known else _ON_DEVICE
-        self._host = None if decision.mode is GraphMode.FULL else outside
+        if decision.mode is GraphMode.FULL:
+            self._host = None
+        else:
+            self._host = host_lengths(step) if is_known else _ON_DEVICE
         logits = self.graphs.run(inputs_of(step, is_drafting=self.speculation is not None), shape)
         if step.num_drafts and not self.has_sampled:
             assert self.speculation is not None
