@@ -470,14 +470,16 @@ class EngineCore:
         step = flight.step
         if step.is_uniform_decode:
             return
-        for at, (request, count) in enumerate(step.items):
-            begin = int(step.query_starts[at])
-            states = self.runner.hidden[begin : begin + count]
-            start = int(step.starts[at])
+        for at, request in enumerate(step.requests):
+            if request.params is not None and request.params.prompt_logprobs is None:
+                continue
+            begin, start = int(step.query_starts[at]), int(step.starts[at])
+            states = self.runner.hidden[begin : begin + int(step.num_new_tokens[at])]
             if request.params is None:
                 if (embedded := self._prompt_sums.add(request, states, start)) is not None:
                     flight.hidden[request.request_id] = embedded
-            elif request.params.prompt_logprobs is not None:
+            else:
+                assert request.params.prompt_logprobs is not None
                 found = prompt_logprobs_of(
                     self.loaded.model, states, request.prompt_ids, start, request.params.prompt_logprobs
                 )

@@ -38,6 +38,8 @@ from ..scheduling.request import IntArray
 RESERVED_CELLS = 2
 """Nobody reads these: padded pairs are written there."""
 _LADDER = Ladder([64, 512, 4096])
+_FEW = 64
+"""Changes that are put in order without numpy."""
 
 
 @dataclass
@@ -53,6 +55,9 @@ class _Changes:
 
     def places(self) -> IntArray:
         """Each cell once: a scatter promises no order among equal places."""
+        if len(self.spans) + sum(map(len, self.cells)) <= _FEW:
+            listed = [place for span in self.spans for place in range(*span)]
+            return np.array(sorted({*listed, *(place for each in self.cells for place in each.tolist())}))
         places = self.cells
         if self.spans:
             begins, ends = np.array(self.spans, dtype=np.int64).T
