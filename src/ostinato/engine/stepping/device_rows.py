@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from ostinato.graphs import (
-    BatchShape,
     CaptureOptions,
     CudaGraphRunner,
     Dispatcher,
@@ -31,6 +30,7 @@ from ostinato.graphs import (
     Ladder,
     capture_keys,
 )
+from ostinato.graphs.dispatching.descriptor import recurring_shape
 
 from ..row_field import RowField
 from ..scheduling.request import IntArray
@@ -222,7 +222,7 @@ class DeviceRows:
         places = self._changes.places()
         for begin in range(0, len(places), _LADDER.limit):
             piece = places[begin : begin + _LADDER.limit]
-            shape = BatchShape.decode(len(piece))
+            shape = recurring_shape(len(piece), len(piece), 1)
             self.scatter.run({"places": piece, "values": self._mirror[piece]}, shape)
         self._changes = _Changes()
 

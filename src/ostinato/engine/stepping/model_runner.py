@@ -33,6 +33,7 @@ from ostinato.graphs import (
     eager_boundary,
 )
 from ostinato.graphs.capturing.pool import Memory
+from ostinato.graphs.dispatching.descriptor import recurring_shape
 from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
@@ -406,8 +407,8 @@ class ModelRunner:
         # Bits depend on shapes, so that invariance means: no step gets a shape of its own.
         is_decode = step.is_uniform_decode and not self.config.config.batch_invariant
         query_len = step.query_len if is_decode else None
-        shape = BatchShape(
-            step.total_tokens, step.num_requests, query_len, lora=step.num_adapters, context=context
+        shape = recurring_shape(
+            step.total_tokens, step.num_requests, query_len, step.num_adapters, context
         )
         if step.num_drafts and is_decode:
             verifying = replace(shape, extra=VERIFYING)
