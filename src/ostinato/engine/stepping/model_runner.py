@@ -176,6 +176,8 @@ class ModelRunner:
         """Who drafts tokens and verifies them; None: nobody."""
         self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
+        self._tokens_alone: frozenset[int] = frozenset()
+        """Steps of so many tokens that have graphs for one request alone, see `_keys_alone`."""
         self._attend = eager_boundary(self._attend_layer)
         self._attend_rows = eager_boundary(self._attend_rows_of_layer)
         self.graphs = self._make_runner()
@@ -209,6 +211,8 @@ class ModelRunner:
         ]
         if asked.batch_invariant:
             keys = [key for key in keys if not key.descriptor.is_uniform]
+        else:
+            keys += self._keys_alone(keys)
         if self.speculation is not None:
             keys += self.speculation.verify_keys(dispatcher.mode)
         runner = CudaGraphRunner(
@@ -246,6 +250,31 @@ class ModelRunner:
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
         return runner
 
+    def _keys_alone(self, keys: Sequence[GraphKey]) -> list[GraphKey]:
+        """Graphs for few tokens of one request, as a prompt has them of which all else is cached.
+
+        They lie as the tokens of a request do whose drafts are verified, and there is a kernel that reads a
+        context once for these; of several requests the host's tokens lie close together. With drafts there
+        are none: who takes hidden states of a step for the next ones was never measured with them.
+        """
+        model = self.model.config
+        if self.attention.most_places is None or self.speculation is not None:
+            return []
+        most = self.attention.most_places(
+            model.num_heads, model.num_kv_heads, model.head_dim, self.config.dtype, self.config.device
+        )
+        few = [
+            key
+            for key in keys
+            if key.mode is GraphMode.FULL and not key.descriptor.is_uniform and key.descriptor.num_tokens <= most
+        ]
+        self._tokens_alone = frozenset(key.descriptor.num_tokens for key in few)
+        return [key._replace(descriptor=replace(key.descriptor, num_reqs=1)) for key in few]
+
+    def _has_equal_places(self, descriptor: BatchDescriptor) -> bool:
+        is_alone = descriptor.num_reqs == 1 and descriptor.num_tokens in self._tokens_alone
+        return descriptor.is_uniform or is_alone
+
     def kernels_of(self, key: GraphKey) -> Hashable:
         """Equal for graphs that run the same compiled kernels."""
         num_tokens, query_len = key.descriptor.num_tokens, key.descriptor.query_len
@@ -268,6 +297,8 @@ class ModelRunner:
         )
         queries = queries_of(self.model.config, self.config, key.descriptor)
         attention = None if query_len == 1 else query_class(queries, gpu_of(device))
+        if query_len is None and self._has_equal_places(key.descriptor):
+            attention = num_tokens, self.config.dtype
         return key.mode, query_len, kernels, attention
 
     def _warmed_with(self, key: GraphKey) -> Hashable:
@@ -466,7 +497,7 @@ class ModelRunner:
             query_lens=query_lens,
             max_query_len=descriptor.query_len or descriptor.num_tokens,
             max_context=max_context(self.config, descriptor),
-            equal_places=descriptor.is_uniform,
+            equal_places=self._has_equal_places(descriptor),
             prefix_lens=self.rows["prefix_lens"] if descriptor.cascade else None,
         )
         adapters = None
