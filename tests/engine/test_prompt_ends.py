@@ -66,9 +66,7 @@ def ends(shared: int, own: tuple[int, ...]) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": first["prompt_token_ids"] + one["prompt_token_ids"]} for one in rest]
 
 
-def test_the_end_of_a_prompt_runs_from_a_graph_for_one(
-    tiny: TinyModel, placed: list[AttentionBatch]
-) -> None:
+def test_the_end_of_a_prompt_runs_from_a_graph_for_one(tiny: TinyModel, placed: list[AttentionBatch]) -> None:
     first, *prompts = ends(64, (1, 16, 11, 5, 1, 8))
     with LLM(tiny.directory, **OPTIONS) as llm:
         assert [key.descriptor.num_tokens for key in keys_alone(llm)] == [16, 8]

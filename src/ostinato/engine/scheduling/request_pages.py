@@ -73,7 +73,9 @@ class RequestPages:
         rows, row = self._rows, request.row
         cached = len(prefix) * self._pages.page_size
         self._pages.share(prefix, request.num_tokens)
-        new = np.array(self._pages.allocate(self.missing(request, cached + count) - len(prefix)), dtype=np.intp)
+        new = np.array(
+            self._pages.allocate(self.missing(request, cached + count) - len(prefix)), dtype=np.intp
+        )
         self._extend(request, np.concatenate([prefix, new]) if len(prefix) else new)
         rows.num_computed[row] = rows.num_scheduled[row] = cached
         rows.num_committed_pages[row] = len(prefix)

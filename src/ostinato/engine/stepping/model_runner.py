@@ -266,7 +266,9 @@ class ModelRunner:
         few = [
             key
             for key in keys
-            if key.mode is GraphMode.FULL and not key.descriptor.is_uniform and key.descriptor.num_tokens <= most
+            if key.mode is GraphMode.FULL
+            and not key.descriptor.is_uniform
+            and key.descriptor.num_tokens <= most
         ]
         self._tokens_alone = frozenset(key.descriptor.num_tokens for key in few)
         return [key._replace(descriptor=replace(key.descriptor, num_reqs=1)) for key in few]
@@ -438,9 +440,7 @@ class ModelRunner:
         # Bits depend on shapes, so that invariance means: no step gets a shape of its own.
         is_decode = step.is_uniform_decode and not self.config.config.batch_invariant
         query_len = step.query_len if is_decode else None
-        shape = recurring_shape(
-            step.total_tokens, step.num_requests, query_len, step.num_adapters, context
-        )
+        shape = recurring_shape(step.total_tokens, step.num_requests, query_len, step.num_adapters, context)
         if step.num_drafts and is_decode:
             verifying = replace(shape, extra=VERIFYING)
             if not self.graphs.decide(verifying).is_eager:
