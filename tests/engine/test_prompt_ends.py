@@ -1,6 +1,5 @@
 """Few tokens of one prompt, all else of it cached: the same tokens, from graphs for one request."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def placed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[AttentionBatch]]:
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[AttentionBatch]:
     """As if the backend had a kernel for 16 tokens of a request; the batches that it was to be for."""
     batches: list[AttentionBatch] = []
     attend = backend.TORCH.attend
@@ -40,7 +39,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[AttentionBatch]]:
 
     has_kernel = replace(backend.TORCH, attend=noting, most_places=lambda *_: 16)
     monkeypatch.setattr(backend, "TORCH", has_kernel)
-    yield batches
+    return batches
 
 
 def keys_alone(llm: LLM) -> list[GraphKey]:
