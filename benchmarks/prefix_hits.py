@@ -1,13 +1,17 @@
 """Time to the first token of prompts whose beginning is in the prefix cache, and of attention in such steps.
 
 python benchmarks/prefix_hits.py benchmarks/results/prefix-hits-h200.json
+python benchmarks/prefix_hits.py /tmp/before.json --any-batch
 python benchmarks/prefix_hits.py /tmp/divisions.json --divisions
 
 The first table is one layer's attention in a captured graph, over caches that L2 does not hold: with one
 program for each block of queries, which reads the whole context, and as it is. The second goes through
 `LLM.generate`, one token each: random weights, a prefix that was seen before, and new tokens at its
-end, other ones every time. With `--divisions` attention alone, for other divisions of the work than the one
-that is chosen.
+end, other ones every time; and what the host's clock says of the parts of its two steps (`wait`: for the
+device), the rest being what comes before and behind them. Between the two: from the projection to attention
+of few tokens of one request, as any batch and with a kernel of its own. `--any-batch` serves such tokens like
+any batch in the second table, too. With `--divisions` attention alone, for other divisions of the work than
+the one that is chosen.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +30,8 @@ from unittest.mock import patch
 import torch
 
 from ostinato import LLM, SamplingParams
-from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, get_backend
+from ostinato.engine.stepping.model_runner import ModelRunner
+from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
 from ostinato.kernels.attention.query_tiles import Chunks, Queries, QueryTile
 from ostinato.kernels.gpu import Gpu
 from ostinato.models.config import ModelConfig
@@ -55,6 +60,7 @@ BATCHES = {
 """(context, new tokens) of each request."""
 
 Division = tuple[QueryTile, Chunks | None]
+Caches = tuple[torch.Tensor, torch.Tensor]
 
 
 def first_token_ms(llm: LLM, context: int, new: int) -> dict[str, Any]:
@@ -63,16 +69,20 @@ def first_token_ms(llm: LLM, context: int, new: int) -> dict[str, Any]:
     draw = random.Random(f"{context} {new}")
     prefix = [draw.randrange(vocab) for _ in range(context - new)]
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    times = []
+    times, parts = [], []
     for _ in range(REPEATS + 2):
         prompt = {"prompt_token_ids": prefix + [draw.randrange(vocab) for _ in range(new)]}
+        llm.step_times(reset=True)
         began = time.perf_counter()
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         times.append((time.perf_counter() - began) * 1e3)
+        of_steps = llm.step_times().microseconds
+        parts.append({**of_steps, "rest": times[-1] * 1e3 - sum(of_steps.values())})
     assert output.num_cached_tokens == context - new
     # The first fills the cache, the second is the first that finds it.
-    times = times[2:]
-    return {"context": context, "new_tokens": new, "ms": statistics.median(times), "ms_each": times}
+    times, parts = times[2:], parts[2:]
+    us = {part: round(statistics.median(each[part] for each in parts), 1) for part in parts[0]}
+    return {"context": context, "new_tokens": new, "ms": statistics.median(times), "us": us, "ms_each": times}
 
 
 def whole_steps() -> list[dict[str, Any]]:
@@ -87,18 +97,19 @@ def whole_steps() -> list[dict[str, Any]]:
         cuda_graph_bs=(1,),
         cuda_graph_prefill_tokens=(*NEW_TOKENS, 4096),
     ) as llm:
-        print("context  new tokens  first token ms", flush=True)
+        print("context  new tokens  first token ms   of it us", flush=True)
         for context, new in itertools.product(CONTEXTS, NEW_TOKENS):
             rows.append(first_token_ms(llm, context, new))
-            print(f"{context:7d}  {new:10d}  {rows[-1]['ms']:14.2f}", flush=True)
+            told = ", ".join(f"{part} {us:.0f}" for part, us in rows[-1]["us"].items())
+            print(f"{context:7d}  {new:10d}  {rows[-1]['ms']:14.2f}   {told}", flush=True)
         assert not llm.graph_report().eager_steps
     return rows
 
 
-def layer(config: ModelConfig, requests: list[tuple[int, int]]) -> Callable[[], None]:
-    """Attention of one batch, `LAYERS` times."""
+def batch_of(config: ModelConfig, requests: list[tuple[int, int]]) -> tuple[AttentionBatch, list[Caches]]:
+    """Requests of (context, new tokens), and caches for `LAYERS`."""
     device = torch.device("cuda")
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    kv_heads, size = config.num_kv_heads, config.head_dim
     pages = [-(-context // PAGE_SIZE) for context, _ in requests]
     ends = list(itertools.accumulate(pages))
     order = torch.randperm(ends[-1], device=device).int() + 1
@@ -123,17 +134,66 @@ def layer(config: ModelConfig, requests: list[tuple[int, int]]) -> Callable[[], 
         max_context=LONGEST,
     )
     shape = (ends[-1] + 1, PAGE_SIZE, kv_heads, size)
-    caches = [
-        tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in "kv") for _ in range(LAYERS)
-    ]
-    q = torch.randn(num_tokens, heads, size, device=device, dtype=torch.bfloat16)
-    attend = get_backend("triton", device).attend
+
+    def cache() -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    return batch, [(cache(), cache()) for _ in range(LAYERS)]
+
+
+def layer(config: ModelConfig, requests: list[tuple[int, int]]) -> Callable[[], None]:
+    """Attention of one batch, `LAYERS` times."""
+    batch, caches = batch_of(config, requests)
+    shape = (batch.token_rows.size(0), config.num_heads, config.head_dim)
+    q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    attend = get_backend("triton", "cuda").attend
 
     def run() -> None:
         for k_cache, v_cache in caches:
             attend(q, k_cache, v_cache, batch, scale=config.attention_scale)
 
     return run
+
+
+def end_of_prompt(config: ModelConfig, context: int, new: int, *, alone: bool) -> Callable[[], None]:
+    """From the projection to attention of one request's new tokens, `LAYERS` times."""
+    batch, caches = batch_of(config, [(context, new)])
+    # As wide as an engine's table: how many chunks there may be follows from it.
+    table = torch.nn.functional.pad(batch.page_table, (0, LONGEST // PAGE_SIZE - batch.page_table.size(1)))
+    batch = dataclasses.replace(batch, page_table=table.contiguous(), equal_places=alone)
+    size = config.head_dim
+    width = (config.num_heads + 2 * config.num_kv_heads) * size
+    qkv = torch.randn(new, width, device="cuda", dtype=torch.bfloat16)
+    norms = (torch.ones(size, device="cuda", dtype=torch.bfloat16) for _ in "qk")
+    heads = HeadPreparation(torch.randn(LONGEST, size, device="cuda"), *norms)
+    attend_qkv = get_backend("triton", "cuda").attend_qkv
+    assert attend_qkv is not None
+
+    def run() -> None:
+        for each in caches:
+            attend_qkv(qkv, heads, *each, batch, num_heads=config.num_heads, scale=config.attention_scale)
+
+    return run
+
+
+def ends(config: ModelConfig) -> list[dict[str, Any]]:
+    """Rows of few tokens of one request."""
+    rows = []
+    print("from projection to attention, us      as any batch   alone", flush=True)
+    for context, new in itertools.product((256, *CONTEXTS), (4, 8, 12, 16)):
+        any_us, alone_us = (
+            graph_us(end_of_prompt(config, context, new, alone=alone)) / LAYERS for alone in (False, True)
+        )
+        rows.append({"context": context, "new_tokens": new, "any_us": any_us, "alone_us": alone_us})
+        print(f"{new:4d} behind {context - new:6d}{any_us:30.1f}{alone_us:8.1f}", flush=True)
+    return rows
+
+
+@contextmanager
+def like_any_batch(wanted: bool) -> Iterator[None]:
+    """Inside, engines have no graphs for one request, if that is wanted."""
+    with patch.object(ModelRunner, "_keys_alone", lambda *_: []) if wanted else nullcontext():
+        yield
 
 
 @contextmanager
@@ -199,16 +259,17 @@ def divisions(config: ModelConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def main(file: Path, *, only_divisions: bool) -> None:
+def main(file: Path, *, only_divisions: bool, any_batch: bool) -> None:
     """Measure, print and write."""
     began = time.perf_counter()
     config = ModelConfig.load(MODELS / "qwen3-0.6b")
     if only_divisions:
         found = {"divisions": divisions(config)}
     else:
-        found = {"kernels": kernels(config)}
+        found = {"kernels": kernels(config), "ends": ends(config)}
         torch.cuda.empty_cache()
-        found["first_token"] = whole_steps()
+        with like_any_batch(any_batch):
+            found["first_token"] = whole_steps()
     seconds = round(time.perf_counter() - began, 1)
     described = {"benchmark": "prefix hits", "machine": machine(), "model": "qwen3-0.6b", "seconds": seconds}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -222,5 +283,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("file", type=Path, help="where the result goes")
     parser.add_argument("--divisions", action="store_true", help="other divisions of the work instead")
+    parser.add_argument("--any-batch", action="store_true", help="no graphs for one request")
     arguments = parser.parse_args()
-    main(arguments.file, only_divisions=arguments.divisions)
+    main(arguments.file, only_divisions=arguments.divisions, any_batch=arguments.any_batch)

@@ -246,6 +246,43 @@ def test_it_travels_to_the_engine_of_a_server() -> None:
     assert command.params == params
 
 
+def test_what_passed_once_is_looked_at_again_when_it_has_changed() -> None:
+    """Parameters that are the same as the last ones are not checked anew."""
+    params = SamplingParams(temperature=0.5, logits_processors=[])
+    for _ in range(2):
+        assert params.verified() == params
+    first, second = SamplingParams().verified(), SamplingParams().verified()
+    for given in (first, second):
+        assert given.verified() == SamplingParams()
+    assert first.stop is not second.stop
+    assert first.stop_token_ids is not second.stop_token_ids
+    first.stop.append("")  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match="stop string"):
+        first.verified()
+    second.stop_token_ids.append(7)  # type: ignore[union-attr]
+    assert second.verified().stop_token_ids == [7]
+    third = SamplingParams(top_k=1)
+    assert third.verified().top_k == 1
+    third.top_k = True
+    with pytest.raises(RequestError, match="top_k"):
+        third.verified()
+
+
+def test_what_stands_for_something_else_is_replaced_every_time() -> None:
+    params = SamplingParams()
+    params.seed, params.logprobs = -1, True
+    for _ in range(3):
+        made = params.verified()
+        assert made.seed is None
+        assert made.logprobs == 1
+        assert made.logprobs is not True
+    params = SamplingParams(bad_words=["a"], logit_bias={1: 2.0})
+    params.verified()
+    params.bad_words.append("")  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match="bad_words"):
+        params.verified()
+
+
 def test_kinds_of_sampling() -> None:
     assert SamplingParams(temperature=0).is_greedy
     assert SamplingParams(temperature=1e-9).is_greedy

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
 WHOLE = CudaDecodeTile(2, 4, 1, chunk_tiles=16, max_chunks=1)
 CUT = CudaDecodeTile(4, 5, 2, chunk_tiles=2, max_chunks=4)
+END = CudaDecodeTile(8, 4, 1, chunk_tiles=2, max_chunks=16)
 LLAMA = (8, 2, 64)
+QWEN = (4, 2, 128)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,9 @@ BATCHES = {
     "two tokens, float16": (WHOLE, (4, 2, 64), [(2, 2), (17, 2), (40, 1)], 2, {"dtype": torch.float16}),
     "two pages": (WHOLE, (2, 1, 32), [(16, 16), (30, 16), (47, 16), (90, 9)], 16, {}),
     "rows in parts": (CUT, LLAMA, [(33, 5), (70, 5)], 5, {"parts": 3}),
+    "the end of a prompt": (END, QWEN, [(700, 16)], 16, {}),
+    "a shorter end": (END, QWEN, [(517, 11)], 16, {}),
+    "the end of a short prompt": (END, QWEN, [(12, 12)], 16, {"parts": 2}),
     "seven heads": (CUT, (7, 1, 80), [(33, 4), (70, 2)], 4, {}),
 }
 

@@ -149,16 +149,18 @@ class PageAllocator:
         The pages may still be read or written by steps that have been launched: whoever gets them next
         runs in a later step of the same stream, and overwrites a slot before reading it.
         """
-        given = np.asarray(pages, dtype=np.intp)[::-1]
-        left = self._owners[given] - 1
-        assert (left >= 0).all(), f"a page of {given[left < 0].tolist()} is freed but has no owner"
+        given = np.asarray(pages, dtype=np.intp)
+        left = self._owners.take(given) - 1
+        assert not len(left) or left.min() >= 0, f"a page of {given[left < 0]} is freed but has no owner"
         self._owners[given] = left
-        unused = given[left == 0]
-        has_content = self._is_cached[unused]
-        kept = unused[has_content]
+        # Mostly all or none of them are unused now, and have content.
+        unused = given[left == 0] if left.any() else given
+        has_content = self._is_cached.take(unused)
+        kept = unused if has_content.all() else unused[has_content]
         if len(kept) < len(unused):
-            self._empty += unused[~has_content].tolist()
+            self._empty += unused[~has_content][::-1].tolist()
         if len(kept):
+            kept = kept[::-1].copy()  # the caller may write to what was given
             self._num_events += 1
             self._became_unused[kept] = self._num_events
             self._evictable.append(_Unused(self._num_events, kept))
@@ -195,13 +197,13 @@ class PageAllocator:
         if not len(pages):
             return
         found = _without_page_0(pages)
-        assert self._is_cached[found].all(), "a page is shared but was never committed"
+        assert self._is_cached.take(found).all(), "a page is shared but was never committed"
         self._own(found)
         self._counts["hit_tokens"] += len(pages) * self.page_size
 
     def _own(self, pages: IntArray) -> None:
         """Add an owner to each of these cached pages."""
-        owners = self._owners[pages]
+        owners = self._owners.take(pages)
         self._num_evictable -= len(pages) - int(np.count_nonzero(owners))
         self._owners[pages] = owners + 1
 

@@ -182,12 +182,14 @@ class PrefixIndex:
 
     def _row_to(self, last: int) -> list[int]:
         """The pages of the block that ends here; none if one of them has left."""
-        block = [last]
-        while len(block) < _BLOCK:
-            parent = self.parent_of(block[-1])
-            if parent is None:
+        parents, numbers, key_of = self._parents, self._numbers, self._key_of
+        block, page = [last], last
+        for _ in range(_BLOCK - 1):  # as `parent_of`, whose calls take longer than all else here
+            parent = parents[page]
+            if numbers[parent] != key_of[page][0] or (parent not in key_of and parent):
                 return []
             block.append(parent)
+            page = parent
         return block[::-1]
 
     def _enter_block(self, block: Sequence[int]) -> None:

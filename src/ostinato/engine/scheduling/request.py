@@ -40,7 +40,7 @@ from ostinato.text.grammar import Mask
 from ..adapters.slots import NO_SLOT
 from ..adapters.version import AdapterVersion
 from ..parameters.sampling_params import RequestError, SamplingParams
-from ..token_ids import IntArray, token_array
+from ..token_ids import IntArray, is_token_array, token_array
 from .request_drafts import RequestDrafts
 from .token_rules import TokenRules
 
@@ -130,7 +130,8 @@ class Request:
     _rows: RequestRows | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.prompt_ids = token_array(self.prompt_ids)
+        if not is_token_array(self.prompt_ids):
+            self.prompt_ids = token_array(self.prompt_ids)
         if not len(self.prompt_ids):
             raise RequestError(
                 f"request {self.request_id}: the prompt is empty, at least one token is needed"

@@ -73,8 +73,10 @@ class RequestPages:
         rows, row = self._rows, request.row
         cached = len(prefix) * self._pages.page_size
         self._pages.share(prefix, request.num_tokens)
-        self._extend(request, prefix)
-        self.take(request, self.missing(request, cached + count))
+        new = np.array(
+            self._pages.allocate(self.missing(request, cached + count) - len(prefix)), dtype=np.intp
+        )
+        self._extend(request, np.concatenate([prefix, new]) if len(prefix) else new)
         rows.num_computed[row] = rows.num_scheduled[row] = cached
         rows.num_committed_pages[row] = len(prefix)
         rows.num_given_back[row] = len(prefix) - np.count_nonzero(prefix)  # page 0 stands for those

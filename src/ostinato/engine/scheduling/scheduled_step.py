@@ -83,6 +83,8 @@ class ScheduledStep:
         """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row, and
         PLACEHOLDER - i for its draft i, from 1 on."""
         num_decodes = self.num_requests - len(self.prompt_tokens)
+        if self.num_requests == len(self.prompt_tokens) == 1:
+            return self.prompt_tokens[0].astype(np.int64)
         if not num_decodes:
             return np.concatenate(self.prompt_tokens, dtype=np.int64)
         each = PLACEHOLDER - np.arange(self.query_len, dtype=np.int64)
@@ -106,6 +108,8 @@ class ScheduledStep:
     @cached_property
     def query_starts(self) -> IntArray:
         """int32 [R]: index of each request's first token in the flattened batch."""
+        if self.num_requests == 1:
+            return np.zeros(1, dtype=np.int32)
         starts: IntArray = self.num_new_tokens.cumsum(dtype=np.int32) - self.num_new_tokens
         return starts
 
@@ -117,6 +121,8 @@ class ScheduledStep:
     @cached_property
     def positions(self) -> IntArray:
         """int64 [T]: the position of each token in its request."""
+        if self.num_requests == 1:
+            return np.arange(self.total_tokens) + self.starts
         first = (self.starts - self.query_starts).repeat(self.num_new_tokens)
         return first + np.arange(self.total_tokens)
 

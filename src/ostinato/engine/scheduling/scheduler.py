@@ -285,7 +285,7 @@ class Scheduler:
             num_drafts = self._num_drafts(batch.rows)
             if num_drafts == batch.num_drafts:
                 return self._steady_step(batch)
-        elif may_prompt:
+        elif may_prompt or self._choose_drafts is None:
             num_drafts = 0
         else:
             num_drafts = self._num_drafts(running.ready_decodes()[1])

@@ -39,7 +39,8 @@ class StepMaker:
         num_decodes = len(rows)
         if chunks:
             requests += tuple(request for request, _ in chunks)
-            rows = np.concatenate([rows, np.array([request.row for request, _ in chunks], dtype=np.int32)])
+            theirs = np.array([request.row for request, _ in chunks], dtype=np.int32)
+            rows = np.concatenate([rows, theirs]) if num_decodes else theirs
         counts, samples = self._counts_of(1 + num_drafts)[: len(rows)], self._all_true[: len(rows)]
         starts = state.num_scheduled[rows]
         prompt_tokens: tuple[IntArray, ...] = ()

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from ostinato.graphs import (
-    BatchShape,
     CaptureOptions,
     CudaGraphRunner,
     Dispatcher,
@@ -31,6 +30,7 @@ from ostinato.graphs import (
     Ladder,
     capture_keys,
 )
+from ostinato.graphs.dispatching.descriptor import recurring_shape
 
 from ..row_field import RowField
 from ..scheduling.request import IntArray
@@ -38,6 +38,8 @@ from ..scheduling.request import IntArray
 RESERVED_CELLS = 2
 """Nobody reads these: padded pairs are written there."""
 _LADDER = Ladder([64, 512, 4096])
+_FEW = 64
+"""Changes that are put in order without numpy."""
 
 
 @dataclass
@@ -53,6 +55,9 @@ class _Changes:
 
     def places(self) -> IntArray:
         """Each cell once: a scatter promises no order among equal places."""
+        if len(self.spans) + sum(map(len, self.cells)) <= _FEW:
+            listed = [place for span in self.spans for place in range(*span)]
+            return np.array(sorted({*listed, *(place for each in self.cells for place in each.tolist())}))
         places = self.cells
         if self.spans:
             begins, ends = np.array(self.spans, dtype=np.int64).T
@@ -217,7 +222,7 @@ class DeviceRows:
         places = self._changes.places()
         for begin in range(0, len(places), _LADDER.limit):
             piece = places[begin : begin + _LADDER.limit]
-            shape = BatchShape.decode(len(piece))
+            shape = recurring_shape(len(piece), len(piece), 1)
             self.scatter.run({"places": piece, "values": self._mirror[piece]}, shape)
         self._changes = _Changes()
 

@@ -33,6 +33,7 @@ from ostinato.graphs import (
     eager_boundary,
 )
 from ostinato.graphs.capturing.pool import Memory
+from ostinato.graphs.dispatching.descriptor import recurring_shape
 from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
@@ -176,6 +177,8 @@ class ModelRunner:
         """Who drafts tokens and verifies them; None: nobody."""
         self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
+        self._tokens_alone: frozenset[int] = frozenset()
+        """Steps of so many tokens that have graphs for one request alone, see `_keys_alone`."""
         self._attend = eager_boundary(self._attend_layer)
         self._attend_rows = eager_boundary(self._attend_rows_of_layer)
         self.graphs = self._make_runner()
@@ -209,6 +212,8 @@ class ModelRunner:
         ]
         if asked.batch_invariant:
             keys = [key for key in keys if not key.descriptor.is_uniform]
+        else:
+            keys += self._keys_alone(keys)
         if self.speculation is not None:
             keys += self.speculation.verify_keys(dispatcher.mode)
         runner = CudaGraphRunner(
@@ -246,6 +251,33 @@ class ModelRunner:
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
         return runner
 
+    def _keys_alone(self, keys: Sequence[GraphKey]) -> list[GraphKey]:
+        """Graphs for few tokens of one request, as a prompt has them of which all else is cached.
+
+        They lie as the tokens of a request do whose drafts are verified, and there is a kernel that reads a
+        context once for these; of several requests the host's tokens lie close together. With drafts there
+        are none: who takes hidden states of a step for the next ones was never measured with them.
+        """
+        model = self.model.config
+        if self.attention.most_places is None or self.speculation is not None:
+            return []
+        most = self.attention.most_places(
+            model.num_heads, model.num_kv_heads, model.head_dim, self.config.dtype, self.config.device
+        )
+        few = [
+            key
+            for key in keys
+            if key.mode is GraphMode.FULL
+            and not key.descriptor.is_uniform
+            and key.descriptor.num_tokens <= most
+        ]
+        self._tokens_alone = frozenset(key.descriptor.num_tokens for key in few)
+        return [key._replace(descriptor=replace(key.descriptor, num_reqs=1)) for key in few]
+
+    def _has_equal_places(self, descriptor: BatchDescriptor) -> bool:
+        is_alone = descriptor.num_reqs == 1 and descriptor.num_tokens in self._tokens_alone
+        return descriptor.is_uniform or is_alone
+
     def kernels_of(self, key: GraphKey) -> Hashable:
         """Equal for graphs that run the same compiled kernels."""
         num_tokens, query_len = key.descriptor.num_tokens, key.descriptor.query_len
@@ -268,6 +300,8 @@ class ModelRunner:
         )
         queries = queries_of(self.model.config, self.config, key.descriptor)
         attention = None if query_len == 1 else query_class(queries, gpu_of(device))
+        if query_len is None and self._has_equal_places(key.descriptor):
+            attention = num_tokens, self.config.dtype
         return key.mode, query_len, kernels, attention
 
     def widens(self, key: GraphKey) -> bool:
@@ -360,8 +394,10 @@ class ModelRunner:
         # Only a full graph has attention inside; between segments and eagerly it wants the real lengths. Of
         # requests whose drafts are being verified nobody knows them.
         is_known = self.speculation is None or not self.config.lookahead
-        outside = host_lengths(step) if is_known else _ON_DEVICE
-        self._host = None if decision.mode is GraphMode.FULL else outside
+        if decision.mode is GraphMode.FULL:
+            self._host = None
+        else:
+            self._host = host_lengths(step) if is_known else _ON_DEVICE
         logits = self.graphs.run(inputs_of(step, is_drafting=self.speculation is not None), shape)
         if step.num_drafts and not self.has_sampled:
             assert self.speculation is not None
@@ -414,9 +450,7 @@ class ModelRunner:
         # Bits depend on shapes, so that invariance means: no step gets a shape of its own.
         is_decode = step.is_uniform_decode and not self.config.config.batch_invariant
         query_len = step.query_len if is_decode else None
-        shape = BatchShape(
-            step.total_tokens, step.num_requests, query_len, lora=step.num_adapters, context=context
-        )
+        shape = recurring_shape(step.total_tokens, step.num_requests, query_len, step.num_adapters, context)
         if step.num_drafts and is_decode:
             verifying = replace(shape, extra=VERIFYING)
             if not self.graphs.decide(verifying).is_eager:
@@ -473,7 +507,7 @@ class ModelRunner:
             query_lens=query_lens,
             max_query_len=descriptor.query_len or descriptor.num_tokens,
             max_context=max_context(self.config, descriptor),
-            equal_places=descriptor.is_uniform,
+            equal_places=self._has_equal_places(descriptor),
             prefix_lens=self.rows["prefix_lens"] if descriptor.cascade else None,
         )
         adapters = None

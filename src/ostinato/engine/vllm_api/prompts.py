@@ -48,8 +48,10 @@ def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
 def check_keys(prompt: Mapping[str, Any]) -> None:
     """RequestError for a mapping that holds something beside the prompt which nobody would look at."""
     for key, value in prompt.items():
+        if key in _KEYS:
+            continue
         is_nothing = value is None or (isinstance(value, Mapping | list) and not value)
-        if key not in _KEYS and not is_nothing:
+        if not is_nothing:
             raise RequestError(f"a prompt with {key!r} cannot be served: models here take text only")
 
 

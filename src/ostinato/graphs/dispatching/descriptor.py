@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import total_ordering
+from functools import lru_cache, total_ordering
 from typing import Any, ClassVar, Self
 
 from ..errors import BatchError, ConfigError
@@ -105,3 +105,11 @@ class BatchShape(_Batch):
         """What a graph made for exactly this shape would serve."""
         counts = self.num_tokens, self.num_reqs, self.query_len
         return BatchDescriptor(*counts, self.lora, self.cascade, self.context or None, self.extra)
+
+
+@lru_cache(4096)
+def recurring_shape(
+    num_tokens: int, num_reqs: int, query_len: int | None = None, lora: int = 0, context: int = 0
+) -> BatchShape:
+    """A `BatchShape`, made once: for steps whose shapes come again and again."""
+    return BatchShape(num_tokens, num_reqs, query_len, lora=lora, context=context)

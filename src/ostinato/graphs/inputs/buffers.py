@@ -88,6 +88,7 @@ class InputBuffers:
         self.holds: object = None
         """Whose batch the buffers hold, if whoever filled them says so; every fill forgets it."""
         self._pads = [raw_scalar(field.pad, field.dtype) for field in self.fields]
+        self._arrays = [(field.name, array_dtype(field.dtype)) for field in self.fields]
         self._poisons = [raw_scalar(field.poison_value, field.dtype) for field in self.fields]
 
     @property
@@ -117,7 +118,7 @@ class InputBuffers:
 
     def fill_as(self, plan: FillPlan, batch: Batch, *, poison: bool = False) -> None:
         """`fill` for a batch whose plan is at hand."""
-        values, host = self._checked(batch, plan.expected)
+        values, host = self._all_from_host(batch, plan.expected) or self._checked(batch, plan.expected)
         self.holds = None
         if host and self.device.type == "cpu":
             for i in host:
@@ -194,6 +195,20 @@ class InputBuffers:
         parts = [f"missing {', '.join(missing)}"] if missing else []
         parts += [f"unknown {', '.join(map(str, unknown))}"] if unknown else []
         raise BatchError(f"the batch does not match the declared fields: {'; '.join(parts)}")
+
+    def _all_from_host(
+        self, batch: Batch, expected: Sequence[tuple[int, ...]]
+    ) -> tuple[list[Any], list[int]] | None:
+        """What `_checked` would return if all values are arrays, and right; else None. Most batches are."""
+        if len(batch) != len(self.fields):
+            return None
+        values: list[Any] = []
+        for (name, dtype), shape in zip(self._arrays, expected, strict=True):
+            value = batch.get(name)
+            if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
+                return None
+            values.append(value)
+        return values, list(range(len(values)))
 
     def _checked(self, batch: Batch, expected: Sequence[tuple[int, ...]]) -> tuple[list[Any], list[int]]:
         """The values in field order, and which of them are arrays from the host. Or an error."""

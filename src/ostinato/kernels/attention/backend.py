@@ -67,6 +67,16 @@ class AttendQkv(Protocol):
         ...
 
 
+class MostPlaces(Protocol):
+    """For so many tokens of one request in `equal_places` `attend_qkv` has a way of its own."""
+
+    def __call__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        """Of layers like these; 0: for none."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionBackend:
     """How a step writes its KV and attends.
@@ -92,6 +102,9 @@ class AttentionBackend:
 
     attend_qkv: AttendQkv | None = None
     """All of it in fewer kernels, in a graph or out of it; None: there is nothing to gain."""
+
+    most_places: MostPlaces | None = None
+    """Where it pays to say of a step that `equal_places` are its; None: nowhere."""
 
     reads_prefix_once: bool = False
     """Whether `attend_qkv`, or `attend` where there is none, makes use of `AttentionBatch.prefix_lens`."""
@@ -140,5 +153,6 @@ def _triton(device: torch.device) -> AttentionBackend:
         attend=gpu_ops.attend,
         attend_eager=gpu_ops.attend_eager,
         attend_qkv=gpu_ops.attend_qkv,
+        most_places=gpu_ops.most_places,
         reads_prefix_once=True,
     )

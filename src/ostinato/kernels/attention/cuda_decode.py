@@ -49,6 +49,17 @@ def serves(
     )
 
 
+def most_queries(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Tokens of a request for which `serves` is true, of layers like these; 0: for none."""
+    has_types = is_supported(device) and dtype in (torch.bfloat16, torch.float16)
+    has_heads = head_dim % 16 == 0 and head_dim <= 128 and num_heads <= _MAX_GROUP * num_kv_heads
+    if not has_types or not has_heads or PAGE_SIZE != 16:
+        return 0
+    return max(1, min(_MAX_QUERIES, _MAX_HEADS * num_kv_heads // num_heads))
+
+
 def attend_tokens(
     qkv: Tensor,
     heads: HeadPreparation,

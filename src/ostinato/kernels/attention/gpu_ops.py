@@ -24,7 +24,9 @@ from . import cuda_decode, cuda_queries, triton_decode, triton_heads, triton_que
 from .batch import AttentionBatch, HostLengths
 from .heads import HeadPreparation
 
-__all__ = ["INTERPRETED", "attend", "attend_eager", "attend_qkv"]
+__all__ = ["INTERPRETED", "attend", "attend_eager", "attend_qkv", "most_places"]
+
+most_places = cuda_decode.most_queries
 
 
 @custom_op("attend_tokens", mutates_args=("k_cache", "v_cache"))
