@@ -41,10 +41,14 @@ class PrefixIndex:
     def __init__(self, num_pages: int, page_size: int) -> None:
         """Of pages below `num_pages`, of `page_size` tokens each; page 0 stands for: no page before."""
         self._page_size = page_size
+        self._bytes_of = {
+            count: np.dtype(f"V{count * page_size * _ID.itemsize}") for count in (1, _BLOCK, _LARGE)
+        }
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
         self._pages_of: dict[_Key, IntArray] = {}
-        self._blocks_with: dict[int, tuple[_Key, ...]] = {}
+        self._blocks_with: dict[int, tuple[_Key] | set[_Key]] = {}
+        """By page; a set where there is more than one, as many as went on differently behind it."""
         self._block_ending: dict[int, _Key] = {}
         """By its last page."""
         self._pages_of_large: dict[_Key, IntArray] = {}
@@ -71,8 +75,13 @@ class PrefixIndex:
     def contents(self, token_ids: Sequence[int] | IntArray, num_pages: int = 1) -> list[bytes]:
         """The token ids of each page, or of so many pages together, that these fill, as they are compared."""
         size = num_pages * self._page_size
-        ids = np.ascontiguousarray(token_ids[: len(token_ids) // size * size], dtype=_ID)
-        found: list[bytes] = ids.view(f"V{size * _ID.itemsize}").tolist()
+        count = len(token_ids) // size
+        if not count:
+            return []
+        ids = np.ascontiguousarray(token_ids[: count * size], dtype=_ID)
+        if count == 1:
+            return [ids.tobytes()]
+        found: list[bytes] = ids.view(self._bytes_of[num_pages]).tolist()
         return found
 
     def find(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
@@ -96,7 +105,9 @@ class PrefixIndex:
                 break
             pages.append(page)
             before = numbers[page]
-        return np.concatenate([*found, np.array(pages, dtype=np.intp)])
+        if not found:
+            return np.array(pages, dtype=np.intp)
+        return np.concatenate([*found, pages], dtype=np.intp) if pages else np.concatenate(found)
 
     def behind(self, parent: int, content: bytes) -> int | None:
         """The page that holds these tokens behind `parent`."""
@@ -146,7 +157,7 @@ class PrefixIndex:
         for key in map(self._key_of.pop, pages):
             del self._page_of[key]
         for page in pages:
-            for block in self._blocks_with.get(page, ()):
+            for block in tuple(self._blocks_with.get(page, ())):
                 self._remove_block(block)
 
     def clear(self) -> None:
@@ -198,12 +209,16 @@ class PrefixIndex:
         key = _joined([self._key_of[page] for page in block])
         self._pages_of[key] = np.array(block, dtype=np.intp)
         self._block_ending[block[-1]] = key
-        alone = (key,)
-        if self._blocks_with.keys().isdisjoint(block):
-            self._blocks_with.update(dict.fromkeys(block, alone))
-        else:
-            for page in block:
-                self._blocks_with[page] = self._blocks_with.get(page, ()) + alone
+        alone, blocks_with = (key,), self._blocks_with
+        if blocks_with.keys().isdisjoint(block):
+            blocks_with.update(dict.fromkeys(block, alone))
+            return
+        for page in block:
+            others = blocks_with.setdefault(page, alone)
+            if type(others) is set:
+                others.add(key)
+            elif others is not alone:
+                blocks_with[page] = {*others, key}
 
     def _enter_large_block(self, last: int) -> None:
         blocks: list[_Key] = []
@@ -225,9 +240,11 @@ class PrefixIndex:
         pages = self._pages_of.pop(block).tolist()
         del self._block_ending[pages[-1]]
         for page in pages:
-            others = self._blocks_with.pop(page)
-            if len(others) > 1:
-                self._blocks_with[page] = tuple([other for other in others if other != block])
+            others = self._blocks_with[page]
+            if type(others) is set and len(others) > 1:
+                others.remove(block)
+            else:
+                del self._blocks_with[page]
         for large in self._large_with.pop(block, ()):
             del self._pages_of_large[large]
             for other in self._blocks_of.pop(large):

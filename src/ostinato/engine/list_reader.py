@@ -22,7 +22,7 @@ import numpy as np
 
 logger = logging.getLogger("ostinato.engine")
 
-LONG = 4096
+LONG = 512
 """Lists of so many are worth it."""
 _SOURCE = Path(__file__).with_suffix(".c")
 
@@ -75,7 +75,8 @@ def compiled() -> Read:
     def read(ids: list[Any]) -> IntArray | None:
         count = len(ids)
         found = np.empty(count, dtype=np.int32)
-        return found if function(ids, found.ctypes.data, count) == count else None
+        place = found.__array_interface__["data"][0]
+        return found if function(ids, place, count) == count else None
 
     return read
 
