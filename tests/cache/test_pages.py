@@ -282,6 +282,29 @@ def test_one_more_way_on_behind_a_page_costs_the_same_as_the_first() -> None:
     assert index.find([*range(1, 16), 0]).tolist() == [1, 2]
 
 
+def test_the_large_block_found_last_is_no_other_and_goes_with_its_pages() -> None:
+    index, size = PrefixIndex(1200, 1), 256
+    ids = np.arange(3 * size, dtype=np.int32)
+    other = np.concatenate([ids[:size], ids[size:] + 5000])
+    index.enter_row(list(range(1, 3 * size + 1)), 0, index.contents(ids))
+    index.enter_row(list(range(800, 800 + size)), size, index.contents(other[size : 2 * size]))
+    for _ in range(2):
+        assert index.find(ids).tolist() == list(range(1, 3 * size + 1))
+        assert index.find(other).tolist() == [*range(1, size + 1), *range(800, 800 + size)]
+        assert index.is_sound()
+    changed = ids.copy()
+    changed[size + 3] += 1
+    assert index.find(changed).tolist() == list(range(1, size + 4))
+    assert index.find(ids[: 2 * size - 1]).tolist() == list(range(1, 2 * size))
+    index.find(ids)
+    index.remove(list(range(size + 1, 3 * size + 1))[::-1])
+    assert index.is_sound()
+    assert index.find(ids).tolist() == list(range(1, size + 1))
+    assert index.find(other).tolist() == [*range(1, size + 1), *range(800, 800 + size)]
+    index.clear()
+    assert not index.find(ids).tolist()
+
+
 def test_a_salt_is_never_taken_for_tokens() -> None:
     """Though with it the first of 16 pages is as long as 256 are."""
     pages = PageAllocator(600, SIZE)

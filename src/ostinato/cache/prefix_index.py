@@ -16,7 +16,9 @@ A prompt of 32,768 tokens has 2,048 pages, and to look each of them up takes as 
 step. So 16 pages in a row that begin at a multiple of 16 are found in one look as well, under the number of
 the page before them and the bytes of all their tokens, and so are 16 such blocks in a row. A page may be in
 several blocks, which differ behind it, and takes their entries with it when it leaves; so do blocks in larger
-ones. Both have an index of their own: a salt before the first of them makes its length anything.
+ones. Both have an index of their own: a salt before the first of them makes its length anything. The large
+block that was found last behind a page is compared before any is looked up: to compare 16 kB takes a fifth of
+the time that their hash does.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class PrefixIndex:
         self._block_ending: dict[int, _Key] = {}
         """By its last page."""
         self._pages_of_large: dict[_Key, IntArray] = {}
+        self._last_large: dict[int, tuple[bytes, IntArray]] = {}
+        """By the number of the page before it, the one that was found last: its tokens and its pages."""
         self._blocks_of: dict[_Key, list[_Key]] = {}
         """Of a large one."""
         self._large_with: defaultdict[_Key, set[_Key]] = defaultdict(set)
@@ -88,7 +92,7 @@ class PrefixIndex:
         """The pages of the longest known beginning of these, under a salt."""
         found: list[IntArray] = []
         numbers, before, begin, end = self._numbers, 0, 0, len(token_ids)
-        for size, find_block in ((_LARGE, self._pages_of_large.get), (_BLOCK, self._pages_of.get)):
+        for size, find_block in ((_LARGE, self._large_block), (_BLOCK, self._pages_of.get)):
             for content in self.contents(token_ids[begin:end], size):
                 block = find_block((before, salt + content if salt and not begin else content))
                 if block is None:
@@ -108,6 +112,16 @@ class PrefixIndex:
         if not found:
             return np.array(pages, dtype=np.intp)
         return np.concatenate([*found, pages], dtype=np.intp) if pages else np.concatenate(found)
+
+    def _large_block(self, key: _Key) -> IntArray | None:
+        before, content = key
+        last = self._last_large.get(before)
+        if last is not None and last[0] == content:
+            return last[1]
+        found = self._pages_of_large.get(key)
+        if found is not None:
+            self._last_large[before] = content, found
+        return found
 
     def behind(self, parent: int, content: bytes) -> int | None:
         """The page that holds these tokens behind `parent`."""
@@ -168,6 +182,7 @@ class PrefixIndex:
         self._blocks_with.clear()
         self._block_ending.clear()
         self._pages_of_large.clear()
+        self._last_large.clear()
         self._blocks_of.clear()
         self._large_with.clear()
 
@@ -189,6 +204,8 @@ class PrefixIndex:
         large = {(key, of) for of, keys in self._blocks_of.items() for key in keys}
         known_large = {(key, of) for key, found in self._large_with.items() for of in found}
         is_each = self._blocks_of.keys() == self._pages_of_large.keys()
+        last = {(at, content): pages for at, (content, pages) in self._last_large.items()}
+        is_each &= all(self._pages_of_large.get(key) is pages for key, pages in last.items())
         return ends == self._block_ending and is_each and large == known_large
 
     def _row_to(self, last: int) -> list[int]:
@@ -247,6 +264,9 @@ class PrefixIndex:
                 del self._blocks_with[page]
         for large in self._large_with.pop(block, ()):
             del self._pages_of_large[large]
+            last = self._last_large.get(large[0])
+            if last is not None and last[0] == large[1]:
+                del self._last_large[large[0]]
             for other in self._blocks_of.pop(large):
                 if other != block:
                     self._large_with[other].remove(large)
