@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -256,6 +258,51 @@ def test_long_prefixes_are_found_block_by_block() -> None:
     taken += pages.allocate(200)
     assert match(pages, [*tokens, -1]) == chain[:100]
     pages.check_integrity([taken])
+
+
+def test_one_more_way_on_behind_a_page_costs_the_same_as_the_first() -> None:
+    """Prompts that begin alike and end differently, thousands of them, as a long conversation has them."""
+    index, ways = PrefixIndex(6020, 1), 6000
+    for page in range(1, 16):
+        index.enter(page, page - 1, page.to_bytes(4, "little"))
+    seconds = []
+    for way in range(ways):
+        began = time.perf_counter()
+        index.enter(16 + way, 15, way.to_bytes(4, "little"))
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds[-200:]) < 4 * min(seconds[200:400])
+    assert index.is_sound()
+    assert index.find([*range(1, 16), 77]).tolist() == [*range(1, 16), 16 + 77]
+    for way in range(1, ways):
+        index.remove([16 + way])
+    assert index.is_sound()
+    assert index.find([*range(1, 16), 0]).tolist() == [*range(1, 16), 16]
+    index.remove([3])
+    assert index.is_sound()
+    assert index.find([*range(1, 16), 0]).tolist() == [1, 2]
+
+
+def test_the_large_block_found_last_is_no_other_and_goes_with_its_pages() -> None:
+    index, size = PrefixIndex(1200, 1), 256
+    ids = np.arange(3 * size, dtype=np.int32)
+    other = np.concatenate([ids[:size], ids[size:] + 5000])
+    index.enter_row(list(range(1, 3 * size + 1)), 0, index.contents(ids))
+    index.enter_row(list(range(800, 800 + size)), size, index.contents(other[size : 2 * size]))
+    for _ in range(2):
+        assert index.find(ids).tolist() == list(range(1, 3 * size + 1))
+        assert index.find(other).tolist() == [*range(1, size + 1), *range(800, 800 + size)]
+        assert index.is_sound()
+    changed = ids.copy()
+    changed[size + 3] += 1
+    assert index.find(changed).tolist() == list(range(1, size + 4))
+    assert index.find(ids[: 2 * size - 1]).tolist() == list(range(1, 2 * size))
+    index.find(ids)
+    index.remove(list(range(size + 1, 3 * size + 1))[::-1])
+    assert index.is_sound()
+    assert index.find(ids).tolist() == list(range(1, size + 1))
+    assert index.find(other).tolist() == [*range(1, size + 1), *range(800, 800 + size)]
+    index.clear()
+    assert not index.find(ids).tolist()
 
 
 def test_a_salt_is_never_taken_for_tokens() -> None:

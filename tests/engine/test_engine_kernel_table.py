@@ -142,7 +142,15 @@ def test_graphs_share_warm_ups_as_far_as_the_table_says(tiny, monkeypatch):
         device=GPU, dtype=torch.bfloat16, max_model_len=256, max_positions=256, page_columns=16
     )
     monkeypatch.setattr(model_runner, "gpu_of", lambda _: H200)
-    runner = cast("ModelRunner", SimpleNamespace(model=model, config=config))
+    alone = SimpleNamespace(_tokens_alone={8})
+    runner = cast(
+        "ModelRunner",
+        SimpleNamespace(
+            model=model,
+            config=config,
+            _has_equal_places=lambda descriptor: ModelRunner._has_equal_places(alone, descriptor),  # type: ignore[arg-type]
+        ),
+    )
     (layer, _), *_, (head, _) = model.products_of(1, 1)
     one, other = SkinnyTile(16, 64, 64, 4, 2), SkinnyTile(16, 64, 64, 4, 3)
     table = KernelTable("", {layer: (Choice(2, 8, one),), head: (Choice(2, 4, one), Choice(5, 64, other))})
@@ -155,6 +163,7 @@ def test_graphs_share_warm_ups_as_far_as_the_table_says(tiny, monkeypatch):
         assert kernels(5, 3) == kernels(8, 4)
         assert len({kernels(8, 4), kernels(8, 5), kernels(9, 4), kernels(9, 5)}) == 4
         assert kernels(9, 5) != kernels(40, 17) == kernels(4096, 32), "attention has larger tiles for more"
+        assert kernels(8, 1) != kernels(5, 1), "the former is for one request, with a kernel of its own"
 
 
 def test_a_table_that_cannot_be_used_is_an_error_of_the_configuration(monkeypatch, tmp_path):

@@ -154,9 +154,9 @@ class PageAllocator:
         assert not len(left) or left.min() >= 0, f"a page of {given[left < 0]} is freed but has no owner"
         self._owners[given] = left
         # Mostly all or none of them are unused now, and have content.
-        unused = given[left == 0] if left.any() else given
+        unused = given[left == 0] if np.count_nonzero(left) else given
         has_content = self._is_cached.take(unused)
-        kept = unused if has_content.all() else unused[has_content]
+        kept = unused if np.count_nonzero(has_content) == len(unused) else unused[has_content]
         if len(kept) < len(unused):
             self._empty += unused[~has_content][::-1].tolist()
         if len(kept):

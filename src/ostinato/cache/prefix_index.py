@@ -16,7 +16,9 @@ A prompt of 32,768 tokens has 2,048 pages, and to look each of them up takes as 
 step. So 16 pages in a row that begin at a multiple of 16 are found in one look as well, under the number of
 the page before them and the bytes of all their tokens, and so are 16 such blocks in a row. A page may be in
 several blocks, which differ behind it, and takes their entries with it when it leaves; so do blocks in larger
-ones. Both have an index of their own: a salt before the first of them makes its length anything.
+ones. Both have an index of their own: a salt before the first of them makes its length anything. The large
+block that was found last behind a page is compared before any is looked up: to compare 16 kB takes a fifth of
+the time that their hash does.
 """
 
 from __future__ import annotations
@@ -41,13 +43,19 @@ class PrefixIndex:
     def __init__(self, num_pages: int, page_size: int) -> None:
         """Of pages below `num_pages`, of `page_size` tokens each; page 0 stands for: no page before."""
         self._page_size = page_size
+        self._bytes_of = {
+            count: np.dtype(f"V{count * page_size * _ID.itemsize}") for count in (1, _BLOCK, _LARGE)
+        }
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
         self._pages_of: dict[_Key, IntArray] = {}
-        self._blocks_with: dict[int, tuple[_Key, ...]] = {}
+        self._blocks_with: dict[int, tuple[_Key] | set[_Key]] = {}
+        """By page; a set where there is more than one, as many as went on differently behind it."""
         self._block_ending: dict[int, _Key] = {}
         """By its last page."""
         self._pages_of_large: dict[_Key, IntArray] = {}
+        self._last_large: dict[int, tuple[bytes, IntArray]] = {}
+        """By the number of the page before it, the one that was found last: its tokens and its pages."""
         self._blocks_of: dict[_Key, list[_Key]] = {}
         """Of a large one."""
         self._large_with: defaultdict[_Key, set[_Key]] = defaultdict(set)
@@ -71,15 +79,20 @@ class PrefixIndex:
     def contents(self, token_ids: Sequence[int] | IntArray, num_pages: int = 1) -> list[bytes]:
         """The token ids of each page, or of so many pages together, that these fill, as they are compared."""
         size = num_pages * self._page_size
-        ids = np.ascontiguousarray(token_ids[: len(token_ids) // size * size], dtype=_ID)
-        found: list[bytes] = ids.view(f"V{size * _ID.itemsize}").tolist()
+        count = len(token_ids) // size
+        if not count:
+            return []
+        ids = np.ascontiguousarray(token_ids[: count * size], dtype=_ID)
+        if count == 1:
+            return [ids.tobytes()]
+        found: list[bytes] = ids.view(self._bytes_of[num_pages]).tolist()
         return found
 
     def find(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
         """The pages of the longest known beginning of these, under a salt."""
         found: list[IntArray] = []
         numbers, before, begin, end = self._numbers, 0, 0, len(token_ids)
-        for size, find_block in ((_LARGE, self._pages_of_large.get), (_BLOCK, self._pages_of.get)):
+        for size, find_block in ((_LARGE, self._large_block), (_BLOCK, self._pages_of.get)):
             for content in self.contents(token_ids[begin:end], size):
                 block = find_block((before, salt + content if salt and not begin else content))
                 if block is None:
@@ -96,7 +109,19 @@ class PrefixIndex:
                 break
             pages.append(page)
             before = numbers[page]
-        return np.concatenate([*found, np.array(pages, dtype=np.intp)])
+        if not found:
+            return np.array(pages, dtype=np.intp)
+        return np.concatenate([*found, pages], dtype=np.intp) if pages else np.concatenate(found)
+
+    def _large_block(self, key: _Key) -> IntArray | None:
+        before, content = key
+        last = self._last_large.get(before)
+        if last is not None and last[0] == content:
+            return last[1]
+        found = self._pages_of_large.get(key)
+        if found is not None:
+            self._last_large[before] = content, found
+        return found
 
     def behind(self, parent: int, content: bytes) -> int | None:
         """The page that holds these tokens behind `parent`."""
@@ -146,7 +171,7 @@ class PrefixIndex:
         for key in map(self._key_of.pop, pages):
             del self._page_of[key]
         for page in pages:
-            for block in self._blocks_with.get(page, ()):
+            for block in tuple(self._blocks_with.get(page, ())):
                 self._remove_block(block)
 
     def clear(self) -> None:
@@ -157,6 +182,7 @@ class PrefixIndex:
         self._blocks_with.clear()
         self._block_ending.clear()
         self._pages_of_large.clear()
+        self._last_large.clear()
         self._blocks_of.clear()
         self._large_with.clear()
 
@@ -178,6 +204,8 @@ class PrefixIndex:
         large = {(key, of) for of, keys in self._blocks_of.items() for key in keys}
         known_large = {(key, of) for key, found in self._large_with.items() for of in found}
         is_each = self._blocks_of.keys() == self._pages_of_large.keys()
+        last = {(at, content): pages for at, (content, pages) in self._last_large.items()}
+        is_each &= all(self._pages_of_large.get(key) is pages for key, pages in last.items())
         return ends == self._block_ending and is_each and large == known_large
 
     def _row_to(self, last: int) -> list[int]:
@@ -198,12 +226,16 @@ class PrefixIndex:
         key = _joined([self._key_of[page] for page in block])
         self._pages_of[key] = np.array(block, dtype=np.intp)
         self._block_ending[block[-1]] = key
-        alone = (key,)
-        if self._blocks_with.keys().isdisjoint(block):
-            self._blocks_with.update(dict.fromkeys(block, alone))
-        else:
-            for page in block:
-                self._blocks_with[page] = self._blocks_with.get(page, ()) + alone
+        alone, blocks_with = (key,), self._blocks_with
+        if blocks_with.keys().isdisjoint(block):
+            blocks_with.update(dict.fromkeys(block, alone))
+            return
+        for page in block:
+            others = blocks_with.setdefault(page, alone)
+            if type(others) is set:
+                others.add(key)
+            elif others is not alone:
+                blocks_with[page] = {*others, key}
 
     def _enter_large_block(self, last: int) -> None:
         blocks: list[_Key] = []
@@ -225,11 +257,16 @@ class PrefixIndex:
         pages = self._pages_of.pop(block).tolist()
         del self._block_ending[pages[-1]]
         for page in pages:
-            others = self._blocks_with.pop(page)
-            if len(others) > 1:
-                self._blocks_with[page] = tuple([other for other in others if other != block])
+            others = self._blocks_with[page]
+            if type(others) is set and len(others) > 1:
+                others.remove(block)
+            else:
+                del self._blocks_with[page]
         for large in self._large_with.pop(block, ()):
             del self._pages_of_large[large]
+            last = self._last_large.get(large[0])
+            if last is not None and last[0] == large[1]:
+                del self._last_large[large[0]]
             for other in self._blocks_of.pop(large):
                 if other != block:
                     self._large_with[other].remove(large)

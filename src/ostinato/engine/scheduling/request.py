@@ -408,5 +408,5 @@ class RequestRows:
 
 
 def _places(mask: IntArray) -> list[int]:
-    found: list[int] = np.flatnonzero(mask).tolist()
+    found: list[int] = mask.nonzero()[0].tolist()
     return found

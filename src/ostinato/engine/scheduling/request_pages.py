@@ -104,6 +104,10 @@ class RequestPages:
         """Offer pages that have become full as prefixes. Whether one came free, for its like was there."""
         if not self._prefix_caching:
             return False
+        if len(rows) == 1:
+            row = int(rows[0])
+            is_behind = int(computed[0]) // self._pages.page_size > self._rows.num_committed_pages[row]
+            return bool(is_behind) and self._commit(row)
         full = computed // self._pages.page_size
         behind = full > self._rows.num_committed_pages[rows]
         if not np.count_nonzero(behind):

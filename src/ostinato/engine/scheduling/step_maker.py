@@ -46,15 +46,13 @@ class StepMaker:
         prompt_tokens: tuple[IntArray, ...] = ()
         if chunks:
             counts, samples = counts.copy(), samples.copy()
-            counts[num_decodes:] = [count for _, count in chunks]
-            samples[num_decodes:] = [
-                not request.is_embedding and request.num_unscheduled == count for request, count in chunks
-            ]
-            ends = starts + counts
-            prompt_tokens = tuple(
-                state.token_ids[rows[at], starts[at] : ends[at]].copy()
-                for at in range(num_decodes, len(rows))
-            )
+            begins = starts[num_decodes:].tolist()
+            tokens = []
+            for at, ((request, count), begin) in enumerate(zip(chunks, begins, strict=True), num_decodes):
+                counts[at] = count
+                samples[at] = not request.is_embedding and request.num_unscheduled == count
+                tokens.append(state.token_ids[request.row, begin : begin + count].copy())
+            prompt_tokens = tuple(tokens)
         return ScheduledStep(
             index=self._next_index(),
             requests=requests,
