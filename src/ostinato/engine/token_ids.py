@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .list_reader import LONG, IntArray, reader
-
-__all__ = ["IntArray", "highest", "is_token_array", "token_array"]
+IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _NOTHING = np.array([], dtype=np.int32)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -59,8 +57,6 @@ def _packed(ids: Any) -> IntArray:
     """Of anything that lists integers. `array` takes what is one and nothing else, and a third of the time of
     numpy; of unsigned numbers, for signed ones are read by a parser."""
     listed = ids if isinstance(ids, list | tuple) else list(ids)
-    if len(listed) >= LONG and type(listed) is list and (read := reader.read(listed)) is not None:
-        return read
     try:
         found = np.frombuffer(array.array("I", listed), dtype=np.int32) if listed else _NOTHING
         if not found.size or found.min() >= 0:
