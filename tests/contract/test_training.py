@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -655,9 +656,20 @@ def test_a_recurrent_model(device):
 def test_settings_are_refused_by_name(device):
     model = make_model(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for wrong in ({"accumulate": 0}, {"clip_norm": 0.0}, {"autocast": True}, {"ladder": []}):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for wrong in (
+        *({"accumulate": 0}, {"accumulate": 2.5}, {"clip_norm": 0.0}, {"clip_norm": "1"}, {"ladder": []}),
+        *({"autocast": True}, {"autocast": torch.int8}, {"scaler": True}, {"loss_fn": None}),
+        *({"schedule": 0.1}, {"schedule": scheduler}),
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             captured(model, optimizer, **wrong)
+    captured(model, optimizer, schedule=lambda i: np.float32(0.1))(*one_batch(device))
+    for rates in (None, "0.1", ["0.1"]):
+        with pytest.raises(ConfigError, match="which is no learning rate"):
+            captured(model, optimizer, schedule=lambda i, rates=rates: rates)(*one_batch(device))
+    with pytest.raises(ConfigError, match="is it the optimizer of this model"):
+        captured(model, torch.optim.SGD(make_model(device).parameters(), lr=0.1))(*one_batch(device))
     if device.type == "cpu":
         with pytest.raises(ConfigError, match="compile needs a CUDA device"):
             captured(model, optimizer, compile=True)

@@ -43,12 +43,21 @@ def graphed_train_step(
     `compile`: model and loss function go through torch.compile as one function, for each length of the
     ladder, and its kernels are captured (CUDA only). `pool`: memory shared with other graphs.
     """
-    if accumulate < 1:
-        raise ConfigError(f"accumulate must be 1 or more, not {accumulate}")
-    if clip_norm is not None and clip_norm <= 0:
-        raise ConfigError(f"clip_norm must be positive, not {clip_norm}")
-    if autocast is not None and not isinstance(autocast, torch.dtype):
-        raise ConfigError(f"autocast is a type such as torch.bfloat16, not {autocast!r}")
+    if type(accumulate) is not int or accumulate < 1:
+        raise ConfigError(f"accumulate must be a whole number, 1 or more, not {accumulate!r}")
+    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
+        raise ConfigError(f"clip_norm must be a positive number, not {clip_norm!r}")
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ConfigError(f"autocast is torch.bfloat16 or torch.float16, not {autocast!r}")
+    if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) or not callable(schedule or max):
+        raise ConfigError(
+            f"schedule is a function of the number of updates, not a {type(schedule).__name__}: leave it out, "
+            f"and let a scheduler of torch step behind each update as ever"
+        )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigError(f"scaler is a torch.amp.GradScaler, not {scaler!r}")
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn is a function of outputs and targets, not {loss_fn!r}")
     loss = Loss(model, loss_fn, autocast, compiled=compile)
     return TrainStep(
         loss,

@@ -23,6 +23,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -165,24 +166,32 @@ class StaticOptimizer:
         # It would say that a capturable optimizer runs outside a graph.
         self._optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
 
-    def set_rates(self, wanted: float | Sequence[float] | None) -> None:
-        """Learning rates of the next step: those of a schedule, or what the groups say."""
-        groups = self._optimizer.param_groups
-        if len(groups) != len(self.rates):
-            raise ConfigError("a group of parameters was added: make the step anew")
-        if wanted is None:
-            for number, group in enumerate(groups if self._is_static else ()):
-                if group["lr"] is not self.rates[number]:
-                    self._take_rate(number, group)
-            return
-        values = list(wanted) if isinstance(wanted, Sequence) else [wanted] * len(groups)
+    def take_rates(self) -> None:
+        """Learning rates of the next step: what the groups say."""
+        self._refuse_new_groups()
+        for number, group in enumerate(self._groups if self._is_static else ()):
+            if group["lr"] is not self.rates[number]:
+                self._take_rate(number, group)
+
+    def set_rates(self, wanted: float | Sequence[float]) -> None:
+        """Learning rates of the next step: those of a schedule."""
+        self._refuse_new_groups()
+        groups = self._groups
+        is_one = isinstance(wanted, str) or not isinstance(wanted, Sequence)
+        values: list[Any] = [wanted] * len(groups) if is_one else list(wanted)  # type: ignore[arg-type]
         if len(values) != len(groups):
             raise ConfigError(f"the schedule gave {len(values)} learning rates for {len(groups)} groups")
+        if wrong := [value for value in values if not isinstance(value, Real | torch.Tensor)]:
+            raise ConfigError(f"the schedule gave {wrong[0]!r}, which is no learning rate")
         for number, value in enumerate(values):
             groups[number]["lr"] = self.rates[number] if self._is_static else value
             if value != self._values[number]:
                 self.rates[number].fill_(value)
                 self._values[number] = value
+
+    def _refuse_new_groups(self) -> None:
+        if len(self._groups) != len(self.rates):
+            raise ConfigError("a group of parameters was added: make the step anew")
 
     def _take_rate(self, number: int, group: dict[str, Any]) -> None:
         rate = group["lr"]

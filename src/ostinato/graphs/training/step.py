@@ -280,7 +280,10 @@ class TrainStep:
             self._update.divide_by(self.micro_batches + 1, self._accumulate)
 
     def _set_rates(self) -> None:
-        self._optimizer.set_rates(None if self._schedule is None else self._schedule(self.optimizer_steps))
+        if self._schedule is None:
+            self._optimizer.take_rates()
+        else:
+            self._optimizer.set_rates(self._schedule(self.optimizer_steps))
 
     def _has_updated(self) -> None:
         self.optimizer_steps += 1
