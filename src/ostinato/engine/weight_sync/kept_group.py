@@ -28,7 +28,7 @@ class KeptGroup:
 
     def __init__(self, trainer: Place, device: torch.device, patience: Patience) -> None:
         """Listen. `trainer`: where, and which rank is to come there."""
-        self.device, self.source = device, trainer.rank
+        self.device, self.source, self.port = device, trainer.rank, trainer.port
         self._what = f"the meeting at {trainer.address}:{trainer.port}"
         self._stream = side_stream(device)
         self._patience = patience

@@ -8,6 +8,10 @@ caller remembers it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
 from ostinato.models.weight_update import WeightPlaces
@@ -18,7 +22,7 @@ from .errors import TransferError
 from .kept_group import KeptGroup
 from .received_weights import received
 from .trainer_link import Operation, TrainerLink, left
-from .wire_formats import Announced, Pairs, announced
+from .wire_formats import Pairs, announced
 
 _WORLD_SIZE = 2
 """This engine and the trainer's first process."""
@@ -30,13 +34,14 @@ class ParameterLink:
     def __init__(self, link: TrainerLink) -> None:
         self._link = link
         self._group: KeptGroup | None = None
+        self._awaits_trainer = False
         self._places = WeightPlaces(link.model)
 
     # -- the group ---------------------------------------------------------------------------------
 
     def listen(self, address: str, port: int, world_size: int, device_uuid: str | None) -> Operation[None]:
-        """Make the place where the trainer is to come, which has a GPU of this UUID; an earlier one is
-        left."""
+        """Make the place where the trainer is to come, which has a GPU of this UUID; then an earlier one is
+        left, or before if it is the same."""
         if world_size != _WORLD_SIZE:
             raise TransferError(
                 f"world_size is {_WORLD_SIZE}, this engine and the trainer, not {world_size!r}"
@@ -47,26 +52,37 @@ class ParameterLink:
             raise TransferError(
                 f"the trainer is on this engine's GPU {device_uuid}: NCCL takes no two ranks on one"
             )
-        yield from self.leave()
+        if self._awaits_trainer:
+            yield self._link.give_up_others
         with self._link.alone():
-            self._group = yield lambda: KeptGroup(trainer, device, self._link.patience)
+            if self._group is not None and self._group.port == port:
+                yield from self.leave()
+            made = yield lambda: KeptGroup(trainer, device, self._link.patience)
+            yield from self.leave()
+            self._group = made
 
     def meet(self) -> Operation[None]:
         """Wait for the trainer."""
         group = self._known_group()
-        with self._link.alone():
-            try:
-                yield group.meet
-            except Exception:
-                yield lambda: self._drop(group)
-                raise
+        with self._alone():
+            yield from self._awaited(group, group.meet)
 
     def leave(self) -> Operation[None]:
-        """Leave the group, if there is one; whoever still waits in it is told."""
+        """Leave the group, if there is one; whoever still waits in it is told, and has ended then."""
+        if self._awaits_trainer:
+            yield self._link.give_up_others
         group, self._group = self._group, None
         if group is not None:
-            yield self._link.give_up_others
             yield lambda: left(group)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._link.alone():
+            self._awaits_trainer = True
+            try:
+                yield
+            finally:
+                self._awaits_trainer = False
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -87,13 +103,15 @@ class ParameterLink:
         """Wait for a parameter, and write it."""
         self.check(weight, dtype, shape)
         group, entries = self._known_group(), announced([weight], [dtype], [shape])
-        with self._link.alone():
-            pairs = yield from self._received(group, entries)
+        with self._alone():
+            pairs: Pairs = yield from self._awaited(
+                group, lambda: received(group, entries, group.source, None)
+            )
             return self._link.apply(pairs, None)
 
-    def _received(self, group: KeptGroup, entries: list[Announced]) -> Operation[Pairs]:
+    def _awaited(self, group: KeptGroup, wait: Callable[[], Any]) -> Operation[Any]:
         try:
-            return (yield lambda: received(group, entries, group.source, None))
+            return (yield wait)
         except Exception:
             # Nobody knows how far the trainer is: its next broadcast could be taken for this one.
             yield lambda: self._drop(group)

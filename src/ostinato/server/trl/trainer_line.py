@@ -40,24 +40,29 @@ class TrainerLine:
 
     async def open(self, **meeting: Any) -> None:
         """Listen for a trainer, in the place of an earlier one."""
-        await self.close()
-        async with self._one_by_one:
-            await self._call("listen_for_trainer", **meeting)
-            self._restarts = self._engine.restarts
-            self._promise("meet_trainer", {})
+        await self._call("listen_for_trainer", **meeting)
+        self._begin_anew()
+        self._restarts = self._engine.restarts
+        self._promise("meet_trainer", {})
 
     async def take(self, **parameter: Any) -> None:
         """Take a parameter that will be sent when this is answered."""
         async with self._one_by_one:
             await self.kept()
+            number = self._number
             await self._call("check_parameter", **parameter)
+            if number != self._number:
+                raise ApiError(409, "another trainer has come, or this one has left")
             self._promise("receive_parameter", parameter)
 
     async def close(self) -> None:
         """Leave the trainer, if there is one; what was promised to it is given up."""
+        self._begin_anew()
+        await self._call("leave_trainer")
+
+    def _begin_anew(self) -> None:
         self._number += 1
         self._promised, self._problem, self._restarts = None, None, None
-        await self._call("leave_trainer")
 
     async def kept(self) -> None:
         """Wait for what was promised; 409 if it was not kept."""
