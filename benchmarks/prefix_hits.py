@@ -164,8 +164,8 @@ def end_of_prompt(config: ModelConfig, context: int, new: int, *, alone: bool) -
     size = config.head_dim
     width = (config.num_heads + 2 * config.num_kv_heads) * size
     qkv = torch.randn(new, width, device="cuda", dtype=torch.bfloat16)
-    norms = (torch.ones(size, device="cuda", dtype=torch.bfloat16) for _ in "qk")
-    heads = HeadPreparation(torch.randn(LONGEST, size, device="cuda"), *norms)
+    norm = torch.ones(size, device="cuda", dtype=torch.bfloat16)
+    heads = HeadPreparation(torch.randn(LONGEST, size, device="cuda"), norm, norm)
     attend_qkv = get_backend("triton", "cuda").attend_qkv
     assert attend_qkv is not None
 

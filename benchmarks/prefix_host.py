@@ -1,7 +1,7 @@
 """What prompts cost the host, by part: cached but for their last 16 tokens, and new ones; on a GPU the first
 token of the former.
 
-python benchmarks/prefix_host.py benchmarks/results/prefix-host-one-pass-cpu.json
+python benchmarks/prefix_host.py benchmarks/results/prefix-host-hits-cpu.json --repeats 60
 python benchmarks/prefix_host.py benchmarks/results/prefix-host-h200.json --model qwen3-0.6b
 
 Cached: microseconds from the call of `TextEngine.add` with token ids, in a list or something else, to the

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from contract.steps import WIDTH, key, make_runner, randn, same, wrap
-from ostinato.graphs import BatchShape, CaptureOptions, GraphPool, Reason
+from ostinato.graphs import (
+    BatchDescriptor,
+    BatchShape,
+    CaptureOptions,
+    GraphKey,
+    GraphMode,
+    GraphPool,
+    Reason,
+)
 from ostinato.graphs.backends.tape.arena import TapeMemory
 from ostinato.graphs.capturing.budget import Weight, affordable, padding_saved
 
@@ -115,6 +123,17 @@ def test_memory_that_ends_in_the_middle_of_a_capture_comes_back_for_smaller_grap
 def test_a_rung_buys_the_padding_up_to_the_next_one():
     saved = padding_saved([key(2), key(4), key(16)])
     assert saved == {key(2): 2 / 16 * 2, key(4): 2 / 16 * 12, key(16): 12 / 16 * 16}
+
+
+def test_a_graph_for_one_request_does_not_make_the_one_for_any_worthless():
+    sizes = {(num_tokens, reqs): mixed(num_tokens, reqs) for num_tokens in (8, 16) for reqs in (1, 4)}
+    saved = padding_saved(sizes.values())
+    for num_tokens, worth in ((8, 8 / 16 * 8), (16, 8 / 16 * 16)):
+        assert saved[sizes[num_tokens, 1]] == saved[sizes[num_tokens, 4]] == worth
+
+
+def mixed(num_tokens, num_reqs):
+    return GraphKey(GraphMode.FULL, BatchDescriptor(num_tokens, num_reqs))
 
 
 def test_what_saves_the_least_padding_for_its_bytes_goes_first():

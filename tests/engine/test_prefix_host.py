@@ -18,7 +18,8 @@ import torch
 from ostinato.cache.pages import PageAllocator
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
-from ostinato.engine.parameters.sampling_params import SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
+from ostinato.engine.scheduling.request import Request
 from ostinato.engine.token_ids import token_array
 
 SHORT, LONG, NEW = 1024, 32768, 16
@@ -171,3 +172,11 @@ REFUSED += [np.array([-1], dtype=np.int32), np.array([2**31]), torch.tensor([-1]
 def test_what_is_no_token_id_is_refused(llm: LLM, ids: Any) -> None:
     [output] = llm.generate([{"prompt_token_ids": ids}], ONE)
     assert "prompt_token_ids must be" in (output.error or "")
+
+
+def test_an_array_that_looks_checked_is_looked_at_by_the_engine(llm: LLM) -> None:
+    """A request takes what is read-only as it is."""
+    ids = np.array([3, -1, 4], dtype=np.int32)
+    ids.setflags(write=False)
+    with pytest.raises(RequestError, match="outside the model's vocabulary"):
+        llm.engine.core.add(Request("negative", ids, ONE))

@@ -256,7 +256,7 @@ def test_what_passed_once_is_looked_at_again_when_it_has_changed() -> None:
         assert given.verified() == SamplingParams()
     assert first.stop is not second.stop
     assert first.stop_token_ids is not second.stop_token_ids
-    first.stop.append("")  # type: ignore[union-attr]
+    first.stop.append("")  # type: ignore[union-attr, attr-defined]
     with pytest.raises(RequestError, match="stop string"):
         first.verified()
     second.stop_token_ids.append(7)  # type: ignore[union-attr]

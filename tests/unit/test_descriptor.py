@@ -74,3 +74,10 @@ def test_descriptors_order_whatever_their_extras_are(extras: tuple[Any, ...]) ->
     for one, other in combinations(descriptors, 2):
         assert (one < other) is not (other < one)
     assert max(descriptors) < BatchDescriptor.decode(5)
+
+
+def test_several_tokens_of_one_request_are_alone() -> None:
+    assert BatchDescriptor(16, 1).is_alone
+    assert not BatchDescriptor(1, 1).is_alone
+    assert not BatchDescriptor(16, 2).is_alone
+    assert not BatchDescriptor.decode(1, 5).is_alone

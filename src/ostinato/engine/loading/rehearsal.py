@@ -115,7 +115,7 @@ def _some_of(keys: Iterable[GraphKey], widens: Callable[[GraphKey], bool]) -> li
 
 def _kind(key: GraphKey) -> object:
     of = key.descriptor
-    return key.mode, of.query_len, of.cascade, of.lora
+    return key.mode, of.query_len, of.cascade, of.lora, of.is_alone
 
 
 def _nodes(graphs: CudaGraphRunner) -> tuple[int, int]:

@@ -55,9 +55,12 @@ class _Changes:
 
     def places(self) -> IntArray:
         """Each cell once: a scatter promises no order among equal places."""
-        if len(self.spans) + sum(map(len, self.cells)) <= _FEW:
+        count = sum(end - begin for begin, end in self.spans) + sum(map(len, self.cells))
+        if count <= _FEW:
             listed = [place for span in self.spans for place in range(*span)]
-            return np.array(sorted({*listed, *(place for each in self.cells for place in each.tolist())}))
+            return np.array(
+                sorted({*listed, *(place for each in self.cells for place in each.tolist())}), dtype=np.int64
+            )
         places = self.cells
         if self.spans:
             begins, ends = np.array(self.spans, dtype=np.int64).T

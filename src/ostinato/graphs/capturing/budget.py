@@ -94,5 +94,4 @@ def _freed(key: GraphKey, among: Sequence[GraphKey], weights: Mapping[GraphKey, 
 def _kind(key: GraphKey) -> Hashable:
     """What graphs of one ladder have in common."""
     of = key.descriptor
-    is_for_one = of.query_len is None and of.num_reqs == 1 < of.num_tokens  # beside one for any requests
-    return key.mode, of.query_len, of.lora, of.cascade, of.context, of.extra, is_for_one
+    return key.mode, of.query_len, of.lora, of.cascade, of.context, of.extra, of.is_alone

@@ -57,6 +57,11 @@ class _Batch:
         """Whether there is one query length only."""
         return self.query_len is not None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is several tokens, any number of them, of one request."""
+        return self.query_len is None and self.num_reqs == 1 < self.num_tokens
+
     def __str__(self) -> str:
         uniform = f"decode {self.num_reqs}x{self.query_len}"
         text = uniform if self.is_uniform else f"mixed {self.num_tokens} tokens/{self.num_reqs} reqs"
