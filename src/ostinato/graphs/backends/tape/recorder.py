@@ -56,14 +56,15 @@ class Recorder(DispatchMode):
         check_op(func, args, kwargs, self.storages)
         writes = func._schema.is_mutable
         # An op may resize what it writes (out= of the wrong size): replay needs the geometry after that.
-        frozen = None if writes else self._freeze_inputs(args, kwargs)
+        read: list[TensorSpec] = []
+        frozen = None if writes else self._freeze_inputs(args, kwargs, read)
         result = self._call(func, args, kwargs, inputs)
         if writes:
             for tensor in written_arguments(func, args, kwargs):
                 if (record := self.storages.known(tensor)) is not None:
                     record.written = True
-            frozen = self._freeze_inputs(args, kwargs)
-        self._record(func, frozen, inputs, result)
+            frozen = self._freeze_inputs(args, kwargs, read)
+        self._record(func, frozen, read, result)
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
@@ -81,29 +82,37 @@ class Recorder(DispatchMode):
         self.storages.records[spec.storage].kept = True
         return spec
 
-    def _freeze_inputs(self, args: Any, kwargs: Any) -> Any:
+    def _freeze_inputs(self, args: Any, kwargs: Any, read: list[TensorSpec]) -> Any:
+        """The arguments with tensors as specs, which are noted in `read`."""
+        spec_of, position = self.storages.spec, self._position
+
         def freeze(tensor: torch.Tensor) -> TensorSpec:
-            return self.storages.spec(tensor, self._position)
+            read.append(spec_of(tensor, position))
+            return read[-1]
 
         return map_leaves((args, kwargs), torch.Tensor, freeze)
 
-    def _record(self, func: Any, frozen: Any, inputs: list[torch.Tensor], result: Any) -> None:
-        outputs = tensors_of(result)
-        if not outputs and (not inputs or (func._schema.returns and not func._schema.is_mutable)):
-            return  # no device work: a profiler mark, a question about metadata
+    def _record(self, func: Any, frozen: Any, read: list[TensorSpec], result: Any) -> None:
         storages = self.storages
-        known = len(storages.records)
+        known, fresh = len(storages.records), set[int]()
+        has_outputs = False
 
         def freeze_output(tensor: torch.Tensor) -> TensorSpec:
-            return storages.spec(tensor, self._position, fresh=True)
+            nonlocal has_outputs
+            has_outputs = True
+            spec = storages.spec(tensor, self._position, fresh=True)
+            if spec.storage >= known:
+                fresh.add(spec.storage)
+            return spec
 
         plain = tuple(result) if isinstance(result, tuple) else result  # not a named one
         frozen_result = map_leaves(plain, torch.Tensor, freeze_output)
-        fresh = frozenset(spec.storage for spec in specs_of(frozen_result) if spec.storage >= known)
+        if not has_outputs and (not read or (func._schema.returns and not func._schema.is_mutable)):
+            return  # no device work: a profiler mark, a question about metadata
         args, kwargs = frozen
-        op = RecordedOp(func, args, kwargs, frozen_result, fresh)
+        op = RecordedOp(func, args, kwargs, frozen_result, frozenset(fresh))
         if not is_alias(op):
-            for spec in specs_of((args, kwargs)):
+            for spec in read:
                 storages.use(spec, self._position)
         self.segments[-1].append(op)
         self._position += 1
@@ -119,6 +128,11 @@ _UNDECLARED_ALIASES = {"aten::_unsafe_view", "_c10d_functional::wait_tensor"}
 
 
 @cache
+def _is_inplace_view(func: Any) -> bool:
+    return torch.Tag.inplace_view in func.tags
+
+
+@cache
 def _may_alias(func: Any) -> bool:
     """An op that works only when its result has fresh memory."""
     schema = func._schema
@@ -130,4 +144,4 @@ def _may_alias(func: Any) -> bool:
 
 def is_alias(op: RecordedOp) -> bool:
     """Whether a call only gives another view of memory, so that replay has nothing to do."""
-    return torch.Tag.inplace_view in op.func.tags or (not op.fresh and _may_alias(op.func))
+    return _is_inplace_view(op.func) or (not op.fresh and _may_alias(op.func))

@@ -7,6 +7,7 @@ function mode watches for those.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ _REFUSED_FUNCTIONS = {
     for name in names.split()
 }
 
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
+_WATCHED_FUNCTIONS = {*_REFUSED_FUNCTIONS, *_SPLITS, torch._C._nn.one_hot}
+
 _FOR_PYTHON = "compares values for Python: use"
 _DYNAMIC = "has a shape that depends on values:"
 _REFUSED_OPS: dict[str, str] = {
@@ -75,6 +79,7 @@ _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEX_READS = {aten.index, aten._unsafe_index}
 _INDEX_WRITES = {aten.index_put_, aten.index_put, aten._index_put_impl_, aten._unsafe_index_put}
 _LIFTS = {aten.lift_fresh, aten.lift}
+_RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 
 
 def refuse(what: str, why: str) -> CaptureError:
@@ -85,8 +90,19 @@ def _has_mask(indices: Any) -> bool:
     return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_of(indices))
 
 
+@cache
+def _is_never_refused(func: Any) -> bool:
+    """Whether `check_op` has nothing to look at, whatever the arguments: so it is with most."""
+    name, packet = func._schema.name, func.overloadpacket
+    is_looked_at = packet in _INDEX_READS | _INDEX_WRITES | _LIFTS or name in _RESIZES
+    is_refused = name in _REFUSED_OPS or "unique" in name or not _VALUE_TAGS.isdisjoint(func.tags)
+    return not is_looked_at and not is_refused
+
+
 def check_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], storages: StorageTable) -> None:
     """Raise if an ATen call could not be part of a CUDA graph."""
+    if _is_never_refused(func):
+        return
     name, packet = func._schema.name, func.overloadpacket
     if packet in _INDEX_READS:
         if _has_mask(args[1]):
@@ -103,7 +119,7 @@ def check_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], storages:
         raise refuse(name.removeprefix("aten::"), _REFUSED_OPS[name])
     elif "unique" in name or not _VALUE_TAGS.isdisjoint(func.tags):
         raise refuse(name.removeprefix("aten::"), _UNIQUE)
-    elif name in ("aten::resize_", "aten::resize_as_", "aten::set_") and not storages.is_inside(args[0]):
+    elif name in _RESIZES and not storages.is_inside(args[0]):
         raise refuse(name.removeprefix("aten::"), _MOVES)
 
 
@@ -119,19 +135,21 @@ class RefusalMode(TorchFunctionMode):
         self._is_active = is_active
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _WATCHED_FUNCTIONS or not self._is_active():
+            return func(*args, **kwargs)
         why = _REFUSED_FUNCTIONS.get(func)
-        if why is not None and self._is_active():
+        if why is not None:
             raise refuse(f"Tensor.{func.__name__}", why)
-        is_split = func in (torch.tensor_split, torch.Tensor.tensor_split) and self._is_active()
-        if is_split and any(
-            isinstance(value, torch.Tensor) for value in (*args[1:], *(kwargs or {}).values())
+        if func in _SPLITS and any(
+            isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values())
         ):
             raise refuse("tensor_split", _READ)
-        if func is torch._C._nn.one_hot and self._is_active() and _classes(*args, **(kwargs or {})) > 0:
+        if func is torch._C._nn.one_hot and _classes(*args, **kwargs) > 0:
             # Only on a CPU does it look at the values, to check them.
-            index, classes = args[0], _classes(*args, **(kwargs or {}))
+            index, classes = args[0], _classes(*args, **kwargs)
             return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).long()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 @contextmanager

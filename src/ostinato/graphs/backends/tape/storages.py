@@ -79,28 +79,30 @@ class StorageTable:
 
     def spec(self, tensor: torch.Tensor, position: int, *, fresh: bool = False) -> TensorSpec:
         """Describe a tensor; a storage not met before is registered as inside if `fresh`, else outside."""
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
             raise CaptureError(
                 f"the tape records strided CPU tensors only, not {tensor.layout} on {tensor.device}: "
                 "keep such tensors out of the captured step",
                 where=calling_line(),
             )
         storage = tensor.untyped_storage()
-        number = self._numbers.get(storage._cdata)
+        identity = storage._cdata
+        number = self._numbers.get(identity)
         if number is None:
-            number = self._numbers[storage._cdata] = len(self.records)
+            number = self._numbers[identity] = len(self.records)
             held = None if fresh else storage
             record = StorageRecord(StorageWeakRef(storage), storage.nbytes(), fresh, position, position, held)
             self.records.append(record)
         else:
-            record = self.records[number]
-            record.nbytes = max(record.nbytes, storage.nbytes())  # resize_ may have grown it
+            record, nbytes = self.records[number], storage.nbytes()
+            if nbytes > record.nbytes:  # resize_ has grown it
+                record.nbytes = nbytes
         return TensorSpec(
             number,
             tensor.dtype,
             tuple(tensor.size()),
             tensor.stride(),
-            int(tensor.storage_offset()),
+            tensor.storage_offset(),
             tensor.is_conj(),
             tensor.is_neg(),
         )
