@@ -328,7 +328,9 @@ def test_a_state_of_another_step_is_refused(device):
     step, other = (captured(model, adamw(model), accumulate=count) for count in (4, 2))
     for batch in make_batches(device, [8] * 3):
         step(*batch)
-    with pytest.raises(ConfigError, match="of 3 micro-batches since an update, and this step updates after 2"):
+    with pytest.raises(
+        ConfigError, match="of 3 micro-batches since an update, and this step updates after 2"
+    ):
         other.load_state_dict(step.state_dict())
     with pytest.raises(ConfigError, match="no state of a training step: it has no device_rng, generators"):
         other.load_state_dict(model.state_dict())

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ostinato.models.config import ModelConfig
 from ostinato.models.errors import WeightsError
-from ostinato.models.weights import load_model
+from ostinato.models.weights import load_model, load_weights
 
 from .small_models import saved_model
 
@@ -104,10 +104,14 @@ def test_no_weights_and_old_weights(checkpoint: Path) -> None:
 def test_an_output_layer_of_its_own_in_a_tied_model(tmp_path: Path) -> None:
     # transformers computes with it, whatever config.json says; vLLM leaves it out.
     saved_model("llama-tied", tmp_path)
-    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0}))
+    edit(
+        tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0})
+    )
     load_model(tmp_path)
     edit(tmp_path, lambda tensors: tensors["lm_head.weight"][3, 4].add_(1))
-    refuse(tmp_path, 'lm_head.weight of the checkpoint is another matrix than theirs: with hf_overrides={"tie_')
+    refuse(
+        tmp_path, 'lm_head.weight of the checkpoint is another matrix than theirs: with hf_overrides={"tie_'
+    )
     config = ModelConfig.load(tmp_path, {"tie_word_embeddings": False})
     assert load_model(tmp_path, config=config).lm_head is not None
 
@@ -122,6 +126,11 @@ def test_files_of_two_savings(tmp_path: Path) -> None:
     refuse(tmp_path, "of two savings: remove the older one")
     (tmp_path / "model.safetensors").unlink()
     load_model(tmp_path)
+
+
+def test_no_directory_at_all(checkpoint: Path) -> None:
+    with pytest.raises(WeightsError, match="nowhere is no directory of this machine"):
+        load_weights(load_model(checkpoint), checkpoint / "nowhere")
 
 
 def test_unknown_load_format(checkpoint: Path) -> None:

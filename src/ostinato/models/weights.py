@@ -146,9 +146,9 @@ def _copy(tensor: _StoredTensor, target: Tensor) -> None:
 
 def ignorable(name: str, config: ModelConfig) -> bool:
     """A tied or bare model has no use for a stored output layer; old checkpoints hold rotary frequencies."""
-    return (
-        name == OUTPUT_LAYER and (config.tie_word_embeddings or not config.has_lm_head)
-    ) or name.endswith("rotary_emb.inv_freq")
+    return (name == OUTPUT_LAYER and (config.tie_word_embeddings or not config.has_lm_head)) or name.endswith(
+        "rotary_emb.inv_freq"
+    )
 
 
 def is_tied(name: str, config: ModelConfig) -> bool:
@@ -194,6 +194,8 @@ def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTe
 
 def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
     """The files to read, each with the tensors the index promises in it (None without an index)."""
+    if not directory.is_dir():
+        raise WeightsError(f"{directory} is no directory of this machine")
     index, single = directory / _INDEX, directory / _SINGLE
     if index.is_file():
         try:

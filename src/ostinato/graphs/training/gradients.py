@@ -98,7 +98,9 @@ class Gradients:
         for parameter, gradient in zip(self._others, of_others, strict=True):
             parameter.grad = gradient
         if not self.present:
-            raise ConfigError("no parameter of the optimizer has a gradient: is it the optimizer of this model?")
+            raise ConfigError(
+                "no parameter of the optimizer has a gradient: is it the optimizer of this model?"
+            )
         for name, parameter in self._named:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ConfigError(
