@@ -546,6 +546,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--picture", type=Path, help="draw memory over time and rewards")
     arguments = parser.parse_args()
+    if arguments.cycles < 1:
+        parser.error("--cycles must be at least 1")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here that torch can use")
+    for file in (arguments.json, arguments.picture):
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"there is no folder {file.parent} for {file.name}")
     if arguments.device == "cpu":
         torch.set_num_threads(1)  # tiny tensors gain nothing from more
     ways = [{"seed": seed} for seed in arguments.seeds]

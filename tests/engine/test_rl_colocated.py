@@ -60,6 +60,22 @@ def cycles(**given: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["--cycles", "0"], "--cycles must be at least 1"),
+        (["--json", "/no/such/folder/rl.json"], "there is no folder /no/such/folder for rl.json"),
+    ],
+)
+def test_a_command_that_cannot_end_well_is_refused_at_once(
+    given: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *given])
+    with pytest.raises(SystemExit):
+        example().main()
+    assert text in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_reward_rises_over_seeds_and_nothing_is_captured_again() -> None:

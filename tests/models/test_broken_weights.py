@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ostinato.models.config import ModelConfig
 from ostinato.models.errors import WeightsError
-from ostinato.models.weights import load_model
+from ostinato.models.weights import load_model, load_weights
 
 from .small_models import saved_model
 
@@ -124,6 +124,11 @@ def test_files_of_two_savings(tmp_path: Path) -> None:
     refuse(tmp_path, "of two savings: remove the older one")
     (tmp_path / "model.safetensors").unlink()
     load_model(tmp_path)
+
+
+def test_no_directory_at_all(checkpoint: Path) -> None:
+    with pytest.raises(WeightsError, match="nowhere is no directory of this machine"):
+        load_weights(load_model(checkpoint), checkpoint / "nowhere")
 
 
 def test_unknown_load_format(checkpoint: Path) -> None:

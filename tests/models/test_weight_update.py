@@ -92,6 +92,19 @@ def test_a_directory_of_weights(tmp_path: Path) -> None:
     assert_equal(model, contents(load_model(tmp_path / "b")))
 
 
+def test_a_directory_of_another_model_of_the_same_shapes_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference_model("llama").save_pretrained(tmp_path / "a")
+    reference_model("llama3-rope", rms_norm_eps=0.01).save_pretrained(tmp_path / "b")
+    model = load_model(tmp_path / "a")
+    update_weights(model, tmp_path / "a")
+    assert not caplog.messages
+    update_weights(model, tmp_path / "b")
+    [line] = caplog.messages
+    assert "differs in rope, rms_norm_eps from that of the model" in line
+
+
 def test_tied_models_need_no_output_layer_and_take_one(model: Transformer) -> None:
     if not model.config.tie_word_embeddings:
         pytest.skip("has its own")

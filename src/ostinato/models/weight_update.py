@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import WeightsError
+from .config import ModelConfig
+from .errors import ModelError, WeightsError
 from .transformer import Transformer
 from .weights import OUTPUT_LAYER, are_equal, checkpoint_tensors, ignorable, is_tied, stored_weights
 
@@ -31,6 +32,8 @@ logger = logging.getLogger("ostinato.models")
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Weights by the names of the checkpoint; not necessarily all."""
 
+_COMPUTED_WITH = ("architecture", "rope", "rms_norm_eps", "layers", "tie_word_embeddings")
+"""What of a `config.json` no shape of a weight shows."""
 _READABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -55,6 +58,7 @@ def update_weights(
     them does not fit, with nothing changed. `places`: of this model, where they are known."""
     places = places or WeightPlaces(model)
     if isinstance(new, str | Path):
+        _tell_of_another_config(Path(new), model.config)
         with closing(stored_weights(Path(new), model.embed_tokens.weight.device)) as stored:
             written = _replace(places, stored, must_have=places.names)
     elif isinstance(new, Mapping | list | tuple):
@@ -65,6 +69,22 @@ def update_weights(
     places.check_addresses()
     num_bytes = sum(places.views[name].nbytes for name in written)
     return UpdatedWeights(tuple(written), num_bytes, written.keys() == places.names)
+
+
+def _tell_of_another_config(directory: Path, config: ModelConfig) -> None:
+    """Weights are taken, a `config.json` beside them is not: of other rotary frequencies, say."""
+    try:
+        given = ModelConfig.load(directory)
+    except ModelError:  # there is none, or none of ours: the weights themselves will be checked
+        return
+    others = [name for name in _COMPUTED_WITH if getattr(given, name) != getattr(config, name)]
+    if others:
+        logger.warning(
+            "the config.json of %s differs in %s from that of the model, which stays as it is: only weights "
+            "are taken",
+            directory,
+            ", ".join(others),
+        )
 
 
 def check_weights(model: Transformer, new: NamedTensors) -> None:

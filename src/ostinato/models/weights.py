@@ -194,6 +194,8 @@ def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTe
 
 def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
     """The files to read, each with the tensors the index promises in it (None without an index)."""
+    if not directory.is_dir():
+        raise WeightsError(f"{directory} is no directory of this machine")
     index, single = directory / _INDEX, directory / _SINGLE
     if index.is_file():
         try:

@@ -169,7 +169,11 @@ def _add_vllm(routes: APIRouter, service: Service) -> None:
 
     @routes.post("/start_draft_weight_update", include_in_schema=False)
     async def start_draft_weight_update() -> Response:
-        raise ApiError(400, "there is no draft model", code="unsupported_field")
+        raise ApiError(
+            400,
+            "the weights of a draft cannot be updated: it keeps those it came with",
+            code="unsupported_field",
+        )
 
     @routes.post("/update_weights", responses=answers())
     async def update_weights(body: TransferPart) -> Response:
