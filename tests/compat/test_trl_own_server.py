@@ -3,8 +3,8 @@
     python -m venv old && old/bin/pip install trl==1.10.0
     OSTINATO_OLD_TRL=old/lib/python3.11/site-packages pytest -m slow tests/compat/test_trl_own_server.py
 
-TRL asks torch for the trainer's GPU; on a CPU two functions of torch tell it of one. All else is TRL's: calls,
-the meeting (over `ostinato.compat.vllm`, by gloo), weights one by one.
+TRL asks torch for the trainer's GPU; on a CPU two functions of torch tell it of one. All else is TRL's own:
+calls, the meeting (over `ostinato.compat.vllm`, by gloo), weights one by one.
 """
 
 import json
