@@ -71,8 +71,9 @@ class Rollout(Body):
     @model_validator(mode="before")
     @classmethod
     def _is_of_a_client_that_reads_the_answer(cls, given: Any) -> Any:
-        """TRL 0.25 to 0.28 cannot say how many logprobs they want, and read them in another shape."""
-        if isinstance(given, dict) and "truncate_prompt_tokens" in given and "logprobs" not in given:
+        """TRL before 0.29 cannot say how many logprobs it wants, and reads them in another shape."""
+        old = {"guided_decoding_regex", "truncate_prompt_tokens"}
+        if isinstance(given, dict) and "logprobs" not in given and old & given.keys():
             raise ValueError("this is a body of TRL before 0.29, which reads other answers: use a newer one")
         return given
 
