@@ -98,8 +98,8 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     if output_layer is not None and not are_equal(output_layer, model.embed_tokens.weight):
         raise WeightsError(
             f"{directory}: config.json ties the output layer to the embeddings, and {OUTPUT_LAYER} of the "
-            'checkpoint is another matrix than theirs: with hf_overrides={"tie_word_embeddings": false} it is '
-            "used"
+            'checkpoint is another matrix than theirs: with hf_overrides={"tie_word_embeddings": false} it '
+            "is used"
         )
 
 
@@ -212,8 +212,8 @@ def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
             if len(absent) == len(files):
                 return {single: None}
             raise WeightsError(
-                f"{directory}: there are {_SINGLE} and an {_INDEX} of other files, of two savings: remove the "
-                "older one"
+                f"{directory}: there are {_SINGLE} and an {_INDEX} of other files, of two savings: remove "
+                "the older one"
             )
         if absent:
             raise WeightsError(

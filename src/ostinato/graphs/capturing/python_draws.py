@@ -1,4 +1,4 @@
-"""Random numbers of Python and of NumPy: no graph draws them, so a replay would repeat those of its capture."""
+"""Random numbers of Python and of NumPy: no graph draws them, a replay would repeat those of its capture."""
 
 import random
 from collections.abc import Iterator

@@ -51,8 +51,8 @@ def graphed_train_step(
         raise ConfigError(f"autocast is torch.bfloat16 or torch.float16, not {autocast!r}")
     if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) or not callable(schedule or max):
         raise ConfigError(
-            f"schedule is a function of the number of updates, not a {type(schedule).__name__}: leave it out, "
-            f"and let a scheduler of torch step behind each update as ever"
+            f"schedule is a function of the number of updates, not a {type(schedule).__name__}: leave it "
+            f"out, and let a scheduler of torch step behind each update as ever"
         )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigError(f"scaler is a torch.amp.GradScaler, not {scaler!r}")

@@ -147,7 +147,7 @@ def _refuse(raw: Mapping[str, Any], where: str) -> None:
         )
     if start is not None and not isinstance(start, bool) and start not in _LEAVES_BASE:
         raise AdapterError(
-            f"{where}: init_lora_weights {start!r} is not known here, and it may have changed the base weights"
+            f"{where}: init_lora_weights {start!r} is not known here, and may have changed the base weights"
         )
     for name, value in raw.items():
         if name in _USED or name in _WITHOUT_EFFECT or value in (None, False, 0, "") or value in ([], {}):

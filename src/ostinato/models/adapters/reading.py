@@ -160,7 +160,8 @@ class AdapterReader:
         for which, kept in (("A", pair.a), ("B", pair.b)):
             if not bool(kept.isfinite().all()):
                 raise AdapterError(
-                    f"{where}: matrix {which} of layer {module} has numbers that are not finite in {self._dtype}"
+                    f"{where}: matrix {which} of layer {module} has numbers that are not finite in "
+                    f"{self._dtype}"
                 )
         return pair
 
