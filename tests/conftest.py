@@ -46,6 +46,11 @@ LONGEST_FIRST = (
     "kernels/test_cuda_sources.py",
     "kernels/test_filters.py",
     "kernels/test_cuda_emulated_wide.py",
+    "kernels/test_cuda_emulated_prompts.py",
+    "kernels/test_cuda_emulated_prompt_products.py",
+    "kernels/test_cuda_emulated_lora.py",
+    "kernels/test_cuda_prompt_sources.py",
+    "kernels/test_cuda_lora_sources.py",
     "kernels/test_cuda_emulator.py",
     "tools/test_bench_commands.py",
 )

@@ -102,7 +102,7 @@ class StorageTable:
             tensor.dtype,
             tuple(tensor.size()),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )
