@@ -22,8 +22,8 @@ _MAX_HEADS = 32
 """Query heads of all tokens of a request that share a KV head."""
 _MAX_QUERIES = 16
 _MOST_OF_A_PROMPT = 8
-"""By `benchmarks/prefix_hits.py`: with 16 `triton_queries` is faster behind short contexts, as fast behind long
-ones."""
+"""By `benchmarks/prefix_hits.py`: with 16, `triton_queries` is faster behind short contexts, as fast behind
+long ones."""
 
 
 def serves(

@@ -181,5 +181,6 @@ def amend(
         num_values=logprobs.values.size(2),
         timed=logits.is_cuda,
         **judging_constants(logits.size(1)),
+        enable_fp_fusion=True,
         **dependent_launch.options(logits.device),
     )

@@ -283,5 +283,6 @@ def _launch(
             meets=meets,
             maxnreg=_REGISTERS,
             **cutting_constants(width),
+            enable_fp_fusion=True,
             **dependent_launch.options(device),
         )

@@ -142,5 +142,6 @@ def judge(
         surveyed.group_best.size(1),
         num_blocks,
         **judging_constants(width),
+        enable_fp_fusion=True,
         **dependent_launch.options(logits.device),
     )

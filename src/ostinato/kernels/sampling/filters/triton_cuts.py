@@ -143,7 +143,6 @@ def judging_constants(width: int) -> dict[str, Any]:
         "capacity": _CAPACITY,
         "parts_block": joined_block(cdiv(width, block)),
         "greedy_below": GREEDY_BELOW,
-        "enable_fp_fusion": True,
         "num_warps": 8,
     }
 
