@@ -3,8 +3,9 @@
 python tests/kernels/unchanged.py    runs them all and, if they pass, notes the state of the sources
 
 Most changes are not to kernels, and their tests take longest. So a run of the whole suite takes one case of
-each of them while the sources are those that were noted, and of the lists for Triton's interpreter one list;
-after a change, with another Triton or torch, and when tests of this folder are asked for by name, all run.
+each of them while the sources are those that were noted, of files that compile CUDA C++ for every case one
+test, and of the lists for Triton's interpreter one list; after a change, with another Triton or torch, and
+when tests of this folder are asked for by name, all run.
 """
 
 import hashlib
@@ -26,6 +27,8 @@ SOURCES = (ROOT / "src" / "ostinato" / "kernels", HERE)
 NOTE = HERE / "checked.json"
 BRIEF = "OSTINATO_BRIEF_KERNEL_TESTS"
 """Set for processes that tests start."""
+COMPILING = "test_cuda_"
+"""How the names of files begin whose tests compile kernels in CUDA C++, by g++ or NVRTC."""
 
 
 def digest(folders: tuple[Path, ...] = SOURCES) -> str:
@@ -56,10 +59,12 @@ def is_another_list(item: "pytest.Item") -> bool:
 
 
 def one_of_each(items: "Sequence[pytest.Item]") -> "tuple[list[pytest.Item], list[pytest.Item]]":
-    """What runs: all tests of other folders and one case of each here; and what is left out."""
+    """What runs: all tests of other folders and one case of each here, of files that compile one test; and
+    what is left out."""
     kept, left, seen = [], [], set()
     for item in items:
-        test = item.nodeid.split("[")[0]
+        compiles = item.path.name.startswith(COMPILING)
+        test = item.path.name if compiles else item.nodeid.split("[")[0]
         is_more = item.path.is_relative_to(HERE) and (test in seen or is_another_list(item))
         (left if is_more else kept).append(item)
         # A case that is left out anyway does not stand for the others.

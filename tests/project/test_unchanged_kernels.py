@@ -56,10 +56,11 @@ def test_one_case_of_each_stays_and_everything_of_other_folders() -> None:
     slow = Item("tests/kernels/test_a.py::test_x[0]", is_slow=True)
     first, second = (Item(f"tests/kernels/test_a.py::test_x[{number}]") for number in (1, 2))
     other = Item("tests/kernels/test_b.py::test_x")
-    outside = [Item(f"tests/unit/test_c.py::test_x[{number}]") for number in range(3)]
-    kept, left = unchanged.one_of_each([slow, first, second, other, *outside])
-    assert kept == [slow, first, other, *outside]
-    assert left == [second]
+    outside = [Item(f"tests/unit/test_cuda_c.py::test_x[{number}]") for number in range(3)]
+    compiled = [Item(f"tests/kernels/test_cuda_d.py::test_{name}") for name in "xy"]
+    kept, left = unchanged.one_of_each([slow, first, second, other, *outside, *compiled])
+    assert kept == [slow, first, other, *outside, compiled[0]]
+    assert left == [second, compiled[1]]
 
 
 def test_only_a_run_of_everything_is_brief(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,7 @@ def test_trls_server_mode(server: ServerProcess, by_twos) -> None:
     communicator.group.store = None  # as the client takes its leave
 
 
+@pytest.mark.slow
 def test_trls_own_server(model: Path, trainer: Trainer, by_twos, monkeypatch: pytest.MonkeyPatch) -> None:
     """After TRL 1.10.0's `VLLMClient` and `VLLMGeneration`: the server keeps the meeting."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")

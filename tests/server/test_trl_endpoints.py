@@ -317,6 +317,7 @@ def test_a_closed_communicator(trl: ServerProcess, trainer: Trainer, by_twos) ->
         pass  # nobody listens there any more
 
 
+@pytest.mark.slow
 def test_a_communicator_is_opened_in_the_place_of_an_earlier_one(
     trl: ServerProcess, trainer: Trainer, weights_file: str, by_twos
 ) -> None:
@@ -390,6 +391,7 @@ def test_no_rollout_is_of_two_kinds_of_weights(trl: ServerProcess, trainer: Trai
         assert later.result()["completion_ids"] == [[A + 2, A + 4, A + 6]]
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_started_again_has_lost_the_trainers_weights(
     model: Path, trainer: Trainer, by_twos
 ) -> None:
