@@ -9,8 +9,8 @@ allocator had taken from the device at most, capture and compilation included; "
 afterwards, with its cache emptied; "live": what tensors take of that.
 
 Each row is measured by a process of its own. All get ready at the same time ("compile_s" is with that
-company) and then wait; rows are measured one after the other, on a device that does nothing else. The file is
-written after every row.
+company) and then wait. The rounds of all rows of a batch take turns, each on a device that does nothing else:
+under load its clock falls, and whoever comes later would be slower. The file is written after every batch.
 """
 
 import argparse
@@ -22,8 +22,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -149,23 +150,20 @@ class Run:
         return step
 
 
-def milliseconds(step: Step, batches: Batches) -> list[float]:
-    """Of a step, once for each round."""
-    times = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        for number in range(STEPS):
-            step(*batches[number % len(batches)])
-        ended.record()
-        torch.cuda.synchronize()
-        times.append(began.elapsed_time(ended) / STEPS)
-    return times
+def milliseconds(step: Step, batches: Batches) -> float:
+    """Of a step, in one round."""
+    torch.cuda.synchronize()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for number in range(STEPS):
+        step(*batches[number % len(batches)])
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / STEPS
 
 
-def measured(run: Run) -> dict[str, Any]:
-    """One row of the result."""
+def measured(run: Run) -> Iterator[dict[str, Any]]:
+    """Nothing yet after the first steps and after each round, then one row of the result."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -176,7 +174,12 @@ def measured(run: Run) -> dict[str, Any]:
     ready = time.perf_counter() - began
     for number in range(WARMUPS):
         step(*run.batches[number % len(run.batches)])
-    times = milliseconds(step, run.batches)
+    torch.cuda.synchronize()
+    yield {}
+    times = []
+    for _ in range(ROUNDS):
+        times.append(milliseconds(step, run.batches))
+        yield {}
     last = float(step(*run.batches[0]))
     peak = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
@@ -197,11 +200,12 @@ def measured(run: Run) -> dict[str, Any]:
         row["pool_mib"] = report.pool_bytes / 2**20
         row["eager_steps"] = dict(report.eager_steps)
         assert report.graphs, report
-    return row
+    yield row
 
 
 def measure_when_told(kind: str, batch_size: int) -> None:
-    """What the process of one row does: it gets ready, says so, waits for a line, measures and prints."""
+    """What the process of one row does: it gets ready and says so; for every line that it reads it does one
+    part of `measured`, and prints what came of it."""
     torch.set_float32_matmul_precision("high")
     run = Run(kind, batch_size, torch.device("cuda"))
     described: dict[str, Any] = {"kind": kind, "batch": batch_size}
@@ -211,8 +215,10 @@ def measure_when_told(kind: str, batch_size: int) -> None:
         torch.cuda.synchronize()
         described["compile_s"] = time.perf_counter() - began
     print("ready", flush=True)
-    sys.stdin.readline()
-    print(json.dumps(described | measured(run)), flush=True)
+    parts = measured(run)
+    while sys.stdin.readline():
+        row = next(parts)
+        print(json.dumps(described | row if row else {}), flush=True)
 
 
 class Measurer:
@@ -242,13 +248,12 @@ class Measurer:
         """Until it is ready."""
         self._next("ready")
 
-    def row(self) -> dict[str, Any]:
-        """Let it measure."""
+    def part(self) -> dict[str, Any]:
+        """Let it do one part of its measurement: the row, if it was the last."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         found: dict[str, Any] = json.loads(self._next("{"))
-        self._process.wait(timeout=LIMIT)
         return found
 
     def _next(self, beginning: str) -> str:
@@ -275,29 +280,36 @@ def main() -> None:
         return
     if arguments.file is None:
         parser.error("where to?")
-    wanted = [(kind, batch) for batch in arguments.batches for kind in arguments.kinds]
-    measurers = [Measurer(kind, batch) for kind, batch in wanted]
+    batches = [[Measurer(kind, batch) for kind in arguments.kinds] for batch in arguments.batches]
     rows: list[dict[str, Any]] = []
     try:
-        for measurer in measurers:
+        for measurer in chain(*batches):
             with suppress(RuntimeError, queue.Empty):
                 measurer.wait()
-        for measurer in measurers:
-            rows.append(row_of(measurer))
-            print(json.dumps({key: rows[-1][key] for key in rows[-1] if key != "ms_rounds"}), flush=True)
+        for measurers in batches:
+            found = rows_of(measurers)
+            for row in found:
+                print(json.dumps({key: row[key] for key in row if key != "ms_rounds"}), flush=True)
+            rows += found
             described = {"benchmark": "training step", "machine": machine(), "length": LENGTH, "rows": rows}
             arguments.file.write_text(json.dumps(described, indent=1) + "\n")
     finally:
-        for measurer in measurers:
+        for measurer in chain(*batches):
             measurer.stop()
 
 
-def row_of(measurer: Measurer) -> dict[str, Any]:
-    """What it measured, or what became of it."""
-    try:
-        return measurer.row()
-    except (RuntimeError, OSError, queue.Empty) as error:
-        return {"kind": measurer.kind, "batch": measurer.batch_size, "error": repr(error)}
+def rows_of(measurers: list[Measurer]) -> list[dict[str, Any]]:
+    """What they measured in turns, or what became of them."""
+    rows: dict[Measurer, dict[str, Any]] = {}
+    for _ in range(ROUNDS + 2):
+        for measurer in measurers:
+            if "error" in rows.get(measurer, {}):
+                continue
+            try:
+                rows[measurer] = measurer.part()
+            except (RuntimeError, OSError, queue.Empty) as error:
+                rows[measurer] = {"kind": measurer.kind, "batch": measurer.batch_size, "error": repr(error)}
+    return list(rows.values())
 
 
 if __name__ == "__main__":
