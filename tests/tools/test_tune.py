@@ -14,6 +14,7 @@ from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import cuda_wide
 from ostinato.kernels.linear.choice import choose, package_table
 from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.rules import tile_by_rule
 from ostinato.kernels.linear.table_file import load_table, save_table
 from ostinato.kernels.linear.tiles import (
     FUSED,
@@ -24,6 +25,7 @@ from ostinato.kernels.linear.tiles import (
     GemvTile,
     Library,
     MatrixShape,
+    PromptTile,
     SkinnyTile,
     StreamedTile,
     Tile,
@@ -320,6 +322,13 @@ def test_hidden_sizes_in_no_tiles_have_no_wide_candidates(hidden):
     for shape in (MatrixShape(4096, hidden), MatrixShape(hidden, 4096), MatrixShape(8192, hidden, True)):
         for num_tokens in (9, 64):
             assert candidates.wide_tiles(shape, num_tokens, gpu=GPU) == []
+
+
+def test_the_kernel_of_prompts_is_tried_where_it_is_the_choice():
+    """A table that was made without would put cuBLAS in its place."""
+    present = {shape: tile_by_rule(shape, 4096, GPU, cuda=True) for shape in QWEN3}
+    form = descent.Form(descent.SEPARATE, {shape: [Library()] for shape in QWEN3}).beside(present)
+    assert [PromptTile() in tiles for tiles in form.candidates.values()] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("shape", [*QWEN3, MatrixShape(128_256, 4096), MatrixShape(77, 100)], ids=str)

@@ -23,6 +23,7 @@ from ostinato.kernels.linear.tiles import (
     MOST_TOKENS,
     Library,
     MatrixShape,
+    PromptTile,
     SkinnyTile,
     Tile,
     WideTile,
@@ -38,7 +39,7 @@ KEPT = 0.995
 """A tile must bring the time below this share of it: each tile more is compiled at every start."""
 FEWEST_WIDE_TOKENS = 9
 """With fewer, half of the smallest tile would be empty."""
-SEPARATE = (SkinnyTile, Library)
+SEPARATE = (SkinnyTile, PromptTile, Library)
 """Kernels that multiply, between others that do the rest. Not `wide`: it was measured among them as well,
 and was not better there than in its own form."""
 
