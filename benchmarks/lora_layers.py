@@ -1,14 +1,12 @@
 """What adapters cost the layers of a decode step, beside the same layers without, in captured graphs.
 
 python benchmarks/lora_layers.py benchmarks/results/lora-layers-h200.json [--model llama-3.1-8b] [--rank 16]
-    [--form apart,joined]
 
 Cases of each batch, in turns: no adapters at all; the graph for adapters with none in the batch; four
 adapters, of four slots and of 64. Then each linear layer by itself, over all layers: without, with adapters,
 and the kernels of adapters alone. What a step does once (`rows`) is apart. `--kernels` lists what a replay of
-all layers launched, with the time of each. `--form`: the ways of `ostinato.kernels.lora.ways` to take, by
-name, each in turns with the others; before they are timed, each must give what the first gives, and the bits
-of layers without adapters to tokens without.
+all layers launched, with the time of each. Before layers are timed, tokens without an adapter must have the
+bits of layers without adapters.
 """
 
 import argparse
@@ -23,7 +21,6 @@ from torch import Tensor
 
 from ostinato.kernels.lora import NO_ADAPTER, Adapted, Adapters, LowRank, Rows, Stack
 from ostinato.kernels.lora.deltas import Operands, Shrunk
-from ostinato.kernels.lora.ways import NAMED, taking
 from ostinato.models.layer import Layer
 from ostinato.models.layers import Linear
 from ostinato.models.weights import load_model
@@ -73,79 +70,57 @@ def measured(
     step: LayerStep,
     batch_size: int,
     all_stacks: dict[int, dict[str, Stack]],
-    forms: list[str],
     *,
     lists_kernels: bool,
 ) -> dict[str, Any]:
-    """Microseconds a layer of each case in each form, and how much more than without that is."""
+    """Microseconds a layer of each case, and how much more than without that is."""
     slots, each = slots_of(batch_size), torch.arange(batch_size, dtype=torch.int32, device="cuda")
     none = torch.full_like(slots, NO_ADAPTER)
     few, many = min(all_stacks), max(all_stacks)
-    check(step, all_stacks[few], torch.where(each % 3 == 2, none, slots), forms)
+    check(step, all_stacks[few], torch.where(each % 3 == 2, none, slots))
 
-    def case(form: str, num_slots: int, rows: Tensor) -> Callable[[], Any]:
+    def case(num_slots: int, rows: Tensor) -> Callable[[], Any]:
         adapters = Adapters(all_stacks[num_slots], Rows.of(rows, num_slots))
-        return in_form(form, lambda: step.run_layers(adapters))
+        return lambda: step.run_layers(adapters)
 
-    cases: dict[tuple[str, str], Callable[[], Any]] = {("", "without"): step.run_layers}
-    for form in forms:
-        cases |= {
-            (form, "none in the batch"): case(form, few, none),
-            (form, f"{ACTIVE} of {few}"): case(form, few, slots),
-            (form, f"{ACTIVE} of {many}"): case(form, many, slots),
-            (form, f"{min(batch_size, many)} of {many}"): case(form, many, each % many),
-        }
+    cases = {
+        "without": step.run_layers,
+        "none in the batch": case(few, none),
+        f"{ACTIVE} of {few}": case(few, slots),
+        f"{ACTIVE} of {many}": case(many, slots),
+        f"{min(batch_size, many)} of {many}": case(many, each % many),
+    }
     us = in_turns(cases)
-    base = us["", "without"]
+    base = us["without"]
     results: dict[str, Any] = {"form": step.model.form(batch_size).name}
-    for (form, name), found in us.items():
-        into = results.setdefault(form, {}) if form else results
-        into[name] = {"us": round(found / LAYERS, 2), "more": round(found / base - 1, 4)}
-        line = (
-            f"{batch_size:4d} {form:8s} {name:20s} {found / LAYERS:8.2f} us a layer {found / base - 1:+7.1%}"
+    for name, found in us.items():
+        results[name] = {"us": round(found / LAYERS, 2), "more": round(found / base - 1, 4)}
+        print(
+            f"{batch_size:4d} {name:20s} {found / LAYERS:8.2f} us a layer {found / base - 1:+7.1%}",
+            flush=True,
         )
-        print(line, flush=True)
-    results["kinds"] = by_kind(step, batch_size, all_stacks[few], forms)
+    results["kinds"] = by_kind(step, batch_size, all_stacks[few])
     if lists_kernels:
-        runs = {"without": step.run_layers} | {form: case(form, few, slots) for form in forms}
-        for name, run in runs.items():
+        for name in ("without", f"{ACTIVE} of {few}"):
             print(f"{batch_size:4d} kernels {name}, of {LAYERS} layers")
-            results[f"kernels {name}"] = kernels_of(run)
+            results[f"kernels {name}"] = kernels_of(cases[name])
     return results
 
 
-def in_form(form: str, run: Callable[[], Any]) -> Callable[[], Any]:
-    """The same, in the ways of this name."""
-
-    def wrapped() -> Any:
-        with taking(NAMED[form]):
-            return run()
-
-    return wrapped
-
-
-def check(step: LayerStep, stacks: dict[str, Stack], slots: Tensor, forms: list[str]) -> None:
-    """Of one layer: forms agree on what adapters change, tokens without one have the bits of no adapters."""
+def check(step: LayerStep, stacks: dict[str, Stack], slots: Tensor) -> None:
+    """Of one layer: tokens with an adapter have other results, and others the bits of no adapters."""
     adapters = Adapters(stacks, Rows.of(slots, ACTIVE))
 
     def run(given: Adapters | None = None) -> Tensor:
         form = step.model.form(slots.size(0), given)
         return form.through(step.layers[:1], step.hidden.clone(), step.mix, step.model.norm).clone()
 
-    without, found = run(), [in_form(form, lambda: run(adapters))() for form in forms]
-    changed = (found[0].float() - without.float()).norm()
-    for form, result in zip(forms, found, strict=True):
-        assert torch.equal(result[slots < 0], without[slots < 0]), f"{form}: others have other bits"
-        apart = (result.float() - found[0].float()).norm() / changed
-        print(
-            f"{slots.size(0):4d} {form:8s} differs from {forms[0]} by {apart:.1%} of the change", flush=True
-        )
-        assert apart < 0.5, f"{form} is not what {forms[0]} is"
+    without, found = run(), run(adapters)
+    is_equal = (found == without).all(1)
+    assert torch.equal(is_equal, slots < 0), "an adapter did nothing, or others have other bits"
 
 
-def by_kind(
-    step: LayerStep, batch_size: int, stacks: dict[str, Stack], forms: list[str]
-) -> dict[str, dict[str, float]]:
+def by_kind(step: LayerStep, batch_size: int, stacks: dict[str, Stack]) -> dict[str, dict[str, float]]:
     """Microseconds of one linear layer of each kind: without adapters, with, and their kernels alone."""
     rows = Rows.of(slots_of(batch_size), ACTIVE)
     inputs = {"qkv_proj": step.hidden, "o_proj": step.attended}
@@ -165,7 +140,7 @@ def by_kind(
         us = in_turns(
             {
                 "without": products(step, kind),
-                **{form: in_form(form, products(step, kind, Adapters(stacks, rows))) for form in forms},
+                "with": products(step, kind, Adapters(stacks, rows)),
                 "shrink": shrink,
                 "expand": expand,
             }
@@ -229,13 +204,8 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=BATCHES)
-    parser.add_argument(
-        "--form", type=lambda text: text.split(","), default=["apart"], help=f"of {', '.join(NAMED)}"
-    )
     parser.add_argument("--kernels", action="store_true", help="list them by time")
     arguments = parser.parse_args()
-    if unknown := set(arguments.form) - set(NAMED):
-        parser.error(f"--form {', '.join(sorted(unknown))}: there are {', '.join(NAMED)}")
     folder = ROOT / "benchmarks" / "models" / arguments.model
     model = load_model(folder, device="cuda", dtype=torch.bfloat16, load_format="dummy")
     layers = [cast(Layer, layer) for layer in model.layers][:LAYERS]
@@ -243,17 +213,13 @@ def main() -> None:
     results = {}
     for batch_size in arguments.batches:
         step = LayerStep(model, batch_size, num_layers=LAYERS, context=CONTEXT)
-        results[batch_size] = measured(
-            step, batch_size, all_stacks, arguments.form, lists_kernels=arguments.kernels
-        )
+        results[batch_size] = measured(step, batch_size, all_stacks, lists_kernels=arguments.kernels)
     record = {"machine": machine(), "model": arguments.model, "rank": arguments.rank, "results": results}
     arguments.result_file.write_text(json.dumps(record, indent=1) + "\n")
     for batch_size, most in WANTED.items():
-        if batch_size not in results:
-            continue
-        for form in arguments.form:
-            more = results[batch_size][form][f"{ACTIVE} of {ACTIVE}"]["more"]
-            print(f"batch {batch_size}, {form}: {more:+.1%} a layer, at most {most:.0%} of a step wanted")
+        if batch_size in results:
+            more = results[batch_size][f"{ACTIVE} of {ACTIVE}"]["more"]
+            print(f"batch {batch_size}: {more:+.1%} a layer, at most {most:.0%} of a step wanted")
 
 
 if __name__ == "__main__":

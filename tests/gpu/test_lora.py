@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from engine.conftest import prompts_of, tiny  # noqa: F401
 from engine.test_lora import *  # noqa: F403
 from ostinato import LLM, LoRARequest, SamplingParams
-from ostinato.kernels.lora.ways import NAMED, taking
 from ostinato.models.adapters.reading import adaptable
 from ostinato.models.weights import checkpoint_tensors
 
@@ -49,21 +48,14 @@ def _write(llm: LLM, directory: Path, seed: int, rank: int) -> dict[str, torch.T
     return deltas
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "way"),
-    [
-        ("qwen3-0.6b", "float32", "apart"),
-        ("qwen3-0.6b", "bfloat16", "apart"),
-        ("qwen3-0.6b", "bfloat16", "joined"),
-    ],
-)
-def test_real_shapes_answer_as_engines_with_merged_weights(tmp_path, name, dtype, way):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_shapes_answer_as_engines_with_merged_weights(tmp_path, dtype):
     """Three adapters and none over one batch, in every form of a step; references have the sum of weights."""
     prompts = prompts_of((5, 300, 33, 120, 64, 3, 17, 200) * 2, vocabulary=150_000)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=10)
-    model = str(MODELS / name)
+    model = str(MODELS / "qwen3-0.6b")
     of_lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 16}
-    with taking(NAMED[way]), LLM(model, dtype=dtype, **of_lora, **OPTIONS) as llm:
+    with LLM(model, dtype=dtype, **of_lora, **OPTIONS) as llm:
         deltas = [_write(llm, tmp_path / str(at), at, (16, 8, 5)[at]) for at in range(3)]
         asked = [LoRARequest(str(at), at + 1, str(tmp_path / str(at))) for at in range(3)]
         each = [None, *asked] * 4

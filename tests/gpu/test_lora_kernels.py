@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels.lora_checks import random_slots, random_stack, wanted_delta
-from ostinato.kernels.linear import few_tokens, products, scaled_rows
+from ostinato.kernels.linear import few_tokens, products, scaled_rows, triton_linear
 from ostinato.kernels.linear.tiles import FUSED, WideTile
 from ostinato.kernels.linear.weight import Weight, tile_for
 from ostinato.kernels.lora import Adapted, Rows, Stack
-from ostinato.kernels.lora.ways import JOINED, NAMED, taking
 from ostinato.kernels.rows import add_rms_norm, rms_norm
 
 SMALL, TOKENS = 1024, (1, 2, 8, 9, 16, 17, 32, 48, 64, 65, 128, 200, 600)
@@ -76,13 +75,13 @@ class Layer(NamedTuple):
         return y
 
 
-@pytest.fixture(params=["apart", "joined"])
-def way(request):
-    with taking(NAMED[request.param]):
-        yield
+@pytest.fixture(params=["columns", "one after the other"])
+def slots_of_gated_products(request, monkeypatch):
+    if request.param != "columns":
+        monkeypatch.setattr(triton_linear, "MOST_SLOTS_AS_COLUMNS", 0)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("slots_of_gated_products")
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("max_rank", [16, 40])
 def test_every_number_of_tokens(device, name, max_rank):
@@ -109,20 +108,19 @@ def test_every_number_of_tokens(device, name, max_rank):
         assert torch.equal(again[slots != 0], found[slots != 0]), num_tokens
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("num_slots", [16, 64])
 @pytest.mark.parametrize("num_tokens", [1, 32, 64, 128])
-def test_as_many_slots_as_tokens_and_more(device, num_tokens):
+def test_many_slots_and_more_than_tokens(device, num_tokens, num_slots):
     parts, in_features, is_gated = LAYERS["small, gated"]
     torch.manual_seed(0)
-    stack = random_stack(device, torch.bfloat16, in_features, parts, num_slots=64)
+    stack = random_stack(device, torch.bfloat16, in_features, parts, num_slots=num_slots)
     layer = Layer.random(num_tokens, parts, in_features, is_gated)
-    slots = (torch.arange(num_tokens, device=device, dtype=torch.int32) * 7) % 64
-    found, is_normed = layer.run(Adapted(stack, Rows.of(slots, 64)))
+    slots = (torch.arange(num_tokens, device=device, dtype=torch.int32) * 7) % num_slots
+    found, is_normed = layer.run(Adapted(stack, Rows.of(slots, num_slots)))
     wanted = layer.wanted(stack, slots, is_normed=is_normed)
     assert (found.double() - wanted).norm() < 8e-3 * wanted.norm()
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_tokens", [1, 8, 32, 128, 600])
 def test_a_replay_follows_the_slots(device, num_tokens):
     """A graph of several layers in a row, with the branches that it may have, again and again."""
@@ -162,8 +160,7 @@ def test_a_norm_adds_what_ran_beside_a_product(device, num_tokens):
 
     def run(adapted: Adapted | None) -> tuple[Tensor, Tensor]:
         layer.rows.copy_(residual)
-        with taking(JOINED):
-            product, deltas = products.linear_beside_adapters(layer.x, weight, None, adapted)
+        product, deltas = products.linear_beside_adapters(layer.x, weight, None, adapted)
         assert (deltas is None) == (adapted is None or num_tokens > 256)
         return add_rms_norm(product, layer.rows, scale, 1e-5, deltas)
 
@@ -180,7 +177,6 @@ def test_a_norm_adds_what_ran_beside_a_product(device, num_tokens):
         assert all(map(torch.equal, again, found))
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_tokens", [17, 32, 64, 100, 128])
 @pytest.mark.parametrize("name", ["small", "small, gated"])
 def test_layers_in_a_row_read_complete_tokens(device, num_tokens, name):

@@ -117,6 +117,7 @@ def check_fused(
     bias: bool = False,
     residual: bool = False,
     max_rank: int = 16,
+    num_slots: int = 5,
     tolerance: float = 1e-4,
 ) -> None:
     """A kernel that multiplies shape (tokens, out, in) and gates, or adds, with adapters among the tokens."""
@@ -132,8 +133,10 @@ def check_fused(
     )
     biases, norm_weight = random(weight.size(0)) if bias else None, random(in_features) if norm else None
     rest = random(num_tokens, out_features) if residual else None
-    stack = random_stack(device, dtype, in_features, parts_of(out_features, gated=gated), max_rank=max_rank)
-    for slots in ([0], [1], [3], [4], [-1]) if num_tokens == 1 else (random_slots(device, num_tokens, 5),):
+    sizes = {"max_rank": max_rank, "num_slots": num_slots}
+    stack = random_stack(device, dtype, in_features, parts_of(out_features, gated=gated), **sizes)
+    several = random_slots(device, num_tokens, num_slots)
+    for slots in ([0], [1], [3], [4], [-1]) if num_tokens == 1 else (several,):
         rows = Rows.in_blocks(torch.as_tensor(slots, dtype=torch.int32, device=device), stack.num_slots)
         adapted = Adapted(stack, rows)
         with patch.object(triton_linear, "choose", lambda *_: tile):

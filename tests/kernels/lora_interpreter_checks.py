@@ -15,7 +15,6 @@ from ostinato.kernels.linear.tiles import GemvTile, Library, SkinnyTile
 from ostinato.kernels.linear.weight import Weight
 from ostinato.kernels.lora import Adapted, Rows, division
 from ostinato.kernels.lora.deltas import Operands
-from ostinato.kernels.lora.ways import JOINED, taking
 
 ALL = sys.argv[1:] == ["all"]
 
@@ -103,7 +102,6 @@ def check_deltas_that_a_norm_adds() -> None:
     tile = SkinnyTile(16, 16, 16, 4, 2, parts=2)
     for chosen in (Library(), tile):
         with (
-            taking(JOINED),
             patch.object(products, "tile_for", lambda *_, gated, chosen=chosen: chosen),
             patch.object(triton_linear, "choose", lambda *_: tile),
         ):
@@ -139,19 +137,20 @@ def check_fused_products() -> None:
         )
 
 
-def check_slots_as_columns() -> None:
-    """Sums that begin with adapters: slots, ranks, either side of the tensor cores; one is broken."""
+def check_slots_of_gated_products() -> None:
+    """As columns with which sums begin, or one after the other, as with many: ranks, either side of the
+    tensor cores; one slot is broken."""
     turned, not_turned = SkinnyTile(16, 32, 32, 4, 2), SkinnyTile(16, 16, 32, 4, 2)
-    cases = [((20, 24, 64), turned, 5, 40), ((20, 16, 64), not_turned, 5, 16)]
+    cases = [((30, 24, 64), turned, 11, 40), ((20, 16, 64), not_turned, 5, 16)]
     if ALL:
-        cases += [((40, 40, 96), turned, 5, 16), ((90, 24, 64), turned, 75, 16)]
-    with taking(JOINED):
-        for shape, tile, num_slots, max_rank in cases:
-            sizes = {"num_slots": num_slots, "max_rank": max_rank}
-            lora_checks.check_broken_slot("cpu", torch.float32, shape, tile, **sizes)
-        for shape, tile, _, max_rank in cases[:2]:
-            sizes = {"gated": True, "bias": True, "max_rank": max_rank}
-            lora_checks.check_fused("cpu", torch.float32, shape, tile, **sizes)
+        cases += [((40, 40, 96), turned, 16, 16), ((90, 24, 64), turned, 75, 16)]
+    for most in (triton_linear.MOST_SLOTS_AS_COLUMNS, 0):
+        with patch.object(triton_linear, "MOST_SLOTS_AS_COLUMNS", most):
+            for shape, tile, num_slots, max_rank in cases:
+                sizes = {"num_slots": num_slots, "max_rank": max_rank}
+                lora_checks.check_broken_slot("cpu", torch.float32, shape, tile, **sizes)
+                kinds = {"gated": True, "bias": True}
+                lora_checks.check_fused("cpu", torch.float32, shape, tile, **kinds, **sizes)
 
 
 def check_declarations() -> None:
@@ -186,7 +185,7 @@ def check_declarations() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     checks = [check_grouping, check_adding, check_fused_products, check_rows_that_lie_apart]
-    checks += [check_products_that_lie_there, check_deltas_that_a_norm_adds, check_slots_as_columns]
+    checks += [check_products_that_lie_there, check_deltas_that_a_norm_adds, check_slots_of_gated_products]
     checks += [check_declarations]
     for check in checks[:2] if unchanged.is_brief() else checks:
         check()

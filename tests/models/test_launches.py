@@ -30,7 +30,6 @@ from ostinato.kernels.linear.tiles import (
     WideTile,
 )
 from ostinato.kernels.lora import Adapters, Rows, Stack
-from ostinato.kernels.lora.ways import APART, JOINED, taking
 from ostinato.models.config import ModelConfig
 from ostinato.models.layers import Linear
 from ostinato.models.mixing import StepAttention
@@ -96,7 +95,6 @@ CASES = [
     *((model, tokens, "rows") for model in MODELS for tokens in FORMS),
     *(("qwen3", tokens, "heads") for tokens in (8, 32, 40)),
     *(("qwen3", tokens, "adapters") for tokens in FORMS),
-    *(("qwen3", tokens, "joined-adapters") for tokens in (32, 40, 100)),
 ]
 
 
@@ -134,8 +132,8 @@ def launches(model_name: str, num_tokens: int, starts_from: str) -> list[str]:
         config = ModelConfig.from_dict({**SHAPE, **MODELS[model_name]})
         model = Transformer(config, device="cuda", dtype=torch.bfloat16)
         ids = torch.empty(num_tokens, dtype=torch.int64, device="cuda")
-        stacks, way = stacks_of(model), JOINED if starts_from == "joined-adapters" else APART
-        with LaunchRecord(model, of_stacks(stacks)) as record, taking(way):
+        stacks = stacks_of(model)
+        with LaunchRecord(model, of_stacks(stacks)) as record:
             adapters = None
             if starts_from.endswith("adapters"):
                 slots = torch.empty(num_tokens, dtype=torch.int32, device="cuda")

@@ -7,7 +7,6 @@ from torch.nn import functional
 from .. import lora
 from ..lora import Adapted
 from ..lora.deltas import Deltas, Operands
-from ..lora.ways import ways
 from ..rows import silu_mul
 from .choice import choose
 from .cpu_product import multiply, multiply_somehow
@@ -56,7 +55,7 @@ def linear_beside_adapters(
 
     Of prompts nothing is left: that would be a tensor more as large as the product, and twice.
     """
-    if adapted is not None and adapted.rows.blocks is not None and ways().norm_adds:
+    if adapted is not None and adapted.rows.blocks is not None:
         matrix, tile = plain(weight, "a product"), tile_for(x, weight, gated=False)
         is_library = isinstance(tile, Library)
         if x.size(0) <= _MOST_TOKENS_BESIDE and (is_library or isinstance(tile, UNFUSED)):

@@ -7,7 +7,6 @@ from .. import dependent_launch
 from ..custom_op import custom_op
 from ..host_sizes import cdiv
 from ..lora.deltas import Operands, Shrunk
-from ..lora.ways import ways
 from ..on_chip_memory import prefer_l1
 from .choice import choose
 from .tiles import (
@@ -24,8 +23,8 @@ from .tiles import (
 from .triton_gemv import _gemv
 from .triton_skinny import _skinny
 
-_MOST_SLOTS_AS_COLUMNS = 16
-"""With many adapters in a batch, one after the other is faster."""
+MOST_SLOTS_AS_COLUMNS = 16
+"""Of `triton_skinny`, which counts so many; with many adapters in a batch, one after the other is faster."""
 
 
 @custom_op("project_few_tokens")
@@ -303,7 +302,7 @@ def _launch_skinny(
         block=tile.block,
         parts=tile.parts,
         adapted=shrunk is not None,
-        as_columns=of is not None and of.b.size(0) <= _MOST_SLOTS_AS_COLUMNS and ways().slots_are_columns,
+        as_columns=of is not None and of.b.size(0) <= MOST_SLOTS_AS_COLUMNS,
         room=of.b.size(2) if of else 0,
         splits=shrunk.sums.size(0) if shrunk else 0,
         num_warps=tile.num_warps,

@@ -116,11 +116,10 @@ def _with_adapters(
 
 @triton.jit
 def _count_of_slots(blocks, num_blocks):
-    """That tokens have; of more than 64, how many there might be."""
-    place = tl.arange(0, 64)
+    """That tokens have: of 16 at most, with more they are no columns."""
+    place = tl.arange(0, 16)
     slot = tl.load(blocks + 3 * num_blocks + place, mask=place < num_blocks, other=-1)
-    count = tl.sum((slot >= 0).to(tl.int32), 0)
-    return tl.where(count == 64, num_blocks, count)
+    return tl.sum((slot >= 0).to(tl.int32), 0)
 
 
 @triton.jit
