@@ -2,10 +2,12 @@
 
 python benchmarks/lora.py benchmarks/results/lora-h200.json [--model llama-3.1-8b] [--rank 16]
 
-Two engines with the same random weights, one of them with `enable_lora`, in turns: no adapter in the batch,
+Engines with the same random weights, every second one with `enable_lora`, in turns: no adapter in the batch,
 and four of them, one after the other over the requests. Prompts of 128 tokens; a step is timed on the host,
 which is ahead of the device, from its beginning to that of the next; median over the steps of all repeats.
-Then a third engine with 64 slots and as many adapters, all of them in one batch. Time to capture comes from
+Where an engine's weights lie in memory changes its steps by up to 1%, from start to start: so there are three
+of each kind (`--engines`), a case is the median of theirs, and every one is in the result.
+Then one more with 64 slots and as many adapters, all of them in one batch. Time to capture comes from
 the starts, time to write a slot from the host to the device is taken with nothing else under way.
 """
 
@@ -16,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,41 +71,55 @@ def generate(
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def measured(plain: LLM, adapted: LLM, adapters: Sequence[LoRARequest], batch: int) -> list[dict[str, Any]]:
+def measured(
+    plain: Sequence[LLM], adapted: Sequence[LLM], adapters: Sequence[LoRARequest], batch: int
+) -> list[dict[str, Any]]:
     """A row for each case."""
-    cases: dict[str, tuple[LLM, Sequence[LoRARequest | None]]] = {
+    cases: dict[str, tuple[Sequence[LLM], Sequence[LoRARequest | None]]] = {
         PLAIN: (plain, (None,)),
         NONE: (adapted, (None,)),
         FOUR: (adapted, adapters),
     }
-    times: dict[str, list[float]] = {case: [] for case in cases}
+    times: dict[str, list[list[float]]] = {case: [[] for _ in llms] for case, (llms, _) in cases.items()}
     tokens: dict[str, list[list[int]]] = {}
-    for llm, asked in cases.values():
-        generate(llm, batch, SHORT, asked)
+    for llms, asked in cases.values():
+        for llm in llms:
+            generate(llm, batch, SHORT, asked)
     for _ in range(REPEATS):
-        for case, (llm, asked) in cases.items():
-            with llm.engine.core.clock.recording() as steps:
-                tokens[case] = generate(llm, batch, OUTPUT_LEN, asked)
-            times[case] += [step.microseconds for step in steps]
-    medians = {case: statistics.median(found) for case, found in times.items()}
+        for at in range(len(plain)):
+            for case, (llms, asked) in cases.items():
+                with llms[at].engine.core.clock.recording() as steps:
+                    found = generate(llms[at], batch, OUTPUT_LEN, asked)
+                assert tokens.setdefault(case, found) == found
+                times[case][at] += [step.microseconds for step in steps]
+    each = {case: [statistics.median(of_one) for of_one in found] for case, found in times.items()}
+    medians = {case: statistics.median(found) for case, found in each.items()}
     rows = []
     for case in cases:
         more, limit = medians[case] / medians[PLAIN] - 1, WANTED.get(case, {}).get(batch)
         equal = sum(own == other for own, other in zip(tokens[case], tokens[PLAIN], strict=True))
         row = {"batch": batch, "case": case, "step_us": medians[case], "more": more, "wanted": limit}
-        rows.append({**row, "is_within": limit is None or more <= limit, "equal_tokens": equal / batch})
+        row |= {"is_within": limit is None or more <= limit, "equal_tokens": equal / batch}
+        rows.append({**row, "step_us_of_each_engine": each[case]})
         print(
             f"{batch:5d}  {case:17s}  {medians[case]:8.1f}  {more:6.2%}  "
-            f"{'' if limit is None else f'{limit:.1%}':>6s}  {equal / batch:.0%}",
+            f"{'' if limit is None else f'{limit:.1%}':>6s}  {equal / batch:12.0%}  "
+            + " ".join(f"{us:.0f}" for us in each[case]),
             flush=True,
         )
     return rows
 
 
-def capture_seconds(llm: LLM) -> float:
-    """Of the forward graphs."""
-    times = llm.startup_times()
-    return sum(seconds for name, seconds in times.items() if name in ("capture decode", "capture prefill"))
+def capture_seconds(llms: Sequence[LLM]) -> float:
+    """Of the forward graphs of one engine."""
+    return statistics.median(
+        sum(
+            seconds
+            for name, seconds in llm.startup_times().items()
+            if name in ("capture decode", "capture prefill")
+        )
+        for llm in llms
+    )
 
 
 def synchronize() -> None:
@@ -154,7 +171,7 @@ def many_resident(model: str, paths: Sequence[str], rank: int, options: dict[str
     return found
 
 
-def main(file: Path, name: str, rank: int, batches: Sequence[int]) -> None:
+def main(file: Path, name: str, rank: int, batches: Sequence[int], num_engines: int) -> None:
     """Measure, print and write."""
     began = time.perf_counter()
     model = str(MODELS / name) if (MODELS / name).is_dir() else name
@@ -170,14 +187,18 @@ def main(file: Path, name: str, rank: int, batches: Sequence[int]) -> None:
     }
     of_lora = {"enable_lora": True, "max_loras": ACTIVE, "max_lora_rank": rank}
     with tempfile.TemporaryDirectory() as folder:
-        with LLM(model, **options) as plain, LLM(model, **options, **of_lora) as adapted:
-            paths = [write_adapter(plain, Path(folder) / str(at), rank, at) for at in range(ACTIVE)]
+        with ExitStack() as open_engines:
+            plain, adapted = [], []
+            for _ in range(num_engines):
+                plain.append(open_engines.enter_context(LLM(model, **options)))
+                adapted.append(open_engines.enter_context(LLM(model, **options, **of_lora)))
+            paths = [write_adapter(plain[0], Path(folder) / str(at), rank, at) for at in range(ACTIVE)]
             adapters = [LoRARequest(f"adapter-{at}", at + 1, path) for at, path in enumerate(paths)]
-            print("batch  case               step us    more  wanted  equal tokens", flush=True)
+            print("batch  case               step us    more  wanted  equal tokens  each engine", flush=True)
             rows = [row for batch in batches for row in measured(plain, adapted, adapters, batch)]
             seconds = {"without": capture_seconds(plain), "with": capture_seconds(adapted)}
-            eager = dict(adapted.graph_report().eager_steps)
-            milliseconds = write_milliseconds(adapted)
+            eager = dict(adapted[0].graph_report().eager_steps)
+            milliseconds = write_milliseconds(adapted[0])
         many = many_resident(model, paths, rank, options)
     described = {
         "benchmark": "lora",
@@ -185,6 +206,7 @@ def main(file: Path, name: str, rank: int, batches: Sequence[int]) -> None:
         "model": name,
         "rank": rank,
         "adapters": ACTIVE,
+        "engines": num_engines,
         "is_within_wanted": all(row["is_within"] for row in rows),
         "capture_seconds": seconds,
         "capture_times": seconds["with"] / seconds["without"],
@@ -207,5 +229,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="llama-3.1-8b", help="a folder of benchmarks/models, or any")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--engines", type=int, default=3, help="of each kind")
     arguments = parser.parse_args()
-    main(arguments.file, arguments.model, arguments.rank, arguments.batches)
+    main(arguments.file, arguments.model, arguments.rank, arguments.batches, arguments.engines)

@@ -3,8 +3,18 @@
 import pytest
 import torch
 
-from contract.steps import WIDTH, make_runner, randn, same
-from ostinato.graphs import BatchError, BatchShape, Field
+from contract.steps import WIDTH, make_runner, randn, same, x_field
+from ostinato.graphs import (
+    BatchError,
+    BatchShape,
+    CaptureOptions,
+    CudaGraphRunner,
+    Dispatcher,
+    Field,
+    InputBuffers,
+    Ladder,
+    capture_keys,
+)
 from ostinato.graphs.capturing.gate import is_recording
 
 ROWS = Field("rows", torch.int64)
@@ -68,6 +78,28 @@ def test_poison_needs_fresh_padding(device):
     runner.run({"rows": torch.tensor([1, 2, 3])}, shape)
     runner.poison = False
     assert not runner.can_rerun(shape), "the tail is poisoned still"
+
+
+def test_of_graphs_of_one_size_with_the_same_kernels_the_last_is_warmed_up(device):
+    """The one with adapters is captured first, because it takes more memory; the other has less to do."""
+    seen = []
+
+    def step(x, descriptor):
+        seen.append((x.size(0), descriptor.lora, is_recording()))
+        return x * 2
+
+    keys = capture_keys("full-decode-only", Ladder([2, 4]), None, max_reqs=4, lora_cases=(0, 3))
+    kernels = {"kernels_of": lambda key: key.descriptor.num_tokens}
+    options = {"options": CaptureOptions(warmups=1, freeze_gc=False), **kernels}
+    for state, warmed in (({}, 0), (None, 3)):
+        seen.clear()
+        buffers = InputBuffers([x_field()], max_tokens=4, device=device)
+        runner = CudaGraphRunner(step, buffers, keys, dispatcher=Dispatcher("full"), state=state, **options)
+        runner.capture(progress=False)
+        recorded = [(4, 3, True), (4, 0, True), (2, 3, True), (2, 0, True)]
+        assert [call for call in seen if call[2]] == recorded
+        assert [call for call in seen if not call[2]] == [(4, warmed, False), (2, warmed, False)]
+        assert len(runner.graphs) == 4
 
 
 def test_rungs_with_the_same_kernels_are_warmed_up_once(device):

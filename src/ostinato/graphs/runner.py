@@ -102,8 +102,9 @@ class CudaGraphRunner:
         `agree`: called with the keys captured here after every capture (with none if that raised), on all
         ranks; returns those that all ranks have. The others are given up.
         `compile_up_to`: rungs of at most this many tokens go through torch.compile.
-        `kernels_of`: keys for which it returns equal values run the same kernels, so the first of them is
-        warmed up for all (one that meets a cold kernel nevertheless is warmed up itself); default: each is.
+        `kernels_of`: keys for which it returns equal values run the same kernels, so the first of them (of
+        its size the last, if `state` is given) is warmed up for all; one that meets a cold kernel
+        nevertheless is warmed up itself. Default: each is.
         `warmups_give_back`: return the memory of warm-ups to the device before a recording, which takes a
         pool's own, and have all of them before the first: slower, and for steps that take much.
         `debug`: check addresses before every replay, and mark outputs so that late use is detected.

@@ -99,7 +99,7 @@ class StepRecorder:
         """The graph of one key; `among`: all that will be asked for."""
         started = time.perf_counter()
         self._compiled.reserve(among)
-        is_warm = self._is_warm(key)
+        is_warm = self._is_warm(key) or self._is_warm_by_another(key, among)
         try:
             recorded = self._record(key, 0 if is_warm else self._options.warmups)
         except Exception as error:
@@ -109,6 +109,23 @@ class StepRecorder:
         if self._kernels_of is not None:
             self._warm.add(self._kernels_of(key))
         return CapturedGraph(key, recorded, time.perf_counter() - started)
+
+    def _is_warm_by_another(self, key: GraphKey, among: Sequence[GraphKey]) -> bool:
+        """Warm up the last graph of this size with the same kernels instead, which has least to do, if there
+        is another.
+
+        Only where the step's state is known: else the warm-up of a graph is also what finds it.
+        """
+        if self._kernels_of is None or self._state is None or self._compiled.applies(key):
+            return False
+        kernels, num_tokens = self._kernels_of(key), key.descriptor.num_tokens
+        alike = [each for each in among if each.descriptor.num_tokens == num_tokens]
+        last = next((each for each in reversed(alike) if self._kernels_of(each) == kernels), key)
+        if last == key:
+            return False
+        for _ in range(self._options.warmups):
+            self.try_out(last)
+        return True
 
     def weigh(self, key: GraphKey, among: Sequence[GraphKey]) -> Weight:
         """What the graph of one key takes: it is captured in memory of its own, and dropped."""
