@@ -31,7 +31,7 @@ from ostinato.tools.machine import machine
 
 MODELS = Path(__file__).parent / "models"
 ACTIVE, MANY = 4, 64
-INPUT_LEN, OUTPUT_LEN, REPEATS, SHORT = 128, 96, 4, 8
+INPUT_LEN, OUTPUT_LEN, REPEATS, SHORT = 128, 96, 2, 8
 PLAIN, NONE, FOUR = "no lora", "none in the batch", "4 adapters"
 WANTED = {NONE: {1: 0.005, 32: 0.005, 128: 0.005}, FOUR: {1: 0.08, 32: 0.12, 128: 0.15}}
 """At most so much more than without, by case and batch."""

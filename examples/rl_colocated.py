@@ -301,6 +301,7 @@ class Loop:
         self._arguments, self._folder = arguments, folder
         self.device = torch.device(arguments.device)
         self.settings = SETTINGS[arguments.shape]
+        self._empty_cache()  # of what made the checkpoint
         self.memory = Memory(self.device)
         started = self.memory.note()
         self.memory.phase = "engine"

@@ -19,8 +19,7 @@ def test_attention_of_the_end_of_a_prompt(device, length, count):
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_they_run_from_graphs_for_one_request_that_are_right(tmp_path, family, device):
     pytest.importorskip("transformers")
-    extra = {"head_dim": 16} if family == "Qwen3" else {}
-    model = TinyModel(tmp_path, family, **extra)
+    model = TinyModel(tmp_path, family, head_dim=16)
     options = {"max_model_len": 128, "max_running_requests": 4, "num_pages": 80, "cuda_graph_bs": (1, 4)}
     options |= {"cuda_graph_prefill_tokens": (4, 8, 64), "chunked_prefill_size": 64}
     [prefix, *own] = [prompt["prompt_token_ids"] for prompt in prompts_of((64, 1, 8, 3, 5), seed=5)]

@@ -79,12 +79,11 @@ def cuda_decode_tile(
     """The CUDA kernel's tile for a batch; measured on an H200 (docs/kernels.md)."""
     pairs, multiprocessors = num_requests * num_kv_heads, gpu.multiprocessors
     if num_queries > 1:
-        # Joining takes longer than attending to twice the keys: chunks are long, warps many.
-        chunks = max(1, multiprocessors // pairs)
-        if group * num_queries > 24 or pairs <= multiprocessors:
-            return CudaDecodeTile(
-                8, 4, 1, chunk_tiles=32, max_chunks=chunks if pairs <= multiprocessors else 8
-            )
+        # Joining takes longer than attending to twice the keys: programs are few, warps many.
+        if pairs <= multiprocessors:
+            return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=max(1, multiprocessors // pairs))
+        if group * num_queries > 24:
+            return CudaDecodeTile(8, 4, 1, chunk_tiles=32, max_chunks=8)
         return CudaDecodeTile(4, 5, 2, chunk_tiles=64, max_chunks=8)
     if group > 8:  # twice the registers
         return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, multiprocessors // pairs))
