@@ -1,9 +1,11 @@
 """Run the GPU suite on this machine and write what passed, with machine and versions.
 
 python benchmarks/gpu_suite.py benchmarks/results/gpu-suite-h200.json [--jobs 8] [--no-whole-models] [options]
+python benchmarks/gpu_suite.py benchmarks/results/gpu-suite-alone-h200.json -m alone
 
 With several jobs the files run side by side, each in a process of its own: a third of the time. Whole models
-(`WHOLE_MODELS`) take half of that and may be left out; the result says so.
+(`WHOLE_MODELS`) take half of that and may be left out, and so may what is marked `alone`, with `--no-alone`;
+the result says so.
 """
 
 import argparse
@@ -29,7 +31,9 @@ LONGEST = ("test_cascade", "test_fragments", "test_engine", "test_wide", "test_s
 """Begun first."""
 
 
-def main(result_file: Path, jobs: int, options: list[str], *, without: tuple[str, ...] = ()) -> int:
+def main(
+    result_file: Path, jobs: int, options: list[str], *, without: tuple[str, ...] = (), alone: bool = True
+) -> int:
     """Run, and write what has ended after each file; 0 if everything passed."""
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: file.stem not in LONGEST)
     files = [file for file in files if file.stem not in without]
@@ -43,7 +47,7 @@ def main(result_file: Path, jobs: int, options: list[str], *, without: tuple[str
         codes[group[0].stem] = code
         suites.extend([ElementTree.parse(report).getroot()[0]] if report.exists() else [])
         result = _summary(suites, codes) | {"jobs": jobs, "files": len(groups + large), "ended": len(codes)}
-        result["left_out"] = list(without)
+        result["left_out"] = list(without) + ([] if alone else ["what is marked alone"])
         result["seconds"] = round(time.perf_counter() - began, 1)
         result_file.parent.mkdir(parents=True, exist_ok=True)
         result_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -61,7 +65,7 @@ def main(result_file: Path, jobs: int, options: list[str], *, without: tuple[str
         for ended in as_completed(running):
             group, report = running[ended]
             note(group, ended.result(), report)
-        if jobs > 1:
+        if jobs > 1 and alone:
             report = Path(folder) / "alone.xml"
             timed = [ROOT / "tests" / "gpu"]
             note(timed, _run(timed, report, [*options, "-m", "alone"], 1), report)
@@ -102,6 +106,7 @@ if __name__ == "__main__":
     parser.add_argument("result_file", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--no-whole-models", action="store_true")
+    parser.add_argument("--no-alone", action="store_true")
     given, rest = parser.parse_known_args()
     left_out = WHOLE_MODELS if given.no_whole_models else ()
-    sys.exit(main(given.result_file, given.jobs, rest, without=left_out))
+    sys.exit(main(given.result_file, given.jobs, rest, without=left_out, alone=not given.no_alone))

@@ -111,13 +111,9 @@ def measured(
 
 
 def capture_seconds(llms: Sequence[LLM]) -> float:
-    """Of the forward graphs of one engine."""
+    """Of all graphs of one engine."""
     return statistics.median(
-        sum(
-            seconds
-            for name, seconds in llm.startup_times().items()
-            if name in ("capture decode", "capture prefill")
-        )
+        sum(seconds for name, seconds in llm.startup_times().items() if name.startswith("capture "))
         for llm in llms
     )
 
