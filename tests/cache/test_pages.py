@@ -438,6 +438,10 @@ class Pages(RuleBasedStateMachine):
         self.pages.free(self.owners.pop(at))
 
     @rule()
+    def catch_up(self) -> None:
+        self.pages.catch_up()
+
+    @rule()
     def flush(self) -> None:
         # Only between requests here: the scheduler's tests flush under running ones.
         if not self.owners:

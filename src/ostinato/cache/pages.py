@@ -243,6 +243,10 @@ class PageAllocator:
             self._counts["commits"] += len(new)
         return twins + new
 
+    def catch_up(self) -> None:
+        """Do what makes `match` faster, and nothing else, for pages committed since the last call."""
+        self._index.catch_up()
+
     def _exchange(self, pages: IntArray, twins: list[int]) -> None:
         """The owner of these has their twins from now on."""
         self._own(np.array(twins))

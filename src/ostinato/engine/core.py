@@ -242,6 +242,7 @@ class EngineCore:
             self.clock.lap("schedule")
             if step is not None:
                 self._take_off(step)
+                self._tidy_up()
             if self._flights and (step is None or len(self._flights) > self.config.lookahead):
                 self._complete()
         self.following.let_go()
@@ -436,6 +437,13 @@ class EngineCore:
             flight.whole_logprobs |= self.sampler.whole_drawn_logprobs(step)
             flight.launched = self.sampler.launch(step)
         flight.error = None
+
+    def _tidy_up(self) -> None:
+        """What can wait until the device is at work. It changes nothing but how fast prefixes are found."""
+        try:
+            self.scheduler.pages.catch_up()
+        except Exception:
+            logger.exception("cached pages could not be entered as blocks; they are found one by one")
 
     def _refuse(self, stuck: dict[Request, str]) -> None:
         """End those for whom no token is left, before one is drawn."""

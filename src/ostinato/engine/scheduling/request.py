@@ -374,6 +374,13 @@ class RequestRows:
         stopped &= lengths >= self.stops_from[rows]
         return _places(over | stopped), _places(stopped)
 
+    def append_one(self, row: int, length: int, token: int) -> tuple[bool, bool]:
+        """`append` for a single row: whether it ends, and whether by a stop token."""
+        self.token_ids[row, length] = token
+        self.num_tokens[row] = length + 1
+        is_stop = token in self.stop_ids[:, row].tolist() and length >= self.stops_from.item(row)
+        return is_stop or length + 1 >= self.max_tokens.item(row), is_stop
+
     def append_bunch(
         self, rows: IntArray, lengths: IntArray, tokens: IntArray, counts: IntArray
     ) -> list[tuple[IntArray, list[int], list[int]]]:

@@ -100,14 +100,18 @@ class RequestPages:
             end += count
             self._extend(request, taken[end - count : end])
 
-    def commit_full(self, rows: IntArray, computed: IntArray) -> bool:
-        """Offer pages that have become full as prefixes. Whether one came free, for its like was there."""
+    def commit_full_of(self, row: int, computed: int) -> bool:
+        """Offer pages of this row that have become full as prefixes. Whether one came free, for its like was
+        there."""
         if not self._prefix_caching:
             return False
-        if len(rows) == 1:
-            row = int(rows[0])
-            is_behind = int(computed[0]) // self._pages.page_size > self._rows.num_committed_pages[row]
-            return bool(is_behind) and self._commit(row)
+        is_behind = computed // self._pages.page_size > self._rows.num_committed_pages.item(row)
+        return is_behind and self._commit(row)
+
+    def commit_full(self, rows: IntArray, computed: IntArray) -> bool:
+        """The same for several."""
+        if not self._prefix_caching:
+            return False
         full = computed // self._pages.page_size
         behind = full > self._rows.num_committed_pages[rows]
         if not np.count_nonzero(behind):

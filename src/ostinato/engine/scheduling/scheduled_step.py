@@ -122,7 +122,8 @@ class ScheduledStep:
     def positions(self) -> IntArray:
         """int64 [T]: the position of each token in its request."""
         if self.num_requests == 1:
-            return np.arange(self.total_tokens) + self.starts
+            start = self.starts.item()
+            return np.arange(start, start + self.total_tokens)
         first = (self.starts - self.query_starts).repeat(self.num_new_tokens)
         return first + np.arange(self.total_tokens)
 
