@@ -196,7 +196,8 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
         vocab = self.loaded.model.config.vocab_size
-        if (found := highest(request.prompt_ids)) >= vocab:
+        found = highest(request.prompt_ids) if request.highest_id is None else request.highest_id
+        if found >= vocab:
             raise RequestError(
                 f"request {request.request_id}: token id {found} is outside the model's vocabulary of {vocab}"
             )

@@ -103,6 +103,8 @@ class Request:
     """Functions of callers that change its logits; given by the engine."""
     is_processed: bool = field(default=False, init=False)
     """Whether there are such, or others that change those of all requests."""
+    highest_id: int | None = field(default=None, init=False)
+    """The highest id of its prompt, if whoever made it has looked."""
     order: int = field(default=-1, init=False)
     """Its number in the order of arrival, given by the scheduler."""
     is_late: bool = field(default=False, init=False)
