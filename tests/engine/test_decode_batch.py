@@ -101,3 +101,13 @@ def test_a_stretch_ends_with_a_page_and_with_the_last_token() -> None:
         engine.complete()
     # The prompt; position 3; then a page every four tokens, the last of them for a token that ends it.
     assert taken == [(True, 0), (False, 0), (True, 3), (False, 2), (False, 1), (False, 0), (True, 0)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_step_of_one_request_ends_as_one_of_several_does(seed: int, ahead: int) -> None:
+    with patch.object(Landing, "_complete_one", autospec=True, side_effect=Landing._complete_one) as one:
+        found = steps_of(seed, ahead=ahead)
+        assert one.called
+    with patch.object(Landing, "_complete_one", Landing._complete_all):
+        assert steps_of(seed, ahead=ahead) == found

@@ -100,6 +100,8 @@ class PageAllocator:
         self._evictable: deque[_Unused] = deque()
         self._num_entries = 0
         self._num_evictable = 0
+        self._were_used_again = False
+        """Whether some of them were, since `catch_up`."""
         self._became_unused = np.zeros(num_pages, dtype=np.int64)
         """When, by the count of such events."""
         self._num_events = 0
@@ -205,7 +207,9 @@ class PageAllocator:
     def _own(self, pages: IntArray) -> None:
         """Add an owner to each of these cached pages."""
         owners = self._owners.take(pages)
-        self._num_evictable -= len(pages) - int(np.count_nonzero(owners))
+        num_unused = len(pages) - int(np.count_nonzero(owners))
+        self._num_evictable -= num_unused
+        self._were_used_again |= num_unused > 0
         self._owners[pages] = owners + 1
 
     def commit(self, page: int, parent: int, content: bytes) -> int:
@@ -247,8 +251,9 @@ class PageAllocator:
     def catch_up(self) -> None:
         """Do what makes later calls faster, and nothing else."""
         self._index.catch_up()
-        if self._evictable:
+        if self._were_used_again and self._evictable:
             # A prefix that is used all the time leaves and is shared again, each time with all its pages.
+            self._were_used_again = False
             newest = self._evictable[-1]
             still = self._still(newest)
             left = self._num_entries - len(newest.pages) + len(still)

@@ -139,6 +139,8 @@ class PrefixIndex:
         """The same as far as blocks of so many pages go on; one may begin inside of what is known."""
         begin = len(known) // length * length
         size, end, found = self._page_size, begin + length, list[IntArray]()
+        if end * size > len(ids):
+            return known
         before = self._numbers[known.item(begin - 1)] if begin else 0
         while end * size <= len(ids):
             [content] = self.contents(ids[(end - length) * size : end * size], length)

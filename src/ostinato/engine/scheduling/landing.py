@@ -29,8 +29,10 @@ class Landing:
     def complete(self, step: ScheduledStep, tokens: IntArray) -> CompletedStep:
         """The oldest step has brought these: one of each request."""
         assert tokens.shape == (step.num_requests,), "one token per request of the step"
-        if step.num_requests == 1:
-            return self._complete_one(step, tokens)
+        is_one = step.num_requests == 1
+        return self._complete_one(step, tokens) if is_one else self._complete_all(step, tokens)
+
+    def _complete_all(self, step: ScheduledStep, tokens: IntArray) -> CompletedStep:
         # What numpy indexes with; from anything else it makes one, every time.
         rows, counts = step.rows.astype(np.intp), step.num_new_tokens
         accepted = live = self._land(step, rows)

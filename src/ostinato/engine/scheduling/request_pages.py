@@ -79,7 +79,8 @@ class RequestPages:
         self._extend(request, np.concatenate([prefix, new]) if len(prefix) else new)
         rows.num_computed[row] = rows.num_scheduled[row] = cached
         rows.num_committed_pages[row] = len(prefix)
-        rows.num_given_back[row] = len(prefix) - np.count_nonzero(prefix)  # page 0 stands for those
+        if self._window is not None:
+            rows.num_given_back[row] = len(prefix) - np.count_nonzero(prefix)  # page 0 stands for those
         if not self._prefix_caching:
             rows.never_commit(row)
 
