@@ -78,7 +78,8 @@ def test_a_prompt_that_begins_as_one_before_has_the_pages_that_are_there_now() -
         found = index.find(given)
         assert found.tolist() == pages
         found[:] = 0  # a caller may write to it
-        given[:] = 7  # and to what was asked for
+        given[2:] += 1000  # and to what was asked for
+        assert index.find(given).tolist() == pages[:1]
         given = ids.copy()
         assert index.find(ids, b"salt").tolist() == list(range(101, 201))
         assert index.find(ids[:61]).tolist() == pages[:30]
