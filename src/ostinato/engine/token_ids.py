@@ -31,7 +31,7 @@ def token_array_and_highest(ids: Any) -> tuple[IntArray, int]:
     if isinstance(ids, torch.Tensor) and ids.dim() == 1 and ids.dtype in _INTEGERS:
         ids = ids.numpy(force=True)
     elif isinstance(ids, array.array):
-        ids = np.array(ids)
+        ids = np.asarray(ids)  # as it is: `_narrow` copies what can be written to
     found, high = _narrow(ids) if isinstance(ids, np.ndarray) else _packed(ids)
     found.setflags(write=False)
     return found, high
@@ -57,8 +57,9 @@ def _narrow(ids: IntArray) -> tuple[IntArray, int]:
         raise TypeError(f"an array of {ids.ndim} dimensions of {ids.dtype} is no list of integers")
     if not ids.size:
         return _NOTHING, -1
-    high = int(ids.max())
-    if ids.min() < 0 or high >= 2**31:
+    is_plain = ids.dtype in (np.int32, np.int64)
+    high = highest(ids) if is_plain else int(ids.max())
+    if high >= 2**31 or (not is_plain and ids.min() < 0):
         wide = ids.astype(np.int64)
         return wide, highest(wide)
     return ids.astype(np.int32, copy=ids.flags.writeable), high

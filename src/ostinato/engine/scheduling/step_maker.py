@@ -38,7 +38,8 @@ class StepMaker:
         """The requests in these rows decode, with so many drafts each; behind them so many tokens of each
         prompt, if there are no drafts."""
         assert not (num_drafts and chunks)
-        state, prompt_tokens = self._state, ()
+        state = self._state
+        prompt_tokens: tuple[IntArray, ...] = ()
         if chunks:
             requests += tuple([request for request, _ in chunks])
             prompts, prompt_tokens = self._prompts(chunks)
