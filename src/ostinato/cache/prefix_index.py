@@ -68,7 +68,7 @@ class PrefixIndex:
         self._numbers = [0] * num_pages
         self._numbers_in_index = np.zeros(num_pages, dtype=np.int64)
         """The same of pages in the index, 0 of all others."""
-        self._num_entered = 0
+        self._num_entered = self._num_left = 0
         self._parents = [0] * num_pages
         self._places = [-1] * num_pages
         """Pages before each, in its chain."""
@@ -104,14 +104,14 @@ class PrefixIndex:
         if page is None:
             return np.array([], dtype=np.intp)
         first = self._numbers[page]
-        known = self._runs.find(first, ids, self._numbers_in_index)
+        known = self._runs.find(first, ids, self._numbers_in_index, self._num_left)
         if known is None or not len(known):
             known = np.array([page], dtype=np.intp)
         if len(self._due) > _FEW_DUE:
             self.catch_up()
         found = self._with_pages_behind(known, ids, salt)
         if found is not known:
-            self._runs.note(first, ids, found, self._numbers_in_index)
+            self._runs.note(first, ids, found, self._numbers_in_index, self._num_left)
         return found
 
     def _with_pages_behind(self, known: IntArray, ids: IntArray, salt: bytes) -> IntArray:
@@ -207,6 +207,7 @@ class PrefixIndex:
 
     def remove(self, pages: Sequence[int]) -> None:
         """They are found no more, nor are pages behind them."""
+        self._num_left += len(pages)
         for key in map(self._key_of.pop, pages):
             del self._page_of[key]
         self._numbers_in_index[pages] = 0

@@ -22,6 +22,8 @@ class _Run(NamedTuple):
     pages: IntArray
     numbers: IntArray
     """Of these pages, when they were found; see Note [Exact prefixes] in prefix_index."""
+    as_of: int
+    """So many pages had left the index when they were looked at last."""
 
 
 class PrefixRuns:
@@ -31,18 +33,22 @@ class PrefixRuns:
         self._page_size = page_size
         self._runs: dict[int, _Run] = {}
 
-    def find(self, first: int, token_ids: IntArray, numbers: IntArray) -> IntArray | None:
+    def find(self, first: int, token_ids: IntArray, numbers: IntArray, num_left: int) -> IntArray | None:
         """The pages that hold the beginning of these as far as a run behind a first page of this number goes
         along, and its pages have the numbers that they had; a copy. `numbers`: of all pages, 0 if not in the
-        index."""
+        index, which so many have left."""
         run = self._runs.get(first)
         if run is None:
             return None
-        common = _common(token_ids, run.token_ids) // self._page_size
-        common = _common(numbers.take(run.pages[:common]), run.numbers)
-        return run.pages[:common].copy()
+        if run.as_of != num_left:
+            valid = _common(numbers.take(run.pages), run.numbers)
+            run = _Run(run.token_ids, run.pages[:valid], run.numbers[:valid], num_left)
+            self._runs[first] = run
+        return run.pages[: _common(token_ids, run.token_ids) // self._page_size].copy()
 
-    def note(self, first: int, token_ids: IntArray, pages: IntArray, numbers: IntArray) -> None:
+    def note(
+        self, first: int, token_ids: IntArray, pages: IntArray, numbers: IntArray, num_left: int
+    ) -> None:
         """These pages were found for the beginning of these."""
         if len(pages) < LEAST_PAGES:
             return
@@ -51,7 +57,7 @@ class PrefixRuns:
             del self._runs[next(iter(self._runs))]
         # Copies: whoever has them may write to them.
         own = np.array(token_ids[: len(pages) * self._page_size], dtype=np.int32)
-        self._runs[first] = _Run(own, pages.copy(), numbers.take(pages))
+        self._runs[first] = _Run(own, pages.copy(), numbers.take(pages), num_left)
 
     def clear(self) -> None:
         """Forget all."""
