@@ -35,7 +35,7 @@ from ostinato.tools.machine import machine
 MODELS = Path(__file__).parent / "models"
 LENGTHS = (1024, 8192, 32768)
 NEW = 16
-LAUNCHED = "launched"
+LAUNCHED, ARRIVED = "launched", "arrived"
 REPEATS = 30
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -78,6 +78,7 @@ def clocked(llm: LLM) -> Iterator[dict[str, float]]:
         "sampling rows": (core.sampler, "join"),
         "send": (core.runner.rows, "send"),
         "inputs": (core.runner, "run"),
+        "read": (core, "_read"),
         "complete": (core.scheduler, "complete"),
         "deliver": (engine._delivery, "take_in"),
     }
@@ -93,6 +94,8 @@ def clocked(llm: LLM) -> Iterator[dict[str, float]]:
                 spent[part] += ended - began
                 if part == "inputs":
                     spent[LAUNCHED] = ended
+                if part == "read":
+                    spent[ARRIVED] = ended
 
         return call
 
@@ -127,12 +130,14 @@ def without_model(llm: LLM) -> Iterator[None]:
 
 
 def clocked_call(call: Callable[[], object], spent: dict[str, float]) -> dict[str, float]:
-    """Microseconds by part, and up to the launch and behind it."""
+    """Microseconds by part; up to the launch, from there to the tokens, while a GPU is at work, and behind
+    them."""
     spent.clear()
     began = time.thread_time()
     call()
-    ended, launched = time.thread_time(), spent.pop(LAUNCHED)
-    found = {**spent, "to launch": launched - began, "behind it": ended - launched}
+    ended, launched, arrived = time.thread_time(), spent.pop(LAUNCHED), spent.pop(ARRIVED)
+    found = {**spent, "to launch": launched - began, "to tokens": arrived - launched}
+    found["behind them"] = ended - arrived
     return {part: seconds * 1e6 for part, seconds in found.items()}
 
 

@@ -223,6 +223,21 @@ def test_a_prefix_that_is_used_all_the_time_leaves_no_trace() -> None:
     assert pages.allocate(4) == [*idle, *reversed(busy)]
 
 
+def test_entries_of_pages_that_are_used_again_go_and_the_order_of_eviction_stays() -> None:
+    pages = PageAllocator(40, SIZE)
+    idle, busy = cached(pages, [7] * 4), cached(pages, list(range(80)))
+    for number in range(20):
+        pages.share(busy[: 20 - number % 2], 81)  # now and then its end is left
+        pages.catch_up()
+        pages.check_integrity([busy[: 20 - number % 2]])
+        pages.free(busy[: 20 - number % 2])
+        assert pages._num_entries <= 1 + 20 + 20
+    taken = pages.allocate(18)
+    assert pages.allocate(21) == [*idle, busy[-1], *reversed(busy[:-1])]
+    pages.flush()
+    pages.free(taken)
+
+
 def test_long_prefixes_are_found_block_by_block() -> None:
     pages = PageAllocator(1200, SIZE)
     tokens = list(range(600 * SIZE))
@@ -436,6 +451,10 @@ class Pages(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(self.owners) - 1))
         self.pages.free(self.owners.pop(at))
+
+    @rule()
+    def catch_up(self) -> None:
+        self.pages.catch_up()
 
     @rule()
     def flush(self) -> None:

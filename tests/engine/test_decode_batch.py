@@ -1,15 +1,17 @@
 """Steady steps are what scheduling would come to, and end where something changes."""
 
+import itertools
 import random
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from engine.test_scheduler import Engine
 from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.scheduling.decode_batch import DecodeBatch
 from ostinato.engine.scheduling.landing import Landing
-from ostinato.engine.scheduling.request import FinishReason, IntArray
+from ostinato.engine.scheduling.request import FinishReason, IntArray, RequestRows
 from ostinato.engine.scheduling.scheduled_step import ScheduledStep
 
 
@@ -101,3 +103,31 @@ def test_a_stretch_ends_with_a_page_and_with_the_last_token() -> None:
         engine.complete()
     # The prompt; position 3; then a page every four tokens, the last of them for a token that ends it.
     assert taken == [(True, 0), (False, 0), (True, 3), (False, 2), (False, 1), (False, 0), (True, 0)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_step_of_one_request_ends_as_one_of_several_does(seed: int, ahead: int) -> None:
+    with patch.object(Landing, "_complete_one", autospec=True, side_effect=Landing._complete_one) as one:
+        found = steps_of(seed, ahead=ahead)
+        assert one.called
+    with patch.object(Landing, "_complete_one", Landing._complete_all):
+        assert steps_of(seed, ahead=ahead) == found
+
+
+def test_a_token_alone_ends_what_it_ends_among_others() -> None:
+    """By every length, at every stop token and at none, early or late."""
+    cases = list(itertools.product((4, 5, 6), (0, 5, 6), (-1, 3, 7), (3, 7, 8)))
+    for length, (most, stops_from, stop, token) in itertools.product((4, 5), cases):
+        found = []
+        for is_alone in (True, False):
+            rows = RequestRows(2, 16, 16)
+            rows.stop_ids = np.array([[-1, 1, -1], [-1, stop, -1]], dtype=np.int32)
+            rows.max_tokens[1], rows.stops_from[1] = most, stops_from
+            if is_alone:
+                ends = rows.append_one(1, length, token)
+            else:
+                over, stopped = rows.append(np.array([1]), np.array([length]), np.array([token]))
+                ends = over == [0], stopped == [0]
+            found.append((ends, rows.num_tokens[1], rows.token_ids[1].tolist()))
+        assert found[0] == found[1], (length, most, stops_from, stop, token)

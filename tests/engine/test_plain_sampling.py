@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -279,3 +280,27 @@ def test_a_line_that_should_have_been_amended_and_was_not_is_noticed() -> None:
     sampled = returned.newest(2, amendment).read()
     assert sampled.ranks is not None
     assert sampled.ranks.tolist() == [0, 7], "by place"
+
+
+def test_a_row_has_what_its_tenant_asks_for_whoever_had_it_before(tiny: TinyModel) -> None:
+    """Of plain sampling it is written once, as long as all ask for the same."""
+    other: list[dict[str, Any]] = [{"temperature": 0, "top_k": 5}, {"seed": 3, "temperature": 0.6}]
+    asked = [*PLAIN, *FILTERED, *ADJUSTED, *other]
+    order = random.Random(5).choices(asked, k=60)
+    with engine(tiny, max_running_requests=1, cuda_graph_mode="none") as llm:
+        rows, num_skipped = llm.engine.core.runner.rows, 0
+        for before, options in itertools.pairwise([*PLAIN, *order]):
+            params = SamplingParams(max_tokens=3, stop_token_ids=[7], **options)
+            with mock.patch.object(rows, "write", wraps=rows.write) as write:
+                llm.generate(PROMPTS[0], params, use_tqdm=False)
+            num_skipped += not write.called
+            assert write.called or before == options
+            found = {name: rows[name][1].tolist() for name in ("temperature", "seeds", "top_k", "top_p")}
+            wanted = {"temperature": 0.0 if params.is_greedy else params.temperature, "top_p": params.top_p}
+            assert found == pytest.approx(wanted | {"seeds": params.seed or 0, "top_k": params.top_k})
+            assert bool(rows["is_plain"][1]) == (options in PLAIN or options in other)
+            assert rows["num_biases"][1] == len(params.logit_bias or {})
+            assert rows["frequency"][1].item() == pytest.approx(params.frequency_penalty)
+            assert rows["num_logprobs"][1] == (-1 if params.logprobs is None else params.logprobs)
+            assert (rows["banned"][1].max() >= 0) == bool(params.min_tokens)
+        assert num_skipped

@@ -100,6 +100,8 @@ class PageAllocator:
         self._evictable: deque[_Unused] = deque()
         self._num_entries = 0
         self._num_evictable = 0
+        self._were_used_again = False
+        """Whether some of them were, since `catch_up`."""
         self._became_unused = np.zeros(num_pages, dtype=np.int64)
         """When, by the count of such events."""
         self._num_events = 0
@@ -150,13 +152,14 @@ class PageAllocator:
         runs in a later step of the same stream, and overwrites a slot before reading it.
         """
         given = np.asarray(pages, dtype=np.intp)
-        left = self._owners.take(given) - 1
-        assert not len(left) or left.min() >= 0, f"a page of {given[left < 0]} is freed but has no owner"
+        owners = self._owners.take(given)
+        assert _all(owners), f"a page of {given[owners == 0]} is freed but has no owner"
+        left = owners - 1
         self._owners[given] = left
         # Mostly all or none of them are unused now, and have content.
         unused = given[left == 0] if np.count_nonzero(left) else given
         has_content = self._is_cached.take(unused)
-        kept = unused if np.count_nonzero(has_content) == len(unused) else unused[has_content]
+        kept = unused if _all(has_content) else unused[has_content]
         if len(kept) < len(unused):
             self._empty += unused[~has_content][::-1].tolist()
         if len(kept):
@@ -197,14 +200,16 @@ class PageAllocator:
         if not len(pages):
             return
         found = _without_page_0(pages)
-        assert self._is_cached.take(found).all(), "a page is shared but was never committed"
+        assert _all(self._is_cached.take(found)), "a page is shared but was never committed"
         self._own(found)
         self._counts["hit_tokens"] += len(pages) * self.page_size
 
     def _own(self, pages: IntArray) -> None:
         """Add an owner to each of these cached pages."""
         owners = self._owners.take(pages)
-        self._num_evictable -= len(pages) - int(np.count_nonzero(owners))
+        num_unused = len(pages) - int(np.count_nonzero(owners))
+        self._num_evictable -= num_unused
+        self._were_used_again |= num_unused > 0
         self._owners[pages] = owners + 1
 
     def commit(self, page: int, parent: int, content: bytes) -> int:
@@ -242,6 +247,17 @@ class PageAllocator:
             self._is_cached[own[len(twins) :]] = True
             self._counts["commits"] += len(new)
         return twins + new
+
+    def catch_up(self) -> None:
+        """Do what makes later calls faster, and nothing else."""
+        self._index.catch_up()
+        if self._were_used_again and self._evictable:
+            # A prefix that is used all the time leaves and is shared again, each time with all its pages.
+            self._were_used_again = False
+            newest = self._evictable[-1]
+            still = self._still(newest)
+            left = self._num_entries - len(newest.pages) + len(still)
+            self._evictable[-1], self._num_entries = _Unused(newest.event, still), left
 
     def _exchange(self, pages: IntArray, twins: list[int]) -> None:
         """The owner of these has their twins from now on."""
@@ -359,4 +375,9 @@ class PageAllocator:
 
 def _without_page_0(pages: Sequence[int] | IntArray) -> IntArray:
     listed = np.asarray(pages, dtype=np.intp)
-    return listed if np.count_nonzero(listed) == len(listed) else listed[listed != RESERVED_PAGE]
+    return listed if _all(listed) else listed[listed != RESERVED_PAGE]
+
+
+def _all(numbers: IntArray) -> bool:
+    """Whether none of these is 0; in half the time of numpy's own."""
+    return np.count_nonzero(numbers) == len(numbers)

@@ -16,9 +16,10 @@ A prompt of 32,768 tokens has 2,048 pages, and to look each of them up takes as 
 step. So 16 pages in a row that begin at a multiple of 16 are found in one look as well, under the number of
 the page before them and the bytes of all their tokens, and so are 16 such blocks in a row. A page may be in
 several blocks, which differ behind it, and takes their entries with it when it leaves; so do blocks in larger
-ones. Both have an index of their own: a salt before the first of them makes its length anything. The large
-block that was found last behind a page is compared before any is looked up: to compare 16 kB takes a fifth of
-the time that their hash does.
+ones. Both have an index of their own: a salt before the first of them makes its length anything.
+
+Without its block a page is found all the same, only more slowly. So blocks may be entered later than their
+pages, when nobody waits (`catch_up`).
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ from typing import Any
 
 import numpy as np
 
+from .prefix_runs import PrefixRuns
+
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _BLOCK = 16
 _LARGE = _BLOCK * _BLOCK
 _ID = np.dtype(np.int32)
 _Key = tuple[int, bytes]
+_FEW_DUE = 4
+"""Blocks that a look is not worth to be entered for."""
 
 
 class PrefixIndex:
@@ -54,13 +59,16 @@ class PrefixIndex:
         self._block_ending: dict[int, _Key] = {}
         """By its last page."""
         self._pages_of_large: dict[_Key, IntArray] = {}
-        self._last_large: dict[int, tuple[bytes, IntArray]] = {}
-        """By the number of the page before it, the one that was found last: its tokens and its pages."""
         self._blocks_of: dict[_Key, list[_Key]] = {}
         """Of a large one."""
         self._large_with: defaultdict[_Key, set[_Key]] = defaultdict(set)
+        self._due: dict[int, None] = {}
+        """Last pages of blocks that are not entered yet."""
+        self._runs = PrefixRuns(page_size)
         self._numbers = [0] * num_pages
-        self._num_entered = 0
+        self._numbers_in_index = np.zeros(num_pages, dtype=np.int64)
+        """The same of pages in the index, 0 of all others."""
+        self._num_entered = self._num_left = 0
         self._parents = [0] * num_pages
         self._places = [-1] * num_pages
         """Pages before each, in its chain."""
@@ -90,38 +98,58 @@ class PrefixIndex:
 
     def find(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
         """The pages of the longest known beginning of these, under a salt."""
-        found: list[IntArray] = []
-        numbers, before, begin, end = self._numbers, 0, 0, len(token_ids)
-        for size, find_block in ((_LARGE, self._large_block), (_BLOCK, self._pages_of.get)):
-            for content in self.contents(token_ids[begin:end], size):
-                block = find_block((before, salt + content if salt and not begin else content))
-                if block is None:
-                    break
-                found.append(block)
-                before = numbers[block.item(-1)]
-                begin += size * self._page_size
-            end = min(end, begin + size * self._page_size)  # a whole one more would have been found
-        pages: list[int] = []
-        find = self._page_of.get
-        for content in self.contents(token_ids[begin:end]):
-            page = find((before, salt + content if salt and not begin and not pages else content))
-            if page is None:
-                break
-            pages.append(page)
-            before = numbers[page]
-        if not found:
-            return np.array(pages, dtype=np.intp)
-        return np.concatenate([*found, pages], dtype=np.intp) if pages else np.concatenate(found)
-
-    def _large_block(self, key: _Key) -> IntArray | None:
-        before, content = key
-        last = self._last_large.get(before)
-        if last is not None and last[0] == content:
-            return last[1]
-        found = self._pages_of_large.get(key)
-        if found is not None:
-            self._last_large[before] = content, found
+        ids = np.ascontiguousarray(token_ids, dtype=_ID)
+        start = self.contents(ids[: self._page_size])
+        page = self._page_of.get((0, salt + start[0] if salt else start[0])) if start else None
+        if page is None:
+            return np.array([], dtype=np.intp)
+        first = self._numbers[page]
+        known = self._runs.find(first, ids, self._numbers_in_index, self._num_left)
+        if known is None or not len(known):
+            known = np.array([page], dtype=np.intp)
+        if len(self._due) > _FEW_DUE:
+            self.catch_up()
+        found = self._with_pages_behind(known, ids, salt)
+        if found is not known:
+            self._runs.note(first, ids, found, self._numbers_in_index, self._num_left)
         return found
+
+    def _with_pages_behind(self, known: IntArray, ids: IntArray, salt: bytes) -> IntArray:
+        """All pages of the longest known beginning of these, of which these are known."""
+        while True:
+            for length, blocks in ((_LARGE, self._pages_of_large), (_BLOCK, self._pages_of)):
+                known = self._with_blocks_behind(known, ids, salt, length, blocks)
+            # A whole block more would have been found, if it is not due.
+            begin, end = len(known), (len(known) // _BLOCK + 1) * _BLOCK
+            before, pages = self._numbers[known.item(-1)], list[int]()
+            for content in self.contents(ids[begin * self._page_size : end * self._page_size]):
+                page = self._page_of.get((before, content))
+                if page is None:
+                    break
+                pages.append(page)
+                before = self._numbers[page]
+            if pages:
+                known = np.concatenate([known, pages])
+            if len(known) < end:
+                return known
+
+    def _with_blocks_behind(
+        self, known: IntArray, ids: IntArray, salt: bytes, length: int, blocks: dict[_Key, IntArray]
+    ) -> IntArray:
+        """The same as far as blocks of so many pages go on; one may begin inside of what is known."""
+        begin = len(known) // length * length
+        size, end, found = self._page_size, begin + length, list[IntArray]()
+        if end * size > len(ids):
+            return known
+        before = self._numbers[known.item(begin - 1)] if begin else 0
+        while end * size <= len(ids):
+            [content] = self.contents(ids[(end - length) * size : end * size], length)
+            block = blocks.get((before, salt + content if salt and end == length else content))
+            if block is None:
+                break
+            found.append(block)
+            before, end = self._numbers[block.item(-1)], end + length
+        return np.concatenate([known[:begin], *found]) if found else known
 
     def behind(self, parent: int, content: bytes) -> int | None:
         """The page that holds these tokens behind `parent`."""
@@ -139,10 +167,9 @@ class PrefixIndex:
         self._numbers[page] = self._num_entered
         self._parents[page], self._places[page] = parent, self._places[parent] + 1
         self._page_of[key], self._key_of[page] = page, key
+        self._numbers_in_index[page] = self._num_entered
         if self._places[page] % _BLOCK == _BLOCK - 1:
-            self._enter_block(self._row_to(page))
-        if self._places[page] % _LARGE == _LARGE - 1:
-            self._enter_large_block(page)
+            self._due[page] = None
 
     def enter_row(self, pages: Sequence[int], parent: int, contents: Sequence[bytes]) -> None:
         """`enter` pages, one behind another, none of which was found there before."""
@@ -151,7 +178,7 @@ class PrefixIndex:
         assert set(map(len, contents[has_salt:])) <= {size}, "only a full page can be shared"
         assert self._key_of.keys().isdisjoint(pages), "a page is committed once"
         assert parent == 0 or parent in self._key_of, "the page before must be committed"
-        before, keys, place = parent, [], self._places[parent] + 1
+        before, keys, place, first = parent, [], self._places[parent] + 1, self._num_entered + 1
         for at, (page, content) in enumerate(zip(pages, contents, strict=True)):
             keys.append((self._numbers[before], content))
             self._num_entered += 1
@@ -160,17 +187,32 @@ class PrefixIndex:
             before = page
         self._page_of.update(zip(keys, pages, strict=True))
         self._key_of.update(zip(pages, keys, strict=True))
-        for at in range(-(place + 1) % _BLOCK, len(pages), _BLOCK):
-            is_whole = at + 1 >= _BLOCK
-            self._enter_block(pages[at + 1 - _BLOCK : at + 1] if is_whole else self._row_to(pages[at]))
-            if (place + at + 1) % _LARGE == 0:
-                self._enter_large_block(pages[at])
+        self._numbers_in_index[pages] = np.arange(first, first + len(pages))
+        self._due.update(dict.fromkeys(pages[-(place + 1) % _BLOCK :: _BLOCK]))
+
+    def catch_up(self) -> None:
+        """Enter the blocks that are due."""
+        try:
+            for page in self._due:
+                self._enter_block(self._row_to(page))
+                if self._places[page] % _LARGE == _LARGE - 1:
+                    self._enter_large_block(page)
+            self._due.clear()
+        except BaseException:
+            # One that is entered in part would not leave with its pages. All are due again.
+            self._forget_blocks()
+            ends = [page for page in self._key_of if self._places[page] % _BLOCK == _BLOCK - 1]
+            self._due.update(dict.fromkeys(sorted(ends, key=self._numbers.__getitem__)))
+            raise
 
     def remove(self, pages: Sequence[int]) -> None:
         """They are found no more, nor are pages behind them."""
+        self._num_left += len(pages)
         for key in map(self._key_of.pop, pages):
             del self._page_of[key]
+        self._numbers_in_index[pages] = 0
         for page in pages:
+            self._due.pop(page, None)
             for block in tuple(self._blocks_with.get(page, ())):
                 self._remove_block(block)
 
@@ -178,11 +220,16 @@ class PrefixIndex:
         """Forget everything."""
         self._page_of.clear()
         self._key_of.clear()
+        self._numbers_in_index[:] = 0
+        self._runs.clear()
+        self._forget_blocks()
+
+    def _forget_blocks(self) -> None:
+        self._due.clear()
         self._pages_of.clear()
         self._blocks_with.clear()
         self._block_ending.clear()
         self._pages_of_large.clear()
-        self._last_large.clear()
         self._blocks_of.clear()
         self._large_with.clear()
 
@@ -196,6 +243,12 @@ class PrefixIndex:
         """Whether its parts agree with each other."""
         if {page: key for key, page in self._page_of.items()} != self._key_of:
             return False
+        numbers = {page: self._numbers[page] for page in self._key_of}
+        listed = np.flatnonzero(self._numbers_in_index).tolist()
+        if {page: self._numbers_in_index.item(page) for page in listed} != numbers:
+            return False
+        if not self._due.keys() <= self._key_of.keys() - self._block_ending.keys():
+            return False
         members = {(page, key) for key, pages in self._pages_of.items() for page in pages.tolist()}
         known = {(page, key) for page, keys in self._blocks_with.items() for key in keys}
         ends = {pages.item(-1): key for key, pages in self._pages_of.items()}
@@ -204,8 +257,6 @@ class PrefixIndex:
         large = {(key, of) for of, keys in self._blocks_of.items() for key in keys}
         known_large = {(key, of) for key, found in self._large_with.items() for of in found}
         is_each = self._blocks_of.keys() == self._pages_of_large.keys()
-        last = {(at, content): pages for at, (content, pages) in self._last_large.items()}
-        is_each &= all(self._pages_of_large.get(key) is pages for key, pages in last.items())
         return ends == self._block_ending and is_each and large == known_large
 
     def _row_to(self, last: int) -> list[int]:
@@ -264,9 +315,6 @@ class PrefixIndex:
                 del self._blocks_with[page]
         for large in self._large_with.pop(block, ()):
             del self._pages_of_large[large]
-            last = self._last_large.get(large[0])
-            if last is not None and last[0] == large[1]:
-                del self._last_large[large[0]]
             for other in self._blocks_of.pop(large):
                 if other != block:
                     self._large_with[other].remove(large)

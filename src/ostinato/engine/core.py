@@ -90,6 +90,8 @@ class EngineCore:
         """
         config = loaded.config
         self.config = config
+        # Asked for in every step, where they take longer to work out than some parts of it.
+        self._lookahead, self._is_on_cpu = config.lookahead, config.device.type == "cpu"
         self.loaded = loaded
         self.clock = StepClock()
         """CPU time of the steps."""
@@ -196,7 +198,8 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it cannot be served."""
         vocab = self.loaded.model.config.vocab_size
-        if (found := highest(request.prompt_ids)) >= vocab:
+        found = highest(request.prompt_ids) if request.highest_id is None else request.highest_id
+        if found >= vocab:
             raise RequestError(
                 f"request {request.request_id}: token id {found} is outside the model's vocabulary of {vocab}"
             )
@@ -242,7 +245,8 @@ class EngineCore:
             self.clock.lap("schedule")
             if step is not None:
                 self._take_off(step)
-            if self._flights and (step is None or len(self._flights) > self.config.lookahead):
+                self._tidy_up()
+            if self._flights and (step is None or len(self._flights) > self._lookahead):
                 self._complete()
         self.following.let_go()
         arrived, self._arrived = self._arrived, []
@@ -437,6 +441,13 @@ class EngineCore:
             flight.launched = self.sampler.launch(step)
         flight.error = None
 
+    def _tidy_up(self) -> None:
+        """What can wait until the device is at work. It changes nothing but how fast prefixes are found."""
+        try:
+            self.scheduler.pages.catch_up()
+        except Exception:
+            logger.exception("cached pages could not be entered as blocks; they are found one by one")
+
     def _refuse(self, stuck: dict[Request, str]) -> None:
         """End those for whom no token is left, before one is drawn."""
         self._note_ended(tuple(stuck))
@@ -504,21 +515,22 @@ class EngineCore:
         between = self.clock.on_device(None if sampled is None else sampled.span, counts=flight.is_timed)
         if flight.error is not None:
             return
-        is_on_cpu = self.config.device.type == "cpu"
-        if is_on_cpu:
+        if self._is_on_cpu:
             took: float | None = flight.launch_seconds
         elif flight.follows:
             took = between
         else:
             # The host knows it only if it does nothing else meanwhile.
-            is_seen = sampled is not None and not self.config.lookahead
+            is_seen = sampled is not None and not self._lookahead
             took = flight.launch_seconds + waited if is_seen else None
         if took is None:
             return
         if self.prompt_bound is not None:
             self.prompt_bound.note(flight.step, took)
         if self.runner.speculation is not None and flight.step.is_uniform_decode:
-            self.runner.speculation.note_cost(flight.step, took if is_on_cpu or flight.is_timed else None)
+            self.runner.speculation.note_cost(
+                flight.step, took if self._is_on_cpu or flight.is_timed else None
+            )
 
     def _read(self, flight: Flight) -> Sampled | None:
         if flight.error is not None:
@@ -571,7 +583,7 @@ class EngineCore:
         if self.scheduler.num_steps_in_flight != len(self._flights):
             known = [flight.step for flight in self._flights]
             self._flights += [Flight(step) for step in self.scheduler.in_flight if step not in known]
-        while len(self._flights) > self.config.lookahead or self._is_interrupted:
+        while self._flights and (len(self._flights) > self._lookahead or self._is_interrupted):
             self._complete()
 
     @property

@@ -43,7 +43,7 @@ from .step_profiler import StepProfiler
 from .stepping.flight import Progress
 from .stepping.prompt_states import PromptStates
 from .stepping.times import StartupTimes
-from .token_ids import IntArray, token_array
+from .token_ids import IntArray, token_array_and_highest
 from .turns import Turn
 from .vllm_api.engine_view import VllmConfigView
 from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, check_keys, kind_of
@@ -155,14 +155,18 @@ class TextEngine:
         params = self._checked(params)
         with self.turn:
             name = self._name(request_id)
-            text, ids = self._encoded(prompt)
-            ids, salt = self._cut(ids, params), _cache_salt(prompt)
+            text, given, highest = self._encoded(prompt)
+            ids, salt = self._cut(given, params), _cache_salt(prompt)
             whole = _output(name, text, ids)
             if params.prompt_logprobs is not None:
                 whole.prompt_logprobs = [None] * len(ids)
-            self._serve(
-                [self._completion(whole, ids, params, index, salt, adapter) for index in range(params.n)]
-            )
+            completions = [
+                self._completion(whole, ids, params, index, salt, adapter) for index in range(params.n)
+            ]
+            if ids is given:
+                for completion in completions:
+                    completion.request.highest_id = highest
+            self._serve(completions)
             return whole
 
     def add_embedding(
@@ -171,7 +175,7 @@ class TextEngine:
         """Queue a prompt to embed; its id."""
         with self.turn:
             name = self._name(request_id)
-            text, ids = self._encoded(prompt)
+            text, ids, _ = self._encoded(prompt)
             whole, output = _output(name, text, ids), CompletionOutput(0)
             whole.outputs.append(output)
             request = Request(name, ids, None, adapter=adapter)
@@ -285,15 +289,16 @@ class TextEngine:
         include_stop = params.include_stop_str_in_output
         return CompletionText(detokenizer, token_ids, params.stop or (), include_stop=include_stop)
 
-    def _encoded(self, prompt: Prompt) -> tuple[str | None, IntArray]:
+    def _encoded(self, prompt: Prompt) -> tuple[str | None, IntArray, int]:
+        """The text of a prompt, its token ids, and the highest of these."""
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             text = prompt.get("prompt")
             if text is not None and not isinstance(text, str):
                 raise RequestError(f"the prompt beside prompt_token_ids is a text, not {kind_of(text)}")
             check_keys(prompt)
-            return text, _checked_ids(prompt["prompt_token_ids"])
+            return text, *_checked_ids(prompt["prompt_token_ids"])
         if are_token_ids(prompt):
-            return None, _checked_ids(prompt)
+            return None, *_checked_ids(prompt)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str):
             raise RequestError(f"{WHAT_A_PROMPT_IS}, not {kind_of(prompt)}")
@@ -305,7 +310,7 @@ class TextEngine:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is no text that can be encoded: {error}") from None
-        return text, token_array(self.tokenizer.encode(text))
+        return text, *token_array_and_highest(self.tokenizer.encode(text))
 
     def token_ids_of(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; RequestError if it is none."""
@@ -524,16 +529,16 @@ def _cache_salt(prompt: Prompt) -> str | None:
     return salt
 
 
-def _checked_ids(ids: Any) -> IntArray:
+def _checked_ids(ids: Any) -> tuple[IntArray, int]:
     try:
-        checked = token_array(ids)
+        checked, highest = token_array_and_highest(ids)
         if checked.dtype != np.int32:
             raise OverflowError
     except TypeError:
         raise RequestError(f"prompt_token_ids must be a list of integers, not {ids!r}") from None
     except OverflowError:
         raise RequestError("prompt_token_ids must be token ids, integers of at least 0") from None
-    return checked
+    return checked, highest
 
 
 def _output(name: str, text: str | None, ids: IntArray) -> RequestOutput:

@@ -71,7 +71,8 @@ class RequestCounts:
         self.prompt_tokens += prompt_length
         self.prompt_lengths.observe(prompt_length)
         self.generation_tokens += sum(lengths)
-        self.finished.update(str(completion.finish_reason) for completion in output.outputs)
+        for completion in output.outputs:
+            self.finished[str(completion.finish_reason)] += 1
         for length in lengths:
             self.output_lengths.observe(length)
         self.whole_seconds.observe(times.last_token_ts - times.queued_ts)

@@ -116,6 +116,8 @@ class Following:
     def join(self, requests: Iterable[Request]) -> None:
         """Begin the texts of those that got a row, or go on with them."""
         followed = [request for request in requests if request.grammar is not None]
+        if not followed:
+            return
         for request in followed:
             assert request.grammar is not None
             request.grammar.catch_up(request.output_ids)

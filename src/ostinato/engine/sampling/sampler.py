@@ -80,6 +80,8 @@ class Sampler:
         """Classes of callers that change logits."""
         self._biased_rows: set[int] = set()
         self._banning_rows: set[int] = set()
+        self._plain_rows: dict[int, tuple[float | None, ...]] = {}
+        """What is written in the rows of those that ask for plain sampling."""
         self._asked = Asked(
             generated=self.generated,
             in_prompt=self._in_prompt,
@@ -155,6 +157,7 @@ class Sampler:
         tensors = (self.generated, self._in_prompt)
         before, kinds = [tensor.clone() for tensor in tensors], copy.deepcopy(self._kinds)
         biased, banning = set(self._biased_rows), set(self._banning_rows)
+        plain = dict(self._plain_rows)
         try:
             with self._masks.unchanged():
                 yield
@@ -162,7 +165,7 @@ class Sampler:
             for tensor, content in zip(tensors, before, strict=True):
                 tensor.copy_(content)
             self._kinds = kinds
-            self._biased_rows, self._banning_rows = biased, banning
+            self._biased_rows, self._banning_rows, self._plain_rows = biased, banning, plain
             self._decided, self._held = (None, 0, None), dict.fromkeys(Kind)
 
     def drop(self) -> None:
@@ -215,6 +218,11 @@ class Sampler:
 
     def _write(self, request: Request, params: SamplingParams) -> None:
         row, write = request.row, self._rows.write
+        plain = self._plain_values(request, params)
+        if plain is not None and self._plain_rows.get(row) == plain:
+            self._masks.allow_all(row)
+            return
+        self._plain_rows.pop(row, None)  # whatever of this fails, the next tenant writes it again
         is_plain = self._kinds.set(row, params, request.is_processed) is Kind.PLAIN
         write("is_plain", row, is_plain)
         if self._runner.speculation is not None:
@@ -239,6 +247,17 @@ class Sampler:
             self._masks.allow(row, request.rules.lasting)
         elif request.grammar is None:
             self._masks.allow_all(row)
+        if plain is not None:
+            self._plain_rows[row] = plain
+
+    def _plain_values(self, request: Request, params: SamplingParams) -> tuple[float | None, ...] | None:
+        """All that is read of a row whose request asks for plain sampling; None if it asks for more."""
+        if self._runner.speculation is not None or request.rules is not None or request.grammar is not None:
+            return None
+        if Kind.of(params, request.is_processed) is not Kind.PLAIN:
+            return None
+        temperature = 0.0 if params.is_greedy else params.temperature
+        return temperature, params.seed, params.top_k, params.top_p, params.min_p
 
     def _write_biases(self, row: int, biases: Mapping[int, float]) -> None:
         if not biases and row not in self._biased_rows:

@@ -11,6 +11,9 @@ from .request import FinishReason, IntArray, Request
 from .running_requests import RunningRequests
 from .scheduled_step import CompletedStep, FurtherTokens, ScheduledStep
 
+_THERE, _GONE = np.ones(1, dtype=bool), np.zeros(1, dtype=bool)
+"""Whether the one request of a step has not left."""
+
 
 class Landing:
     """Of one scheduler; see Note [One step ahead] in scheduler.py."""
@@ -26,6 +29,10 @@ class Landing:
     def complete(self, step: ScheduledStep, tokens: IntArray) -> CompletedStep:
         """The oldest step has brought these: one of each request."""
         assert tokens.shape == (step.num_requests,), "one token per request of the step"
+        is_one = step.num_requests == 1
+        return self._complete_one(step, tokens) if is_one else self._complete_all(step, tokens)
+
+    def _complete_all(self, step: ScheduledStep, tokens: IntArray) -> CompletedStep:
         # What numpy indexes with; from anything else it makes one, every time.
         rows, counts = step.rows.astype(np.intp), step.num_new_tokens
         accepted = live = self._land(step, rows)
@@ -44,6 +51,21 @@ class Landing:
         finished = [self._finish_sampled(int(rows[at]), int(new[at]), at in stopped) for at in over]
         finished += self._finish_embeddings(step, live)
         return CompletedStep(step, tokens, accepted, tuple(finished))
+
+    def _complete_one(self, step: ScheduledStep, tokens: IntArray) -> CompletedStep:
+        """`complete` without arrays of one element, each of which takes as long as ten numbers."""
+        row, token = step.rows.item(), int(tokens.item())
+        live = self._land(step, step.rows)
+        if live is _GONE:
+            return CompletedStep(step, tokens, live, ())
+        computed = self._rows.num_computed.item(row) + step.num_new_tokens.item()
+        self._rows.num_computed[row] = computed
+        self._running.commit_full_of(row, computed)
+        if not step.samples.item():
+            return CompletedStep(step, tokens, _GONE, tuple(self._finish_embeddings(step, live)))
+        is_over, is_stop = self._rows.append_one(row, computed, token)
+        finished = (self._finish_sampled(row, token, is_stop),) if is_over else ()
+        return CompletedStep(step, tokens, live, finished)
 
     def complete_verified(self, step: ScheduledStep, tokens: IntArray, num_new: IntArray) -> CompletedStep:
         """The oldest step has verified drafts and brought [q, R] tokens, so many new ones of each request."""
@@ -102,6 +124,9 @@ class Landing:
         live: IntArray
         if batch is not None and step.requests is batch.requests:
             live = step.samples  # all of them: a batch is made anew when somebody leaves
+        elif step.num_requests == 1:
+            is_there = self._rows.tenancy.item(step.rows.item()) == step.tenancies.item()
+            live = _THERE if is_there else _GONE
         else:
             live = self._rows.tenancy[rows] == step.tenancies
         self._landed = step, live

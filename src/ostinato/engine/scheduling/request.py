@@ -103,6 +103,8 @@ class Request:
     """Functions of callers that change its logits; given by the engine."""
     is_processed: bool = field(default=False, init=False)
     """Whether there are such, or others that change those of all requests."""
+    highest_id: int | None = field(default=None, init=False)
+    """The highest id of its prompt, if whoever made it has looked."""
     order: int = field(default=-1, init=False)
     """Its number in the order of arrival, given by the scheduler."""
     is_late: bool = field(default=False, init=False)
@@ -373,6 +375,13 @@ class RequestRows:
             return (_places(over) if np.count_nonzero(over) else []), []
         stopped &= lengths >= self.stops_from[rows]
         return _places(over | stopped), _places(stopped)
+
+    def append_one(self, row: int, length: int, token: int) -> tuple[bool, bool]:
+        """`append` for a single row: whether it ends, and whether by a stop token."""
+        self.token_ids[row, length] = token
+        self.num_tokens[row] = length + 1
+        is_stop = token in self.stop_ids[:, row].tolist() and length >= self.stops_from.item(row)
+        return is_stop or length + 1 >= self.max_tokens.item(row), is_stop
 
     def append_bunch(
         self, rows: IntArray, lengths: IntArray, tokens: IntArray, counts: IntArray

@@ -79,7 +79,8 @@ class RequestPages:
         self._extend(request, np.concatenate([prefix, new]) if len(prefix) else new)
         rows.num_computed[row] = rows.num_scheduled[row] = cached
         rows.num_committed_pages[row] = len(prefix)
-        rows.num_given_back[row] = len(prefix) - np.count_nonzero(prefix)  # page 0 stands for those
+        if self._window is not None:
+            rows.num_given_back[row] = len(prefix) - np.count_nonzero(prefix)  # page 0 stands for those
         if not self._prefix_caching:
             rows.never_commit(row)
 
@@ -100,14 +101,18 @@ class RequestPages:
             end += count
             self._extend(request, taken[end - count : end])
 
-    def commit_full(self, rows: IntArray, computed: IntArray) -> bool:
-        """Offer pages that have become full as prefixes. Whether one came free, for its like was there."""
+    def commit_full_of(self, row: int, computed: int) -> bool:
+        """Offer pages of this row that have become full as prefixes. Whether one came free, for its like was
+        there."""
         if not self._prefix_caching:
             return False
-        if len(rows) == 1:
-            row = int(rows[0])
-            is_behind = int(computed[0]) // self._pages.page_size > self._rows.num_committed_pages[row]
-            return bool(is_behind) and self._commit(row)
+        is_behind = computed // self._pages.page_size > self._rows.num_committed_pages.item(row)
+        return is_behind and self._commit(row)
+
+    def commit_full(self, rows: IntArray, computed: IntArray) -> bool:
+        """The same for several."""
+        if not self._prefix_caching:
+            return False
         full = computed // self._pages.page_size
         behind = full > self._rows.num_committed_pages[rows]
         if not np.count_nonzero(behind):

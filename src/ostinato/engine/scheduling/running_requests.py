@@ -69,8 +69,13 @@ class RunningRequests:
         if self.taken.give_back(self.requests):
             self._waiting.head_is_blocked = False
 
+    def commit_full_of(self, row: int, computed: int) -> None:
+        """Offer pages of this row that have become full as prefixes."""
+        if self.taken.commit_full_of(row, computed):
+            self._waiting.head_is_blocked = False
+
     def commit_full(self, rows: IntArray, computed: IntArray) -> None:
-        """Offer pages of these rows that have become full as prefixes."""
+        """The same for several."""
         if self.taken.commit_full(rows, computed):
             self._waiting.head_is_blocked = False
 
@@ -118,8 +123,13 @@ class RunningRequests:
             if self.prefilling is None and not request.is_embedding:
                 self.decoding.append(request)
                 self.batch = None
-        self.rows.num_scheduled[step.rows] = step.seq_lens
-        self.rows.num_promised[step.rows] += step.samples * step.query_len
+        if step.num_requests == 1:
+            row = step.rows.item()
+            self.rows.num_scheduled[row] += step.num_new_tokens.item()
+            self.rows.num_promised[row] += step.samples.item() * step.query_len
+        else:
+            self.rows.num_scheduled[step.rows] = step.seq_lens
+            self.rows.num_promised[step.rows] += step.samples * step.query_len
         self.joined.clear()
 
     def look_ahead(self, step: ScheduledStep) -> None:

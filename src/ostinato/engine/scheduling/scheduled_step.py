@@ -72,13 +72,13 @@ class ScheduledStep:
         """Every request goes on from the token it sampled last: all that the step needs is on the device."""
         return not self.prompt_tokens
 
-    @cached_property
+    @property
     def total_tokens(self) -> int:
         """T."""
         num_decodes = self.num_requests - len(self.prompt_tokens)
         return num_decodes * self.query_len + sum(map(len, self.prompt_tokens))
 
-    @cached_property
+    @property
     def input_ids(self) -> IntArray:
         """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row, and
         PLACEHOLDER - i for its draft i, from 1 on."""
@@ -105,7 +105,7 @@ class ScheduledStep:
         """int32 [R]: context lengths, this step's tokens included."""
         return self.starts + self.num_new_tokens
 
-    @cached_property
+    @property
     def query_starts(self) -> IntArray:
         """int32 [R]: index of each request's first token in the flattened batch."""
         if self.num_requests == 1:
@@ -113,16 +113,17 @@ class ScheduledStep:
         starts: IntArray = self.num_new_tokens.cumsum(dtype=np.int32) - self.num_new_tokens
         return starts
 
-    @cached_property
+    @property
     def token_rows(self) -> IntArray:
         """int32 [T]: the row of each token."""
         return self.rows.repeat(self.num_new_tokens)
 
-    @cached_property
+    @property
     def positions(self) -> IntArray:
         """int64 [T]: the position of each token in its request."""
         if self.num_requests == 1:
-            return np.arange(self.total_tokens) + self.starts
+            start = self.starts.item()
+            return np.arange(start, start + self.total_tokens)
         first = (self.starts - self.query_starts).repeat(self.num_new_tokens)
         return first + np.arange(self.total_tokens)
 

@@ -10,6 +10,9 @@ from .decode_batch import DecodeBatch
 from .request import IntArray, Request, RequestRows
 from .scheduled_step import PageUpdate, ScheduledStep
 
+_DTYPES = (np.int32, np.int32, np.int32, np.bool_, np.int64)
+"""Of rows, starts, counts, samples and tenancies."""
+
 
 class StepMaker:
     """Makes `ScheduledStep`s from the numbers of the running requests."""
@@ -36,23 +39,17 @@ class StepMaker:
         prompt, if there are no drafts."""
         assert not (num_drafts and chunks)
         state = self._state
-        num_decodes = len(rows)
-        if chunks:
-            requests += tuple(request for request, _ in chunks)
-            theirs = np.array([request.row for request, _ in chunks], dtype=np.int32)
-            rows = np.concatenate([rows, theirs]) if num_decodes else theirs
-        counts, samples = self._counts_of(1 + num_drafts)[: len(rows)], self._all_true[: len(rows)]
-        starts = state.num_scheduled[rows]
         prompt_tokens: tuple[IntArray, ...] = ()
         if chunks:
-            counts, samples = counts.copy(), samples.copy()
-            begins = starts[num_decodes:].tolist()
-            tokens = []
-            for at, ((request, count), begin) in enumerate(zip(chunks, begins, strict=True), num_decodes):
-                counts[at] = count
-                samples[at] = not request.is_embedding and request.num_unscheduled == count
-                tokens.append(state.token_ids[request.row, begin : begin + count].copy())
-            prompt_tokens = tuple(tokens)
+            requests += tuple([request for request, _ in chunks])
+            prompts, prompt_tokens = self._prompts(chunks)
+        if not len(rows):
+            rows, starts, counts, samples, tenancies = prompts
+        else:
+            counts, samples = self._counts_of(1 + num_drafts)[: len(rows)], self._all_true[: len(rows)]
+            of_decodes = rows, state.num_scheduled[rows], counts, samples, state.tenancy[rows]
+            both = map(np.concatenate, zip(of_decodes, prompts, strict=True)) if chunks else of_decodes
+            rows, starts, counts, samples, tenancies = both
         return ScheduledStep(
             index=self._next_index(),
             requests=requests,
@@ -63,11 +60,26 @@ class StepMaker:
             prompt_tokens=prompt_tokens,
             joined=joined,
             page_updates=page_updates,
-            tenancies=state.tenancy[rows],
+            tenancies=tenancies,
             shared_prefix=0 if chunks else shared_prefix,
             num_adapters=state.num_adapters(rows),
             num_drafts=num_drafts,
         )
+
+    def _prompts(
+        self, chunks: Sequence[tuple[Request, int]]
+    ) -> tuple[tuple[IntArray, ...], tuple[IntArray, ...]]:
+        """Rows, starts, counts, samples and tenancies of so many tokens of each prompt, and these tokens.
+        Number by number: there is mostly one, and arrays of one take longer."""
+        state, numbers, tokens = self._state, [], []
+        for request, count in chunks:
+            row = request.row
+            start = state.num_scheduled.item(row)
+            samples = not request.is_embedding and state.num_promised.item(row) - start == count
+            numbers.append((row, start, count, samples, state.tenancy.item(row)))
+            tokens.append(state.token_ids[row, start : start + count].copy())
+        columns = zip(zip(*numbers, strict=True), _DTYPES, strict=True)
+        return tuple([np.array(column, dtype) for column, dtype in columns]), tuple(tokens)
 
     def steady(self, batch: DecodeBatch, page_updates: tuple[PageUpdate, ...]) -> ScheduledStep:
         """All of the batch, one token further, or as many more as it has drafts."""

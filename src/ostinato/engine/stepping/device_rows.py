@@ -55,6 +55,8 @@ class _Changes:
 
     def places(self) -> IntArray:
         """Each cell once: a scatter promises no order among equal places."""
+        if not self.spans and len(self.cells) == 1 and len(self.cells[0]) == 1:
+            return self.cells[0]  # a page, mostly
         count = sum(end - begin for begin, end in self.spans) + sum(map(len, self.cells))
         if count <= _FEW:
             listed = [place for span in self.spans for place in range(*span)]
@@ -166,7 +168,7 @@ class DeviceRows:
         assert not field.advances
         begin = self._starts[name] + row * field.width + first
         # A row is often handed to a request that begins as its last tenant did.
-        changed = np.flatnonzero(self._mirror[begin : begin + len(values)] != values)
+        changed = (self._mirror[begin : begin + len(values)] != values).nonzero()[0]
         if len(changed):
             self._changes.cells.append(begin + changed)
             self._mirror[begin : begin + len(values)] = values

@@ -74,6 +74,7 @@ class InputBuffers:
         self.max_reqs = max_tokens if max_reqs is None else max_reqs
         capacity = Layout(self.fields, self.max_tokens, self.max_reqs).nbytes
         self.device = backend_for(device).device
+        self._is_on_host = self.device.type == "cpu"
         self._allocate = allocate or (lambda n: torch.empty(n, dtype=torch.uint8, device=self.device))
         with torch.inference_mode(False):
             self.arena = self._allocate(capacity).zero_()
@@ -120,7 +121,7 @@ class InputBuffers:
         """`fill` for a batch whose plan is at hand."""
         values, host = self._all_from_host(batch, plan.expected) or self._checked(batch, plan.expected)
         self.holds = None
-        if host and self.device.type == "cpu":
+        if host and self._is_on_host:
             for i in host:
                 values[i] = as_tensor(values[i], self.fields[i].dtype)
             host = []
