@@ -26,8 +26,10 @@
 
 constexpr int kOutEach = GROUP * HEAD_DIM;  // results of a token for a KV head
 
-// Chunks of so many pairs of results are asked for at a time.
-constexpr int kJoinedAtOnce = QUERIES > 1 && kColumns <= 3 ? 2 : 1;
+constexpr int kPairs = kHeads * HEAD_DIM / 2;  // of results of a unit
+
+// Chunks of so many of a thread's pairs are asked for at a time.
+constexpr int kJoinedAtOnce = QUERIES == 1 ? 1 : kPairs <= 2 * kThreads ? 2 : kPairs <= 3 * kThreads ? 3 : 4;
 
 // Where a pair of results of a unit lies behind its first one.
 __device__ __forceinline__ int out_pair(int e) {
@@ -110,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_PROGRAMS)
 
     const long long pair = (long long)unit.request * KV_HEADS + unit.kv_head;
     uint32* const out_pairs = (uint32*)(out + (unit.request * (long long)(QUERIES * KV_HEADS) + unit.kv_head) * kOutEach);
-    for (int e = threadIdx.x; e < kHeads * HEAD_DIM / 2; e += kThreads) {
+    for (int e = threadIdx.x; e < kPairs; e += kThreads) {
       const int head = e / (HEAD_DIM / 2), dim = e % (HEAD_DIM / 2) * 2;
       const Joined joined = join_warps(shared, head, dim);
       if (unit.chunks == 1) {
@@ -129,12 +131,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_PROGRAMS)
       __syncthreads();
       if (for_all == unit.chunks - 1) {
         if (threadIdx.x == 0) *counter = 0;
-#pragma unroll(kJoinedAtOnce)
-        for (int e = threadIdx.x; e < kHeads * HEAD_DIM / 2; e += kThreads) {
-          const int head = e / (HEAD_DIM / 2), dim = e % (HEAD_DIM / 2) * 2;
-          const long long part = pair * max_chunks * kHeads + head;
-          const Joined joined = join_chunks(partial, partial_sums, part, dim, unit.chunks);
-          out_pairs[out_pair(e)] = rounded(joined.a / joined.total, joined.b / joined.total);
+        for (int begin = threadIdx.x; begin < kPairs; begin += kThreads * kJoinedAtOnce) {
+          long long parts[kJoinedAtOnce];
+          int dims[kJoinedAtOnce];
+          Joined joined[kJoinedAtOnce];
+#pragma unroll
+          for (int n = 0; n < kJoinedAtOnce; ++n) {
+            const int e = min(begin + n * kThreads, kPairs - 1);
+            parts[n] = pair * max_chunks * kHeads + e / (HEAD_DIM / 2);
+            dims[n] = e % (HEAD_DIM / 2) * 2;
+          }
+          join_chunks(partial, partial_sums, parts, dims, unit.chunks, joined);
+#pragma unroll
+          for (int n = 0; n < kJoinedAtOnce; ++n) {
+            const int e = begin + n * kThreads;
+            const float total = joined[n].total;
+            if (e < kPairs) out_pairs[out_pair(e)] = rounded(joined[n].a / total, joined[n].b / total);
+          }
         }
       }
     }

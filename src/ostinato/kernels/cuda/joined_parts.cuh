@@ -28,30 +28,39 @@ __device__ __forceinline__ Joined join_warps(const char* rings, int head, int di
   return joined;
 }
 
-// Over the chunks of a request, in their order. `part` is the place of chunk 0 for this head in the partial results.
-__device__ __forceinline__ Joined join_chunks(const float* partial, const float* partial_sums, long long part,
-                                              int dim, int chunks) {
-  Joined joined{-infinity(), 0.f, 0.f, 0.f};
+// Over the chunks of a request, in their order, several pairs of dims at a time: the memory that holds them is far
+// away. `parts` are the places of chunk 0 for their heads in the partial results.
+template <int kPairs>
+__device__ __forceinline__ void join_chunks(const float* partial, const float* partial_sums,
+                                            const long long (&parts)[kPairs], const int (&dims)[kPairs], int chunks,
+                                            Joined (&joined)[kPairs]) {
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) joined[p] = Joined{-infinity(), 0.f, 0.f, 0.f};
   for (int first = 0; first < chunks; first += 8) {
-    float2 sums[8], parts[8];
-    float most = joined.most;
+    float2 sums[kPairs][8], values[kPairs][8];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const long long place = part + min(first + n, chunks - 1) * kHeads;
-      sums[n] = as_floats(load_two_words(partial_sums + place * 2));
-      parts[n] = as_floats(load_two_words(partial + place * HEAD_DIM + dim));
-    }
+    for (int p = 0; p < kPairs; ++p)
 #pragma unroll
-    for (int n = 0; n < 8; ++n) most = fmaxf(most, sums[n].x);
-    const float base = base_of(most), faded = exp2_of(joined.most - base);
-    joined = Joined{most, joined.total * faded, joined.a * faded, joined.b * faded};
+      for (int n = 0; n < 8; ++n) {
+        const long long place = parts[p] + min(first + n, chunks - 1) * kHeads;
+        sums[p][n] = as_floats(load_two_words(partial_sums + place * 2));
+        values[p][n] = as_floats(load_two_words(partial + place * HEAD_DIM + dims[p]));
+      }
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float weight = first + n < chunks ? exp2_of(sums[n].x - base) : 0.f;
-      joined.total += sums[n].y * weight;
-      joined.a += parts[n].x * weight;
-      joined.b += parts[n].y * weight;
+    for (int p = 0; p < kPairs; ++p) {
+      Joined& to = joined[p];
+      float most = to.most;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) most = fmaxf(most, sums[p][n].x);
+      const float base = base_of(most), faded = exp2_of(to.most - base);
+      to = Joined{most, to.total * faded, to.a * faded, to.b * faded};
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float weight = first + n < chunks ? exp2_of(sums[p][n].x - base) : 0.f;
+        to.total += sums[p][n].y * weight;
+        to.a += values[p][n].x * weight;
+        to.b += values[p][n].y * weight;
+      }
     }
   }
-  return joined;
 }
