@@ -178,7 +178,7 @@ def test_a_wait_that_is_given_up_leaves_things_as_they_were(served, llm, was_pau
         for call in (served.sleep(mode="wait"), served.pause_generation(mode="wait")):
             task = asyncio.create_task(call)
             while not llm.engine.core.scheduler.is_draining:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
