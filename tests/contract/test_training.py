@@ -484,6 +484,74 @@ def test_a_model_whose_rows_see_padding_is_served_at_its_lengths_only(device):
     assert reasons(step) == {"padding-disabled": 1}
 
 
+class Judges(nn.Module):
+    """Says the same of everything until it is trained, and learns from all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 3)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids).mean(1))
+
+
+@pytest.mark.parametrize("first", [8, 1])
+def test_a_model_that_only_learns_otherwise_with_padding_is_served_at_its_lengths_only(device, first):
+    model = Judges().to(device)
+    labels = torch.tensor([2, 0], device=device)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, ladder=LADDER)
+    for length in (first, 8, 5):
+        expected = F.cross_entropy(model(one_batch(device, length)[0]), labels).item()
+        assert step(one_batch(device, length)[0], labels).item() == pytest.approx(expected, rel=1e-6)
+    assert reasons(step) == {"padding-disabled": 1}
+
+
+class LooksAhead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.head(x.flip(1).cumsum(1).flip(1))
+
+
+@pytest.mark.parametrize(("model_type", "is_padded"), [(LooksAhead, False), (nn.Identity, True)])
+def test_padding_is_tried_with_positions_that_have_targets(device, model_type, is_padded):
+    """Of prompts with their answers the first half may have none, and no loss."""
+    model = make_model(device) if model_type is nn.Identity else model_type().to(device)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), ladder=LADDER)
+    for length in (8, 8, 5):
+        inputs, targets = one_batch(device, length)
+        step(inputs, targets.index_fill(1, torch.arange(4, device=device), -100))
+    assert reasons(step) == ({} if is_padded else {"padding-disabled": 1})
+
+
+def test_labels_among_the_inputs_are_padded_as_targets_are(device):
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model(device)
+
+        def forward(self, input_ids, labels):
+            return cross_entropy(self.model(input_ids), labels)
+
+    ours, theirs = twins(WithLoss())
+    step = captured(ours, torch.optim.SGD(ours.parameters(), lr=0.1), lambda loss, _: loss, ladder=LADDER)
+    other = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for length in (8, 8, 5, 3):
+        inputs, targets = one_batch(device, length)
+        loss = theirs(inputs, targets)
+        other.zero_grad()
+        loss.backward()
+        other.step()
+        found = step({"input_ids": inputs, "labels": targets}, None)
+        assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert reasons(step) == {}
+    assert replays(step) == 3
+
+
 def test_a_parameter_without_gradient_is_left_alone(device):
     model = make_model(device)
     model.unused = nn.Linear(3, 3).to(device)

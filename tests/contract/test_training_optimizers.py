@@ -10,7 +10,9 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 from contract.training_loops import (
+    VOCABULARY,
     captured,
+    cross_entropy,
     fast_options,
     make_batches,
     make_model,
@@ -261,6 +263,39 @@ def test_hooks_of_an_optimizer_are_called_in_every_step(device, caplog):
     assert len(called) == 4
     assert replays(step) == 3
     assert "it has hooks" in caplog.text
+
+
+def test_two_steps_may_share_an_optimizer(device):
+    ours, theirs = twins(make_model(device))
+    mine, other = adamw(ours), torch.optim.AdamW(theirs.parameters(), lr=0.02, fused=True)
+    losses = (cross_entropy, lambda logits, targets: cross_entropy(logits, targets) + logits.square().mean())
+    steps = [captured(ours, mine, loss_fn) for loss_fn in losses]
+    found, expected = [], []
+    for number, batch in enumerate(make_batches(device, [8] * 6)):
+        found.append(steps[number % 2](*batch).item())
+        expected += train_eagerly(theirs, other, [batch], loss_fn=losses[number % 2])
+    assert found == expected
+    assert [replays(step) for step in steps] == [2, 2]
+    assert mine.state_dict()["param_groups"][0]["fused"] is None, "as it was asked for"
+
+
+def test_a_step_is_made_anew_when_a_group_was_added(device):
+    ours, theirs = twins(nn.ModuleList([make_model(device), nn.Linear(VOCABULARY, VOCABULARY)]).to(device))
+    optimizers = [torch.optim.AdamW(model[0].parameters(), lr=0.02, fused=True) for model in (ours, theirs)]
+    found, expected = [], []
+    for number, batch in enumerate(make_batches(device, [8] * 6)):
+        models = [model[0] if number < 3 else nn.Sequential(*model) for model in (ours, theirs)]
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True) if number == 3 else ():
+            optimizer.add_param_group({"params": [*model[1].parameters()], "lr": 0.5})
+        if number in (0, 3):
+            step = captured(models[0], optimizers[0])
+        found.append(step(*batch).item())
+        expected += train_eagerly(models[1], optimizers[1], [batch])
+        for optimizer in optimizers:
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert found == expected
+    saved = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
+    assert saved[0] == saved[1]
 
 
 @pytest.mark.slow

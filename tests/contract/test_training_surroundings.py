@@ -19,7 +19,7 @@ from contract.training_loops import (
     train_eagerly,
     twins,
 )
-from ostinato.graphs import CaptureError, CaptureOptions, ConfigError, make_graphed_callables
+from ostinato.graphs import BatchError, CaptureError, CaptureOptions, ConfigError, make_graphed_callables
 
 STEPS = 8
 CHANGES_AT = 4
@@ -394,6 +394,27 @@ def test_parameters_of_another_optimizer_are_named_and_left_alone(device, caplog
         step(inputs, targets)
     assert replays(step) == 2
     assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in norm), "trials and replays add nothing"
+
+
+def test_a_critic_that_only_the_loss_knows_keeps_its_gradients(device):
+    """Its optimizer's `zero_grad` frees them: a graph that adds to them would write into memory of others."""
+    model, critic = make_model(device), nn.Linear(13, 1).to(device)
+    step = captured(model, adamw(model), lambda logits, targets: critic(logits).mean())
+    for inputs, targets in make_batches(device, [8] * 4):
+        critic.weight.grad = torch.full_like(critic.weight, 3.0)
+        step(inputs, targets)
+        assert torch.equal(critic.weight.grad, torch.full_like(critic.weight, 3.0))
+        assert critic.bias.grad is None
+    assert replays(step) == 3
+
+
+def test_what_would_get_no_gradient_is_refused(device):
+    model = nn.Linear(4, 13).to(device)
+    step = captured(model, adamw(model))
+    features, (_, targets) = torch.randn(2, 8, 4, device=device), make_batches(device, [8])[0]
+    step(features, targets)
+    with pytest.raises(BatchError, match=r"inputs needs a gradient, .* detach"):
+        step(features.requires_grad_(), targets)
 
 
 # -- parts of a model ---------------------------------------------------------------------------------

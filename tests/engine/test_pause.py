@@ -166,3 +166,29 @@ def test_one_that_is_waited_for_can_be_aborted_and_a_wait_that_somebody_ends_say
         assert len([output async for output in two][-1].outputs[0].token_ids) == 60
 
     run(talk())
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_a_wait_that_is_given_up_leaves_things_as_they_were(served, llm, was_paused):
+    async def talk() -> None:
+        one = served.generate(PROMPTS[0], LONG, request_id="one")
+        await anext(one)
+        if was_paused:
+            await served.pause_generation(mode="keep")
+        for call in (served.sleep(mode="wait"), served.pause_generation(mode="wait")):
+            task = asyncio.create_task(call)
+            while not llm.engine.core.scheduler.is_draining:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert await served.is_paused() is was_paused
+        if was_paused:
+            await served.resume_generation()
+        outputs = [output async for output in served.generate(PROMPTS[1], GREEDY)]
+        assert len(outputs[-1].outputs[0].token_ids) == 8
+        await served.abort("one")
+        assert [output async for output in one][-1].outputs[0].finish_reason == "abort"
+        assert not await served.is_sleeping()
+
+    run(talk())

@@ -10,6 +10,7 @@ import torch
 from engine.conftest import TinyModel, prompts_of
 from engine.test_sleep import graphs_of
 from ostinato import LLM, AsyncLLM, SamplingParams
+from ostinato.engine.parameters.sampling_params import RequestError
 from ostinato.engine.sleeping.sleeper import EngineAsleepError
 from ostinato.models.errors import WeightsError
 from ostinato.models.weight_update import TornWeightsError
@@ -61,6 +62,22 @@ def test_a_refused_update_changes_nothing(llm: LLM, other) -> None:
             llm.update_weights(bad)
     [again] = llm.generate(PROMPTS[:1], GREEDY)
     assert again.num_cached_tokens == 32, "what is cached is still right"
+    assert (tokens(llm), llm.weight_version) == (before, "0")
+
+
+def test_an_iterator_that_calls_the_engine_finds_no_weights_half_written(llm: LLM, other) -> None:
+    weights, _ = other
+    before = tokens(llm)
+
+    def with_a_call(call):
+        for number, pair in enumerate(weights.items()):
+            if number == 3:
+                call()
+            yield pair
+
+    for call in (llm.engine.step, llm.sleep, llm.wake_up, lambda: llm.update_weights(weights)):
+        with pytest.raises(RequestError, match="from inside an update of its weights"):
+            llm.update_weights(with_a_call(call))
     assert (tokens(llm), llm.weight_version) == (before, "0")
 
 

@@ -76,6 +76,30 @@ def test_parameters_have_vllms_names_and_writing_to_them_is_seen(llm: LLM, tiny:
         llm.apply_model(lambda model: model(torch.zeros(1)))
 
 
+def test_what_would_do_nothing_to_a_workers_model_is_refused(llm: LLM) -> None:
+    for function in (
+        lambda model: model.load_state_dict({NORM: torch.zeros(32)}, strict=False),
+        lambda model: model.to(torch.float16),
+        lambda model: model.double(),
+        lambda model: model.apply(lambda module: None),
+        lambda model: [*model.modules()],
+        lambda model: model.register_forward_hook(lambda *_: None),
+    ):
+        with pytest.raises(RequestError, match="the model of a worker"):
+            llm.apply_model(function)
+    assert llm.apply_model(lambda model: model.eval().float().to("cpu") is model) == [True]
+
+
+def test_nobody_gets_weights_that_are_away(llm: LLM) -> None:
+    before = said(llm)
+    llm.sleep(level=1)
+    for read in (lambda: llm.apply_model(lambda model: [*model.parameters()]), llm.shared_weights):
+        with pytest.raises(EngineAsleepError, match="weights are away"):
+            read()
+    llm.wake_up()
+    assert said(llm) == before
+
+
 def test_trls_workaround_after_a_deep_sleep(llm: LLM) -> None:
     before = said(llm)
     llm.sleep(level=2)

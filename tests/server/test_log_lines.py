@@ -1,11 +1,13 @@
 """How much a server says: not a line too many."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ostinato.server import log_lines, throughput_log
+from ostinato.server.http.refusal_log import RefusalLog
 from ostinato.server.log_lines import MOST_PER_SECOND, LimitedLines
 from ostinato.server.metrics.request_metrics import RequestMetrics
 from ostinato.server.throughput_log import ThroughputLog
@@ -50,3 +52,20 @@ def test_throughput_is_told_while_there_is_any(monkeypatch: pytest.MonkeyPatch) 
     clock.now += 10
     expected = "0.5 tokens/s out, 0.0 in; 2 running, 1 waiting; KV cache 25.0% used, prefix hits 12.5%"
     assert log.line() == expected
+
+
+def test_no_path_of_a_client_makes_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b"no\x1b[2J\nsuch"})
+
+    async def ignored(message: Any) -> None:
+        pass
+
+    path = "/v1/models/a\nostinato: 12:00:00 all is well\x1b[2J" + "x" * 10_000
+    scope = {"type": "http", "method": "GET", "path": path}
+    asyncio.run(RefusalLog(refuse)(scope, ignored, ignored))  # type: ignore[arg-type]
+    [line] = capsys.readouterr().err.splitlines()
+    assert "GET /v1/models/a\\nostinato: 12:00:00 all is well\\x1b[2J" in line
+    assert line.endswith(r"404: no\x1b[2J such")
+    assert len(line) < 1000

@@ -107,7 +107,8 @@ def test_a_model_names_its_adapter(served: ServerProcess) -> None:
 def test_adapters_are_listed(served: ServerProcess, adapters: dict[str, str]) -> None:
     cards = served.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["scripted", "x", "y"]
-    assert "parent" not in cards[0]
+    assert cards[0]["parent"] is None
+    assert cards[0]["root"] == served.get("/model_info").json()["model_path"]
     assert (cards[1]["parent"], cards[1]["root"]) == ("scripted", adapters["x"])
     assert served.get("/v1/models/x").json() == cards[1]
     assert served.get("/v1/models/z").status_code == 404

@@ -308,12 +308,29 @@ class AsyncLLM(AsyncTrainerServices):
 
     async def _drained(self, mode: str) -> str:
         """Wait for requests under way, if that is the mode, while others are held and any may be aborted;
-        what is left to be done with requests."""
+        what is left to be done with requests. Who is cancelled meanwhile leaves things as they were."""
         if mode != "wait":
             return mode
-        await self._call(lambda engine: engine.core.scheduler.drain())
-        while await self._call(lambda engine: engine.core.still_drains):
-            await asyncio.sleep(0.001)
+        undo: list[Callable[[], None]] = []
+
+        def begin(engine: TextEngine) -> None:
+            scheduler = engine.core.scheduler
+            if not scheduler.is_draining:
+                undo.append(scheduler.pause if scheduler.is_paused else scheduler.resume)
+            scheduler.drain()
+
+        def leave(engine: TextEngine) -> None:
+            if undo and engine.core.scheduler.is_draining:
+                undo[0]()
+
+        try:
+            await self._call(begin)
+            while await self._call(lambda engine: engine.core.still_drains):
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            with contextlib.suppress(RequestError):  # it is closed
+                self._do(leave)
+            raise
         return "keep"
 
     def get_tokenizer(self) -> HFLikeTokenizer:

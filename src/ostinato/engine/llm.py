@@ -411,6 +411,7 @@ class LLM(EngineServices, TrainerServices):
         """The weights by the names of the checkpoint, at the addresses that graphs read: a trainer in this
         process may train these very tensors. Call `update_weights({})` when they have changed, and nothing is
         copied. They are there as long as the tag weights is."""
+        self.engine.core.sleeper.refuse_without_weights()
         return shared_weights(self.engine.core.loaded.model)
 
     def is_sleeping(self) -> bool:

@@ -335,14 +335,14 @@ class TextEngine:
         with self.turn:
             if self.is_closed:
                 raise RequestError("this LLM is closed")
-            self.turn.is_in_step = True
+            self.turn.is_inside = "one of its own steps"
             began = time.monotonic()
             try:
                 steps = self.core.step()
                 self.counts.began(began)
                 changed, self.ended = self._delivered(steps)
             finally:
-                self.turn.is_in_step = False
+                self.turn.is_inside = None
             self._forget_ended()
             self.profiler.stepped()
             self.core.clock.lap("deliver")
@@ -407,7 +407,12 @@ class TextEngine:
         """New weights between two steps; `tell` gets the outputs of the step that ends for it."""
         with self.turn:
             self.settle(tell)
-            return self.core.update_weights(new, version)
+            # An iterator may call back, and would find some weights new and some old.
+            self.turn.is_inside = "an update of its weights"
+            try:
+                return self.core.update_weights(new, version)
+            finally:
+                self.turn.is_inside = None
 
     def _delivered(self, steps: list[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
         try:

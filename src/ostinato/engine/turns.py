@@ -32,8 +32,8 @@ class Turn:
         self._owner: int | None = None
         self._depth = 0
         self._queue: deque[tuple[int, threading.Lock]] = deque()
-        self.is_in_step = False
-        """Whether the owner is in the middle of a step, where nothing else can be done."""
+        self.is_inside: str | None = None
+        """What the owner is in the middle of, where nothing else can be done."""
 
     @property
     def is_elsewhere(self) -> bool:
@@ -53,8 +53,8 @@ class Turn:
             self.check_process()
         me = threading.get_ident()
         if self._owner == me:
-            if self.is_in_step:
-                raise RequestError("an engine cannot be called from inside one of its own steps")
+            if self.is_inside is not None:
+                raise RequestError(f"an engine cannot be called from inside {self.is_inside}")
             self._depth += 1
             return
         with self._mutex:

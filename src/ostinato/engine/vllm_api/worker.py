@@ -47,6 +47,7 @@ class WorkerModel(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """All of them, fused as kernels want them. Whoever writes to them does so between two steps, inside
         of `collective_rpc` or `apply_model`."""
+        self._engine.core.sleeper.refuse_without_weights()
         self.is_lent = True
         front = f"{prefix}." if prefix else ""
         for name, parameter in self._engine.core.loaded.model.named_parameters(recurse=recurse):
@@ -64,6 +65,35 @@ class WorkerModel(nn.Module):
     def extra_repr(self) -> str:
         """What it is."""
         return self._engine.core.loaded.model.config.architecture
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Refused, and so is all below: of a module without layers it would do nothing, without a word."""
+        raise RequestError("the model of a worker takes weights by load_weights, not by load_state_dict")
+
+    def named_modules(self, *_: Any, **__: Any) -> Any:
+        """Refused."""
+        raise RequestError("the model of a worker has no layers, only weights: use named_parameters")
+
+    def apply(self, *_: Any, **__: Any) -> Any:
+        """Refused."""
+        return self.named_modules()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WorkerModel:
+        runner = self._engine.core.config
+        as_it_is = torch.empty(0, dtype=runner.dtype, device=runner.device)
+        made = fn(as_it_is)
+        if (made.dtype, made.device) != (as_it_is.dtype, as_it_is.device):
+            raise RequestError(
+                f"the model of a worker stays {runner.dtype} on {runner.device}, as graphs have it"
+            )
+        return self
+
+    def _refuse_hooks(self, *_: Any, **__: Any) -> Any:
+        """Refused."""
+        raise RequestError("the model of a worker computes nothing, and would call no hook")
+
+    register_forward_hook = register_forward_pre_hook = _refuse_hooks
+    register_full_backward_hook = register_full_backward_pre_hook = _refuse_hooks
 
 
 class WorkerRunner:

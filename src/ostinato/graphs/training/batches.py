@@ -36,7 +36,7 @@ class BatchKind:
             self._keywords(leaves, length),
             batch_dim=LENGTH_DIM,
             shared=[n for n, t in tensors.items() if t.dim() > LENGTH_DIM and t.size(LENGTH_DIM) != length],
-            pads={n: target_pad for n, t in tensors.items() if _is_target(n) and _is_index(t)},
+            pads=_pads({n: t for n, t in tensors.items() if _is_index(t)}, target_pad),
         )
         batch, _ = self.matched(inputs, targets)
         self._examples = Examples(self.signature, batch)
@@ -73,12 +73,12 @@ class BatchKind:
             raise BatchError("the tensors of inputs and targets do not agree with each other")
         return found
 
-    def shortened(self, batch: Batch, length: int) -> Batch:
-        """The first positions of a batch."""
+    def part(self, batch: Batch, start: int, length: int) -> Batch:
+        """Some positions of a batch."""
         short = dict(batch)
         for field in self.signature.tensor_fields:
             if field.per is Extent.TOKEN:
-                short[field.name] = batch[field.name].narrow(LENGTH_DIM, 0, length)
+                short[field.name] = batch[field.name].narrow(LENGTH_DIM, start, length)
         if self._with_length:
             short[_REAL_LENGTH] = torch.tensor(length)
         return short
@@ -118,6 +118,11 @@ def _named_leaves(inputs: Any, targets: Any) -> tuple[dict[str, Any], Structure]
     leaves: dict[str, Any] = {}
     for number, (_, name, leaf) in enumerate(named):
         readable = re.sub(r"\W+", "_", name).strip("_")
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise BatchError(
+                f"{readable} needs a gradient, and a training step brings none to what it is given: detach() "
+                f"it, or have the model compute it"
+            )
         leaves[readable if readable not in leaves else f"{readable}_{number}"] = leaf
     return leaves, structure
 
@@ -129,6 +134,12 @@ def _length_of(leaves: Mapping[str, Any]) -> int:
                 raise BatchError(f"{name} is empty: a batch has rows and a length of at least one")
             return int(leaf.size(LENGTH_DIM))
     raise BatchError("inputs have no length: a training step takes tensors [batch, length, ...]")
+
+
+def _pads(indices: Mapping[str, torch.Tensor], target_pad: Scalar) -> dict[str, Scalar]:
+    """What stands behind targets, and behind labels among inputs, where models of transformers want them."""
+    pads: dict[str, Scalar] = {name: IGNORED for name in indices if name.endswith("_labels")}
+    return pads | {name: target_pad for name in indices if _is_target(name)}
 
 
 def _is_target(name: str) -> bool:

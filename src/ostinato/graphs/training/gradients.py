@@ -9,6 +9,7 @@ accumulation, gradients have memory of their own and every graph adds to it.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ class Gradients:
         accumulate: bool,
     ) -> None:
         """`others`: parameters whose gradients are somebody else's, and left as they are."""
-        self._named, self._others = named, others
+        self._named, self._others = named, list(others)
+        self._is_looked_for = False
         self._accumulate = accumulate
         self._static: dict[torch.Tensor, torch.Tensor] = {}
         self.is_trial = False
@@ -88,6 +90,8 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of a loss: in place of the last ones, or added to them."""
+        if self.is_trial or not self._is_looked_for:
+            self._look_for_others(loss)
         of_others = [parameter.grad for parameter in self._others]
         for parameter in self._others:
             parameter.grad = None
@@ -106,6 +110,13 @@ class Gradients:
                 raise ConfigError(
                     f"{name} has a sparse gradient, which has no fixed address: use sparse=False"
                 )
+
+    def _look_for_others(self, loss: torch.Tensor) -> None:
+        """Those that only the loss function knows: a critic's, say. A graph would add to the very tensors
+        that are their gradients now, and whose memory is another's when they are gone."""
+        known = {*self._others, *(parameter for _, parameter in self._named)}
+        self._others += [leaf for leaf in leaves_behind([loss]) if leaf not in known]
+        self._is_looked_for = True
 
     def _add(self, loss: torch.Tensor) -> None:
         before = {parameter: static._version for parameter, static in self._static.items()}
@@ -153,3 +164,17 @@ class Gradients:
                 f"{name} gets a gradient at some lengths or in some steps only, and without one an optimizer "
                 f"leaves it alone: a graph cannot decide that"
             )
+
+
+def leaves_behind(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that autograd would bring gradients to."""
+    found, ahead = [], [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(ahead)
+    while ahead:
+        node: Any = ahead.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        ahead += new
+    return found

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
+from weakref import WeakMethod, finalize
 
 import torch
 
@@ -32,12 +33,11 @@ from ..backends import backend_for
 from ..capturing.gate import is_recording
 from ..errors import CaptureError, ConfigError
 from ..wrapping.standing import Comparison
+from .user_flags import UserFlags
 
 logger = logging.getLogger("ostinato.graphs")
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-_OURS = ("lr", "capturable", "fused", "foreach")
-"""What we set in a group of parameters."""
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 """What schedulers keep in a group, and optimizers do not read."""
 
@@ -56,12 +56,12 @@ class StaticOptimizer:
             )
         self._optimizer = optimizer
         self._device = device
-        self._is_fused = _can_be_fused(optimizer)
+        self._users = UserFlags.of(optimizer)
+        self._is_fused = _can_be_fused(optimizer, self._users)
         rate_type = torch.float64 if self._is_fused and device.type == "cpu" else torch.float32
         self.rates = [torch.zeros((), dtype=rate_type, device=device) for _ in optimizer.param_groups]
         """The learning rate of each group, on the device."""
         self._values: list[float | None] = [None] * len(self.rates)
-        self._user_flags = [_flags(group) for group in optimizer.param_groups]
         self.has_stepped = False
         """Whether the state that the optimizer makes in its first step is there."""
         self._placed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -78,8 +78,9 @@ class StaticOptimizer:
                 f"{kind.__name__} reads values back to the host, and is not capturable", static=False
             )
         self.prepare()
-        optimizer.register_load_state_dict_post_hook(self._after_load)
-        optimizer.register_state_dict_post_hook(self._as_the_user_knows_it)
+        after_load = WeakMethod(self._after_load)  # steps come and go, the optimizer stays
+        hook = optimizer.register_load_state_dict_post_hook(lambda loaded: _called(after_load, loaded))
+        finalize(self, hook.remove)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -111,7 +112,7 @@ class StaticOptimizer:
         if not static and self._is_static:
             self._is_static = self._is_fused = False
             self._placed = []
-            for group, flags in zip(self._groups, self._user_flags, strict=True):
+            for group, flags in zip(self._groups, self._users.of_groups, strict=True):
                 group.update(flags, lr=float(group["lr"]))
         logger.warning(
             "the optimizer's step runs behind the graph of forward and backward, not in it: %s", why
@@ -317,7 +318,8 @@ class StaticOptimizer:
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring loaded values to where graphs look for them."""
-        self._user_flags = [_flags(group) for group in optimizer.param_groups]
+        if len(self._groups) != len(self.rates):  # it steps no more, see `_refuse_new_groups`
+            return
         self.prepare()
         if self._placed:
             self._restore(self._placed)
@@ -338,37 +340,33 @@ class StaticOptimizer:
                 state[key] = tensor
         self._note_places()
 
-    def _as_the_user_knows_it(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        """A checkpoint has plain numbers and the user's own flags, and can be loaded anywhere."""
-        for number, group in enumerate(saved["param_groups"]):
-            group.update(self._user_flags[number], lr=float(group["lr"]))
-
-
-def _flags(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in _OURS if name in group and name != "lr"}
-
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     left_out = {"params", "lr", *_OF_SCHEDULERS}
     return {k: v for k, v in group.items() if k not in left_out and not isinstance(v, torch.Tensor)}
 
 
-def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
+def _can_be_fused(optimizer: torch.optim.Optimizer, users: UserFlags) -> bool:
     """Whether it is of a fused kind and nobody asked for another."""
-    groups = optimizer.param_groups
     return type(optimizer) in _FUSED and all(
-        group["fused"] is not False
-        and group["foreach"] is None
+        flags["fused"] is not False
+        and flags["foreach"] is None
         and not group.get("differentiable")
         and not _has_tensor_betas(group)
         and all(parameter.is_floating_point() for parameter in group["params"])
-        for group in groups
+        for group, flags in zip(optimizer.param_groups, users.of_groups, strict=True)
     )
 
 
 def _has_tensor_betas(group: dict[str, Any]) -> bool:
     """Which some kinds of an optimizer read on the device, and others on the host."""
     return any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ()))
+
+
+def _called(method: WeakMethod[Any], optimizer: torch.optim.Optimizer) -> None:
+    found = method()
+    if found is not None:
+        found(optimizer)
 
 
 _patching = threading.RLock()

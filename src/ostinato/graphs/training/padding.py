@@ -1,8 +1,13 @@
-"""Whether a loss is the same with padding behind a batch as without. Where it is not, nothing is padded."""
+"""Whether a loss is the same with padding behind a batch as without. Where it is not, nothing is padded.
+
+Note [What a loss does not show]
+A model that is about to be trained may say the same whatever it is given: its last layer is zero, or small.
+What it learns depends on padding all the same, so gradients are compared too, by their norms.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,12 +18,15 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..trees import map_tensors
 from .batches import IGNORED, BatchKind
+from .gradients import leaves_behind
 from .loss import Loss
 from .places import written_parameters
 
 _AT_ONE_SHAPE = {torch.float32: 1e-5, torch.float64: 1e-9}
 _AT_TWO_SHAPES = 0.03
 """A mean that counts padding is off by more, another order of additions by much less."""
+_OF_NORMS = 1e-4
+"""Of gradients at one shape, in float32: padding that counts for nothing adds zeros to sums."""
 
 
 class PaddingTrial:
@@ -71,27 +79,55 @@ class PaddingTrial:
         return found
 
     def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
-        """Tried with the second half of the batch as padding."""
+        """Tried with one half of the batch, the other as padding."""
         if length < 2:
-            return None
+            batch, length = kind.dummy(BatchDescriptor(2, 1)), 2
         real = length // 2
         buffers = InputBuffers(kind.fields, max_tokens=length, max_reqs=1, device=self._loss.device)
-        short = kind.shortened(batch, real)
         shape, descriptor = BatchShape(real, 1), BatchDescriptor(length, 1)
+        short = kind.part(batch, 0, real)
 
-        def padded(*, poison: bool = False) -> torch.Tensor:
+        def padded(*, poison: bool = False) -> _Seen:
             buffers.fill(short, shape, descriptor, poison=poison)
-            return self._loss_of(kind, buffers.views(descriptor))
+            return self._seen(kind, buffers.views(descriptor))
 
+        if not self._quietly(padded).loss.isfinite():  # prompts, say, which have no targets
+            short = kind.part(batch, length - real, real)
         one, other = self._quietly(padded), self._quietly(lambda: padded(poison=True))
-        if not _close(one, other, _AT_ONE_SHAPE.get(one.dtype, 1e-2)):
-            return f"the loss depends on what padding holds ({float(one):.6g} or {float(other):.6g})"
-        with _evaluating(self._loss.modules):
+        if not one.loss.isfinite():
+            return f"the loss of half a batch is {one.loss}, so that padding could not be tried"
+        tolerance = _AT_ONE_SHAPE.get(one.loss.dtype, 1e-2)
+        if not _close(one.loss, other.loss, tolerance):
+            return f"the loss depends on what padding holds ({one.loss:.6g} or {other.loss:.6g})"
+        if not one.has_gradients_of(other, max(tolerance, _OF_NORMS)):
+            return "what the model learns depends on what padding holds"
+        with _evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
             with_it = self._quietly(padded)
-            without = self._quietly(lambda: self._loss_of(kind, buffers.on_device(short, shape)))
-        if not _close(with_it, without, _AT_TWO_SHAPES):
-            return f"the loss is {float(without):.6g} without padding and {float(with_it):.6g} with it"
+            without = self._quietly(lambda: self._seen(kind, buffers.on_device(short, shape)))
+        if not _close(with_it.loss, without.loss, _AT_TWO_SHAPES):
+            return f"the loss is {without.loss:.6g} without padding and {with_it.loss:.6g} with it"
+        if not with_it.has_gradients_of(without, _AT_TWO_SHAPES):
+            return "the model learns something else with padding than without"
         return None
+
+    def _seen(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> "_Seen":
+        """What the loss is, and what would be learnt from it."""
+        with torch.enable_grad():
+            loss = self._loss_of(kind, tensors)
+        own = [p for module in self._loss.modules for p in module.parameters() if p.requires_grad]
+        parameters = list({*own, *leaves_behind([loss])})
+        if not loss.requires_grad or any(p._post_accumulate_grad_hooks for p in parameters):
+            return _Seen(loss.detach(), torch.zeros(0))  # such hooks may train
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            loss.backward()  # type: ignore[no-untyped-call]
+            norms = [_norm(parameter.grad) for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        return _Seen(loss.detach(), torch.stack(norms))
 
     def _loss_of(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._loss(*kind.arguments(tensors), kind.mask(tensors)).clone()
@@ -99,6 +135,22 @@ class PaddingTrial:
     def _quietly(self, step: Callable[[], Any]) -> Any:
         with torch.no_grad():
             return self._trials.run(step)
+
+
+class _Seen(NamedTuple):
+    """Of one batch: the loss, and the norms of gradients."""
+
+    loss: torch.Tensor
+    norms: torch.Tensor
+
+    def has_gradients_of(self, other: "_Seen", tolerance: float) -> bool:
+        """As a whole: those that are zero but for rounding differ in all digits."""
+        difference = (self.norms - other.norms).norm()
+        return bool(difference <= tolerance * other.norms.norm()) or not difference.isfinite()
+
+
+def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros(()) if gradient is None else gradient.to_dense().float().norm().cpu()
 
 
 def _why_not_ignored(loss_fn: Callable[..., Any], outputs: Any, targets: Any) -> str | None:

@@ -24,6 +24,7 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..trees import Structure, flatten, tensors_in
 from ..wrapping.signature import Examples, Signature
+from .gradients import leaves_behind
 from .places import Places, written_parameters
 from .python_values import PythonValues
 from .rounds import Rounds
@@ -298,20 +299,6 @@ class GraphedPart:
             for g in by_input
         ]
         return [None if g is None else g.clone() for g in (*trimmed, *made)]
-
-
-def leaves_behind(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that autograd would bring gradients to."""
-    found, ahead = [], [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(ahead)
-    while ahead:
-        node: Any = ahead.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        ahead += new
-    return found
 
 
 class _Replay(torch.autograd.Function):

@@ -181,7 +181,8 @@ def _check_stream_options(body: Sampling) -> None:
 
 
 def _card(model: ServedModel) -> ModelCard:
-    card = ModelCard(model.name, model.created, model.ready.max_model_len)
+    ready = model.ready
+    card = ModelCard(model.name, model.created, ready.max_model_len, root=ready.directory)
     if model.adapter is None:
         return card
     return structs.replace(card, root=model.adapters[model.adapter].path, parent=model.base_name)

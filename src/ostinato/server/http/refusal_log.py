@@ -41,7 +41,7 @@ class RefusalLog:
                     refused = message["status"], headers["X-Request-Id"]
             elif message["type"] == "http.response.body" and refused is not None:
                 (status, name), refused = refused, None
-                request = f"{scope['method']} {scope['path']}"
+                request = f"{scope['method']} {_one_line(scope['path'])}"
                 self._lines.say(f"{name} refused: {request} {status}: {_reason(message['body'])}")
             await send(message)
 
@@ -57,5 +57,9 @@ def _reason(body: bytes) -> str:
         text = _read(body).error.message
     except msgspec.MsgspecError:
         text = body[:200].decode(errors="replace")
-    # Clients choose parts of it: no line of theirs shall look like one of ours.
-    return " ".join(text[:500].split()).encode(errors="backslashreplace").decode()
+    return _one_line(" ".join(text[:500].split()))
+
+
+def _one_line(text: str) -> str:
+    """Clients choose parts of it: no line of theirs shall look like one of ours."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:500])

@@ -243,9 +243,9 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_model_len: int
     object: Literal["model"] = "model"
     owned_by: str = "ostinato"
-    root: str | msgspec.UnsetType = msgspec.UNSET
-    """Of an adapter: its directory."""
-    parent: str | msgspec.UnsetType = msgspec.UNSET
+    root: str = ""
+    """Where it was read from."""
+    parent: str | None = None
     """Of an adapter: the model that it changes."""
 
 

@@ -1,0 +1,45 @@
+"""The flags that an optimizer had before any training step set its own."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+_OURS = ("capturable", "fused", "foreach")
+"""What we set in a group of parameters, besides the learning rate."""
+
+
+class UserFlags:
+    """Of one optimizer, for all steps that use it: a second one must not take the flags of the first for the
+    user's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.of_groups: list[dict[str, Any]] = []
+        self._note(optimizer)
+        # Before the hooks of steps, which set theirs again.
+        optimizer.register_load_state_dict_post_hook(self._note)
+        optimizer.register_state_dict_post_hook(self._as_the_user_knows_it)
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "UserFlags":
+        """Those of an optimizer."""
+        if optimizer not in _known:
+            _known[optimizer] = cls(optimizer)
+        known = _known[optimizer]
+        known.of_groups += map(_flags, optimizer.param_groups[len(known.of_groups) :])  # added since
+        return known
+
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        self.of_groups = [*map(_flags, optimizer.param_groups)]
+
+    def _as_the_user_knows_it(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """A checkpoint has plain numbers and the user's own flags, and can be loaded anywhere."""
+        for group, flags in zip(saved["param_groups"], self.of_groups, strict=False):
+            group.update(flags, lr=float(group["lr"]))
+
+
+def _flags(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in _OURS if name in group}
+
+
+_known: WeakKeyDictionary[torch.optim.Optimizer, UserFlags] = WeakKeyDictionary()
