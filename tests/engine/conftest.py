@@ -94,10 +94,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The same with one layer, for tests of what an engine does with logits: its steps take two thirds."""
+    return TinyModel(tmp_path_factory.mktemp("shallow"), "Llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """A Llama with a byte tokenizer: token i is byte i, 130 ends a text."""
+    """A Llama with one layer and a byte tokenizer: token i is byte i, 130 ends a text."""
     directory = tmp_path_factory.mktemp("llama-text")
-    model = TinyModel(directory, "Llama")
+    model = TinyModel(directory, "Llama", num_hidden_layers=1)
     write_byte_tokenizer(directory)
     return model
 

@@ -17,13 +17,13 @@ from .test_engine_greedy import GREEDY, SMALL, TOKENS
 
 
 @pytest.fixture
-def llm(tiny: TinyModel) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(tiny.directory, **SMALL)
+def llm(shallow: TinyModel) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(shallow.directory, **SMALL)
     yield llm
     llm.close()
 
 
-def test_coroutines_are_served_together_and_streamed(llm: AsyncLLM, tiny: TinyModel) -> None:
+def test_coroutines_are_served_together_and_streamed(llm: AsyncLLM, shallow: TinyModel) -> None:
     prompts = prompts_of((5, 20, 33, 2, 40))
 
     async def one(prompt: dict[str, list[int]]) -> list[int]:
@@ -40,7 +40,7 @@ def test_coroutines_are_served_together_and_streamed(llm: AsyncLLM, tiny: TinyMo
         return await asyncio.gather(*(one(prompt) for prompt in prompts))
 
     for prompt, tokens in zip(prompts, asyncio.run(all_of_them()), strict=True):
-        assert tokens == tiny.greedy(tuple(prompt["prompt_token_ids"]), TOKENS)
+        assert tokens == shallow.greedy(tuple(prompt["prompt_token_ids"]), TOKENS)
     assert llm.graph_report().eager_steps == {}
 
 
@@ -201,9 +201,9 @@ def test_everybody_is_told_of_the_end_though_one_loop_is_gone(llm: AsyncLLM) -> 
     assert [type(error) for error in ended] == [RequestError]
 
 
-def test_a_snapshot_of_prompt_logprobs_stays_as_it_is(tiny: TinyModel) -> None:
+def test_a_snapshot_of_prompt_logprobs_stays_as_it_is(shallow: TinyModel) -> None:
     [prompt] = prompts_of((40,))
-    with LLM(tiny.directory, **SMALL) as llm:
+    with LLM(shallow.directory, **SMALL) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1, ignore_eos=True)
         output = llm.engine.add(prompt, params)
         llm.engine.step()
@@ -216,7 +216,7 @@ def test_a_snapshot_of_prompt_logprobs_stays_as_it_is(tiny: TinyModel) -> None:
         assert taken.prompt_logprobs == then
 
 
-def test_a_paused_engine_waits_without_a_turn(llm: AsyncLLM, tiny: TinyModel) -> None:
+def test_a_paused_engine_waits_without_a_turn(llm: AsyncLLM, shallow: TinyModel) -> None:
     [prompt] = prompts_of((5,))
     engine = llm._llm.engine
     turns = 0
@@ -246,7 +246,7 @@ def test_a_paused_engine_waits_without_a_turn(llm: AsyncLLM, tiny: TinyModel) ->
         return outputs[-1]
 
     output = asyncio.run(asyncio.wait_for(run(), 30))
-    assert output.outputs[0].token_ids == tiny.greedy(tuple(prompt["prompt_token_ids"]), 50)
+    assert output.outputs[0].token_ids == shallow.greedy(tuple(prompt["prompt_token_ids"]), 50)
     assert is_forgotten(llm)
 
 

@@ -69,10 +69,10 @@ def test_more_completions_than_run_at_once(llm: LLM) -> None:
 
 
 def test_each_completion_ends_for_its_own_reason(llm: LLM) -> None:
-    params = SamplingParams(n=4, seed=7, temperature=1.5, max_tokens=30)
+    params = SamplingParams(n=4, seed=8, temperature=1.5, max_tokens=30)
     [whole] = llm.generate(PROMPTS[0], params)
     stop = whole.outputs[1].token_ids[3]
-    stopped = SamplingParams(n=4, seed=7, temperature=1.5, max_tokens=30, stop_token_ids=[stop])
+    stopped = SamplingParams(n=4, seed=8, temperature=1.5, max_tokens=30, stop_token_ids=[stop])
     [output] = llm.generate(PROMPTS[0], stopped)
     for before, after in zip(whole.outputs, output.outputs, strict=True):
         if stop in before.token_ids:

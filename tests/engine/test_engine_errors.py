@@ -199,25 +199,25 @@ def test_parameters_are_one_or_as_many_as_prompts(llm: LLM) -> None:
         llm.generate(GOOD[:1], [GREEDY, GREEDY])
 
 
-def test_text_for_a_model_without_a_tokenizer(tiny: TinyModel) -> None:
-    with LLM(tiny.directory, **SMALL) as llm:
-        assert_refused_alone(llm, tiny, "Hello", "no tokenizer: give {'prompt_token_ids': [...]}")
+def test_text_for_a_model_without_a_tokenizer(shallow: TinyModel) -> None:
+    with LLM(shallow.directory, **SMALL) as llm:
+        assert_refused_alone(llm, shallow, "Hello", "no tokenizer: give {'prompt_token_ids': [...]}")
         stops = SamplingParams(temperature=0, max_tokens=TOKENS, stop="x")
-        assert_refused_alone(llm, tiny, GOOD[0], "this model has no tokenizer", stops)
+        assert_refused_alone(llm, shallow, GOOD[0], "this model has no tokenizer", stops)
         assert llm.graph_report().eager_steps == {}
 
 
-def test_a_prompt_that_the_cache_cannot_hold(tiny: TinyModel) -> None:
-    with LLM(tiny.directory, **{**SMALL, "num_pages": 4}) as llm:
+def test_a_prompt_that_the_cache_cannot_hold(shallow: TinyModel) -> None:
+    with LLM(shallow.directory, **{**SMALL, "num_pages": 4}) as llm:
         message = "the KV cache holds 48 tokens in all: give it more memory or shorten the prompt"
-        assert_refused_alone(llm, tiny, prompts_of((48,))[0], message)
+        assert_refused_alone(llm, shallow, prompts_of((48,))[0], message)
         [longest] = llm.generate(prompts_of((47,)), GREEDY)
         assert len(longest.outputs[0].token_ids) == 1
         assert longest.outputs[0].finish_reason == "length"
 
 
-def test_a_closed_engine_says_so(tiny: TinyModel) -> None:
-    with LLM(tiny.directory, **SMALL) as llm:
+def test_a_closed_engine_says_so(shallow: TinyModel) -> None:
+    with LLM(shallow.directory, **SMALL) as llm:
         pass
     for call in (lambda: llm.generate(GOOD), lambda: llm.embed(GOOD), lambda: next(llm.stream(GOOD[0]))):
         with pytest.raises(RequestError, match="this LLM is closed"):
@@ -239,30 +239,30 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, llm: LLM, error: BaseException, a
 
 
 def test_a_failing_step_ends_its_requests_and_the_next_ones_are_served(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+    shallow: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for ahead in (0, 1):
-        with LLM(tiny.directory, steps_ahead=ahead, **SMALL) as llm:
+        with LLM(shallow.directory, steps_ahead=ahead, **SMALL) as llm:
             fail_once(monkeypatch, llm, RuntimeError("the device fell off the bus"))
             outputs = llm.generate(GOOD[:2], GREEDY)
             assert any("fell off the bus" in (output.error or "") for output in outputs)
             assert all(output.finished for output in outputs)
             [output] = llm.generate(GOOD[:1], GREEDY)
-            assert output.outputs[0].token_ids == right(tiny, GOOD[0])
+            assert output.outputs[0].token_ids == right(shallow, GOOD[0])
             assert_all_back(llm)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("not ours")], ids=["interrupt", "bug"])
 def test_after_an_interrupt_the_engine_goes_on(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    shallow: TinyModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """Ctrl-C in a notebook: the call ends, nothing of it stays behind, the next one is served."""
-    with LLM(tiny.directory, **SMALL) as llm:
+    with LLM(shallow.directory, **SMALL) as llm:
         fail_once(monkeypatch, llm, error)
         with pytest.raises(type(error)):
             llm.generate(GOOD[:2], GREEDY)
         [output] = llm.generate(GOOD[:1], GREEDY)
-        assert output.outputs[0].token_ids == right(tiny, GOOD[0])
+        assert output.outputs[0].token_ids == right(shallow, GOOD[0])
         assert_all_back(llm)
 
 

@@ -135,15 +135,15 @@ def test_iterators_that_are_never_asked_or_left_open(llm: AsyncLLM) -> None:
     assert_all_back(llm)
 
 
-def test_two_async_engines_in_a_process(llm: AsyncLLM, tiny_text: TinyModel, tiny: TinyModel) -> None:
-    other = AsyncLLM(tiny.directory, **SMALL)
+def test_two_async_engines_in_a_process(llm: AsyncLLM, tiny_text: TinyModel, shallow: TinyModel) -> None:
+    other = AsyncLLM(shallow.directory, **SMALL)
 
     async def run() -> None:
         prompts = prompts_of((5, 20, 33), seed=8)
         both = [tokens_of(engine, prompt) for prompt in prompts for engine in (llm, other)]
         found = await asyncio.gather(*both)
         for at, tokens in enumerate(found):
-            model = (tiny_text, tiny)[at % 2]
+            model = (tiny_text, shallow)[at % 2]
             assert tokens == model.greedy(tuple(prompts[at // 2]["prompt_token_ids"]), TOKENS)
 
     asyncio.run(asyncio.wait_for(run(), 60))

@@ -369,13 +369,13 @@ def test_close_in_the_middle_of_a_call_of_another_thread(tiny_text: TinyModel) -
     assert all("closed" in str(problem) for problem in ended)
 
 
-def test_two_engines_in_a_process(llm: LLM, tiny_text: TinyModel, tiny: TinyModel) -> None:
-    with LLM(tiny.directory, **SMALL) as other:
+def test_two_engines_in_a_process(llm: LLM, tiny_text: TinyModel, shallow: TinyModel) -> None:
+    with LLM(shallow.directory, **SMALL) as other:
         stream = llm.stream(GOOD[1], LONG)
         beginning = next(stream)
         for prompt in GOOD:
             [output] = other.generate([prompt], GREEDY)
-            assert output.outputs[0].token_ids == right(tiny, prompt)
+            assert output.outputs[0].token_ids == right(shallow, prompt)
             [output] = llm.generate([prompt], GREEDY)
             assert output.outputs[0].token_ids == right(tiny_text, prompt)
     # The other's end takes nothing of this one along.

@@ -75,11 +75,11 @@ def _value(row: PeerOption) -> Any:
     return {"int": int, "float": float, "json": json.loads}.get(row.kind, str)(row.example)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_is_no_other_options_name(row: PeerOption) -> None:
+def test_a_row_is_no_other_options_name() -> None:
     """An option of ours is never refused or ignored because a peer has one of that name."""
-    if row.effect in (Effect.HARMLESS, Effect.REFUSED):
-        assert row.name not in ENGINE_OPTIONS | SERVER_OPTIONS
+    without_effect = {row.name for row in ROWS if row.effect in (Effect.HARMLESS, Effect.REFUSED)}
+    assert len(without_effect) > 100
+    assert not without_effect & (ENGINE_OPTIONS | SERVER_OPTIONS)
 
 
 @pytest.mark.parametrize("peer", ["vllm", "sglang"])

@@ -91,9 +91,9 @@ def sampled_rows(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_only_those_who_ask_for_more_are_served_by_another_graph(tiny: TinyModel, ahead: int) -> None:
+def test_only_those_who_ask_for_more_are_served_by_another_graph(shallow: TinyModel, ahead: int) -> None:
     """Four tokens of one request, in company that goes on for longer."""
-    with engine(tiny, steps_ahead=ahead) as llm:
+    with engine(shallow, steps_ahead=ahead) as llm:
         for asked in (PLAIN[1], FILTERED[0], *ADJUSTED):
             before, lines, rows = sampling_of(llm), counts(llm)[0], sampled_rows(llm)
             params = [params_of(asked, 4), *(params_of(plain, 12) for plain in PLAIN)]
@@ -107,7 +107,7 @@ def test_only_those_who_ask_for_more_are_served_by_another_graph(tiny: TinyModel
 
 @pytest.mark.parametrize("asked", [FILTERED[1], ADJUSTED[0], ADJUSTED[1]], ids=str)
 def test_a_steady_step_uploads_nothing(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+    shallow: TinyModel, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
     """Plain requests and others side by side: inputs are filled when somebody joins or leaves."""
     fills: list[set[str]] = []
@@ -117,7 +117,7 @@ def test_a_steady_step_uploads_nothing(
         fills.append(set(batch))
         fill_as(self, plan, batch, **options)
 
-    with engine(tiny, cuda_graph_mode="full") as llm:
+    with engine(shallow, cuda_graph_mode="full") as llm:
         monkeypatch.setattr(InputBuffers, "fill_as", filled)
         params = [params_of(one, 14) for one in (asked, PLAIN[0], PLAIN[1])]
         tokens_of(llm, [{"prompt_token_ids": [1, 2]}] * 3, params)
@@ -131,7 +131,7 @@ def test_a_steady_step_uploads_nothing(
 
 
 def test_the_host_looks_at_those_who_ask_for_logprobs_alone(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+    shallow: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[str] = []
     logprobs_of = flight._logprobs
@@ -140,7 +140,7 @@ def test_the_host_looks_at_those_who_ask_for_logprobs_alone(
         looked_at.append(request.request_id)
         return logprobs_of(request, *others)
 
-    with engine(tiny) as llm:
+    with engine(shallow) as llm:
         monkeypatch.setattr(flight, "_logprobs", noted)
         asking = llm.engine.add({"prompt_token_ids": [1, 2]}, params_of({"logprobs": 2}, 9))
         for _ in range(3):
@@ -160,19 +160,19 @@ def test_the_host_looks_at_those_who_ask_for_logprobs_alone(
         for mode, ahead in itertools.product(MODES, (0, 1))
     ],
 )
-def test_every_mix_of_kinds_gives_each_its_own_tokens(tiny: TinyModel, mode: str, ahead: int) -> None:
+def test_every_mix_of_kinds_gives_each_its_own_tokens(shallow: TinyModel, mode: str, ahead: int) -> None:
     rng = random.Random(7)
     asked = [rng.choice(PLAIN + FILTERED + ADJUSTED) for _ in range(24)]
     params = [params_of(one, rng.randint(3, 14)) for one in asked]
     prompts = prompts_of([rng.randint(1, 25) for _ in asked], seed=3)
-    with engine(tiny, cuda_graph_mode=mode, steps_ahead=ahead) as llm:
+    with engine(shallow, cuda_graph_mode=mode, steps_ahead=ahead) as llm:
         together = tokens_of(llm, prompts, params)
         alone = [tokens_of(llm, [prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)]
     assert together == alone
 
 
-def test_a_row_forgets_the_kind_of_its_last_tenant(tiny: TinyModel) -> None:
-    with engine(tiny, max_running_requests=1) as llm:
+def test_a_row_forgets_the_kind_of_its_last_tenant(shallow: TinyModel) -> None:
+    with engine(shallow, max_running_requests=1) as llm:
         wanted = {}
         for turn in range(3):
             for asked in (PLAIN[1], FILTERED[0], PLAIN[0], ADJUSTED[0], PLAIN[2], ADJUSTED[1]):
@@ -181,16 +181,16 @@ def test_a_row_forgets_the_kind_of_its_last_tenant(tiny: TinyModel) -> None:
         assert len({tuple(found) for found in wanted.values()}) >= 4
 
 
-def test_batch_invariant_steps_are_not_decode_steps(tiny: TinyModel) -> None:
+def test_batch_invariant_steps_are_not_decode_steps(shallow: TinyModel) -> None:
     """They sample behind the step."""
-    with engine(tiny, batch_invariant=True, cuda_graph_prefill_tokens=None) as llm:
+    with engine(shallow, batch_invariant=True, cuda_graph_prefill_tokens=None) as llm:
         tokens_of(llm, PROMPTS, [params_of(PLAIN[1], 6)] * 4)
         assert sampling_of(llm).steps == 6
         assert not llm.engine.core.runner.has_sampled
 
 
-def test_embeddings_beside_generation_write_no_line(tiny: TinyModel) -> None:
-    with engine(tiny) as llm:
+def test_embeddings_beside_generation_write_no_line(shallow: TinyModel) -> None:
+    with engine(shallow) as llm:
         wanted = tokens_of(llm, PROMPTS[:1], [params_of(PLAIN[1], 6)])
         lines = counts(llm)
         llm.embed(PROMPTS)
@@ -204,9 +204,9 @@ def test_embeddings_beside_generation_write_no_line(tiny: TinyModel) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_interrupt_while_tokens_are_waited_for_leaves_an_engine_that_works(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, at: int, ahead: int
+    shallow: TinyModel, monkeypatch: pytest.MonkeyPatch, at: int, ahead: int
 ) -> None:
-    with LLM(tiny.directory, **{**SMALL, "steps_ahead": ahead}) as llm:
+    with LLM(shallow.directory, **{**SMALL, "steps_ahead": ahead}) as llm:
         params = [params_of({"temperature": 0}, 8) for _ in PROMPTS]
         wanted = tokens_of(llm, PROMPTS, params)
         read, reads = Launched.read, itertools.count(1)

@@ -108,15 +108,15 @@ class Likely(LogitsProcessor):
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["in step", "a step ahead"])
-def llm(tiny: TinyModel, request: pytest.FixtureRequest) -> Iterator[LLM]:
+def llm(shallow: TinyModel, request: pytest.FixtureRequest) -> Iterator[LLM]:
     classes = [Forced, f"{__name__}:Echoing"]
-    with LLM(tiny.directory, logits_processors=classes, steps_ahead=request.param, **SMALL) as llm:
+    with LLM(shallow.directory, logits_processors=classes, steps_ahead=request.param, **SMALL) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: TinyModel) -> Iterator[LLM]:
-    with LLM(tiny.directory, **SMALL) as llm:
+def plain(shallow: TinyModel) -> Iterator[LLM]:
+    with LLM(shallow.directory, **SMALL) as llm:
         yield llm
 
 
@@ -124,7 +124,7 @@ def params(length: int, **asked: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, extra_args=asked or None)
 
 
-def test_each_request_gets_what_it_asks_for(llm: LLM, tiny: TinyModel) -> None:
+def test_each_request_gets_what_it_asks_for(llm: LLM, shallow: TinyModel) -> None:
     """More than run at a time, of several lengths, so that places in the batch change hands."""
     prompts = prompts_of([3, 9, 4, 5, 30, 6, 2, 7, 8, 3, 4])
     kinds = ({"from": 20}, {}, {"echo": True}, {"from": 60}, {})
@@ -133,7 +133,7 @@ def test_each_request_gets_what_it_asks_for(llm: LLM, tiny: TinyModel) -> None:
     outputs = llm.generate(prompts, [params(n, **one) for n, one in zip(lengths, asked, strict=True)])
     for output, prompt, length, one in zip(outputs, prompts, lengths, asked, strict=True):
         ids = prompt["prompt_token_ids"]
-        wanted = tiny.greedy(tuple(ids), length)
+        wanted = shallow.greedy(tuple(ids), length)
         if "from" in one:
             wanted = list(range(one["from"], one["from"] + length))
         if "echo" in one:
@@ -160,7 +160,7 @@ def test_parameters_that_a_class_refuses(llm: LLM) -> None:
 
 
 def test_a_class_that_raises_ends_the_requests_of_the_step(
-    llm: LLM, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, shallow: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of([3, 4])
     with monkeypatch.context() as patched:
@@ -168,11 +168,11 @@ def test_a_class_that_raises_ends_the_requests_of_the_step(
         outputs = llm.generate(prompts, params(3))
     assert [output.error for output in outputs] == ["Forced raised ValueError: told to"] * 2
     for output, prompt in zip(llm.generate(prompts, params(3)), prompts, strict=True):
-        assert output.outputs[0].token_ids == tiny.greedy(tuple(prompt["prompt_token_ids"]), 3)
+        assert output.outputs[0].token_ids == shallow.greedy(tuple(prompt["prompt_token_ids"]), 3)
 
 
-def test_adapters_cost_only_those_who_ask(tiny: TinyModel) -> None:
-    with LLM(tiny.directory, logits_processors=[Echoing], **SMALL) as llm:
+def test_adapters_cost_only_those_who_ask(shallow: TinyModel) -> None:
+    with LLM(shallow.directory, logits_processors=[Echoing], **SMALL) as llm:
         before = Echoing.num_calls
         first, second = llm.generate(prompts_of([3, 4]), [params(5), params(5, echo=True)])
         assert Echoing.num_calls == before + 5
@@ -184,10 +184,10 @@ def test_adapters_cost_only_those_who_ask(tiny: TinyModel) -> None:
         assert [request.waits_for_tokens for request in requests] == [False, True]
 
 
-def test_what_keeps_the_likeliest_sees_the_temperature(tiny: TinyModel, plain: LLM) -> None:
+def test_what_keeps_the_likeliest_sees_the_temperature(shallow: TinyModel, plain: LLM) -> None:
     """The same as min_p, which comes behind the temperature."""
     prompts = prompts_of([3, 4, 5])
-    with LLM(tiny.directory, logits_processors=[Likely], **SMALL) as llm:
+    with LLM(shallow.directory, logits_processors=[Likely], **SMALL) as llm:
         for heat in (0.5, 2.0, 0.0):
             asked = {"temperature": heat, "seed": 5, "max_tokens": 8, "ignore_eos": True}
             found = llm.generate(prompts, SamplingParams(**asked))
@@ -205,9 +205,9 @@ def test_what_keeps_the_likeliest_sees_the_temperature(tiny: TinyModel, plain: L
         ([lambda ids, logits: logits], "functions go to SamplingParams"),
     ],
 )
-def test_what_is_no_such_class_is_refused(tiny: TinyModel, given: list[Any], said: str) -> None:
+def test_what_is_no_such_class_is_refused(shallow: TinyModel, given: list[Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        LLM(tiny.directory, logits_processors=given, **SMALL)
+        LLM(shallow.directory, logits_processors=given, **SMALL)
 
 
 class Watching(LogitsProcessor):

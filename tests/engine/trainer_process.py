@@ -1,5 +1,5 @@
-"""A trainer in a process of its own, which knows torch and nothing of the engine: run as a script, it does
-what it is told by lines of JSON. `Trainer` is the other end.
+"""A trainer in a process of its own, which knows torch and nothing of the engine, and does what it is told
+by lines of JSON. `Trainer` is the other end. This file, run as a script, forks them.
 
 It makes groups and payloads as trainers for SGLang and vLLM do, whose packages are not needed for that: two
 classes are given the names under which these would pickle them.
@@ -13,35 +13,48 @@ import ctypes
 import dataclasses
 import io
 import json
+import os
 import pickle
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import types
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+
+@cache
+def nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A process that has imported torch, which takes seconds, and forks trainers; and the line to it. It ends
+    when this one does."""
+    here, there = socket.socketpair()
+    command = [sys.executable, __file__, str(there.fileno())]
+    process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+    there.close()
+    return here, process
 
 
 class Trainer:
     """Drives the process."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        here, there = socket.socketpair()
+        socket.send_fds(nursery()[0], [b"one more"], [there.fileno()])
+        there.close()
+        self._line, self._told = here, here.makefile("r")
+        self._pid = json.loads(self._told.readline())
 
     def begin(self, what: str, **how: Any) -> None:
         """Tell it to do something."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"what": what, **how}) + "\n")
-        self._process.stdin.flush()
+        self._line.sendall((json.dumps({"what": what, **how}) + "\n").encode())
 
     def end(self) -> Any:
         """Wait for what came of it."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._told.readline()
         assert line, "the trainer is gone"
         outcome = json.loads(line)
         assert "error" not in outcome, outcome["error"]
@@ -53,11 +66,15 @@ class Trainer:
         return self.end()
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        """Kill it; when this returns it is gone."""
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+            self._pid = None
+            with contextlib.suppress(ConnectionError):
+                while self._line.recv(1 << 16):
+                    pass
+            self._told.close()
+            self._line.close()
 
 
 def free_port() -> int:
@@ -347,16 +364,44 @@ class _Script:
         return [torch.cat(chunk) for chunk in chunks if chunk]
 
 
-def main() -> None:
+def train(line: socket.socket) -> None:
+    """What a trainer does: as it is told."""
     script = _Script()
-    for line in sys.stdin:
-        asked = json.loads(line)
+
+    def tell(told: Any) -> None:
+        line.sendall((json.dumps(told) + "\n").encode())
+
+    tell(os.getpid())
+    for given in line.makefile("r"):
+        asked = json.loads(given)
         try:
             told = {"result": getattr(script, asked.pop("what"))(**asked)}
         except Exception as error:
             told = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(told), flush=True)
+        tell(told)
+
+
+def fork_trainers(line: socket.socket) -> None:
+    """One for each that is asked for on the line, until it ends."""
+    import torch
+    import torch.distributed
+    import torch.multiprocessing
+
+    assert not torch.cuda.is_initialized(), "a device does not survive a fork"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        asked, given, _, _ = socket.recv_fds(line, 64, 1)
+        if not asked:
+            return
+        [trainers] = given
+        os.set_inheritable(trainers, False)
+        if os.fork() == 0:
+            line.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            train(socket.socket(fileno=trainers))
+            os._exit(0)
+        os.close(trainers)
 
 
 if __name__ == "__main__":
-    main()
+    fork_trainers(socket.socket(fileno=int(sys.argv[1])))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.conftest import TinyModel, prompts_of, tiny  # noqa: F401
+from engine.conftest import TinyModel, prompts_of, shallow  # noqa: F401
 from engine.test_plain_sampling import (  # noqa: F401
     test_a_steady_step_uploads_nothing,
     test_only_those_who_ask_for_more_are_served_by_another_graph,

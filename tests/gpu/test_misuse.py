@@ -1,6 +1,6 @@
 """Misuse again on CUDA, where a step is under way on the device whenever something ends a call."""
 
-from engine.conftest import tiny, tiny_text  # noqa: F401
+from engine.conftest import shallow, tiny_text  # noqa: F401
 from engine.test_misuse_async import (
     llm as async_llm,
 )

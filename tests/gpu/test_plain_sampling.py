@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.conftest import tiny  # noqa: F401
+from engine.conftest import shallow  # noqa: F401
 from engine.test_plain_sampling import (  # noqa: F401
     test_a_row_forgets_the_kind_of_its_last_tenant,
     test_batch_invariant_steps_are_not_decode_steps,

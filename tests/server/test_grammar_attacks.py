@@ -6,16 +6,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from grammars.hostile import CRASHING, NEVER_MASKS, never_compiles
-from grammars.processes import grammar_processes, is_alive, nurseries
+from grammars.processes import grammar_processes
 from grammars.random_grammars import random_grammar
 
 from .server_process import ServerProcess
@@ -27,11 +25,10 @@ CLIENT = httpx.Client(timeout=60)
 """One for all: to make one takes so long, in the victim's process, that its gaps would be the test's own."""
 
 
-@pytest.fixture(scope="module")
-def guarded(model: Path) -> Iterator[ServerProcess]:
+@pytest.fixture
+def guarded(impatient: ServerProcess) -> ServerProcess:
     """A server with little patience."""
-    with ServerProcess(model, "--grammar-compile-seconds", "1.5", "--grammar-mask-seconds", "0.5") as server:
-        yield server
+    return impatient
 
 
 class Victim:
@@ -160,16 +157,3 @@ def test_a_thousand_random_grammars(guarded: ServerProcess) -> None:
     assert statuses.count(400) > 50
     assert guarded.get("/health").status_code == 200
     guarded.wait_until_idle()
-
-
-def test_nothing_is_left_of_an_engine_that_was_killed(guarded: ServerProcess) -> None:
-    """The last test of this server: it ends with its engine."""
-    complete(guarded, DIGITS)
-    engine = guarded.engine_pid
-    processes = [*nurseries(engine), *grammar_processes(engine)]
-    assert len(processes) > 1
-    os.kill(engine, signal.SIGKILL)
-    end = time.monotonic() + 5
-    while any(map(is_alive, processes)):
-        assert time.monotonic() < end
-        time.sleep(0.02)

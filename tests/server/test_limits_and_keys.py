@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from grammars.processes import is_alive
+from grammars.processes import grammar_processes, is_alive, nurseries
 from ostinato.graphs.errors import ConfigError
 from ostinato.server.config import ServerConfig
 from ostinato.server.http.keys import KeyCheck
@@ -256,7 +256,11 @@ def test_vllm_names(guarded: ServerProcess) -> None:
 
 
 def test_engine_is_restarted_if_asked_for(guarded: ServerProcess) -> None:
+    form = {"type": "regex", "regex": "[0-9]{3}"}
+    assert guarded.post("/v1/completions", {**BODY, "response_format": form}, headers=KEYS).status_code == 200
     before = guarded.engine_pid
+    its_grammars = [*nurseries(before), *grammar_processes(before)]
+    assert len(its_grammars) > 1
     os.kill(before, signal.SIGKILL)
     with httpx.Client(base_url=guarded.url, timeout=30) as client:
         for status, seconds in ((503, 5), (200, 40)):
@@ -267,6 +271,7 @@ def test_engine_is_restarted_if_asked_for(guarded: ServerProcess) -> None:
             if status == 503:
                 assert client.post("/pause", headers=ADMIN).status_code == 503
     assert guarded.engine_pid != before
+    assert not any(map(is_alive, its_grammars)), "nothing is left of the one that was killed"
     assert guarded.get("/is_paused", headers=ADMIN).json() == {"is_paused": False}
     answer = guarded.post("/v1/completions", BODY, headers=KEYS)
     assert answer.json()["choices"][0]["text"] == "bcd"

@@ -51,11 +51,9 @@ def trainer(weights_file: str) -> Iterator[Trainer]:
     trainer.close()
 
 
-@pytest.fixture(scope="module")
-def started(model: Path) -> Iterator[ServerProcess]:
-    patience = ("--weight-transfer-timeout", "4")
-    with ServerProcess(model, *FLAGS, *patience, "--admin-key", "secret") as server:
-        yield server
+@pytest.fixture
+def started(impatient: ServerProcess) -> ServerProcess:
+    return impatient
 
 
 @pytest.fixture

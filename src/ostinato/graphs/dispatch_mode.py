@@ -1,12 +1,13 @@
 """A mode that sees every ATen call, without the seconds that the first one costs in torch's own.
 
 torch keeps `torch._dynamo` away from what a mode does, and imports it for that at the first call, also where
-nothing is ever compiled. As long as nobody has imported it there is nothing to keep away.
+nothing is ever compiled. While it looks at no frames of this thread there is nothing to keep away, and asking
+for that is cheaper than sending it away at every call of a recording.
 """
 
-import sys
 from typing import Any
 
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -21,8 +22,7 @@ class DispatchMode(TorchDispatchMode):
             return
 
         def __torch_dispatch__(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            # While it is being imported, it has nothing to disable yet.
-            ready = hasattr(sys.modules.get("torch._dynamo"), "disable")
-            return (guarded if ready else plain)(self, func, types, args, kwargs)
+            looks = get_eval_frame_callback() is not None
+            return (guarded if looks else plain)(self, func, types, args, kwargs)
 
         cls.__torch_dispatch__ = __torch_dispatch__  # type: ignore[method-assign]

@@ -51,6 +51,11 @@ def draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
+@cache
+def _leaves_a_trace(func: Any) -> bool:
+    return draws(func) or writes(func)
+
+
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors an op is going to write, by its schema."""
     if func.namespace == "c10d":  # in-place collectives carry no alias annotation
@@ -104,6 +109,8 @@ class SavedWrites:
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call is about to be made."""
+        if not _leaves_a_trace(func):
+            return
         if draws(func):
             self._note_draw([*args, *kwargs.values()])
         if writes(func):

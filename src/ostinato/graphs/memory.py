@@ -9,6 +9,9 @@ Allocate = Callable[[int], torch.Tensor]
 """So many bytes of long-lived memory, as uint8."""
 
 
+_CONTAINERS = (list, tuple, dict)
+
+
 def unowned_storage(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage over existing memory; it neither frees nor keeps it."""
     construct: Callable[..., torch.UntypedStorage] = torch._C._construct_storage_from_data_pointer  # type: ignore
@@ -23,8 +26,11 @@ def tensor_over(
     storage_offset: int = 0,
 ) -> torch.Tensor:
     """A tensor with the given geometry over a storage (offset in elements)."""
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    if not torch.is_grad_enabled():  # as it is while thousands of them are made
+        return tensor.set_(storage, storage_offset, size, stride)
     with torch.no_grad():
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, storage_offset, size, stride)
+        return tensor.set_(storage, storage_offset, size, stride)
 
 
 def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,10 +73,10 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
-    if isinstance(value, list | tuple | dict):
+    if isinstance(value, _CONTAINERS):
         for item in value.values() if isinstance(value, dict) else value:
             if isinstance(item, torch.Tensor):
                 found.append(item)
-            elif isinstance(item, list | tuple | dict):
+            elif isinstance(item, _CONTAINERS):
                 found += tensors_of(item)
     return found

@@ -101,6 +101,7 @@ class _Unknown(Exception):
     """An argument of a kind that nothing is kept for."""
 
 
+_SEQUENCES = (list, tuple)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -111,7 +112,7 @@ def _form(value: Any, seen: list[torch.Tensor]) -> Any:
         if place == len(seen):
             seen.append(value)
         return type(value), value.dtype, value.dim() == 0, value.is_conj(), place
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         return type(value), tuple([_form(item, seen) for item in value])
     if isinstance(value, dict):
         return dict, tuple([(name, _form(item, seen)) for name, item in value.items()])

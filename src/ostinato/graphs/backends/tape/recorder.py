@@ -49,7 +49,7 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = tensors_of((args, kwargs))
-        if any(is_foreign(tensor) for tensor in inputs):
+        if any(map(is_foreign, inputs)):
             return NotImplemented
         if not self.active:
             return self._call(func, args, kwargs, inputs)

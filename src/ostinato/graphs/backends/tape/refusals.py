@@ -135,9 +135,9 @@ class RefusalMode(TorchFunctionMode):
         self._is_active = is_active
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func not in _WATCHED_FUNCTIONS or not self._is_active():
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         why = _REFUSED_FUNCTIONS.get(func)
         if why is not None:
             raise refuse(f"Tensor.{func.__name__}", why)
