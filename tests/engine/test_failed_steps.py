@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -276,3 +277,22 @@ def faults_of(points: list[list[Point]]) -> Iterator[tuple[int, Point]]:
             new = dict.fromkeys(point for point in points[launch] if point not in seen)
             seen.update(new)
             yield from ((launch, point) for point in new)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_what_is_only_tidied_up_behind_a_launch_takes_nobody_along(
+    model: TinyModel, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An interrupt there goes to whoever called, and the step under way stays under way."""
+    options, arrivals = SCENES["prompts"]
+    with LLM(model.directory, cuda_graph_mode="full", steps_ahead=1, **{**SMALL, **options}) as llm:
+        wanted = undisturbed(llm, arrivals)
+        failures = itertools.cycle([error, None, None])
+        pages = llm.engine.core.scheduler.pages
+        with patch.object(pages, "catch_up", side_effect=failures) as catch_up:
+            outputs = serve(llm, arrivals)
+        assert catch_up.call_count > 10
+        assert tokens_of(outputs) == wanted
+        assert not [output.error for output in outputs if output.error]
+        assert ("could not be entered as blocks" in caplog.text) == (error is MemoryError)
+        assert_all_back(llm)

@@ -306,7 +306,8 @@ class RequestRows:
         self.requests[row] = request
         self.tenancy[row] += 1
         self.token_ids[row, : len(prompt)] = prompt
-        self.token_ids[row, len(prompt) : length] = output
+        if output:
+            self.token_ids[row, len(prompt) : length] = output
         self.num_tokens[row] = self.num_promised[row] = length
         self.num_computed[row] = self.num_scheduled[row] = 0
         self.capacity[row] = self.num_committed_pages[row] = self.num_given_back[row] = 0
@@ -412,7 +413,8 @@ class RequestRows:
         missing = len(ids) - len(self.stop_ids)
         if missing > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, missing), (0, 0)), constant_values=-1)
-        self.stop_ids[: len(ids), row] = list(ids)
+        if ids:
+            self.stop_ids[: len(ids), row] = list(ids)
         self.stops_from[row] = request.num_prompt_tokens + params.min_tokens
 
 
