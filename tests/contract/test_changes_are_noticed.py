@@ -542,3 +542,26 @@ def test_watched_modules_are_right_again_after_a_new_capture(device):
     runner.drop()
     runner.capture(progress=False)
     runner.check_addresses()
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.more = first, torch.nn.ModuleList()
+
+    def forward(self, x):
+        return functools.reduce(lambda y, layer: layer(y), self.more, self.first(x))
+
+
+def test_a_layer_that_is_appended_is_noticed(device):
+    model = Stack(mlp(device)).eval()
+    x = randn(3, WIDTH, device=device)
+    f = wrap(model)
+    for container in (model.first, model.more):
+        f(x)
+        f(x)
+        container.append(torch.nn.Tanh())
+        with pytest.raises(AddressError, match="a module that layers were added to"):
+            f(x)
+        f.recapture()
+        assert close(f(x), model(x))

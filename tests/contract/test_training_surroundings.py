@@ -111,6 +111,45 @@ def test_what_is_replaced_under_a_graph_is_noticed(device, name, caplog):
     assert re.search(f"steps run eagerly while .*{name}", caplog.text)
 
 
+class Growing(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.layers, self.factors, self.sizes = model, nn.ModuleList(), [1.0], {}
+        self.results = []
+
+    def forward(self, ids):
+        x = self.model(ids) * getattr(self, "scale", 1.0)
+        for layer in self.layers:
+            x = layer(x)
+        for factor in (*self.factors, *self.sizes.values()):
+            x = x * factor
+        return x
+
+
+ADDED = {
+    "layers.0": lambda model: model.layers.append(nn.Tanh()),
+    "factors": lambda model: model.factors.append(0.5),
+    "sizes": lambda model: model.sizes.update(b=0.5),
+    "scale": lambda model: setattr(model, "scale", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", [*ADDED, "nothing that is read"])
+def test_what_is_added_under_a_graph_is_noticed(device, name, caplog):
+    ours, theirs = (Growing(model) for model in twins(make_model(device)))
+    step, optimizer = captured(ours, adamw(ours)), adamw(theirs)
+    found, expected = [], []
+    for i, batch in enumerate(make_batches(device, [8] * 6)):
+        for model in (ours, theirs) if i == 3 else ():
+            ADDED.get(name, lambda model: model.results.append(1.0))(model)
+            model.comment = "nobody reads it"
+        found.append(step(*batch).item())
+        expected += train_eagerly(theirs, optimizer, [batch])
+    assert found == expected
+    assert step.report().eager_steps.get("attribute-changed", 0) == (3 if name in ADDED else 0)
+    assert name not in ADDED or f"while {name}" in caplog.text
+
+
 def test_what_is_captured_later_does_not_make_older_graphs_look_right(device):
     """A second capture, for other rows, while a number is another than at the first."""
     model = make_model(device)

@@ -83,7 +83,7 @@ class PythonValues:
             return None
         if reached.training() != self._training:
             return Reason.TRAINING_MODE_CHANGED
-        changed = [*reached.changed_values(), *reached.replaced(self._tables())]
+        changed = [*reached.changed_values(), *reached.replaced(self._tables()), *reached.added()]
         if not changed and reached.is_same_code() and self._has_same_hooks():
             return None  # equal numbers, only not the same objects
         if not self._has_warned:

@@ -8,6 +8,12 @@ modules on the way to them, and the hooks of modules. These are a few comparison
 replaying a kernel on it takes a microsecond. Everything else that Python code may look at (numbers,
 functions, settings) is compared in debug mode only.
 
+Note [What was added]
+What stands where it stood says nothing about what came to stand beside it: a layer that was appended, a
+number in a dictionary, an attribute that code asks for with `hasattr`. So the sizes of containers count too.
+An attribute that no code mentions counts for nothing, and neither does a container that none mentions, where
+a trainer keeps his results.
+
 Note [Python state]
 A replay runs no Python: what a function assigns stays as it was. What it assigns in every call is put back
 after trial runs; what it assigns in the first call alone was made once, and stays.
@@ -56,6 +62,13 @@ _PLAIN = (
     torch.device,
     types.ModuleType,
 )
+_CONTAINERS = (
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.Sequential,
+    torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+)
 _address, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _training, _dtype = attrgetter("training"), attrgetter("dtype")
 _MISSING = object()
@@ -86,6 +99,13 @@ class Reached:
         """All that code which was followed mentions: a method is called by its name."""
         self._of_objects: set[int] = set()
         """Attributes of objects that are no modules, by identity."""
+        self._of_modules: set[int] = set()
+        # What may grow, see Note [What was added]: tables of modules, attributes, and other containers with
+        # the name of the attribute that they are, or are in.
+        self._tables: list[dict[str, Any]] = []
+        self._attributes: dict[int, dict[str, Any]] = {}
+        self._containers: dict[int, tuple[str, Any]] = {}
+        self._attribute = ""
         self._is_aside = False
         """Inside a method that nobody calls by name: of that, only tensors count."""
         for root in roots:
@@ -98,6 +118,7 @@ class Reached:
         found = [value for _, _, value, _ in self._watched]
         self.tensors = [value for value in found if isinstance(value, torch.Tensor) and _has_memory(value)]
         self._geometry, self._code = _geometry_of(self.tensors), self._code_now()
+        self._num_layers = list(map(len, self._tables))
         self._looks = list(_grouped(self._watched))
         self._value_looks = list(_grouped(self._values))
         self._values_then = list(chain.from_iterable(values for _, values in self._value_looks))
@@ -107,9 +128,11 @@ class Reached:
     def is_unchanged(self) -> bool:
         """Whether everything that is read, and all on the way to it, is the same in the same place."""
         try:
-            return all(
-                all(map(is_, look(), values)) for look, values in self._looks
-            ) and self._geometry == _geometry_of(self.tensors)
+            return (
+                all(all(map(is_, look(), values)) for look, values in self._looks)
+                and self._geometry == _geometry_of(self.tensors)
+                and self._num_layers == list(map(len, self._tables))
+            )
         except (LookupError, ReferenceError, RuntimeError):  # it is gone
             return False
 
@@ -156,7 +179,26 @@ class Reached:
         found.add_equal(functools.partial(_all_types, self.modules))
         for module in self.modules:
             _add_module(found, module)
+        counted = [*self._tables, *self._attributes.values(), *self._counted()]
+        found.add_equal(lambda: list(map(len, counted)))
         return found.compiled()
+
+    def added(self) -> list[str]:
+        """The names of what was not there, see Note [What was added]."""
+        then = {id(holder): (name, saved) for name, holder, saved in self._saved}
+        own = {owner for owner, _ in self._ignored}
+        found = []
+        for holder in (*self._tables, *(each for each in self._counted() if id(each) not in own)):
+            name, saved = then[id(holder)]
+            found += [f"{name}{key}" for key in dict(items_of(holder)).keys() - saved.keys()]
+        for holder in self._attributes.values():
+            name, saved = then[id(holder)]
+            new = (holder.keys() - saved.keys()) & self._called_names
+            found += [f"{name}{key}" for key in new if (id(holder), key) not in self._ignored]
+        return sorted(found)
+
+    def _counted(self) -> list[Any]:
+        return [each for name, each in self._containers.values() if not name or name in self._called_names]
 
     def replaced(self, without: Collection[int] = ()) -> list[str]:
         """The names of tensors and modules that others stand for now, or that have moved."""
@@ -191,6 +233,8 @@ class Reached:
                 zip(*_geometry_of([value]), strict=True)
             ):
                 changed.append(f"{name} (moved)")
+        if self._num_layers != list(map(len, self._tables)):
+            changed.append("a module that layers were added to")
         raise moved_error(changed or ["something that the step reads"])
 
     # -- around trial runs -------------------------------------------------------------------------
@@ -273,11 +317,17 @@ class Reached:
         if isinstance(value, torch.optim.Optimizer):
             return self._follow_holder(f"{name}.state", value.state)
         if isinstance(value, dict | list | tuple | deque):
-            return self._follow_holder(name, value)
+            self._containers[id(value)] = self._attribute, value
+            found = self._follow_holder(name, value)
+            if self._is_aside or id(value) not in self._holders:
+                del self._containers[id(value)]
+            return found
         if _is_users(type(value).__module__):
             found = False
             if hasattr(value, "__dict__"):
                 self._of_objects.add(id(vars(value)))
+                if not self._is_aside:
+                    self._attributes[id(vars(value))] = vars(value)
                 found = self._follow_holder(f"{name}.", vars(value))
             found |= self._follow_holder(f"{name}.", value) if slots_of(value) else False
             self._follow_class(type(value))
@@ -293,7 +343,12 @@ class Reached:
         found = False
         for table in (own[table] for table in _TABLES if type(own.get(table)) is dict):  # not in TorchScript
             found |= self._follow_holder(prefix, table)
+        if (found or not self._is_beside) and _may_grow(module):
+            self._tables += [own[table] for table in _TABLES if type(own.get(table)) is dict]
         self._holders[id(own)] = prefix, own
+        self._of_modules.add(id(own))
+        if _is_users(type(module).__module__) and not self._is_aside:
+            self._attributes[id(own)] = own
         before, self._is_beside = self._is_beside, True
         for key in own.keys() - _OF_EVERY_MODULE:
             found |= self._note(f"{prefix}{key}", own, key, own[key])
@@ -365,7 +420,13 @@ class Reached:
     def _note(self, name: str, holder: Any, key: Any, value: Any) -> bool:
         if (id(holder), key) in self._ignored or isinstance(value, types.ModuleType):
             return False
+        before = self._attribute
+        if id(holder) in self._of_objects or id(holder) in self._of_modules:
+            self._attribute = key
+        elif id(holder) not in self._containers:  # a variable, which the code that is followed mentions
+            self._attribute = ""
         leads = self._visit(name, value) or (isinstance(value, torch.nn.Module) and not self._is_beside)
+        self._attribute = before
         if self._is_aside and not leads:
             return False
         (self._watched if leads else self._values).append((holder, key, value, name))
@@ -463,6 +524,12 @@ def _add_module(found: Comparison, module: torch.nn.Module) -> None:
         found.add_places([(own, "forward", own["forward"])])
     else:
         found.add_missing(own, "forward")
+
+
+def _may_grow(module: torch.nn.Module) -> bool:
+    """Whether what is added to it may change what it does: not to a layer of torch's own."""
+    of_torch = type(module).__module__.startswith("torch.nn.")
+    return not of_torch or bool(module._modules) or isinstance(module, _CONTAINERS)
 
 
 def _geometry_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
