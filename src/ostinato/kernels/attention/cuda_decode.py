@@ -21,9 +21,6 @@ _MAX_GROUP = 16
 _MAX_HEADS = 32
 """Query heads of all tokens of a request that share a KV head."""
 _MAX_QUERIES = 16
-_MOST_OF_A_PROMPT = 8
-"""By `benchmarks/prefix_hits.py`: with 16, `triton_queries` is faster behind short contexts, as fast behind
-long ones."""
 
 
 def serves(
@@ -55,12 +52,12 @@ def serves(
 def most_queries(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Tokens of one prompt for which `serves` is true and it pays, of layers like these; 0: for none."""
+    """Tokens of one prompt for which `serves` is true, of layers like these; 0: for none."""
     has_types = is_supported(device) and dtype in (torch.bfloat16, torch.float16)
     has_heads = head_dim % 16 == 0 and head_dim <= 128 and num_heads <= _MAX_GROUP * num_kv_heads
     if not has_types or not has_heads or PAGE_SIZE != 16:
         return 0
-    return max(1, min(_MOST_OF_A_PROMPT, _MAX_HEADS * num_kv_heads // num_heads))
+    return max(1, min(_MAX_QUERIES, _MAX_HEADS * num_kv_heads // num_heads))
 
 
 def attend_tokens(
