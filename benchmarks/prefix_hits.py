@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 
 from ostinato import LLM, SamplingParams
-from ostinato.engine.stepping.model_runner import ModelRunner
+from ostinato.engine.stepping.planned_graphs import PlannedGraphs
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
 from ostinato.kernels.attention.query_tiles import Chunks, Queries, QueryTile
 from ostinato.kernels.gpu import Gpu
@@ -192,7 +192,7 @@ def ends(config: ModelConfig) -> list[dict[str, Any]]:
 @contextmanager
 def like_any_batch(wanted: bool) -> Iterator[None]:
     """Inside, engines have no graphs for one request, if that is wanted."""
-    with patch.object(ModelRunner, "_keys_alone", lambda *_: []) if wanted else nullcontext():
+    with patch.object(PlannedGraphs, "_keys_alone", lambda *_: []) if wanted else nullcontext():
         yield
 
 

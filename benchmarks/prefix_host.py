@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from ostinato import LLM, SamplingParams
-from ostinato.engine.stepping.model_runner import inputs_of
+from ostinato.engine.stepping.step_inputs import inputs_of
 from ostinato.tools.machine import machine
 
 MODELS = Path(__file__).parent / "models"

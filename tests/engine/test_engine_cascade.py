@@ -18,7 +18,7 @@ from .test_engine_greedy import assert_all_back
 LARGE = 3.0e4
 TOKENS = 14
 OPTIONS: dict[str, Any] = {
-    "max_model_len": 128,
+    "max_model_len": 112,  # one bucket of contexts; 128 have two
     "max_running_requests": 6,
     "chunked_prefill_size": 32,
     "cuda_graph_bs": (2, 4, 6),
@@ -70,7 +70,8 @@ def test_tokens_are_those_of_transformers_and_cascades_are_replayed(
     tiny: TinyModel, mode: str, ahead: int
 ) -> None:
     prompts = sharing(40, (3, 9, 1, 12, 5))
-    with LLM(tiny.directory, **OPTIONS, cuda_graph_mode=mode, steps_ahead=ahead) as llm:
+    options = {**OPTIONS, "max_model_len": 128}
+    with LLM(tiny.directory, **options, cuda_graph_mode=mode, steps_ahead=ahead) as llm:
         assert_tokens(llm, tiny, prompts)
         first = replays(llm)
         assert first["cascade"] >= 6, "once all prompts are there"
@@ -195,8 +196,7 @@ def test_modes_without_full_graphs_say_why(tiny: TinyModel, mode: str, reason: s
 
 def test_a_steady_step_brings_nothing_to_the_device(tiny: TinyModel) -> None:
     """One bucket of contexts, as on a GPU: all steps between two pages are reruns."""
-    options = {**OPTIONS, "max_model_len": 112}
-    with LLM(tiny.directory, **options) as llm:
+    with LLM(tiny.directory, **OPTIONS) as llm:
         runner = llm.engine.core.runner
         assert_tokens(llm, tiny, sharing(48, (1, 2, 3)))
         runner._contexts = []

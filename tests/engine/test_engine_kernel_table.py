@@ -4,17 +4,19 @@ import logging
 from collections.abc import Hashable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
+from ostinato.engine.config import EngineConfig
 from ostinato.engine.loading import kernel_table
 from ostinato.engine.loading.kernel_table import TABLE_VARIABLE, tuned_table, use_table_of_user
-from ostinato.engine.stepping import model_runner
-from ostinato.engine.stepping.model_runner import ModelRunner
-from ostinato.graphs import BatchDescriptor, ConfigError, GraphKey, GraphMode
+from ostinato.engine.stepping import planned_graphs
+from ostinato.engine.stepping.planned_graphs import PlannedGraphs
+from ostinato.graphs import BatchDescriptor, ConfigError, GraphKey, GraphMode, Ladder
 from ostinato.kernels import variants
+from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import H200, Gpu
 from ostinato.kernels.linear import choice
@@ -138,26 +140,30 @@ def test_an_engine_on_a_cpu_leaves_the_table_of_one_on_a_gpu_alone(tmp_path):
 def test_graphs_share_warm_ups_as_far_as_the_table_says(tiny, monkeypatch):
     """A range that ends between two sizes, of layers or of the head, makes their kernels differ."""
     model = Transformer(ModelConfig.load(Path(tiny.directory)))
-    config = SimpleNamespace(
-        device=GPU, dtype=torch.bfloat16, max_model_len=256, max_positions=256, page_columns=16
+    asked = EngineConfig(model=tiny.directory)
+    config: Any = SimpleNamespace(
+        config=asked,
+        device=GPU,
+        dtype=torch.bfloat16,
+        lora_cases=(0,),
+        max_model_len=256,
+        max_positions=256,
+        page_columns=16,
+        context_buckets=(None,),
+        decode_ladder=Ladder([1]),
+        token_ladder=Ladder([8, 9]),
+        max_running_requests=8,
     )
-    monkeypatch.setattr(model_runner, "gpu_of", lambda _: H200)
-    alone = SimpleNamespace(_tokens_alone={8})
-    runner = cast(
-        "ModelRunner",
-        SimpleNamespace(
-            model=model,
-            config=config,
-            _has_equal_places=lambda descriptor: ModelRunner._has_equal_places(alone, descriptor),  # type: ignore[arg-type]
-        ),
-    )
+    monkeypatch.setattr(planned_graphs, "gpu_of", lambda _: H200)
+    attention = cast("AttentionBackend", SimpleNamespace(most_places=lambda *_: 8))
+    planned = PlannedGraphs(model, attention, config, GraphMode.FULL, None)
     (layer, _), *_, (head, _) = model.products_of(1, 1)
     one, other = SkinnyTile(16, 64, 64, 4, 2), SkinnyTile(16, 64, 64, 4, 3)
     table = KernelTable("", {layer: (Choice(2, 8, one),), head: (Choice(2, 4, one), Choice(5, 64, other))})
 
     def kernels(num_tokens: int, num_reqs: int) -> Hashable:
         descriptor = BatchDescriptor(num_tokens, num_reqs)
-        return ModelRunner.kernels_of(runner, GraphKey(GraphMode.FULL, descriptor))
+        return planned.kernels_of(GraphKey(GraphMode.FULL, descriptor))
 
     with choice.using(table):
         assert kernels(5, 3) == kernels(8, 4)

@@ -21,7 +21,13 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-SMALL: dict[str, Any] = {"max_model_len": 96, "max_running_requests": 6, "num_pages": 60}
+SMALL: dict[str, Any] = {
+    "max_model_len": 96,
+    "max_running_requests": 6,
+    "num_pages": 60,
+    "cuda_graph_prefill_tokens": [16, 128],
+    "enable_cudagraph_gc": True,
+}
 
 
 def params(wanted: StructuredOutputs, **more: Any) -> SamplingParams:

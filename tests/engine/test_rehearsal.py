@@ -61,13 +61,13 @@ def test_a_rehearsal_tries_two_layers_and_captures_all_of_them(
     monkeypatch.setattr(rehearsal, "compiling_only", lambda _: nullcontext())
     monkeypatch.setattr(ResolvedConfig, "warmups", 1)
     runner = new_runner(llm)
-    kinds = {runner.kernels_of(key) for key in runner.graphs.keys}
+    kinds = {runner.planned.kernels_of(key) for key in runner.graphs.keys}
     assert len(runner.graphs.keys) > len(kinds) == 2
     seen = count_layers(runner, monkeypatch)
     rehearsal._compile(runner, None)
     assert seen == [0, 1] * len(kinds)
     seen.clear()
-    tried = rehearsal._some_of(runner.graphs.keys, runner.widens)
+    tried = rehearsal._some_of(runner.graphs.keys, runner.planned.widens)
     assert len(tried) > len(kinds)
     plan = rehearsal._trial_capture(runner, None)
     assert seen == [0, 1, 2, 3] * (len(kinds) + len(tried)), "a warm-up of each kind, a recording of each"
@@ -94,12 +94,12 @@ def test_a_step_with_adapters_widens_its_rows_at_any_size(llm: LLM, monkeypatch:
     runner = new_runner(llm)
     [key, *_] = runner.graphs.keys
     adapted = key._replace(descriptor=dataclasses.replace(key.descriptor, lora=2))
-    assert runner.widens(key), "plain torch does, on a CPU"
+    assert runner.planned.widens(key), "plain torch does, on a CPU"
     monkeypatch.setattr(products, "choose", lambda *_: PromptTile())
-    assert not runner.widens(key)
-    assert runner.widens(adapted)
+    assert not runner.planned.widens(key)
+    assert runner.planned.widens(adapted)
     monkeypatch.setattr(products, "choose", lambda *_: SkinnyTile(16, 64, 64, 4, 3))
-    assert not runner.widens(adapted)
+    assert not runner.planned.widens(adapted)
 
 
 def test_a_rehearsal_predicts_what_the_graphs_of_the_engine_take(llm: LLM) -> None:

@@ -129,7 +129,9 @@ def test_smollm2_passes() -> None:
 def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     plant, named = PLANTED[fault]
     plant(monkeypatch)
-    with engine(tmp_path, CONFIGS["llama"]) as llm:
+    # No more graphs than are named; that all of them are is the subject of another test.
+    fewest = {"cuda_graph_bs": (4,), "cuda_graph_prefill_tokens": (16,)}
+    with engine(tmp_path, CONFIGS["llama"], **fewest) as llm:
         with pytest.raises(VerifyError, match=named):
             llm.verify()
 
@@ -161,7 +163,7 @@ def test_a_key_that_nobody_sees_is_found_whatever_the_tolerance(
     monkeypatch.setitem(expected_results.LEAST_TOLERANCE, torch.float32, 0.9)
     with engine(tmp_path, CONFIGS["llama"]) as llm:
         # Which key of a context is looked at depends on the seed.
-        failures = [check for seed in range(8) for check in verify(llm.engine.core, seed=seed).failures]
+        failures = next(filter(None, (verify(llm.engine.core, seed=seed).failures for seed in range(8))), ())
     assert failures
     assert {check.what for check in failures} == {"keys unseen"}
     assert all(check.graph.startswith("full decode") for check in failures)

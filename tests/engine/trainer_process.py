@@ -16,6 +16,7 @@ import json
 import os
 import pickle
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -33,7 +34,8 @@ def nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     when this one does."""
     here, there = socket.socketpair()
     command = [sys.executable, __file__, str(there.fileno())]
-    process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+    silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command, pass_fds=[there.fileno()], **silent)
     there.close()
     return here, process
 
@@ -67,14 +69,15 @@ class Trainer:
 
     def close(self) -> None:
         """Kill it; when this returns it is gone."""
-        if self._pid is not None:
-            os.kill(self._pid, signal.SIGKILL)
-            self._pid = None
-            with contextlib.suppress(ConnectionError):
-                while self._line.recv(1 << 16):
-                    pass
-            self._told.close()
-            self._line.close()
+        if self._told.closed:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(self._pid)
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            select.select([handle], [], [])
+            os.close(handle)
+        self._told.close()
+        self._line.close()
 
 
 def free_port() -> int:
@@ -398,8 +401,10 @@ def fork_trainers(line: socket.socket) -> None:
         if os.fork() == 0:
             line.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            train(socket.socket(fileno=trainers))
-            os._exit(0)
+            try:
+                train(socket.socket(fileno=trainers))
+            finally:
+                os._exit(0)
         os.close(trainers)
 
 

@@ -12,6 +12,7 @@ PROGRAM = """
 import os
 import sys
 import torch
+import torch._dynamo  # collectives would import it, later
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from tape_recording import record

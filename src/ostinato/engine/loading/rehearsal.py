@@ -67,7 +67,7 @@ def _compile(runner: ModelRunner, sampler: Sampler | None) -> None:
     done = set()
     with compiling_only(runner.lengths.device), runner.model.one_layer_of_each_kind():
         for key in runner.graphs.keys:
-            kernels = runner.kernels_of(key)
+            kernels = runner.planned.kernels_of(key)
             if kernels not in done:
                 done.add(kernels)
                 runner.graphs.try_out(key)
@@ -85,7 +85,7 @@ def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:
     """
     before = DeviceMemory.now(runner.config.device)
     of_sampling = [] if sampler is None else list(sampler.graphs.values())
-    runner.capture(StartupTimes(), keys=_some_of(runner.graphs.keys, runner.widens), progress=False)
+    runner.capture(StartupTimes(), keys=_some_of(runner.graphs.keys, runner.planned.widens), progress=False)
     for graphs in of_sampling:
         graphs.capture(keys=graphs.keys[:1], progress=False)
     grown = DeviceMemory.now(runner.config.device).less(before)

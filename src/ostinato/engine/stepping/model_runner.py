@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,30 +21,20 @@ from ostinato.graphs import (
     CaptureOptions,
     CudaGraphRunner,
     Dispatcher,
-    Field,
     GraphKey,
     GraphMode,
     GraphPool,
     InputBuffers,
     Reason,
     Report,
-    capture_keys,
-    eager_boundary,
 )
 from ostinato.graphs.capturing.pool import Memory
 from ostinato.graphs.dispatching.descriptor import recurring_shape
 from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
-from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HostLengths
-from ostinato.kernels.attention.heads import HeadPreparation
-from ostinato.kernels.attention.query_tiles import Queries, query_class
-from ostinato.kernels.gpu import gpu_of
-from ostinato.kernels.linear import products
+from ostinato.kernels.attention.batch import AttentionBatch, HostLengths
 from ostinato.kernels.speculation.acceptance import verified_line
-from ostinato.kernels.variants import kernel_class
 from ostinato.models.adapters.stacks import AdapterStacks
-from ostinato.models.config import ModelConfig
-from ostinato.models.mixing import Attend, StepAttention
 from ostinato.models.taps import Taps
 from ostinato.models.transformer import Transformer
 
@@ -54,34 +43,17 @@ from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate, ScheduledStep
 from ..speculating.bunch import Bunch
 from ..speculating.draft_parts import DraftParts
-from ..speculating.fields import LONGER, UNCHANGED, VERIFYING, drafting_fields
+from ..speculating.fields import VERIFYING, drafting_fields
 from ..speculating.making import make_speculation
 from . import shared_prefix
 from .device_rows import DeviceRows
+from .layer_attention import LayerAttention
 from .plain_sampling import PlainSampling
+from .planned_graphs import PlannedGraphs, has_whole_contexts
 from .row_fields import row_fields
+from .step_inputs import ON_DEVICE, host_lengths, inputs_of, max_context, step_fields
 from .times import StartupTimes
 from .token_return import TokenReturn
-
-
-def step_fields(vocab_size: int, max_model_len: int) -> tuple[Field, ...]:
-    """The inputs of a step.
-
-    Padded tokens belong to row 0, whose pages are all page 0; padded requests have no tokens. A decode graph
-    uses `req_rows` alone: what else it needs is in those rows. Poisoned padding has any token at any place
-    of page 0, and contexts of any length on that page. Where tokens are drafted, the host does not know the
-    lengths of requests that decode: see `Speculation.fill_in`.
-    """
-    last = min(PAGE_SIZE, max_model_len) - 1
-    return (
-        Field("input_ids", torch.int64, poison=vocab_size - 1),
-        Field("positions", torch.int64, poison=last),
-        Field("token_rows", torch.int32),
-        Field("req_rows", torch.int32, per="request"),
-        Field("seq_lens", torch.int32, per="request", pad=1, poison=last + 1),
-        Field("query_starts", torch.int32, per="request"),
-        Field("query_lens", torch.int32, per="request"),
-    )
 
 
 class _Held(NamedTuple):
@@ -100,8 +72,6 @@ class _Held(NamedTuple):
 
 _FEW = 4
 """Changes of the page table that are written one by one: long ones, of prompts."""
-_ON_DEVICE = HostLengths((), (), ())
-"""Lengths that only the device knows, of a step whose attention is outside of graphs."""
 _NOTHING = _Held(None, 0, 0, BatchShape.decode(1))
 
 
@@ -132,7 +102,6 @@ class ModelRunner:
         self.config = config
         self.draft = draft
         self.attention = attention
-        self._host: HostLengths | None = None
         self._held = _NOTHING
         device = config.device
         budget = config.config.cuda_graph_memory_mb
@@ -177,45 +146,22 @@ class ModelRunner:
         """Who drafts tokens and verifies them; None: nobody."""
         self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
-        self._tokens_alone: frozenset[int] = frozenset()
-        """Steps of so many tokens that have graphs for one request alone, see `_keys_alone`."""
-        self._attend = eager_boundary(self._attend_layer)
-        self._attend_rows = eager_boundary(self._attend_rows_of_layer)
-        self.graphs = self._make_runner()
+        self._layers = LayerAttention(attention, model.config, kv)
+        self.planned, self.graphs = self._make_runner()
 
     @property
     def _has_graphs(self) -> bool:
         return self.config.graph_mode is not GraphMode.NONE
 
-    def _make_runner(self) -> CudaGraphRunner:
+    def _make_runner(self) -> tuple[PlannedGraphs, CudaGraphRunner]:
         config = self.config
         asked = config.config
         capability = Capability[self.attention.capability]
         dispatcher = Dispatcher(
             config.graph_mode, capability=capability, padding=not asked.disable_cuda_graph_padding
         )
-        keys = capture_keys(
-            dispatcher.mode,
-            config.decode_ladder,
-            config.token_ladder,
-            max_reqs=config.max_running_requests,
-            lora_cases=config.lora_cases,
-            context_buckets=config.context_buckets,
-            cascade=asked.enable_cascade_attention
-            and self.attention.reads_prefix_once
-            and self._has_whole_contexts,
-        )
-        keys = [
-            key
-            for key in keys
-            if not key.descriptor.cascade or key.descriptor.num_reqs >= shared_prefix.LEAST_REQUESTS
-        ]
-        if asked.batch_invariant:
-            keys = [key for key in keys if not key.descriptor.is_uniform]
-        else:
-            keys += self._keys_alone(keys)
-        if self.speculation is not None:
-            keys += self.speculation.verify_keys(dispatcher.mode)
+        of_drafts = None if self.speculation is None else self.speculation.verify_keys(dispatcher.mode)
+        planned = PlannedGraphs(self.model, self.attention, config, dispatcher.mode, of_drafts)
         runner = CudaGraphRunner(
             self.step,
             InputBuffers(
@@ -225,7 +171,7 @@ class ModelRunner:
                 device=config.device,
                 allocate=self.pool.allocate,
             ),
-            keys,
+            planned.keys,
             dispatcher=dispatcher,
             pool=self.pool,
             options=CaptureOptions(
@@ -236,7 +182,7 @@ class ModelRunner:
             # Padding writes page 0 only, and the logits belong to nobody between steps.
             state=self.returned.state,
             dummy=self._dummy,
-            kernels_of=self._warmed_with,
+            kernels_of=planned.warmed_with,
         )
         runner.watch(self.model)
         if self.draft is not None:
@@ -249,76 +195,7 @@ class ModelRunner:
         if self.speculation is not None:
             static |= self.speculation.named_tensors()
         runner.watch({**static, "logits": self.logits, "hidden": self.hidden, **self.kv.named_tensors()})
-        return runner
-
-    def _keys_alone(self, keys: Sequence[GraphKey]) -> list[GraphKey]:
-        """Graphs for few tokens of one request, as a prompt has them of which all else is cached.
-
-        They lie as the tokens of a request do whose drafts are verified, and there is a kernel that reads a
-        context once for these; of several requests the host's tokens lie close together. With drafts there
-        are none: who takes hidden states of a step for the next ones was never measured with them.
-        """
-        model = self.model.config
-        if self.attention.most_places is None or self.speculation is not None:
-            return []
-        most = self.attention.most_places(
-            model.num_heads, model.num_kv_heads, model.head_dim, self.config.dtype, self.config.device
-        )
-        few = [
-            key
-            for key in keys
-            if key.mode is GraphMode.FULL
-            and not key.descriptor.is_uniform
-            and key.descriptor.num_tokens <= most
-        ]
-        self._tokens_alone = frozenset(key.descriptor.num_tokens for key in few)
-        return [key._replace(descriptor=replace(key.descriptor, num_reqs=1)) for key in few]
-
-    def _has_equal_places(self, descriptor: BatchDescriptor) -> bool:
-        is_alone = descriptor.num_reqs == 1 and descriptor.num_tokens in self._tokens_alone
-        return descriptor.is_uniform or is_alone
-
-    def kernels_of(self, key: GraphKey) -> Hashable:
-        """Equal for graphs that run the same compiled kernels."""
-        num_tokens, query_len = key.descriptor.num_tokens, key.descriptor.query_len
-        is_decode, device = query_len is not None, self.config.device
-        if device.type != "cuda":
-            return key.mode, query_len, key.descriptor.cascade, key.descriptor.lora
-        # Where drafts are verified, every token has logits.
-        num_predicted = key.descriptor.num_reqs if query_len is None else num_tokens
-        kernels = kernel_class(
-            self.model.products_of(num_tokens, num_predicted),
-            num_tokens,
-            self.model.config.num_heads,
-            self.model.config.num_kv_heads,
-            self.config.dtype,
-            device,
-            is_decode=is_decode,
-            is_cascade=key.descriptor.cascade,
-            num_slots=key.descriptor.lora,
-            query_len=query_len or 1,
-        )
-        queries = queries_of(self.model.config, self.config, key.descriptor)
-        attention = None if query_len == 1 else query_class(queries, gpu_of(device))
-        if query_len is None and self._has_equal_places(key.descriptor):
-            attention = num_tokens, self.config.dtype
-        return key.mode, query_len, kernels, attention
-
-    def widens(self, key: GraphKey) -> bool:
-        """Whether its gates and ups are tensors: the largest of a step, where there are."""
-        of, config = key.descriptor, self.config
-        return any(
-            products.widens(shape, of.num_tokens, config.dtype, config.device, adapted=bool(of.lora))
-            for shape in self.model.matrix_shapes
-            if shape.gated
-        )
-
-    def _warmed_with(self, key: GraphKey) -> Hashable:
-        """Equal for graphs of which one warm-up is enough: with and without adapters, too.
-
-        What a warm-up makes is a library's or attention's, and the same; kernels were compiled before.
-        """
-        return self.kernels_of(key._replace(descriptor=replace(key.descriptor, lora=0)))
+        return planned, runner
 
     def capture(
         self, times: StartupTimes, *, keys: Sequence[GraphKey] | None = None, progress: bool | None = None
@@ -359,15 +236,9 @@ class ModelRunner:
 
     def _wants_cascade(self, step: ScheduledStep) -> bool:
         shared = step.shared_prefix
-        if not shared or not self._has_whole_contexts:
+        if not shared or not has_whole_contexts(self.model.config, self.config):
             return False
         return shared_prefix.pays(step.num_requests, shared, self.kv_bytes_per_token)
-
-    @property
-    def _has_whole_contexts(self) -> bool:
-        """Whether there is a layer in which a token sees all that is before it."""
-        windows = self.model.config.layer_windows
-        return any(window is None or window >= self.config.max_model_len for window in windows)
 
     def run(self, step: ScheduledStep) -> torch.Tensor:
         """One step; the logits of each request's last token, good until the next step."""
@@ -395,9 +266,9 @@ class ModelRunner:
         # requests whose drafts are being verified nobody knows them.
         is_known = self.speculation is None or not self.config.lookahead
         if decision.mode is GraphMode.FULL:
-            self._host = None
+            self._layers.lengths = None
         else:
-            self._host = host_lengths(step) if is_known else _ON_DEVICE
+            self._layers.lengths = host_lengths(step) if is_known else ON_DEVICE
         logits = self.graphs.run(inputs_of(step, is_drafting=self.speculation is not None), shape)
         if step.num_drafts and not self.has_sampled:
             assert self.speculation is not None
@@ -410,7 +281,7 @@ class ModelRunner:
 
     def run_from(self, graph: CapturedGraph, step: ScheduledStep, *, poison: bool = False) -> torch.Tensor:
         """One step from this very graph, whichever `run` would take; the line it may write is not counted."""
-        self._host = None if graph.key.mode is GraphMode.FULL else host_lengths(step)
+        self._layers.lengths = None if graph.key.mode is GraphMode.FULL else host_lengths(step)
         self._held = _NOTHING
         shape = BatchShape(
             step.total_tokens, step.num_requests, graph.descriptor.query_len, lora=step.num_adapters
@@ -422,13 +293,13 @@ class ModelRunner:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Rows, lines and what they count are put back at the end; inputs are held by nobody."""
-        host, sampled, notes = self._host, self.has_sampled, self.notes_beginning
+        lengths, sampled, notes = self._layers.lengths, self.has_sampled, self.notes_beginning
         counts = nullcontext() if self.speculation is None else self.speculation.unchanged()
         try:
             with self.rows.unchanged(), self.returned.unchanged(), counts:
                 yield
         finally:
-            self._host, self.has_sampled, self.notes_beginning = host, sampled, notes
+            self._layers.lengths, self.has_sampled, self.notes_beginning = lengths, sampled, notes
             self._held = _NOTHING
             # A sampling graph for more requests than the step before it had reads what is left here.
             self.logits.zero_()
@@ -507,7 +378,7 @@ class ModelRunner:
             query_lens=query_lens,
             max_query_len=descriptor.query_len or descriptor.num_tokens,
             max_context=max_context(self.config, descriptor),
-            equal_places=self._has_equal_places(descriptor),
+            equal_places=self.planned.has_equal_places(descriptor),
             prefix_lens=self.rows["prefix_lens"] if descriptor.cascade else None,
         )
         adapters = None
@@ -516,7 +387,7 @@ class ModelRunner:
             adapters = self.adapters.of_tokens(self.rows["adapter_slots"].index_select(0, token_rows))
         tapped = () if speculation is None else speculation.drafter.tapped_layers
         taps = Taps(tapped) if tapped else None
-        hidden = self.model(input_ids, positions, self._attention_over(batch), adapters, taps)
+        hidden = self.model(input_ids, positions, self._layers.over(batch), adapters, taps)
         if speculation is not None:
             features = hidden if taps is None else taps.features()
             speculation.drafter.note_step(input_ids, batch, features, descriptor)
@@ -544,95 +415,13 @@ class ModelRunner:
         self.speculation.accept(logits, req_rows, query_len, self.returned.lines)
         return logits[:num_requests]
 
-    def _attention_over(self, batch: AttentionBatch) -> Attend:
-        heads = functools.partial(self._attend, batch)
-        if self.attention.attend_qkv is None:
-            return heads
-        return StepAttention(heads, functools.partial(self._attend_rows, batch))
-
-    def _attend_rows_of_layer(
-        self, batch: AttentionBatch, layer: int, rows: torch.Tensor, heads: HeadPreparation
-    ) -> torch.Tensor:
-        assert self.attention.attend_qkv is not None
-        model = self.model.config
-        return self.attention.attend_qkv(
-            rows,
-            heads,
-            *self.kv.layer(layer),
-            batch,
-            num_heads=model.num_heads,
-            scale=model.attention_scale,
-            sliding_window=model.layer_windows[layer],
-        )
-
-    def _attend_layer(
-        self, batch: AttentionBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        model = self.model.config
-        k_cache, v_cache = self.kv.layer(layer)
-        self.attention.write_kv(k, v, k_cache, v_cache, batch)
-        scale, window = model.attention_scale, model.layer_windows[layer]
-        if self._host is None:
-            return self.attention.attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=window)
-        return self.attention.attend_eager(
-            q,
-            k_cache,
-            v_cache,
-            batch,
-            scale=scale,
-            sliding_window=window,
-            lengths=None if self._host is _ON_DEVICE else self._host,
-        )
-
     def _dummy(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
         """Nothing but padding. Attention between segments has no request to work on."""
         eager_attention = (
             self.graphs.dispatcher.mode.mixed is GraphMode.PIECEWISE and not descriptor.is_uniform
         )
-        self._host = HostLengths([], [], []) if eager_attention else None
+        self._layers.lengths = HostLengths([], [], []) if eager_attention else None
         views = self.graphs.buffers.views(descriptor)
         return {
             field.name: torch.full_like(views[field.name], field.pad) for field in self.graphs.buffers.fields
         }
-
-
-def max_context(config: ResolvedConfig, descriptor: BatchDescriptor) -> int:
-    """No request of a step is longer."""
-    return min(descriptor.context or config.max_positions, config.page_columns * PAGE_SIZE)
-
-
-def queries_of(model: ModelConfig, config: ResolvedConfig, descriptor: BatchDescriptor) -> Queries:
-    """What attention of a prompt or a mixed batch knows."""
-    return Queries(
-        dtype=config.dtype,
-        num_tokens=descriptor.num_tokens,
-        num_requests=descriptor.num_reqs,
-        max_query_len=descriptor.query_len or descriptor.num_tokens,
-        max_context=max_context(config, descriptor),
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
-
-
-def inputs_of(step: ScheduledStep, *, is_drafting: bool = False) -> dict[str, IntArray]:
-    """What a step brings from the host. `is_drafting`: the device alone knows how long requests are that
-    decode, see `Speculation.fill_in`."""
-    seq_lens = step.seq_lens
-    if is_drafting:
-        seq_lens = seq_lens.copy()
-        seq_lens[: step.num_requests - len(step.prompt_tokens)] = UNCHANGED if step.num_drafts else LONGER
-    return {
-        "input_ids": step.input_ids,
-        "positions": step.positions,
-        "token_rows": step.token_rows,
-        "req_rows": step.rows,
-        "seq_lens": seq_lens,
-        "query_starts": step.query_starts,
-        "query_lens": step.num_new_tokens,
-    }
-
-
-def host_lengths(step: ScheduledStep) -> HostLengths:
-    """Lengths for attention that runs outside a graph."""
-    return HostLengths(step.query_starts.tolist(), step.num_new_tokens.tolist(), step.seq_lens.tolist())

@@ -1,37 +1,28 @@
 """A whole training step, forward, loss, backward, clipping, optimizer and schedule, from graphs."""
 
-import gc
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
 
-from ..capturing import python_draws
-from ..capturing.compiled import make_room
 from ..capturing.gate import turn
 from ..capturing.pool import GraphPool
-from ..checking.addresses import moved_error
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
-from ..dispatching.dispatch import Dispatcher, Reason
-from ..dispatching.keys import GraphKey
+from ..dispatching.dispatch import Reason
 from ..dispatching.ladder import Ladder
-from ..dispatching.mode import GraphMode
-from ..errors import CaptureError, ConfigError
-from ..inputs.buffers import Batch, InputBuffers
+from ..errors import ConfigError
+from ..inputs.buffers import Batch
 from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
 from .batches import IGNORED, BatchKind
-from .checkpointing import draws_are_kept
 from .fitting import why_not_in_a_graph
 from .gradients import Gradients
+from .graphs_by_kind import GraphsByKind, KindGraphs
 from .loss import Loss
+from .micro_batch import Kind, MicroBatch
 from .optimizers import StaticOptimizer
-from .padding import PaddingTrial
 from .places import Places
 from .python_values import PythonValues
 from .update import Update
@@ -42,23 +33,6 @@ Schedule = Callable[[int], float | Sequence[float]]
 
 _STATE = {"optimizer_steps", "micro_batches", "skipped", "gradients", "rng", "device_rng", "generators"}
 """What `state_dict` has."""
-
-
-class Kind(StrEnum):
-    """What a graph does with the gradients of a micro-batch."""
-
-    ACCUMULATE = "accumulate"
-    UPDATE = "update"
-    JUDGE = "judge"  # all of an update but the optimizer's step, see Note [Updates behind the graph]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """The graphs for batches of one kind."""
-
-    kind: BatchKind
-    runner: CudaGraphRunner
-    is_padded: bool
 
 
 class TrainStep:
@@ -77,19 +51,17 @@ class TrainStep:
         pool: GraphPool | None,
         options: CaptureOptions,
     ) -> None:
-        self._loss, self._ladder, self._schedule, self._options = loss, ladder, schedule, options
+        self._loss, self._schedule, self._options = loss, schedule, options
         self._is_ladder_made_up = ladder is None
         self._told: set[str] = set()
         self._accumulate = accumulate
         self._device = loss.device
         self._pool = pool or GraphPool(self._device)
-        self._places = Places(loss.modules)
-        plain = loss.uncompiled()
-        self._plain = plain if loss.is_compiled else loss
+        places, plain = Places(loss.modules), loss.uncompiled()
         self._values = PythonValues(plain.model, plain.loss_fn)
         self._optimizer = StaticOptimizer(optimizer, self._device)
-        named, average = self._places.names_of(self._optimizer.parameters), accumulate > 1
-        others = self._places.parameters_besides(self._optimizer.parameters)
+        named, average = places.names_of(self._optimizer.parameters), accumulate > 1
+        others = places.parameters_besides(self._optimizer.parameters)
         _tell_of_untrained([name for name, parameter in others if parameter.requires_grad])
         self._gradients = Gradients(named, others=[p for _, p in others], accumulate=average)
         self._update = Update(
@@ -100,12 +72,21 @@ class TrainStep:
             scaler=scaler,
             average=average,
         )
-        self._entries: list[_Entry] = []
-        self._state: dict[str, torch.Tensor] = {}
-        self._written: dict[str, torch.Tensor] = {}
-        """Parameters that the model writes by itself, besides the optimizer."""
-        self._baked: tuple[Any, ...] = ()
-        self._eager_steps: Counter[Reason] = Counter()
+        self._micro_batch = MicroBatch(
+            loss, self._gradients, self._update, self._optimizer, self._pool.backend, accumulate
+        )
+        self._graphs = GraphsByKind(
+            self._micro_batch,
+            loss,
+            self._gradients,
+            self._update,
+            self._optimizer,
+            places=places,
+            values=self._values,
+            ladder=ladder,
+            pool=self._pool,
+            options=options,
+        )
         self.optimizer_steps = 0
         """Updates so far, skipped ones included: what a schedule is asked with."""
         self.micro_batches = 0
@@ -121,19 +102,18 @@ class TrainStep:
         with turn, torch.inference_mode(False):
             self._optimizer.notice_cleared_state()
             updates = last or self.micro_batches + 1 == self._accumulate
-            if not self._entries:
-                with self._values.put_back():
-                    self._entries.append(self._new_entry(inputs, targets))
-            found = self._match(inputs, targets)
+            if not self._graphs.kinds:
+                self._graphs.add(inputs, targets, is_accumulating=self.micro_batches > 0)
+            found = self._graphs.match(inputs, targets)
             if updates:
                 self._follow_moved_numbers()
-            does = self._kinds[-1] if updates else Kind.ACCUMULATE
+            does = self._micro_batch.kinds[-1] if updates else Kind.ACCUMULATE
             self._prepare(updates)
             if found is None:
                 loss = self._run_unseen(inputs, targets, does)
             else:
-                entry, batch, length = found
-                loss = self._run(entry, batch, BatchShape(length, 1, extra=does.value))
+                graphs, batch, length = found
+                loss = self._run(graphs, batch, BatchShape(length, 1, extra=does.value))
             if does is Kind.JUDGE:
                 self._update.step()
             self.micro_batches += 1
@@ -151,7 +131,7 @@ class TrainStep:
             self._update.divide_by(self.micro_batches, self._accumulate)
             with torch.no_grad():
                 self._update()
-            self._eager_steps[Reason.NOT_CAPTURED] += 1
+            self._graphs.eager_steps[Reason.NOT_CAPTURED] += 1
             self._has_updated()
         return True
 
@@ -160,14 +140,14 @@ class TrainStep:
         update nothing is captured yet, because the optimizer has no state; it is then. What was captured and
         is baked in otherwise than it is now (a chance of dropout, a weight decay) is captured anew."""
         with turn, torch.inference_mode(False):
-            if self._match(inputs, targets) is None:
-                with self._values.put_back():
-                    self._entries.append(self._new_entry(inputs, targets))
+            is_accumulating = self.micro_batches > 0
+            if self._graphs.match(inputs, targets) is None:
+                self._graphs.add(inputs, targets, is_accumulating=is_accumulating)
             if self._optimizer.has_stepped:
-                is_other = self._why_not() is not None or bool(self._optimizer.moved_numbers())
-                if self._places.known and (self._optimizer.step_inside() or is_other):
-                    self._drop()
-                self._capture_missing()
+                is_other = self._graphs.why_not() is not None or bool(self._optimizer.moved_numbers())
+                if self._graphs.is_captured and (self._optimizer.step_inside() or is_other):
+                    self._graphs.drop()
+                self._graphs.capture_missing(is_accumulating=is_accumulating)
         return self.report()
 
     @property
@@ -184,15 +164,11 @@ class TrainStep:
 
     def report(self) -> Report:
         """What was captured, what it costs, what it served, and why steps ran eagerly."""
-        if not self._entries:
-            return Report.of_nothing(GraphMode.FULL, self._eager_steps)
-        return Report.joined([entry.runner.report() for entry in self._entries])
+        return self._graphs.report()
 
     def check_addresses(self) -> None:
         """Raise AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""
-        moved = [*self._places.moved(), *self._optimizer.moved()]
-        if moved:
-            raise moved_error(moved)
+        self._graphs.check_addresses()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the states of model, optimizer and scaler: counts, random
@@ -229,47 +205,20 @@ class TrainStep:
 
     # -- one micro-batch ---------------------------------------------------------------------------
 
-    def _micro_batch(
-        self, kind: BatchKind, tensors: Mapping[str, torch.Tensor], does: Kind, *, is_rung: bool
-    ) -> torch.Tensor:
-        """All that a graph records. `is_rung`: other lengths are not worth a compilation of ours."""
-        loss_of = self._loss if is_rung else self._plain
-        with torch.enable_grad():
-            loss = loss_of(*kind.arguments(tensors), kind.mask(tensors))
-            share = loss / self._accumulate if self._accumulate > 1 else loss
-            self._gradients.backward(self._update.scaled(share))
-        if does is Kind.UPDATE:
-            if not self._optimizer.has_stepped:
-                # Its state would come to lie in large segments of activations, and hold them for ever.
-                self._pool.backend.release_unused()
-            self._update()
-        elif does is Kind.JUDGE:
-            self._update.judge()
-        if self._gradients.is_trial:
-            self._gradients.forget_passing()
-        return loss.detach()
-
-    @property
-    def _kinds(self) -> list[Kind]:
-        """What graphs do; the last one ends an update."""
-        behind = self._optimizer.has_stepped and self._optimizer.why_behind is not None
-        ends = Kind.JUDGE if behind else Kind.UPDATE
-        return [ends] if self._accumulate == 1 else [Kind.ACCUMULATE, ends]
-
     def _follow_moved_numbers(self) -> None:
         """Numbers in the optimizer's groups that move are in no graph: it steps behind them."""
-        if not self._places.known or self._optimizer.why_behind is not None:
+        if not self._graphs.is_captured or self._optimizer.why_behind is not None:
             return
         moved = self._optimizer.moved_numbers()
-        if moved and self._why_not() is None:
+        if moved and self._graphs.why_not() is None:
             names = ", ".join(dict.fromkeys(moved))
             self._optimizer.step_behind(
                 f"{names} in its groups moved, which a graph has baked in (a scheduler that cycles momentum "
                 f"does that). Where it moved for good, step.capture(inputs, targets) captures anew",
                 static=True,
             )
-            self._drop()
-            self._capture_missing()
+            self._graphs.drop()
+            self._graphs.capture_missing(is_accumulating=self.micro_batches > 0)
 
     def _prepare(self, updates: bool) -> None:
         if self.micro_batches == 0:
@@ -289,11 +238,11 @@ class TrainStep:
         self.optimizer_steps += 1
         self.micro_batches = 0
         self._optimizer.tell_schedulers()
-        if self._optimizer.has_stepped and not self._places.known:
+        if self._optimizer.has_stepped and not self._graphs.is_captured:
             self._find_out_where_it_steps()
             with self._pool.backend.stream():  # see Note [Memory that stays]
                 self._gradients.settle()
-            self._capture_missing()
+            self._graphs.capture_missing(is_accumulating=False)
 
     def _find_out_where_it_steps(self) -> None:
         error = why_not_in_a_graph(self._optimizer, self._device, self._options)
@@ -304,12 +253,11 @@ class TrainStep:
         elif self._optimizer.why_behind is None and self._optimizer.hooks:
             self._optimizer.step_behind("it has hooks, which no replay would call", static=True)
 
-    def _run(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
+    def _run(self, graphs: KindGraphs, batch: Batch, shape: BatchShape) -> torch.Tensor:
         if not self._optimizer.has_stepped:
             with self._values.first_step():
-                return self._run_first(entry, batch, shape)
-        runner = entry.runner
-        reason = self._why_not()
+                return self._run_first(graphs, batch, shape)
+        runner, reason = graphs.runner, self._graphs.why_not()
         if reason is None:
             decision = runner.decide(shape)
             if not decision.is_eager:
@@ -318,8 +266,9 @@ class TrainStep:
                 return loss.clone()
             reason = decision.reason
         if reason is Reason.LARGER_THAN_MAX and self._is_ladder_made_up:
+            longest = self._graphs.rungs.limit
             self._tell_once(
-                f"batches longer than the first, of {self._rungs.limit}, run eagerly: pass ladder=[lengths]"
+                f"batches longer than the first, of {longest}, run eagerly: pass ladder=[lengths]"
             )
         return self._eagerly(runner, batch, shape, reason)
 
@@ -331,7 +280,7 @@ class TrainStep:
 
     def _run_unseen(self, inputs: Any, targets: Any, does: Kind) -> torch.Tensor:
         """Eagerly, on a batch of a kind that nothing was captured for."""
-        self._eager_steps[Reason.UNSEEN_SIGNATURE] += 1
+        self._graphs.eager_steps[Reason.UNSEEN_SIGNATURE] += 1
         self._tell_once(
             "batches of other shapes than the first run eagerly: step.capture(inputs, targets) changes that"
         )
@@ -342,32 +291,20 @@ class TrainStep:
         with torch.no_grad():
             return self._micro_batch(kind, tensors, does, is_rung=False)
 
-    def _run_first(self, entry: _Entry, batch: Batch, shape: BatchShape) -> torch.Tensor:
+    def _run_first(self, graphs: KindGraphs, batch: Batch, shape: BatchShape) -> torch.Tensor:
         """Until the optimizer has made its state. On padded inputs, so that a run that is resumed here goes
         on with the very numbers that graphs give."""
-        if self._places.known:  # a state from before the first update was loaded
-            self._drop()
-        rung = self._rungs.round_up(shape.num_tokens)
-        runner = entry.runner
-        if rung is None or not (entry.is_padded or rung == shape.num_tokens):
+        if self._graphs.is_captured:  # a state from before the first update was loaded
+            self._graphs.drop()
+        runner, rung = graphs.runner, self._graphs.rungs.round_up(shape.num_tokens)
+        if rung is None or not (graphs.is_padded or rung == shape.num_tokens):
             return self._eagerly(runner, batch, shape, Reason.FIRST_CALL)
-        self._eager_steps[Reason.FIRST_CALL] += 1
+        self._graphs.eager_steps[Reason.FIRST_CALL] += 1
         descriptor = BatchDescriptor(rung, 1, extra=shape.extra)
         runner.buffers.fill(batch, shape, descriptor)
         with torch.no_grad():
             loss: torch.Tensor = runner.step(**runner.arguments(runner.buffers.views(descriptor), descriptor))
         return loss
-
-    def _why_not(self) -> Reason | None:
-        if not self._places.known:
-            return Reason.NOT_CAPTURED
-        if self._surroundings() != self._baked:
-            return Reason.ATTRIBUTE_CHANGED
-        return self._values.why_changed()
-
-    def _surroundings(self) -> tuple[Any, ...]:
-        wanted = [parameter.requires_grad for parameter in self._optimizer.parameters]
-        return wanted, self._optimizer.members
 
     def _tell_once(self, told: str) -> None:
         if told not in self._told:
@@ -378,101 +315,6 @@ class TrainStep:
         if torch.is_autocast_enabled(self._device.type):
             raise ConfigError("a captured step casts by itself: pass autocast= and call it outside autocast")
 
-    # -- capturing ---------------------------------------------------------------------------------
-
-    def _match(self, inputs: Any, targets: Any) -> tuple[_Entry, Batch, int] | None:
-        for entry in self._entries:
-            matched = entry.kind.batch_of(inputs, targets)
-            if matched is not None:
-                return entry, *matched
-        return None
-
-    def _new_entry(self, inputs: Any, targets: Any) -> _Entry:
-        trial = PaddingTrial(self._loss, self._runner_state(), self._pool.backend, self._options)
-        kind, refusal = trial.kind_of(inputs, targets)
-        self._written |= trial.written
-        if self._ladder is None:
-            self._ladder = Ladder([kind.matched(inputs, targets)[1]])
-        if refusal is not None:
-            level = logging.WARNING if len(self._rungs) > 1 else logging.INFO
-            logger.log(level, "only lengths that are rungs are served from graphs: %s", refusal)
-
-        def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
-            is_rung = descriptor.num_tokens in self._rungs
-            with python_draws.refused_in_graphs():
-                return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
-
-        runner = CudaGraphRunner(
-            step,
-            InputBuffers(
-                kind.fields,
-                max_tokens=self._rungs.limit,
-                max_reqs=1,
-                device=self._device,
-                allocate=self._pool.allocate,
-            ),
-            (),  # see _capture_missing
-            dispatcher=Dispatcher(GraphMode.FULL, padding=refusal is None),
-            pool=self._pool,
-            options=self._options,
-            state=self._state,
-            dummy=kind.dummy,
-            warmups_give_back=True,
-        )
-        runner.eager_steps = self._eager_steps
-        return _Entry(kind, runner, refusal is None)
-
-    def _runner_state(self) -> dict[str, torch.Tensor]:
-        """What trial runs change and have to put back: they make no updates."""
-        gradients = self._gradients.tensors() if self.micro_batches else []
-        self._state.clear()
-        self._state |= {**self._places.buffers(), **self._update.state(), **self._written}
-        self._state |= {f"gradient {number}": tensor for number, tensor in enumerate(gradients)}
-        return self._state
-
-    def _drop(self) -> None:
-        for entry in self._entries:
-            entry.runner.drop()
-        self._gradients.leave_the_pool()
-        self._places.forget()
-
-    def _capture_missing(self) -> None:
-        """Capture what has no graph yet, largest first over all kinds of batches."""
-        self._runner_state()
-        if self._loss.is_compiled:
-            make_room(len(self._rungs) * len(self._entries))
-        self._gradients.is_trial = True
-        self._update.hold(True)
-        release_unused = self._pool.backend.release_unused
-        self._gradients.forget_passing()
-        gc.collect()  # a node of autograd that waits for that ties gradients to the stream of its step
-        release_unused()  # activations of the eager update: graphs have a pool of their own
-        try:
-            with draws_are_kept(), self._optimizer.undone_in_python(), self._values.captured():
-                for entry in self._entries:
-                    missing = [key for key in self._keys() if key not in entry.runner.failures]
-                    _capture(entry.runner, missing)
-        finally:
-            self._update.hold(False)
-            self._gradients.is_trial = False
-            self._gradients.attach()
-            release_unused()
-        self._places.note()
-        self._optimizer.note()
-        self._baked = self._surroundings()
-
-    def _keys(self) -> list[GraphKey]:
-        return [
-            GraphKey(GraphMode.FULL, BatchDescriptor(length, 1, extra=kind.value))
-            for length in self._rungs
-            for kind in self._kinds
-        ]
-
-    @property
-    def _rungs(self) -> Ladder:
-        assert self._ladder is not None, "without a ladder the first batch makes one"
-        return self._ladder
-
 
 def _tell_of_untrained(names: list[str]) -> None:
     if names:
@@ -482,15 +324,3 @@ def _tell_of_untrained(names: list[str]) -> None:
             len(names),
             ", ".join(names[:3]),
         )
-
-
-def _capture(runner: CudaGraphRunner, keys: list[GraphKey]) -> None:
-    try:
-        runner.capture(keys)
-    except CaptureError as error:
-        if "legacy stream" not in str(error):
-            raise
-        raise CaptureError(
-            "a result of the model from before is still held with its autograd graph (a loss, say), and ties "
-            "gradients to the default stream: keep its .detach() or .item(), delete it, and go on"
-        ) from error

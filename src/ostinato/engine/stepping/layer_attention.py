@@ -1,0 +1,61 @@
+"""Attention of a model's layers over its KV cache: inside of graphs, between their segments, or eagerly."""
+
+import functools
+
+from torch import Tensor
+
+from ostinato.cache.kv import KVCache
+from ostinato.graphs import eager_boundary
+from ostinato.kernels.attention.backend import AttentionBackend
+from ostinato.kernels.attention.batch import AttentionBatch, HostLengths
+from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.models.config import ModelConfig
+from ostinato.models.mixing import Attend, StepAttention
+
+from .step_inputs import ON_DEVICE
+
+
+class LayerAttention:
+    """Where a piecewise graph is cut."""
+
+    def __init__(self, backend: AttentionBackend, model: ModelConfig, kv: KVCache) -> None:
+        self._backend, self._model, self._kv = backend, model, kv
+        self._heads = eager_boundary(self._from_heads)
+        self._rows = eager_boundary(self._from_rows)
+        self.lengths: HostLengths | None = None
+        """Of the step, where attention runs outside of graphs; None: it is inside of one."""
+
+    def over(self, batch: AttentionBatch) -> Attend:
+        """That of one step."""
+        heads = functools.partial(self._heads, batch)
+        if self._backend.attend_qkv is None:
+            return heads
+        return StepAttention(heads, functools.partial(self._rows, batch))
+
+    def _from_rows(self, batch: AttentionBatch, layer: int, rows: Tensor, heads: HeadPreparation) -> Tensor:
+        assert self._backend.attend_qkv is not None
+        return self._backend.attend_qkv(
+            rows,
+            heads,
+            *self._kv.layer(layer),
+            batch,
+            num_heads=self._model.num_heads,
+            scale=self._model.attention_scale,
+            sliding_window=self._model.layer_windows[layer],
+        )
+
+    def _from_heads(self, batch: AttentionBatch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_cache, v_cache = self._kv.layer(layer)
+        self._backend.write_kv(k, v, k_cache, v_cache, batch)
+        scale, window = self._model.attention_scale, self._model.layer_windows[layer]
+        if self.lengths is None:
+            return self._backend.attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=window)
+        return self._backend.attend_eager(
+            q,
+            k_cache,
+            v_cache,
+            batch,
+            scale=scale,
+            sliding_window=window,
+            lengths=None if self.lengths is ON_DEVICE else self.lengths,
+        )

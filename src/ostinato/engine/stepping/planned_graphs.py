@@ -1,0 +1,145 @@
+"""Which graphs the steps of a model have, and which kernels each of them runs."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from ostinato.graphs import BatchDescriptor, GraphKey, GraphMode, capture_keys
+from ostinato.kernels.attention.backend import AttentionBackend
+from ostinato.kernels.attention.query_tiles import Queries, query_class
+from ostinato.kernels.gpu import gpu_of
+from ostinato.kernels.linear import products
+from ostinato.kernels.variants import kernel_class
+from ostinato.models.config import ModelConfig
+from ostinato.models.transformer import Transformer
+
+from ..config import ResolvedConfig
+from . import shared_prefix
+from .step_inputs import max_context
+
+
+class PlannedGraphs:
+    """Known before any of them is captured."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        attention: AttentionBackend,
+        config: ResolvedConfig,
+        mode: GraphMode,
+        of_drafts: Sequence[GraphKey] | None,
+    ) -> None:
+        """`of_drafts`: graphs that verify drafts; None: there are no drafts."""
+        self._model, self._config = model, config
+        self._tokens_alone: frozenset[int] = frozenset()
+        """Steps of so many tokens that have graphs for one request alone, see `_keys_alone`."""
+        asked = config.config
+        keys = capture_keys(
+            mode,
+            config.decode_ladder,
+            config.token_ladder,
+            max_reqs=config.max_running_requests,
+            lora_cases=config.lora_cases,
+            context_buckets=config.context_buckets,
+            cascade=asked.enable_cascade_attention
+            and attention.reads_prefix_once
+            and has_whole_contexts(model.config, config),
+        )
+        keys = [
+            key
+            for key in keys
+            if not key.descriptor.cascade or key.descriptor.num_reqs >= shared_prefix.LEAST_REQUESTS
+        ]
+        if asked.batch_invariant:
+            keys = [key for key in keys if not key.descriptor.is_uniform]
+        elif of_drafts is None:
+            keys += self._keys_alone(keys, attention)
+        self.keys = [*keys, *(of_drafts or ())]
+
+    def _keys_alone(self, keys: Sequence[GraphKey], attention: AttentionBackend) -> list[GraphKey]:
+        """Graphs for few tokens of one request, as a prompt has them of which all else is cached.
+
+        They lie as the tokens of a request do whose drafts are verified, and there is a kernel that reads a
+        context once for these; of several requests the host's tokens lie close together. With drafts there
+        are none: who takes hidden states of a step for the next ones was never measured with them.
+        """
+        model = self._model.config
+        if attention.most_places is None:
+            return []
+        most = attention.most_places(
+            model.num_heads, model.num_kv_heads, model.head_dim, self._config.dtype, self._config.device
+        )
+        few = [
+            key
+            for key in keys
+            if key.mode is GraphMode.FULL
+            and not key.descriptor.is_uniform
+            and key.descriptor.num_tokens <= most
+        ]
+        self._tokens_alone = frozenset(key.descriptor.num_tokens for key in few)
+        return [key._replace(descriptor=replace(key.descriptor, num_reqs=1)) for key in few]
+
+    def has_equal_places(self, descriptor: BatchDescriptor) -> bool:
+        """Whether the tokens of each of its requests lie at places that follow from its number."""
+        is_alone = descriptor.num_reqs == 1 and descriptor.num_tokens in self._tokens_alone
+        return descriptor.is_uniform or is_alone
+
+    def kernels_of(self, key: GraphKey) -> Hashable:
+        """Equal for graphs that run the same compiled kernels."""
+        num_tokens, query_len = key.descriptor.num_tokens, key.descriptor.query_len
+        is_decode, device = query_len is not None, self._config.device
+        if device.type != "cuda":
+            return key.mode, query_len, key.descriptor.cascade, key.descriptor.lora
+        # Where drafts are verified, every token has logits.
+        num_predicted = key.descriptor.num_reqs if query_len is None else num_tokens
+        kernels = kernel_class(
+            self._model.products_of(num_tokens, num_predicted),
+            num_tokens,
+            self._model.config.num_heads,
+            self._model.config.num_kv_heads,
+            self._config.dtype,
+            device,
+            is_decode=is_decode,
+            is_cascade=key.descriptor.cascade,
+            num_slots=key.descriptor.lora,
+            query_len=query_len or 1,
+        )
+        queries = queries_of(self._model.config, self._config, key.descriptor)
+        attention = None if query_len == 1 else query_class(queries, gpu_of(device))
+        if query_len is None and self.has_equal_places(key.descriptor):
+            attention = num_tokens, self._config.dtype
+        return key.mode, query_len, kernels, attention
+
+    def warmed_with(self, key: GraphKey) -> Hashable:
+        """Equal for graphs of which one warm-up is enough: with and without adapters, too.
+
+        What a warm-up makes is a library's or attention's, and the same; kernels were compiled before.
+        """
+        return self.kernels_of(key._replace(descriptor=replace(key.descriptor, lora=0)))
+
+    def widens(self, key: GraphKey) -> bool:
+        """Whether its gates and ups are tensors: the largest of a step, where there are."""
+        of, config = key.descriptor, self._config
+        return any(
+            products.widens(shape, of.num_tokens, config.dtype, config.device, adapted=bool(of.lora))
+            for shape in self._model.matrix_shapes
+            if shape.gated
+        )
+
+
+def has_whole_contexts(model: ModelConfig, config: ResolvedConfig) -> bool:
+    """Whether there is a layer in which a token sees all that is before it."""
+    return any(window is None or window >= config.max_model_len for window in model.layer_windows)
+
+
+def queries_of(model: ModelConfig, config: ResolvedConfig, descriptor: BatchDescriptor) -> Queries:
+    """What attention of a prompt or a mixed batch knows."""
+    return Queries(
+        dtype=config.dtype,
+        num_tokens=descriptor.num_tokens,
+        num_requests=descriptor.num_reqs,
+        max_query_len=descriptor.query_len or descriptor.num_tokens,
+        max_context=max_context(config, descriptor),
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )

@@ -1,0 +1,220 @@
+"""The graphs of a training step, a set of them for every kind of batch, and whether they still hold."""
+
+import gc
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..capturing import python_draws
+from ..capturing.compiled import make_room
+from ..capturing.pool import GraphPool
+from ..checking.addresses import moved_error
+from ..dispatching.descriptor import BatchDescriptor
+from ..dispatching.dispatch import Dispatcher, Reason
+from ..dispatching.keys import GraphKey
+from ..dispatching.ladder import Ladder
+from ..dispatching.mode import GraphMode
+from ..errors import CaptureError
+from ..inputs.buffers import Batch, InputBuffers
+from ..options import CaptureOptions
+from ..report import Report
+from ..runner import CudaGraphRunner
+from .batches import BatchKind
+from .checkpointing import draws_are_kept
+from .gradients import Gradients
+from .loss import Loss
+from .micro_batch import Kind, MicroBatch
+from .optimizers import StaticOptimizer
+from .padding import PaddingTrial
+from .places import Places
+from .python_values import PythonValues
+from .update import Update
+
+logger = logging.getLogger("ostinato.graphs")
+
+
+@dataclass(frozen=True)
+class KindGraphs:
+    """The graphs for batches of one kind."""
+
+    kind: BatchKind
+    runner: CudaGraphRunner
+    is_padded: bool
+
+
+class GraphsByKind:
+    """Captured at every rung of one ladder; dropped and captured anew all together."""
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        loss: Loss,
+        gradients: Gradients,
+        update: Update,
+        optimizer: StaticOptimizer,
+        *,
+        places: Places,
+        values: PythonValues,
+        ladder: Ladder | None,
+        pool: GraphPool,
+        options: CaptureOptions,
+    ) -> None:
+        """`ladder`: without one, the first batch makes it."""
+        self._micro_batch, self._loss = micro_batch, loss
+        self._gradients, self._update, self._optimizer = gradients, update, optimizer
+        self._places, self._values = places, values
+        self._ladder, self._pool, self._options = ladder, pool, options
+        self.kinds: list[KindGraphs] = []
+        """Of all batches so far that `add` was called with."""
+        self._state: dict[str, torch.Tensor] = {}
+        self._written: dict[str, torch.Tensor] = {}
+        """Parameters that the model writes by itself, besides the optimizer."""
+        self._baked: tuple[Any, ...] = ()
+        self.eager_steps: Counter[Reason] = Counter()
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether graphs were captured, as far as they could be, and not dropped since."""
+        return self._places.known
+
+    @property
+    def rungs(self) -> Ladder:
+        """The lengths to capture."""
+        assert self._ladder is not None, "without a ladder the first batch makes one"
+        return self._ladder
+
+    def match(self, inputs: Any, targets: Any) -> tuple[KindGraphs, Batch, int] | None:
+        """The graphs for batches like this one, if it is of a known kind, its tensors and its length."""
+        for graphs in self.kinds:
+            matched = graphs.kind.batch_of(inputs, targets)
+            if matched is not None:
+                return graphs, *matched
+        return None
+
+    def add(self, inputs: Any, targets: Any, *, is_accumulating: bool) -> None:
+        """Know batches like this one from now on; nothing is captured yet. `is_accumulating`: gradients of
+        micro-batches are waiting for an update."""
+        with self._values.put_back():
+            self.kinds.append(self._new(inputs, targets, is_accumulating))
+
+    def _new(self, inputs: Any, targets: Any, is_accumulating: bool) -> KindGraphs:
+        state = self._note_state(is_accumulating)
+        trial = PaddingTrial(self._loss, state, self._pool.backend, self._options)
+        kind, refusal = trial.kind_of(inputs, targets)
+        self._written |= trial.written
+        if self._ladder is None:
+            self._ladder = Ladder([kind.matched(inputs, targets)[1]])
+        if refusal is not None:
+            level = logging.WARNING if len(self.rungs) > 1 else logging.INFO
+            logger.log(level, "only lengths that are rungs are served from graphs: %s", refusal)
+
+        def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
+            is_rung = descriptor.num_tokens in self.rungs
+            with python_draws.refused_in_graphs():
+                return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
+
+        runner = CudaGraphRunner(
+            step,
+            InputBuffers(
+                kind.fields,
+                max_tokens=self.rungs.limit,
+                max_reqs=1,
+                device=self._loss.device,
+                allocate=self._pool.allocate,
+            ),
+            (),  # see capture_missing
+            dispatcher=Dispatcher(GraphMode.FULL, padding=refusal is None),
+            pool=self._pool,
+            options=self._options,
+            state=self._state,
+            dummy=kind.dummy,
+            warmups_give_back=True,
+        )
+        runner.eager_steps = self.eager_steps
+        return KindGraphs(kind, runner, refusal is None)
+
+    def _note_state(self, is_accumulating: bool) -> dict[str, torch.Tensor]:
+        """What trial runs change and have to put back: they make no updates."""
+        gradients = self._gradients.tensors() if is_accumulating else []
+        self._state.clear()
+        self._state |= {**self._places.buffers(), **self._update.state(), **self._written}
+        self._state |= {f"gradient {number}": tensor for number, tensor in enumerate(gradients)}
+        return self._state
+
+    def capture_missing(self, *, is_accumulating: bool) -> None:
+        """Capture what has no graph yet, largest first over all kinds of batches."""
+        self._note_state(is_accumulating)
+        if self._loss.is_compiled:
+            make_room(len(self.rungs) * len(self.kinds))
+        self._gradients.is_trial = True
+        self._update.hold(True)
+        release_unused = self._pool.backend.release_unused
+        self._gradients.forget_passing()
+        gc.collect()  # a node of autograd that waits for that ties gradients to the stream of its step
+        release_unused()  # activations of the eager update: graphs have a pool of their own
+        try:
+            with draws_are_kept(), self._optimizer.undone_in_python(), self._values.captured():
+                for graphs in self.kinds:
+                    missing = [key for key in self._keys() if key not in graphs.runner.failures]
+                    _capture(graphs.runner, missing)
+        finally:
+            self._update.hold(False)
+            self._gradients.is_trial = False
+            self._gradients.attach()
+            release_unused()
+        self._places.note()
+        self._optimizer.note()
+        self._baked = self._surroundings()
+
+    def _keys(self) -> list[GraphKey]:
+        return [
+            GraphKey(GraphMode.FULL, BatchDescriptor(length, 1, extra=kind.value))
+            for length in self.rungs
+            for kind in self._micro_batch.kinds
+        ]
+
+    def drop(self) -> None:
+        """Let all graphs go; the kinds of batches stay known."""
+        for graphs in self.kinds:
+            graphs.runner.drop()
+        self._gradients.leave_the_pool()
+        self._places.forget()
+
+    def why_not(self) -> Reason | None:
+        """Why no replay would do what the step does now."""
+        if not self._places.known:
+            return Reason.NOT_CAPTURED
+        if self._surroundings() != self._baked:
+            return Reason.ATTRIBUTE_CHANGED
+        return self._values.why_changed()
+
+    def _surroundings(self) -> tuple[Any, ...]:
+        wanted = [parameter.requires_grad for parameter in self._optimizer.parameters]
+        return wanted, self._optimizer.members
+
+    def check_addresses(self) -> None:
+        """Raise AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""
+        moved = [*self._places.moved(), *self._optimizer.moved()]
+        if moved:
+            raise moved_error(moved)
+
+    def report(self) -> Report:
+        """What was captured, what it costs, what it served, and why steps ran eagerly."""
+        if not self.kinds:
+            return Report.of_nothing(GraphMode.FULL, self.eager_steps)
+        return Report.joined([graphs.runner.report() for graphs in self.kinds])
+
+
+def _capture(runner: CudaGraphRunner, keys: list[GraphKey]) -> None:
+    try:
+        runner.capture(keys)
+    except CaptureError as error:
+        if "legacy stream" not in str(error):
+            raise
+        raise CaptureError(
+            "a result of the model from before is still held with its autograd graph (a loss, say), and ties "
+            "gradients to the default stream: keep its .detach() or .item(), delete it, and go on"
+        ) from error
