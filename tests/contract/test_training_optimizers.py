@@ -351,6 +351,31 @@ def test_images_and_vectors_need_no_ladder(device):
     assert replays(step) == 3
 
 
+def test_a_vector_may_be_as_long_as_the_first_batch_by_chance(device):
+    class Told(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.told = make_model(device), nn.Linear(8, VOCABULARY, device=device)
+
+        def forward(self, ids, vector):
+            return self.model(ids) + self.told(vector)[:, None]
+
+    ours, theirs = twins(Told())
+    step, other = captured(ours, sgd(ours)), sgd(theirs)
+    vector = torch.randn(2, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    for number, length in enumerate((8, 8, 5, 5, 8, 5)):
+        ids, targets = make_batches(device, [length])[0]
+        if number == 3:
+            step.capture((ids, vector), targets)
+        loss = cross_entropy(theirs(ids, vector), targets)
+        other.zero_grad()
+        loss.backward()
+        other.step()
+        assert step((ids, vector), targets).item() == pytest.approx(loss.item(), rel=1e-5)
+    assert step.report().eager_steps["unseen-signature"] == 1
+    assert replays(step) == 4
+
+
 def test_batches_of_other_rows_are_named_once(device, caplog):
     model = make_model(device)
     step = captured(model, adamw(model))

@@ -12,7 +12,7 @@ from ..errors import BatchError
 from ..inputs.buffers import Batch
 from ..inputs.fields import Extent, Field, Scalar
 from ..trees import Structure, flatten_with_names
-from ..wrapping.signature import Examples, Signature
+from ..wrapping.signature import EmptyBatchError, Examples, Signature
 
 LENGTH_DIM = 1
 IGNORED = -100
@@ -62,8 +62,10 @@ class BatchKind:
         length = _length_of(leaves)
         try:
             found = self.signature.batch_of((), self._keywords(leaves, length))
-        except BatchError as error:
-            raise BatchError(f"inputs and targets have different lengths: {error}") from None
+        except EmptyBatchError:
+            raise
+        except BatchError:  # what had the length of the first batch had it by chance: a vector for each row
+            return None
         return None if found is None else (found[0], length)
 
     def matched(self, inputs: Any, targets: Any) -> tuple[Batch, int]:
