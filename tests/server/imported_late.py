@@ -1,21 +1,22 @@
 """Clients that take seconds to import: loaded by the first test that uses them, not by every worker."""
 
-import importlib.util
-import sys
-from types import ModuleType
+import importlib
+from typing import Any
 
 
-def _late(name: str) -> ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    assert spec is not None, f"pip install {name}"
-    assert spec.loader is not None
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+class _Late:
+    """Imported when something of it is asked for. Names that begin with an underscore do not count: pytest
+    asks for some of whatever a test file has."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._name), name)
 
 
-aiohttp, openai = _late("aiohttp"), _late("openai")
+aiohttp: Any = _Late("aiohttp")
+openai: Any = _Late("openai")
+requests: Any = _Late("requests")

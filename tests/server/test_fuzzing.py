@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from hypothesis import HealthCheck, given, settings
 
 from ostinato.server.http.keys import WEIGHT_PATHS
 
+from .imported_late import requests
 from .server_process import ServerProcess
 
 AFTERWARDS = {

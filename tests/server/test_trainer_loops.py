@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-import requests
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -24,6 +23,7 @@ from engine.trainer_process import Trainer, free_port
 from ostinato.engine.vllm_api.network import get_ip, get_open_port
 from ostinato.engine.vllm_api.trainer_side import packed_nccl_broadcast_producer, trainer_init
 
+from .imported_late import requests
 from .scripted_model import counted
 from .server_process import ServerProcess
 
