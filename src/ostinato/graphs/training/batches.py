@@ -28,7 +28,7 @@ class BatchKind:
         leaves, self._structure = _named_leaves(inputs, targets)
         self._names = list(leaves)
         self._with_length = with_length
-        length = _length_of(leaves)
+        length = self._first_length = _length_of(leaves)
         tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
         self.signature = Signature.of(
             _anything,
@@ -64,9 +64,19 @@ class BatchKind:
             found = self.signature.batch_of((), self._keywords(leaves, length))
         except EmptyBatchError:
             raise
-        except BatchError:  # what had the length of the first batch had it by chance: a vector for each row
-            return None
+        except BatchError as error:
+            if self._is_as_long_as_the_first_by_chance(leaves, length):
+                return None
+            raise BatchError(f"inputs and targets have different lengths: {error}") from None
         return None if found is None else (found[0], length)
+
+    def _is_as_long_as_the_first_by_chance(self, leaves: dict[str, Any], length: int) -> bool:
+        """Whether what has another length has that of the first batch: it may be a vector for each row."""
+        named = zip(sorted(self._keywords(leaves, length)), self.signature.fields, strict=True)
+        lengths = [
+            leaves[name].size(LENGTH_DIM) for name, field in named if field and field.per is Extent.TOKEN
+        ]
+        return all(other in (length, self._first_length) for other in lengths)
 
     def matched(self, inputs: Any, targets: Any) -> tuple[Batch, int]:
         """The same, of a batch that is of this kind."""

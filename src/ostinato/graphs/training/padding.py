@@ -91,11 +91,13 @@ class PaddingTrial:
             buffers.fill(short, shape, descriptor, poison=poison)
             return self._seen(kind, buffers.views(descriptor))
 
-        if not self._quietly(padded).loss.isfinite():  # prompts, say, which have no targets
+        one = self._quietly(padded)
+        if not one.loss.isfinite():  # prompts, say, which have no targets
             short = kind.part(batch, length - real, real)
-        one, other = self._quietly(padded), self._quietly(lambda: padded(poison=True))
+            one = self._quietly(padded)
         if not one.loss.isfinite():
             return f"the loss of half a batch is {one.loss}, so that padding could not be tried"
+        other = self._quietly(lambda: padded(poison=True))
         tolerance = _AT_ONE_SHAPE.get(one.loss.dtype, 1e-2)
         if not _close(one.loss, other.loss, tolerance):
             return f"the loss depends on what padding holds ({one.loss:.6g} or {other.loss:.6g})"
@@ -115,7 +117,7 @@ class PaddingTrial:
         with torch.enable_grad():
             loss = self._loss_of(kind, tensors)
         own = [p for module in self._loss.modules for p in module.parameters() if p.requires_grad]
-        parameters = list({*own, *leaves_behind([loss])})
+        parameters = list(dict.fromkeys([*own, *leaves_behind([loss])]))  # also those of a critic, say
         if not loss.requires_grad or any(p._post_accumulate_grad_hooks for p in parameters):
             return _Seen(loss.detach(), torch.zeros(0))  # such hooks may train
         before = [parameter.grad for parameter in parameters]
@@ -123,7 +125,7 @@ class PaddingTrial:
             for parameter in parameters:
                 parameter.grad = None
             loss.backward()  # type: ignore[no-untyped-call]
-            norms = [_norm(parameter.grad) for parameter in parameters]
+            norms = [torch.zeros(()), *(_norm(parameter.grad) for parameter in own)]
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
