@@ -27,7 +27,22 @@ ROOT = Path(__file__).parents[1]
 WHOLE_MODELS = ("test_verify", "test_accuracy_models", "test_engine_full_size")
 """They get half of the memory, one after another beside all others. What is marked `alone`, because it
 measures times, comes last."""
-LONGEST = ("test_cascade", "test_fragments", "test_engine", "test_wide", "test_streamed")
+LONGEST = (
+    "test_cascade",
+    "test_fragments",
+    "test_engine",
+    "test_wide",
+    "test_streamed",
+    "test_training",
+    "test_lora",
+    "test_lora_kernels",
+    "test_speculation_engine",
+    "test_sleep",
+    "test_cuda_prompts",
+    "test_prompt_products",
+    "test_training_surroundings",
+    "test_verify_engine",
+)
 """Begun first."""
 
 
@@ -75,11 +90,14 @@ def main(
 
 def _summary(suites: list[ElementTree.Element], codes: dict[str, int]) -> dict[str, Any]:
     outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    seconds = collections.Counter[str]()
     failed = [f"{name} ended with {code}" for name, code in codes.items() if code not in (0, 1)]
     for case in (case for suite in suites for case in suite.iter("testcase")):
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
         outcome = kinds.pop() if kinds else "passed"
-        outcomes[case.get("classname", "").split(".")[-1]][outcome] += 1
+        module = case.get("classname", "").split(".")[-1]
+        outcomes[module][outcome] += 1
+        seconds[module] += float(case.get("time", 0))
         if outcome in ("failure", "error"):
             failed.append(f"{case.get('classname')}::{case.get('name')}")
     return {
@@ -88,6 +106,7 @@ def _summary(suites: list[ElementTree.Element], codes: dict[str, int]) -> dict[s
         "total": dict(sum(outcomes.values(), collections.Counter[str]())),
         "failed": failed,
         "modules": {name: dict(counts) for name, counts in sorted(outcomes.items())},
+        "seconds_of_modules": {name: round(spent, 1) for name, spent in seconds.most_common()},
     }
 
 
