@@ -279,6 +279,23 @@ def test_two_steps_may_share_an_optimizer(device):
     assert mine.state_dict()["param_groups"][0]["fused"] is None, "as it was asked for"
 
 
+def test_a_checkpoint_has_the_learning_rate_that_was_given(device):
+    """On the device it is rounded, where an optimizer has no float64."""
+    model = make_model(device)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.02)
+    step = captured(model, optimizer)
+    batches = make_batches(device, [8] * 6)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.9**number)
+    for number, batch in enumerate(batches):
+        step(*batch)
+        if number == 2:
+            assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.02
+            rates.step()
+            assert optimizer.state_dict()["param_groups"][0]["lr"] == pytest.approx(0.018, rel=1e-7)
+            optimizer.param_groups[0]["lr"] = 0.3
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.3
+
+
 def test_a_step_is_made_anew_when_a_group_was_added(device):
     ours, theirs = twins(nn.ModuleList([make_model(device), nn.Linear(VOCABULARY, VOCABULARY)]).to(device))
     optimizers = [torch.optim.AdamW(model[0].parameters(), lr=0.02, fused=True) for model in (ours, theirs)]

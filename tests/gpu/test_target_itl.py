@@ -18,6 +18,7 @@ MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-0.6b"
 TARGET_MS = 6.0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("steps_ahead", [1, 0])
 def test_streams_wait_about_as_long_as_asked(steps_ahead: int) -> None:
     """Full steps of Qwen3-0.6B take about 10 ms on an H200, and more behind long contexts."""

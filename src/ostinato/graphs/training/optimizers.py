@@ -189,6 +189,7 @@ class StaticOptimizer:
             if value != self._values[number]:
                 self.rates[number].fill_(value)
                 self._values[number] = value
+                self._users.rates[number] = float(value)
 
     def _refuse_new_groups(self) -> None:
         if len(self._groups) != len(self.rates):
@@ -199,6 +200,8 @@ class StaticOptimizer:
         if rate is not self.rates[number]:
             with torch.no_grad():
                 self.rates[number].fill_(float(rate))
+            if not isinstance(rate, torch.Tensor):
+                self._users.rates[number] = float(rate)
             group["lr"] = self.rates[number]
         self._values[number] = None
 

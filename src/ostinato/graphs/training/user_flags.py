@@ -15,6 +15,8 @@ class UserFlags:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.of_groups: list[dict[str, Any]] = []
+        self.rates: dict[int, float] = {}
+        """By the number of a group, its learning rate as it was given: on the device it may be rounded."""
         self._note(optimizer)
         # Before the hooks of steps, which set theirs again.
         optimizer.register_load_state_dict_post_hook(self._note)
@@ -34,8 +36,15 @@ class UserFlags:
 
     def _as_the_user_knows_it(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         """A checkpoint has plain numbers and the user's own flags, and can be loaded anywhere."""
-        for group, flags in zip(saved["param_groups"], self.of_groups, strict=False):
-            group.update(flags, lr=float(group["lr"]))
+        for number, (group, flags) in enumerate(zip(saved["param_groups"], self.of_groups, strict=False)):
+            group.update(flags, lr=self._rate(number, group["lr"]))
+
+    def _rate(self, number: int, rate: float | torch.Tensor) -> float:
+        """What was given, unless somebody has written another one to the device since."""
+        given, found = self.rates.get(number), float(rate)
+        if given is not None and isinstance(rate, torch.Tensor):
+            return given if float(torch.tensor(given, dtype=rate.dtype)) == found else found
+        return found
 
 
 def _flags(group: dict[str, Any]) -> dict[str, Any]:
