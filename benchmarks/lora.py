@@ -6,12 +6,14 @@ Engines with the same random weights, every second one with `enable_lora`, in tu
 and four of them, one after the other over the requests. Prompts of 128 tokens; a step is timed on the host,
 which is ahead of the device, from its beginning to that of the next; median over the steps of all repeats.
 Where an engine's weights lie in memory changes its steps by up to 1%, from start to start: so there are three
-of each kind (`--engines`), a case is the median of theirs, and every one is in the result.
+of each kind (`--engines`), a case is the median of theirs, and every one is in the result, with the time that
+its graph without adapters takes alone.
 Then one more with 64 slots and as many adapters, all of them in one batch. Time to capture comes from
 the starts, time to write a slot from the host to the device is taken with nothing else under way.
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -28,6 +30,7 @@ from safetensors.torch import save_file
 from ostinato import LLM, LoRARequest, SamplingParams
 from ostinato.models.adapters.reading import adaptable
 from ostinato.tools.machine import machine
+from ostinato.tools.replays import replay_us
 
 MODELS = Path(__file__).parent / "models"
 ACTIVE, MANY = 4, 64
@@ -85,9 +88,12 @@ def measured(
     for llms, asked in cases.values():
         for llm in llms:
             generate(llm, batch, SHORT, asked)
-    for _ in range(REPEATS):
+    turns = [*itertools.permutations(cases)]
+    for repeat in range(REPEATS):
         for at in range(len(plain)):
-            for case, (llms, asked) in cases.items():
+            # In every order, so that nobody is always the one behind the same other.
+            for case in turns[(repeat * len(plain) + at) % len(turns)]:
+                llms, asked = cases[case]
                 with llms[at].engine.core.clock.recording() as steps:
                     found = generate(llms[at], batch, OUTPUT_LEN, asked)
                 assert tokens.setdefault(case, found) == found
@@ -98,13 +104,25 @@ def measured(
     for case in cases:
         more, limit = medians[case] / medians[PLAIN] - 1, WANTED.get(case, {}).get(batch)
         equal = sum(own == other for own, other in zip(tokens[case], tokens[PLAIN], strict=True))
-        row = {"batch": batch, "case": case, "step_us": medians[case], "more": more, "wanted": limit}
+        row: dict[str, Any] = {
+            "batch": batch,
+            "case": case,
+            "step_us": medians[case],
+            "more": more,
+            "wanted": limit,
+        }
         row |= {"is_within": limit is None or more <= limit, "equal_tokens": equal / batch}
-        rows.append({**row, "step_us_of_each_engine": each[case]})
+        row["step_us_of_each_engine"] = each[case]
+        if case != FOUR:
+            runners = [llm.engine.core.runner for llm in cases[case][0]]
+            row["graph_us_of_each_engine"] = [replay_us(of, of.graphs, batch) for of in runners]
+        rows.append(row)
         print(
             f"{batch:5d}  {case:17s}  {medians[case]:8.1f}  {more:6.2%}  "
             f"{'' if limit is None else f'{limit:.1%}':>6s}  {equal / batch:12.0%}  "
-            + " ".join(f"{us:.0f}" for us in each[case]),
+            + " ".join(f"{us:.0f}" for us in each[case])
+            + " / "
+            + " ".join(f"{us:.0f}" for us in row.get("graph_us_of_each_engine", ())),
             flush=True,
         )
     return rows
@@ -190,7 +208,8 @@ def main(file: Path, name: str, rank: int, batches: Sequence[int], num_engines: 
                 adapted.append(open_engines.enter_context(LLM(model, **options, **of_lora)))
             paths = [write_adapter(plain[0], Path(folder) / str(at), rank, at) for at in range(ACTIVE)]
             adapters = [LoRARequest(f"adapter-{at}", at + 1, path) for at, path in enumerate(paths)]
-            print("batch  case               step us    more  wanted  equal tokens  each engine", flush=True)
+            titles = "batch  case               step us    more  wanted  equal tokens  each engine"
+            print(f"{titles} / its graph alone", flush=True)
             rows = [row for batch in batches for row in measured(plain, adapted, adapters, batch)]
             seconds = {"without": capture_seconds(plain), "with": capture_seconds(adapted)}
             eager = dict(adapted[0].graph_report().eager_steps)

@@ -21,15 +21,16 @@ import torch
 
 from ostinato import LLM, SamplingParams
 from ostinato.engine.stepping.model_runner import ModelRunner
-from ostinato.graphs import CapturedGraph, CudaGraphRunner, GraphKey
+from ostinato.graphs import CudaGraphRunner
 from ostinato.tools.machine import machine
+from ostinato.tools.replays import filled_graph, replay_us
 
 MODELS = Path(__file__).parent / "models"
 DRAFTS = 4
 RATES = [0.8, 0.6, 0.4, 0.2]
 """Of each draft with all before it: 3 tokens a step."""
 BATCHES = (1, 8, 64)
-INPUT_LEN, OUTPUT_LEN, REPEATS, REPLAYS = 64, 256, 2, 30
+INPUT_LEN, OUTPUT_LEN, REPEATS = 64, 256, 2
 WANTED = {1: 2.3, 8: 1.8, 64: 1.0}
 """Times as many tokens a second as without drafts, by batch."""
 
@@ -99,38 +100,10 @@ def with_drafts(llm: LLM, batch: int) -> dict[str, Any]:
     }
 
 
-def filled(graphs: CudaGraphRunner, batch: int, query_len: int) -> CapturedGraph:
-    """A graph whose inputs are the rows that were used last. Inside `runner.unchanged()` alone: replays move
-    rows on that belong to nobody."""
-    key = next(key for key in graphs.graphs if _is(key, batch, query_len))
-    graphs.buffers.fill_padding(key.descriptor)
-    rows = graphs.buffers.views(key.descriptor)["req_rows"]
-    rows.copy_(torch.arange(1, batch + 1, device=rows.device))
-    return graphs.graphs[key]
-
-
-def graph_microseconds(runner: ModelRunner, graphs: CudaGraphRunner, batch: int, query_len: int) -> float:
-    """One replay, back to back."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with runner.unchanged():
-        graph = filled(graphs, batch, query_len)
-        for number in range(REPLAYS + 3):
-            if number == 3:
-                begin.record()
-            graphs.launch(graph)
-        end.record()
-        torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3 / REPLAYS
-
-
-def _is(key: GraphKey, batch: int, query_len: int) -> bool:
-    return key.descriptor.num_reqs == batch and key.descriptor.query_len == query_len
-
-
 def kernels(runner: ModelRunner, graphs: CudaGraphRunner, batch: int) -> list[tuple[str, float, int]]:
     """Those of a chain by time: name, microseconds of a replay, launches."""
     with runner.unchanged():
-        graph = filled(graphs, batch, DRAFTS)
+        graph = filled_graph(graphs, batch, DRAFTS)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(10):
                 graphs.launch(graph)
@@ -180,9 +153,9 @@ def main() -> None:
             assert runner.speculation is not None
             chains = runner.speculation.drafter.graphs
             for batch in BATCHES:
-                plain_us = graph_microseconds(runner, runner.graphs, batch, 1)
-                verify = graph_microseconds(runner, runner.graphs, batch, 1 + DRAFTS) / plain_us
-                chain = graph_microseconds(runner, chains, batch, DRAFTS) / plain_us
+                plain_us = replay_us(runner, runner.graphs, batch, 1)
+                verify = replay_us(runner, runner.graphs, batch, 1 + DRAFTS) / plain_us
+                chain = replay_us(runner, chains, batch, DRAFTS) / plain_us
                 keep("graphs", batch, {"plain_us": plain_us, "verify": verify, "chain": chain})
             for batch in (1, 8):
                 keep("chain kernels", batch, kernels(runner, chains, batch))

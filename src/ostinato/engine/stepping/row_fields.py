@@ -15,9 +15,9 @@ MAX_BANNED = 16
 def row_fields(page_columns: int, *, has_adapters: bool = False) -> tuple[RowField, ...]:
     """The fields of a row, for requests of at most `page_columns` pages."""
     real, integer = torch.float32, torch.int32
+    # Behind all others, which lie where they do without adapters.
     of_adapters = (RowField("adapter_slots", integer, initial=NO_ADAPTER),) if has_adapters else ()
     return (
-        *of_adapters,
         RowField("lengths", integer, advances=True),
         RowField("last_tokens", torch.int64, advances=True),
         RowField("page_table", integer, page_columns),
@@ -37,4 +37,5 @@ def row_fields(page_columns: int, *, has_adapters: bool = False) -> tuple[RowFie
         RowField("banned", integer, MAX_BANNED, initial=-1),
         RowField("banned_before", integer),
         RowField("num_logprobs", integer, initial=-1),
+        *of_adapters,
     )
