@@ -80,7 +80,7 @@ class Completion:
         self._on_token = on_token
         self._piece = Piece()
         self._shown = 0
-        detokenizer = model.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        detokenizer = model.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
         include_stop = params.include_stop_str_in_output
         self._text = (
             CompletionText(detokenizer, [], params.stop or (), include_stop=include_stop)

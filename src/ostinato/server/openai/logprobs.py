@@ -28,7 +28,7 @@ class TokenTexts(dict[int, str]):
         self.tokenizer = tokenizer
 
     def __missing__(self, token: int) -> str:
-        self[token] = text = self.tokenizer.decode([token], skip_special_tokens=False)
+        self[token] = text = self.tokenizer.token_text(token)
         return text
 
 
