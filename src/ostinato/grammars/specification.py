@@ -1,4 +1,5 @@
-"""What the library is never shown: schemas that lead outside or in a circle, and repetitions without end.
+"""What the library is never shown: schemas that lead outside or in a circle, or that say what it would read
+over, and repetitions without end.
 
 Runs in the grammar's own process. The library takes a reference to a file for "anything", which would be a
 silent wrong answer, and follows a circle for ever.
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ostinato.text.errors import GrammarError
+from ostinato.text.schema_keywords import first_unheld
 
 from .limits import MAX_NESTING, MAX_REPETITIONS
 
@@ -69,6 +71,8 @@ def _check_schema(schema: Any) -> None:
             _check_reference(schema, reference)
         if isinstance(inner.get("pattern"), str):
             _check_repetitions(inner["pattern"], in_quotes=False)
+    if (reason := first_unheld(schema)) is not None:
+        raise GrammarError(reason)
 
 
 def _walk(value: Any, data: frozenset[str]) -> Iterator[dict[str, Any]]:

@@ -108,7 +108,7 @@ class Tokenizer:
         return Detokenizer(self.bytes_per_token, self.special_ids if skip_special_tokens else (), behind)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token wherever it stands, a special one's too; halves of characters are replaced."""
+        """The text of one token wherever it stands, a special one's too; half a character is replaced."""
         return self.bytes_per_token[token_id].decode(errors="replace")
 
     @property

@@ -183,7 +183,8 @@ class CompletionWriter(ChunkEvents):
     def _echo(self, completion: Completion) -> str:
         """The prompt as it was given, or what is left of it."""
         body, tokenizer = self._body, self._model.tokenizer
-        given = body.prompt if isinstance(body.prompt, str) else body.prompt[completion.index // (body.n or 1)]
+        number = completion.index // (body.n or 1)
+        given = body.prompt if isinstance(body.prompt, str) else body.prompt[number]
         if isinstance(given, str) and body.truncate_prompt_tokens is None:
             return given
         if tokenizer is None:
