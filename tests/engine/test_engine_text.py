@@ -235,5 +235,7 @@ def test_a_space_between_prompt_and_answer_stays(tiny_text: TinyModel, tmp_path:
         (output,) = llm.generate([{"prompt_token_ids": fitting[:1]}], params)
         (answer,) = output.outputs
         assert answer.text.startswith(" ")
-        came = [entry[token].decoded_token for entry, token in zip(answer.logprobs, answer.token_ids)]
+        came = [
+            entry[token].decoded_token for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)
+        ]
         assert "".join(came) == answer.text

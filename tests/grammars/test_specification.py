@@ -72,6 +72,10 @@ UNHELD = [
     ({"type": "number", "multipleOf": 2}, "3", "multipleOf is held to for integers only"),
     ({"type": "string", "pattern": "^a+$", "maxLength": 2}, '"aaaa"', "maxLength is not held to beside"),
     ({"minimum": 5}, "1", "without a type"),
+    ({"type": "string", "pattern": "^(?!a)[ab]$"}, '"a"', "pattern with a lookahead"),
+    ({"type": "string", "pattern": '^a"$'}, '"a""', "inside JSON"),
+    ({"type": "string", "pattern": r"^[\\]$"}, '"\\"', "inside JSON"),
+    ({"type": "string", "pattern": r"^a\n$"}, '"a\n"', "inside JSON"),
 ]
 """Schemas, what is against them, and the words of their refusal."""
 
@@ -105,6 +109,7 @@ def test_what_the_library_reads_over_is_refused(schema: Any, against: str, reaso
         {"type": "object", "propertyNames": {"pattern": "^x+$"}},
         {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
         {"type": "string", "example": {"not": 1, "pattern": "x"}, "x-note": {"required": ["y"]}},
+        {"type": "string", "pattern": r'^[^"\\\n]+\(\?=\.x\]$'},
         {"const": {"not": 1, "required": ["a"]}},
         {"type": "string", "format": "int64", "enum": ["a"]},
         True,
@@ -144,3 +149,11 @@ def test_messages_of_the_library_lose_places_in_its_source() -> None:
     raw = "[01:02:03] /a/b.cc:49: Check failed: (error.empty()) is false: Failed to parse JSON\n at x.h:3:"
     assert plain_words(raw) == "Failed to parse JSON at"
     assert "memory" in plain_words("std::bad_alloc")
+
+
+def test_escapes_that_the_library_takes_for_letters() -> None:
+    assert _is_grammar_accept_string(xgrammar.Grammar.from_regex(r"\Aa\Z"), "AaZ")
+    for kind, text in (("regex", r"\Aa\Z"), ("json", json.dumps({"type": "string", "pattern": r"a\z"}))):
+        with pytest.raises(GrammarError, match=r"\\[Az] is not known"):
+            check(kind, text)
+    check("regex", r"\\A\d+\.\x41\u00e9\-")

@@ -21,6 +21,8 @@ _DATA = frozenset(("const", "enum", "default", "examples"))
 """What stands below these is no schema, unless they are names of properties."""
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Below these stand names, and schemas below those."""
+_ESCAPES = frozenset("dDwWsSbBnrtfvaexucpPk")
+"""Letters that the library knows behind a backslash; some of them it refuses by name."""
 _COUNT = re.compile(r"\{\s*(\d+)?\s*(,)?\s*(\d+)?\s*\}")
 
 
@@ -30,8 +32,10 @@ def check(kind: str, text: str) -> None:
         _check_schema(_parsed(text))
     elif kind == "structural_tag":
         _check_structural_tag(_parsed(text))
-    elif kind in ("regex", "grammar"):
-        _check_repetitions(text, in_quotes=kind == "grammar")
+    elif kind == "regex":
+        _check_expression(text)
+    elif kind == "grammar":
+        _check_repetitions(text, in_quotes=True)
 
 
 def _parsed(text: str) -> Any:
@@ -54,7 +58,7 @@ def _check_structural_tag(tag: Any) -> None:
             if isinstance(inner.get(name), dict | bool):
                 _check_schema(inner[name])
         if isinstance(inner.get("pattern"), str):
-            _check_repetitions(inner["pattern"], in_quotes=False)
+            _check_expression(inner["pattern"])
         if isinstance(inner.get("grammar"), str):
             _check_repetitions(inner["grammar"], in_quotes=True)
 
@@ -70,7 +74,7 @@ def _check_schema(schema: Any) -> None:
             seen.add(reference)
             _check_reference(schema, reference)
         if isinstance(inner.get("pattern"), str):
-            _check_repetitions(inner["pattern"], in_quotes=False)
+            _check_expression(inner["pattern"])
     if (reason := first_unheld(schema)) is not None:
         raise GrammarError(reason)
 
@@ -124,7 +128,15 @@ def _target(schema: Any, reference: str) -> Any:
     return found
 
 
-# -- repetitions -----------------------------------------------------------------------------------
+# -- expressions -----------------------------------------------------------------------------------
+
+
+def _check_expression(text: str) -> None:
+    r"""The library takes \A and \Z for letters, and others that it does not know."""
+    for escape in re.findall(r"\\(.)", text, re.DOTALL):
+        if escape.isascii() and escape.isalpha() and escape not in _ESCAPES:
+            raise GrammarError(f"\\{escape} is not known in expressions; they match the whole text anyway")
+    _check_repetitions(text, in_quotes=False)
 
 
 def _check_repetitions(text: str, *, in_quotes: bool) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_PARTS_OF_PATTERNS = re.compile(
+    r"(?P<lookahead>\(\?[=!])|\[\^(?:\\.|[^\]\\])*\]|(?P<raw>\\[\\\"nrtfv]|\")|\\.", re.DOTALL
+)
+"""Classes of what may not come are passed over whole."""
 _UNKNOWN = frozenset(
     ("not", "if", "contains", "dependentRequired", "dependentSchemas", "dependencies", "uniqueItems")
 )
@@ -67,6 +72,8 @@ def _unheld(schema: Mapping[str, Any], root: Any) -> dict[str, str]:
     found.update(_beside_whole(schema, root))
     if not schema.keys() & _TYPED:
         found.update(dict.fromkeys(schema.keys() & _OF_VALUES, "is not held to without a type"))
+    if isinstance(schema.get("pattern"), str) and (why_not := _unheld_pattern(schema["pattern"])):
+        found["pattern"] = why_not
     if "pattern" in schema:
         beside = {"minLength", "maxLength"} & schema.keys()
         found.update(dict.fromkeys(beside, "is not held to beside a pattern, which can say the same"))
@@ -116,3 +123,13 @@ def _is_integral(schema: Mapping[str, Any]) -> bool:
     return (
         "integer" in listed and "number" not in listed and isinstance(factor, int | float) and factor % 1 == 0
     )
+
+
+def _unheld_pattern(pattern: str) -> str | None:
+    """The library looks ahead at nothing, and writes quotes and backslashes as no JSON can have them."""
+    for part in _PARTS_OF_PATTERNS.finditer(pattern):
+        if part["lookahead"]:
+            return "with a lookahead cannot be held to"
+        if part["raw"]:
+            return f"with {part['raw']} cannot be held to inside JSON"
+    return None
