@@ -200,7 +200,8 @@ class Completion:
 
     def _param_at_fault(self, error: str) -> str | None:
         """The field that the engine's words begin with, or that of the shape."""
-        named = next((name for name in ("allowed_token_ids", "bad_words") if error.startswith(name)), None)
+        fields = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
+        named = next((name for name in fields if error.startswith(name)), None)
         return named or (None if self.params.structured_outputs is None else self._shape_param)
 
     def _stop_at(self, stop: str) -> None:
