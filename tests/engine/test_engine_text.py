@@ -5,6 +5,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.text.tokenizer import Tokenizer
+from text.small_tokenizers import small_tokenizer
 
-from .conftest import TinyModel
+from .conftest import TINY, TinyModel
 from .test_engine_errors import fail_once
 from .test_engine_greedy import SMALL
 
@@ -223,3 +225,17 @@ def test_every_output_of_a_coroutine_has_its_own_text(tiny_text: TinyModel, toke
         assert outputs[-1].finished == (at != 5)
         for output in outputs:
             assert_right(tokenizer, output, kind)
+
+
+def test_a_space_between_prompt_and_answer_stays(tiny_text: TinyModel, tmp_path: Path) -> None:
+    small_tokenizer("sentencepiece").backend.save(str(tmp_path / "tokenizer.json"))
+    with LLM(tiny_text.directory, tokenizer=str(tmp_path), **SMALL) as llm:
+        fitting = [i for i in range(TINY["vocab_size"]) if llm.tokenizer.token_text(i).startswith(" ")]
+        params = SamplingParams(temperature=0, max_tokens=2, allowed_token_ids=fitting, logprobs=1)
+        (output,) = llm.generate([{"prompt_token_ids": fitting[:1]}], params)
+        (answer,) = output.outputs
+        assert answer.text.startswith(" ")
+        came = [
+            entry[token].decoded_token for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)
+        ]
+        assert "".join(came) == answer.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from ostinato.engine.delivery.completion_text import CompletionText
 from ostinato.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.server.openai.completion import Completion
+from ostinato.server.openai.served_model import ServedModel
 from text.small_tokenizers import small_tokenizer
 
 TOKENIZER = small_tokenizer("byte-level")
@@ -120,7 +121,7 @@ def test_a_reader_of_what_is_new_reads_all_of_it_once(characters: list[int]) -> 
 
 
 def test_a_stream_of_the_server_puts_every_character_together_once(characters: list[int]) -> None:
-    model: Any = SimpleNamespace(detokenizer=lambda **_: TOKENIZER.detokenizer(), adapter=None)
+    model: Any = SimpleNamespace(detokenizer=lambda *_, **__: TOKENIZER.detokenizer(), adapter=None)
     for stop in (None, "\x00never"):
         characters.clear()
         completion = Completion(0, [1], SamplingParams(stop=stop, max_tokens=len(IDS)), model, wakes_every=1)
@@ -130,3 +131,13 @@ def test_a_stream_of_the_server_puts_every_character_together_once(characters: l
             shown += completion.take().text
         assert shown == TEXT
         assert sum(characters) == len(TEXT)
+
+
+def test_an_answer_of_the_server_goes_on_where_its_prompt_ends() -> None:
+    model: Any = SimpleNamespace(tokenizer=small_tokenizer("sentencepiece"), adapter=None)
+    model.detokenizer = MethodType(ServedModel.detokenizer, model)
+    ids = model.tokenizer.encode("The fox")
+    completion = Completion(0, [1, *ids], SamplingParams(), model, wakes_every=1)
+    for token in model.tokenizer.encode("jumps"):
+        completion.take_token(token)
+    assert completion.take().text == " jumps"

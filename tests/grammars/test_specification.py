@@ -4,10 +4,13 @@ import json
 from typing import Any
 
 import pytest
+import xgrammar
+from xgrammar.testing import _is_grammar_accept_string
 
 from ostinato.grammars.library import plain_words
 from ostinato.grammars.specification import check
 from ostinato.text.errors import GrammarError
+from ostinato.text.schema_keywords import held_part
 
 DEEP: Any = {"type": "object"}
 for _ in range(300):
@@ -54,6 +57,69 @@ def test_schemas_that_only_look_like_it(schema: Any) -> None:
     check("json", json.dumps(schema))
 
 
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+UNHELD = [
+    ({"not": {"type": "string"}}, '"x"', "not cannot"),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]", "uniqueItems cannot"),
+    ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}}, "[2]", "contains cannot"),
+    ({**OBJECT, "dependentRequired": {"a": ["b"]}}, '{"a": 1}', "dependentRequired cannot"),
+    ({**OBJECT, "dependentSchemas": {"a": {"required": ["b"]}}}, '{"a": 1}', "dependentSchemas cannot"),
+    ({**OBJECT, "if": {"required": ["a"]}, "then": {"required": ["b"]}}, '{"a": 1}', "if cannot"),
+    ({**OBJECT, "required": ["c"]}, '{"a": 1}', "required has 'c'"),
+    ({**OBJECT, "anyOf": [OBJECT | {"required": ["b"]}], "required": ["a"]}, '{"b": 1}', "beside anyOf"),
+    ({"allOf": [OBJECT, OBJECT | {"required": ["a"]}]}, "{}", "allOf of several"),
+    ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n", "minimum": 5}, "1", "minimum is not held"),
+    ({"type": "number", "multipleOf": 2}, "3", "multipleOf is held to for integers only"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, '"aaaa"', "maxLength is not held to beside"),
+    ({"minimum": 5}, "1", "without a type"),
+    ({"type": "string", "pattern": "^(?!a)[ab]$"}, '"a"', "pattern with a lookahead"),
+    ({"type": "string", "pattern": '^a"$'}, '"a""', "inside JSON"),
+    ({"type": "string", "pattern": r"^[\\]$"}, '"\\"', "inside JSON"),
+    ({"type": "string", "pattern": r"^a\n$"}, '"a\n"', "inside JSON"),
+]
+"""Schemas, what is against them, and the words of their refusal."""
+
+
+@pytest.mark.parametrize(("schema", "against", "reason"), UNHELD)
+def test_what_the_library_reads_over_is_refused(schema: Any, against: str, reason: str) -> None:
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema))
+    assert _is_grammar_accept_string(grammar, against), "the library has learned it: it need not be refused"
+    inside = {
+        "type": "array",
+        "items": {"anyOf": [{"type": "null"}, schema]},
+        "$defs": schema.get("$defs", {}),
+    }
+    for whole in (schema, inside):
+        with pytest.raises(GrammarError, match=reason):
+            check("json", json.dumps(whole))
+    kept = held_part(inside, inside)
+    check("json", json.dumps(kept))
+    assert kept.keys() == inside.keys()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 7, "minimum": 10},
+        {"type": ["integer", "null"], "multipleOf": 7.0},
+        {"title": "A", "anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "description": "d"},
+        {"$defs": {"n": OBJECT}, "allOf": [{"$ref": "#/$defs/n"}, {"description": "d"}], "title": "N"},
+        {"$defs": {"n": OBJECT}, "type": "object", "oneOf": [{"$ref": "#/$defs/n"}, OBJECT]},
+        {"properties": {"not": {"type": "string"}, "if": {"type": "null"}}, "required": ["not", "if"]},
+        {"type": "object", "propertyNames": {"pattern": "^x+$"}},
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
+        {"type": "string", "example": {"not": 1, "pattern": "x"}, "x-note": {"required": ["y"]}},
+        {"type": "string", "pattern": r'^[^"\\\n]+\(\?=\.x\]$'},
+        {"const": {"not": 1, "required": ["a"]}},
+        {"type": "string", "format": "int64", "enum": ["a"]},
+        True,
+    ],
+)
+def test_what_the_library_holds_to_is_not_refused(schema: Any) -> None:
+    check("json", json.dumps(schema))
+    assert held_part(schema, schema) == schema
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "allowed"),
     [
@@ -83,3 +149,11 @@ def test_messages_of_the_library_lose_places_in_its_source() -> None:
     raw = "[01:02:03] /a/b.cc:49: Check failed: (error.empty()) is false: Failed to parse JSON\n at x.h:3:"
     assert plain_words(raw) == "Failed to parse JSON at"
     assert "memory" in plain_words("std::bad_alloc")
+
+
+def test_escapes_that_the_library_takes_for_letters() -> None:
+    assert _is_grammar_accept_string(xgrammar.Grammar.from_regex(r"\Aa\Z"), "AaZ")
+    for kind, text in (("regex", r"\Aa\Z"), ("json", json.dumps({"type": "string", "pattern": r"a\z"}))):
+        with pytest.raises(GrammarError, match=r"\\[Az] is not known"):
+            check(kind, text)
+    check("regex", r"\\A\d+\.\x41\u00e9\-")

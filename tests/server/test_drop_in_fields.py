@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -283,3 +284,34 @@ def test_embeddings_of_fewer_dimensions(server: ServerProcess) -> None:
     )
     given = server.post("/v1/embeddings", {**body, "dimensions": 98, "encoding_format": "base64"}).json()
     assert isinstance(given["data"][0]["embedding"], str)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "said"),
+    [
+        ("/v1/completions", {"prompt": []}, "prompt: List should have at least 1 item"),
+        ("/v1/completions", {"prompt": ["a", 5]}, "prompt.1: Input should be a valid string"),
+        ("/v1/completions", {"prompt": 5}, "prompt: Input should be a valid string"),
+        ("/v1/completions", {"prompt": "a", "stop": ["b", ""]}, "stop.1: String should have at least 1"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input.1: String should have at least 1"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages.0.user.content: Field required"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": None}]},
+            "messages.0.user.content: Input should be a valid string",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "min_tokens": 1, "stop_token_ids": list(range(40)), "guided_choice": ["b"]},
+            "min_tokens can hold off",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_as_what_it_most_likely_was(
+    server: ServerProcess, path: str, fields: dict[str, Any], said: str
+) -> None:
+    answer = server.post(path, fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith(said)
+    assert error["param"] == said.replace(":", ".").replace(" ", ".").split(".")[0]

@@ -107,6 +107,25 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert [offset for part in streamed for offset in part.text_offset] == [0, 1, 2, 3, 4]
 
 
+def test_offsets_are_places_in_the_text(client: openai.OpenAI) -> None:
+    """Where a character comes in several tokens, and where special ones are not shown."""
+    choice = complete(client, "é<|assistant|>", logprobs=0, echo=True, max_tokens=20).choices[0]
+    assert choice.text == "é<|assistant|>Hello wérld"
+    begins = [choice.text.index(part) for part in ("é", "é", "<", "Hello", " w", "é", "é", "rld")]
+    begins[5:7] = [choice.text.rindex("é")] * 2
+    assert choice.logprobs.text_offset == [*begins, len(choice.text)]
+    alone = complete(client, "<|assistant|>", logprobs=0, max_tokens=20).choices[0]
+    assert alone.logprobs.text_offset == [0, 5, 7, 7, 8, 11]
+
+
+def test_of_a_prompt_that_was_cut_what_is_left_is_echoed(client: openai.OpenAI) -> None:
+    for kept, shown in ((2, "ij"), (4, "hhij"), (9, "hhij")):
+        cut = {"truncate_prompt_tokens": kept}
+        choice = complete(client, "hhij", echo=True, logprobs=0, max_tokens=2, extra_body=cut).choices[0]
+        assert choice.text == shown + "kl"
+        assert choice.logprobs.text_offset == list(range(len(choice.text)))
+
+
 def test_n_and_seed(client: openai.OpenAI) -> None:
     options = {"temperature": 2, "max_tokens": 30, "n": 3, "seed": 7}
     first, again = (complete(client, **options) for _ in range(2))

@@ -119,6 +119,26 @@ def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, server: Serve
     assert server.get("/health_generate").status_code == 200
 
 
+def test_what_a_schema_says_is_held_to_or_refused(client: openai.OpenAI) -> None:
+    """A tool that is not strict is held to as much of its schema as can be."""
+    schema = {"type": "array", "items": {"enum": [1]}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    refused = {
+        "response_format": {"response_format": form},
+        "tools": {"tools": [strict], "tool_choice": "required"},
+    }
+    for param, asked in refused.items():
+        with pytest.raises(openai.BadRequestError, match="uniqueItems cannot be held to") as caught:
+            chat(client, **asked)
+        assert caught.value.param == param
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        [call] = chat(client, tools=[tool], tool_choice=choice, temperature=0).choices[0].message.tool_calls
+        assert '{"a":[' in call.function.arguments.replace(" ", "")
+
+
 def test_free_requests_run_beside(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="scripted", prompt="a", max_tokens=5, temperature=0)
     assert answer.choices[0].text == "bcdef"

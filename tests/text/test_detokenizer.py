@@ -73,3 +73,26 @@ def test_special_tokens_are_skipped_unless_wanted() -> None:
 def test_ids_outside_the_vocabulary_have_no_text() -> None:
     tokenizer = small_tokenizer("byte-level")
     assert tokenizer.decode([-1, *tokenizer.encode("fox"), 10**6]) == "fox"
+
+
+@kinds
+@settings(max_examples=150, deadline=None)
+@given(prompt=TEXT, cut=st.integers(0, 60), bos=st.booleans(), skip=st.booleans())
+def test_an_answer_goes_on_where_its_prompt_ends(
+    kind: str, prompt: str, cut: int, bos: bool, skip: bool
+) -> None:
+    tokenizer = small_tokenizer(kind)
+    ids = [1] * bos + tokenizer.encode(prompt + " fox dogs")
+    before, answer = ids[:cut], ids[cut:]
+    stream = tokenizer.detokenizer(skip_special_tokens=skip, behind=before)
+    text = tokenizer.decode(before, skip_special_tokens=skip)
+    if text.endswith("\ufffd"):
+        return  # cut inside a character
+    assert text + stream.push(answer) + stream.finish() == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_token_keeps_its_space() -> None:
+    tokenizer = small_tokenizer("sentencepiece")
+    ids = tokenizer.encode("fox fox")
+    assert "".join(map(tokenizer.token_text, ids)) == " fox fox"
+    assert tokenizer.token_text(2) == "</s>"

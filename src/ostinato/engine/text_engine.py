@@ -226,7 +226,7 @@ class TextEngine:
         name = f"{whole.request_id}.{index}" if params.n > 1 else whole.request_id
         own = self._seeded(params, index)
         output = CompletionOutput(index, logprobs=[] if params.wants_logprobs else None)
-        text = self._text_of(params, output.token_ids)
+        text = self._text_of(params, ids, output.token_ids)
         if text is not None:
             output.text = text
         whole.outputs.append(output)
@@ -280,12 +280,16 @@ class TextEngine:
             own.seed = int(self._seeds.integers(2**62))
         return own
 
-    def _text_of(self, params: SamplingParams, token_ids: list[int]) -> CompletionText | None:
+    def _text_of(
+        self, params: SamplingParams, prompt: IntArray, token_ids: list[int]
+    ) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:
             if params.stop:
                 raise RequestError("stop strings are searched in the text, and this model has no tokenizer")
             return None
-        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        detokenizer = self.tokenizer.detokenizer(
+            skip_special_tokens=params.skip_special_tokens, behind=prompt
+        )
         include_stop = params.include_stop_str_in_output
         return CompletionText(detokenizer, token_ids, params.stop or (), include_stop=include_stop)
 

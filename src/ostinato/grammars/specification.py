@@ -1,4 +1,5 @@
-"""What the library is never shown: schemas that lead outside or in a circle, and repetitions without end.
+"""What the library is never shown: schemas that lead outside or in a circle, or that say what it would read
+over, and repetitions without end.
 
 Runs in the grammar's own process. The library takes a reference to a file for "anything", which would be a
 silent wrong answer, and follows a circle for ever.
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ostinato.text.errors import GrammarError
+from ostinato.text.schema_keywords import first_unheld
 
 from .limits import MAX_NESTING, MAX_REPETITIONS
 
@@ -19,6 +21,8 @@ _DATA = frozenset(("const", "enum", "default", "examples"))
 """What stands below these is no schema, unless they are names of properties."""
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Below these stand names, and schemas below those."""
+_ESCAPES = frozenset("dDwWsSbBnrtfvaexucpPk")
+"""Letters that the library knows behind a backslash; some of them it refuses by name."""
 _COUNT = re.compile(r"\{\s*(\d+)?\s*(,)?\s*(\d+)?\s*\}")
 
 
@@ -28,8 +32,10 @@ def check(kind: str, text: str) -> None:
         _check_schema(_parsed(text))
     elif kind == "structural_tag":
         _check_structural_tag(_parsed(text))
-    elif kind in ("regex", "grammar"):
-        _check_repetitions(text, in_quotes=kind == "grammar")
+    elif kind == "regex":
+        _check_expression(text)
+    elif kind == "grammar":
+        _check_repetitions(text, in_quotes=True)
 
 
 def _parsed(text: str) -> Any:
@@ -52,7 +58,7 @@ def _check_structural_tag(tag: Any) -> None:
             if isinstance(inner.get(name), dict | bool):
                 _check_schema(inner[name])
         if isinstance(inner.get("pattern"), str):
-            _check_repetitions(inner["pattern"], in_quotes=False)
+            _check_expression(inner["pattern"])
         if isinstance(inner.get("grammar"), str):
             _check_repetitions(inner["grammar"], in_quotes=True)
 
@@ -68,7 +74,9 @@ def _check_schema(schema: Any) -> None:
             seen.add(reference)
             _check_reference(schema, reference)
         if isinstance(inner.get("pattern"), str):
-            _check_repetitions(inner["pattern"], in_quotes=False)
+            _check_expression(inner["pattern"])
+    if (reason := first_unheld(schema)) is not None:
+        raise GrammarError(reason)
 
 
 def _walk(value: Any, data: frozenset[str]) -> Iterator[dict[str, Any]]:
@@ -120,7 +128,15 @@ def _target(schema: Any, reference: str) -> Any:
     return found
 
 
-# -- repetitions -----------------------------------------------------------------------------------
+# -- expressions -----------------------------------------------------------------------------------
+
+
+def _check_expression(text: str) -> None:
+    r"""The library takes \A and \Z for letters, and others that it does not know."""
+    for escape in re.findall(r"\\(.)", text, re.DOTALL):
+        if escape.isascii() and escape.isalpha() and escape not in _ESCAPES:
+            raise GrammarError(f"\\{escape} is not known in expressions; they match the whole text anyway")
+    _check_repetitions(text, in_quotes=False)
 
 
 def _check_repetitions(text: str, *, in_quotes: bool) -> None:

@@ -9,13 +9,19 @@ from .token_bytes import TokenBytes
 class Detokenizer:
     """The text of one growing list of token ids, in pieces that always end at a character's end.
 
-    The pieces of `push` and the last one of `finish` add up to `Tokenizer.decode` of all the ids.
+    The pieces of `push` and the last one of `finish` add up to `Tokenizer.decode` of all the ids; behind a
+    prompt, to what they add to its text.
     """
 
-    def __init__(self, bytes_per_token: TokenBytes, skipped: Collection[int]) -> None:
+    def __init__(
+        self, bytes_per_token: TokenBytes, skipped: Collection[int], behind: Iterable[int] = ()
+    ) -> None:
         """`skipped` ids have no text. `Tokenizer.detokenizer` makes one."""
         self._bytes, self._skipped = bytes_per_token, skipped
-        self._strip_first_space = bytes_per_token.strip_first_space
+        # A space between prompt and answer is not at the start of a text.
+        self._strip_first_space = bytes_per_token.strip_first_space and not any(
+            bytes_per_token[int(i)] for i in behind if i not in skipped
+        )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:

@@ -103,9 +103,13 @@ class Tokenizer:
         stream = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return stream.push(token_ids) + stream.finish()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For token ids that arrive one after the other."""
-        return Detokenizer(self.bytes_per_token, self.special_ids if skip_special_tokens else ())
+    def detokenizer(self, *, skip_special_tokens: bool = True, behind: Iterable[int] = ()) -> Detokenizer:
+        """For token ids that arrive one after the other, `behind` those of a prompt."""
+        return Detokenizer(self.bytes_per_token, self.special_ids if skip_special_tokens else (), behind)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token wherever it stands, a special one's too; half a character is replaced."""
+        return self.bytes_per_token[token_id].decode(errors="replace")
 
     @property
     def has_chat_template(self) -> bool:

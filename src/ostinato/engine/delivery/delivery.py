@@ -164,7 +164,7 @@ class Delivery:
         assert self._tokenizer is not None
         text = self._token_texts.get(token)
         if text is None:
-            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            text = self._tokenizer.token_text(token)
             self._token_texts[token] = text
         return text
 

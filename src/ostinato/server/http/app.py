@@ -38,6 +38,7 @@ from .trl_routes import trl_routes
 from .weight_routes import weight_routes
 
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
+_KIND = re.compile(r"(constrained-)?(str|int|float|bool)|list\[.*\]")
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody reads."""
@@ -123,14 +124,24 @@ async def _unexpected(_: Request, error: Exception) -> Response:
 
 
 def _first_problem(problems: Any) -> ApiError:
-    """The problem that says most: an unknown field before a wrong value, and ours before the library's."""
+    """The problem that says most: an unknown field before a wrong value, and ours before the library's.
+
+    Where a value may be of several kinds, it has a problem as each of them: as those that it is not at all,
+    it has the wrong type, and it is most like the one in which something inside it is wrong.
+    """
     order = {"extra_forbidden": 0, "value_error": 1}
-    problem = min(problems, key=lambda each: order.get(each["type"], 2))
+
+    def rank(each: Any) -> tuple[int, int]:
+        kind = each["type"]
+        return order.get(kind, 3 if kind.endswith("_type") else 2), -len(each["loc"])
+
+    problem = min(problems, key=rank)
     # The first is body or query. Among the names of fields are those of the kinds that a value was tried as,
     # such as list[Text].
     *around, last = [str(part) for part in problem["loc"][1:]] or [""]
     path = [part for part in around if part.isdigit() or _FIELD.fullmatch(part)]
-    path += [last] if last else []
+    is_name = problem["type"] == "extra_forbidden" or not _KIND.fullmatch(last)
+    path += [last] if last and is_name else []
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem['ctx']['error']}", code="invalid_json")
     where = ".".join(path) or "the body"

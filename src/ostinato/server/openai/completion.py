@@ -80,7 +80,7 @@ class Completion:
         self._on_token = on_token
         self._piece = Piece()
         self._shown = 0
-        detokenizer = model.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        detokenizer = model.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
         include_stop = params.include_stop_str_in_output
         self._text = (
             CompletionText(detokenizer, [], params.stop or (), include_stop=include_stop)
@@ -200,7 +200,8 @@ class Completion:
 
     def _param_at_fault(self, error: str) -> str | None:
         """The field that the engine's words begin with, or that of the shape."""
-        named = next((name for name in ("allowed_token_ids", "bad_words") if error.startswith(name)), None)
+        fields = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
+        named = next((name for name in fields if error.startswith(name)), None)
         return named or (None if self.params.structured_outputs is None else self._shape_param)
 
     def _stop_at(self, stop: str) -> None:

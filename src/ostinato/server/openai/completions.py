@@ -110,9 +110,13 @@ class CompletionWriter(ChunkEvents):
         self._prompts_told: set[int] = set()
         self._logprobs: list[CompletionLogprobsBuilder] = []
         if body.logprobs is not None:
-            texts, shown = model.need_token_texts(), model.shown_tokens(body.return_tokens_as_token_ids)
+            shown = model.shown_tokens(body.return_tokens_as_token_ids)
             top = -1 if body.logprob_token_ids else body.logprobs
-            self._logprobs = [CompletionLogprobsBuilder(texts, shown, top) for _ in generation.completions]
+            for each in generation.completions:
+                skips = each.params.skip_special_tokens
+                answer = model.detokenizer(each.prompt_ids, skip_special_tokens=skips)
+                assert answer is not None
+                self._logprobs.append(CompletionLogprobsBuilder(shown, top, answer))
 
     def whole(self) -> bytes:
         """The answer, when the generation is finished."""
@@ -155,10 +159,11 @@ class CompletionWriter(ChunkEvents):
         is_first = completion.index not in self._prompts_told
         self._prompts_told.add(completion.index)
         if is_first and self._body.echo:
-            text = self._echo(completion) + text
+            echo = self._echo(completion)
+            text = echo + text
             if logprobs is not None:
                 self._logprobs[completion.index].add_prompt(
-                    logprobs, completion.prompt_ids, completion.prompt_logprobs
+                    logprobs, echo, completion.prompt_ids, completion.prompt_logprobs
                 )
         if logprobs is not None:
             self._logprobs[completion.index].add(logprobs, piece.logprobs)
@@ -176,13 +181,16 @@ class CompletionWriter(ChunkEvents):
         return choice
 
     def _echo(self, completion: Completion) -> str:
-        if isinstance(self._body.prompt, str):
-            return self._body.prompt
-        if isinstance(self._body.prompt[0], str):
-            return str(self._body.prompt[completion.index // (self._body.n or 1)])
-        if self._model.tokenizer is None:
+        """The prompt as it was given, or what is left of it."""
+        body, tokenizer = self._body, self._model.tokenizer
+        number = completion.index // (body.n or 1)
+        given = body.prompt if isinstance(body.prompt, str) else body.prompt[number]
+        if isinstance(given, str) and body.truncate_prompt_tokens is None:
+            return given
+        if tokenizer is None:
             return ""
-        return self._model.tokenizer.decode(completion.prompt_ids, skip_special_tokens=False)
+        left = tokenizer.decode(completion.prompt_ids, skip_special_tokens=False)
+        return given if isinstance(given, str) and given in left else left
 
     def _ended(self, choices: list[CompletionChoice]) -> CompletionBody:
         body = self._wrapped(choices, usage=self._generation.usage)

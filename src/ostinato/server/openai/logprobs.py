@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.tokenizer import Tokenizer
 
 from ..wire.messages import TokenLogprobs
@@ -28,7 +29,7 @@ class TokenTexts(dict[int, str]):
         self.tokenizer = tokenizer
 
     def __missing__(self, token: int) -> str:
-        self[token] = text = self.tokenizer.decode([token], skip_special_tokens=False)
+        self[token] = text = self.tokenizer.token_text(token)
         return text
 
 
@@ -75,31 +76,42 @@ def prompt_logprobs(texts: TokenTexts, length: int, found: Mapping[int, TokenLog
 
 
 class CompletionLogprobsBuilder:
-    """For `/v1/completions`: lists that go on from chunk to chunk, offsets counted from the first text."""
+    """For `/v1/completions`: lists that go on from chunk to chunk, offsets counted from the first text.
 
-    def __init__(self, texts: TokenTexts, shown: TokenTexts, top: int) -> None:
-        """`shown`: what tokens are called; offsets are those of their `texts`."""
-        self._texts, self._shown = texts, shown
+    A token begins behind the whole characters before it: those that share one have the same offset.
+    """
+
+    def __init__(self, shown: TokenTexts, top: int, answer: Detokenizer) -> None:
+        """`shown`: what tokens are called; `answer` makes the text of the sampled ones."""
+        self._shown = shown
         self._top = top
+        self._answer = answer
         self._offset = 0
 
     def add_prompt(
-        self, into: CompletionLogprobs, prompt_ids: Sequence[int], found: dict[int, TokenLogprobs]
+        self, into: CompletionLogprobs, echo: str, prompt_ids: Sequence[int], found: dict[int, TokenLogprobs]
     ) -> None:
-        """The echoed prompt; its first token has no probability."""
+        """The prompt, echoed as this text; its first token has no probability."""
+        tokenizer = self._shown.tokenizer
+        # What the tokenizer puts around a text is not echoed.
+        before = max(0, tokenizer.decode(prompt_ids, skip_special_tokens=False).find(echo))
+        texts, end = tokenizer.detokenizer(skip_special_tokens=False), 0
         for position, token in enumerate(prompt_ids):
+            self._offset = min(max(0, end - before), len(echo))
             self._add(into, token, found.get(position))
+            end += len(texts.push_one(token))
+        self._offset = len(echo)
 
     def add(self, into: CompletionLogprobs, entries: Sequence[TokenLogprobs]) -> None:
         """Sampled tokens."""
         for entry in entries:
             self._add(into, entry[0][0], entry)
+            self._offset += len(self._answer.push_one(entry[0][0]))
 
     def _add(self, into: CompletionLogprobs, token: int, entry: TokenLogprobs | None) -> None:
         name = self._shown[token]
         into.tokens.append(name)
         into.text_offset.append(self._offset)
-        self._offset += len(self._texts[token])
         own = None if entry is None else next(logprob for which, logprob, _ in entry if which == token)
         into.token_logprobs.append(None if own is None else max(own, LOWEST))
         if into.top_logprobs is None:

@@ -139,11 +139,11 @@ class ServedModel:
         texts = self.need_token_texts()
         return TokenNames(texts.tokenizer) if as_ids else texts
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer | None:
-        """For one completion; None where the model has no tokenizer."""
+    def detokenizer(self, prompt_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer | None:
+        """For one completion of a prompt; None where the model has no tokenizer."""
         if self.tokenizer is None:
             return None
-        return self.tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+        return self.tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, behind=prompt_ids)
 
     async def encode(
         self, text: str, param: str, *, add_special_tokens: bool = True, is_prompt: bool = True

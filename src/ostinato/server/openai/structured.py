@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from ostinato.text.errors import GrammarError
+from ostinato.text.schema_keywords import held_part
 from ostinato.text.structured import StructuredOutputs, choice_grammar
 
 from .conversation import Tool
@@ -181,7 +182,13 @@ def _tags(use: ToolUse, kind: str) -> list[dict[str, Any]]:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object"}
+    """What a call is held to: of a tool that is not strict, as much of its schema as can be."""
+    schema = tool.function.parameters or {"type": "object"}
+    if tool.function.strict:
+        return schema
+    _checked(schema, "tools")
+    loosened: dict[str, Any] = held_part(schema, schema)
+    return loosened
 
 
 # -- checked ---------------------------------------------------------------------------------------
