@@ -453,6 +453,76 @@ def test_dropout_is_not_mistaken_for_rows_that_depend_on_the_batch(device):
     assert (reasons(f), f.report().replays) == ({}, 4)
 
 
+class NormThenDropout(torch.nn.Module):
+    """A model that somebody left in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(self.norm(x), 0.5)
+
+
+RANDOM_AND_DEPENDENT = {
+    "batch norm and dropout": NormThenDropout,
+    "softmax over rows and a draw": lambda: lambda x: (x.softmax(0), torch.rand(2, device=x.device)),
+    "last row and noise": lambda: lambda x: x - x[-1] + torch.randn(WIDTH, device=x.device),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM_AND_DEPENDENT)
+def test_random_numbers_hide_no_dependence_on_the_batch(device, name):
+    function = RANDOM_AND_DEPENDENT[name]()
+    if isinstance(function, torch.nn.Module):
+        function = function.to(device).train()
+    f = wrap(function, [2, 4], options=strictly())
+    with pytest.raises(CaptureError, match="depends on the batch"), torch.no_grad():
+        f(randn(3, WIDTH, device=device))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: x.sort(0)[0],
+        lambda x: x - x[-1],
+        lambda x: x.argmax(0),
+    ],
+)
+def test_a_first_call_with_zeros_hides_no_dependence_on_the_batch(device, step):
+    f = wrap(step, [2, 4], options=strictly())
+    with pytest.raises(CaptureError, match="depends on the batch"):
+        f(torch.zeros(3, WIDTH, device=device))
+
+
+SIZES_DECIDE = {
+    "a number": ([2, 4, 8], lambda x: x * (2 if len(x) > 3 else 3)),
+    "an op": ([2, 4, 8], lambda x: x.sin() if len(x) > 3 else x.cos()),
+    "between rungs": ([1, 2, 4, 16], lambda x: x.sin() if len(x) > 6 else x.cos()),
+    "a dimension of one row": ([4, 8], lambda x: x.sin().squeeze()),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_DECIDE)
+def test_python_that_asks_for_the_size_of_the_batch_is_refused(device, name):
+    ladder, step = SIZES_DECIDE[name]
+    f = wrap(step, ladder)
+    for n in (4, 3, 1, 6, 7):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert same(f(x), step(x))
+    assert reasons(f) == {"capture-failed": 5}
+    assert all("depends on the batch" in cause for cause in f.report().failures.values())
+
+
+def test_sizes_may_decide_how_the_same_is_computed(device):
+    f = wrap(lambda x: x + x if len(x) > 3 else x * 2, [2, 4, 8])
+    for n in (4, 3, 1, 6):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert same(f(x), 2 * x)
+    assert (reasons(f), f.report().replays) == ({}, 4)
+
+
 def test_a_model_is_served_in_full_and_nothing_is_held_against_it(device):
     f = wrap(mlp(device), [1, 2, 3, 5])
     for n in (1, 2, 3, 4, 5):

@@ -48,6 +48,11 @@ class Trials:
         return [tensor for ref in refs if (tensor := ref()) is not None]
 
     @property
+    def work(self) -> list[tuple[Any, str]]:
+        """The ops of the last observed run."""
+        return self._journals[-1].work if self._journals else []
+
+    @property
     def draws_random(self) -> bool:
         """Whether an observed run drew random numbers."""
         return any(journal.draws_random for journal in self._journals)
