@@ -515,6 +515,57 @@ def test_python_that_asks_for_the_size_of_the_batch_is_refused(device, name):
     assert all("depends on the batch" in cause for cause in f.report().failures.values())
 
 
+class Seen(torch.nn.Module):
+    """Counts or adds up the rows that it has seen."""
+
+    def __init__(self, way, start=0):
+        super().__init__()
+        self.way = way
+        self.register_buffer("total", torch.full((3,), start, dtype=torch.float32))
+        self.register_buffer("count", torch.full((), start))
+        self.register_buffer("codes", torch.eye(3, WIDTH))
+
+    def forward(self, x):
+        if self.way == "rows":
+            self.count += len(x)
+        elif self.way == "sum":
+            self.total.mul_(0.9).add_((x[:, :3] + 1).sum(0))
+        elif self.way == "usage":
+            nearest = torch.cdist(x, self.codes).argmin(1)
+            self.total += torch.nn.functional.one_hot(nearest, 3).sum(0)
+        elif self.way == "calls":
+            self.count += 1
+            self.total.mul_(0.9).add_(1)
+        return x + 1
+
+
+@pytest.mark.parametrize("start", [0, 100_000])
+@pytest.mark.parametrize("way", ["rows", "sum", "usage", "calls"])
+def test_state_that_counts_padded_rows_is_refused(device, way, start):
+    module, plain = Seen(way, start).to(device), Seen(way, start).to(device)
+    f = wrap(module, [2, 4, 8])
+    for seed, n in enumerate((4, 3, 8, 1, 5)):
+        x = randn(n, WIDTH, device=device, seed=seed)
+        assert same(f(x), plain(x))
+        assert close(module.total, plain.total)
+        assert same(module.count, plain.count)
+    assert reasons(f) == ({} if way == "calls" else {"capture-failed": 5})
+
+
+def test_a_cache_whose_padded_rows_have_a_place_of_their_own_is_served(device):
+    """What only padded rows write is nobody's business."""
+    cache = torch.zeros(9, WIDTH, device=device)
+
+    def step(x, slot):
+        cache[slot] = x
+        return cache[slot] + 1
+
+    f = wrap(step, [2, 4, 8], pads={"slot": 8})
+    for n in (3, 5, 1):
+        f(randn(n, WIDTH, device=device, seed=n), torch.arange(n, device=device))
+    assert (reasons(f), f.report().replays) == ({}, 3)
+
+
 def test_sizes_may_decide_how_the_same_is_computed(device):
     f = wrap(lambda x: x + x if len(x) > 3 else x * 2, [2, 4, 8])
     for n in (4, 3, 1, 6):

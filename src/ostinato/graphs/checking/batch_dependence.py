@@ -18,13 +18,13 @@ from ..dispatching.step_mode import step_mode
 from ..errors import CaptureError
 from ..inputs.buffers import Batch
 from ..inputs.fields import Extent, Field
+from ..journal import WrittenRegion
 from .verify import (
     Verifiable,
     dependence,
     eager_rows,
     part_of,
     real_rows,
-    replayed_rows,
     shapes_to_try,
     unpadded_rows,
 )
@@ -79,15 +79,21 @@ def _refuse_dependence(
 
     with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
         try:
-            unpadded = trials.run(lambda: unpadded_rows(runner, batch, shape))
+            with trials.undone():
+                wanted = trials.run_for_good(lambda: unpadded_rows(runner, batch, shape))
+                regions = trials.regions
+                wanted_state = _contents(regions)
         except Exception:
             return
-        got = replayed_rows(runner, graph, batch, shape, trials, poison=False)
+        got, state = _rows_and_state(runner, graph, batch, shape, shape, trials, regions)
         if trials.draws_random:
             # Other sizes draw other numbers. With the same ones other rows in place of the padding must not
             # matter.
-            unpadded = _among_others(runner, graph, shape, batch, trials)
-        _, dependent = dependence(runner.outputs.names, got, unpadded, allowed)
+            full = shapes_to_try(graph.descriptor)[0]
+            repeated = _repeated(batch, runner.buffers.fields, shape, full)
+            wanted, wanted_state = _rows_and_state(runner, graph, repeated, full, shape, trials, regions)
+        _, dependent = dependence(runner.outputs.names, got, wanted, allowed)
+        dependent = dependent or _dependent_state(regions, state, wanted_state, flips)
         if dependent is None:
             return
         runner.buffers.fill(batch, shape, graph.descriptor)
@@ -102,20 +108,55 @@ def _refuse_dependence(
     )
 
 
-def _among_others(
-    runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch, trials: Trials
-) -> list[Any]:
-    """The rows of a replay of the full graph, in which the same rows again stand for the padding."""
-    full = shapes_to_try(graph.descriptor)[0]
+def _rows_and_state(
+    runner: Verifiable,
+    graph: CapturedGraph,
+    batch: Batch,
+    filled: BatchShape,
+    shape: BatchShape,
+    trials: Trials,
+    regions: Sequence[WrittenRegion],
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """The first rows of a replay, as many as `shape` has, and what it leaves in the regions."""
+    with trials.undone():
+        runner.buffers.fill(batch, filled, graph.descriptor)
+        runner.launch(graph)
+        return real_rows(runner, graph.leaves, shape), _contents(regions)
+
+
+def _contents(regions: Sequence[WrittenRegion]) -> list[torch.Tensor]:
+    return [region.read() for region in regions]
+
+
+def _repeated(batch: Batch, fields: Sequence[Field], shape: BatchShape, full: BatchShape) -> Batch:
+    """The same rows again, in place of the padding."""
     repeated = dict(batch)
-    for field in runner.buffers.fields:
+    for field in fields:
         if field.per is not Extent.FIXED:
             rows = torch.arange(full.num_tokens, device=batch[field.name].device) % shape.num_tokens
             repeated[field.name] = batch[field.name].index_select(field.dim, rows)
-    with trials.undone():
-        runner.buffers.fill(repeated, full, graph.descriptor)
-        runner.launch(graph)
-        return real_rows(runner, graph.leaves, shape)
+    return repeated
+
+
+def _dependent_state(
+    regions: Sequence[WrittenRegion], got: list[torch.Tensor], wanted: list[torch.Tensor], flips: float
+) -> str | None:
+    """What of the state that a step changes is changed otherwise with padding: a count of rows, a sum over
+    them. How much it changes decides what is much, and what it is decides what is rounding."""
+    for region, a, b in zip(regions, got, wanted, strict=True):
+        before, name = region.before, f"a tensor {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+        if not region.is_whole:
+            changed = b != before
+            a, b, before = a[changed], b[changed], before[changed]
+        if not (b.is_floating_point() or b.is_complex()):
+            differs = b.numel() > 0 and float((a != b).double().mean()) > flips
+        else:
+            change, off = (torch.nan_to_num((b - other).abs().double()).norm() for other in (before, a))
+            rounding = 4 * torch.finfo(b.dtype).eps * torch.nan_to_num(b.abs().double()).norm()
+            differs = bool(off > _GROSS.get(b.dtype, 0.01) * change + rounding)
+        if differs:
+            return f"what the step leaves in {name}"
+    return None
 
 
 def _unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:
