@@ -98,7 +98,7 @@ class CudaGraphRunner:
         `make_batch`: fresh inputs for `verify`; default: random.
         `output_dim`: where outputs count their rows, if their sizes do not tell.
         `rows_per_request`: outputs may have so many rows for each request.
-        `rows_are_independent`: taken for granted; if False, one graph is tried at half its size after a
+        `rows_are_independent`: taken for granted; if False, graphs are tried with few of their rows after a
         capture, and all are given up if real rows are grossly others than without padding.
         `agree`: called with the keys captured here after every capture (with none if that raised), on all
         ranks; returns those that all ranks have. The others are given up.
