@@ -104,3 +104,10 @@ def test_a_subclass_is_not_served_from_graphs_of_plain_tensors(device):
     assert same(f(x.as_subclass(Marked)), (x + 1).as_subclass(Marked))
     assert reasons(f) == {"opaque-argument": 1}
     assert f.report().replays == 1
+
+
+def test_a_guarded_result_may_be_fed_back(device):
+    """Nothing asks the argument anything once the call has overwritten it."""
+    f, module = captured(device, debug=True)
+    x = randn(3, WIDTH, device=device)
+    assert torch.allclose(f(f(x)), module(module(x)), atol=1e-5)

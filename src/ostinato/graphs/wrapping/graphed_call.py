@@ -97,12 +97,12 @@ class GraphedCall:
             return self._eagerly(reason, args, kwargs, differentiable=transformed)
         if self._shares_results.owner is not threading.current_thread():
             self._take_over()
+        by = differentiated(self.function, args, kwargs)
         if not self.settings.threads:
             result = self._serve(args, kwargs)
         else:
             with turn:
                 result = map_tensors(torch.Tensor.clone, self._serve(args, kwargs))
-        by = differentiated(self.function, args, kwargs)
         return refusing_backward(result, by) if by else result
 
     def _take_over(self) -> None:
