@@ -53,7 +53,9 @@ def refuse_dependence_on_the_batch(
     shape = part_of(shapes_to_try(largest.descriptor)[0], 2)
     given = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
     # Both signs: zeros of padding win where all numbers are negative, or where all are positive.
-    negative = {name: -value if value.is_floating_point() else value for name, value in given.items()}
+    negative = {
+        name: _negated(value) if value.is_floating_point() else value for name, value in given.items()
+    }
     for batch in (given, negative):
         _refuse_dependence(runner, largest, shape, batch, _FLIPS)
     few = [(graphs[0], 1)]
@@ -159,13 +161,21 @@ def _dependent_state(
     return None
 
 
+def _negated(value: torch.Tensor) -> torch.Tensor:
+    return value.double().neg().to(value.dtype)  # numbers of eight bits know no arithmetic
+
+
 def _unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:
     """The same inputs; numbers between 0 and 1 where all are as padding is, in a first call with zeros."""
     generator = torch.Generator().manual_seed(0)
     changed = dict(batch)
     for field in fields:
         value = batch[field.name]
-        if field.per is not Extent.FIXED and value.is_floating_point() and bool((value == field.pad).all()):
+        if (
+            field.per is not Extent.FIXED
+            and value.is_floating_point()
+            and bool((value.double() == field.pad).all())
+        ):
             changed[field.name] = torch.rand(value.shape, generator=generator).to(value)
     return changed
 

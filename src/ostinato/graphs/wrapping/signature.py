@@ -214,7 +214,8 @@ class Examples:
             value, seen = batch[field.name], self._batch[field.name]
             if field.dtype.is_floating_point:
                 noise = torch.randn(value.shape, generator=generator)
-                batch[field.name] = value + noise.to(value.device, value.dtype)
+                noise = noise.to(value.device, value.dtype)
+                batch[field.name] = (value.double() + noise.double()).to(value.dtype)
             elif field.per is Extent.TOKEN and field.dtype is not torch.bool and not field.dtype.is_complex:
                 drawn = torch.randint(int(seen.min()), int(seen.max()) + 1, value.shape, generator=generator)
                 batch[field.name] = drawn.to(value.device, value.dtype)
