@@ -260,6 +260,7 @@ def test_an_object_that_is_new_at_every_call_is_refused_by_name(device):
         y, holder = f(x)
         assert same([y, holder.h], [x * 2, x + 1])
     assert refused(f, "output[1]", calls=2)
+    assert "is a SimpleNamespace made anew in every call" in str(f.report().failures)
 
 
 def test_a_bare_object_that_is_new_at_every_call_keeps_its_own_tensors(device):
@@ -450,6 +451,127 @@ def test_dropout_is_not_mistaken_for_rows_that_depend_on_the_batch(device):
     for _ in range(4):
         out = f(x).clone()
         assert bool(((out == 0) | (out == x * 2)).all())
+    assert (reasons(f), f.report().replays) == ({}, 4)
+
+
+class NormThenDropout(torch.nn.Module):
+    """A model that somebody left in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(self.norm(x), 0.5)
+
+
+RANDOM_AND_DEPENDENT = {
+    "batch norm and dropout": NormThenDropout,
+    "softmax over rows and a draw": lambda: lambda x: (x.softmax(0), torch.rand(2, device=x.device)),
+    "last row and noise": lambda: lambda x: x - x[-1] + torch.randn(WIDTH, device=x.device),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM_AND_DEPENDENT)
+def test_random_numbers_hide_no_dependence_on_the_batch(device, name):
+    function = RANDOM_AND_DEPENDENT[name]()
+    if isinstance(function, torch.nn.Module):
+        function = function.to(device).train()
+    f = wrap(function, [2, 4], options=strictly())
+    with pytest.raises(CaptureError, match="depends on the batch"), torch.no_grad():
+        f(randn(3, WIDTH, device=device))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: x.sort(0)[0],
+        lambda x: x - x[-1],
+        lambda x: x.argmax(0),
+    ],
+)
+def test_a_first_call_with_zeros_hides_no_dependence_on_the_batch(device, step):
+    f = wrap(step, [2, 4], options=strictly())
+    with pytest.raises(CaptureError, match="depends on the batch"):
+        f(torch.zeros(3, WIDTH, device=device))
+
+
+SIZES_DECIDE = {
+    "a number": ([2, 4, 8], lambda x: x * (2 if len(x) > 3 else 3)),
+    "an op": ([2, 4, 8], lambda x: x.sin() if len(x) > 3 else x.cos()),
+    "between rungs": ([1, 2, 4, 16], lambda x: x.sin() if len(x) > 6 else x.cos()),
+    "a dimension of one row": ([4, 8], lambda x: x.sin().squeeze()),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_DECIDE)
+def test_python_that_asks_for_the_size_of_the_batch_is_refused(device, name):
+    ladder, step = SIZES_DECIDE[name]
+    f = wrap(step, ladder)
+    for n in (4, 3, 1, 6, 7):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert same(f(x), step(x))
+    assert reasons(f) == {"capture-failed": 5}
+    assert all("depends on the batch" in cause for cause in f.report().failures.values())
+
+
+class Seen(torch.nn.Module):
+    """Counts or adds up the rows that it has seen."""
+
+    def __init__(self, way, start=0):
+        super().__init__()
+        self.way = way
+        self.register_buffer("total", torch.full((3,), start, dtype=torch.float32))
+        self.register_buffer("count", torch.full((), start))
+        self.register_buffer("codes", torch.eye(3, WIDTH))
+
+    def forward(self, x):
+        if self.way == "rows":
+            self.count += len(x)
+        elif self.way == "sum":
+            self.total.mul_(0.9).add_((x[:, :3] + 1).sum(0))
+        elif self.way == "usage":
+            nearest = torch.cdist(x, self.codes).argmin(1)
+            self.total += torch.nn.functional.one_hot(nearest, 3).sum(0)
+        elif self.way == "calls":
+            self.count += 1
+            self.total.mul_(0.9).add_(1)
+        return x + 1
+
+
+@pytest.mark.parametrize("start", [0, 100_000])
+@pytest.mark.parametrize("way", ["rows", "sum", "usage", "calls"])
+def test_state_that_counts_padded_rows_is_refused(device, way, start):
+    module, plain = Seen(way, start).to(device), Seen(way, start).to(device)
+    f = wrap(module, [2, 4, 8])
+    for seed, n in enumerate((4, 3, 8, 1, 5)):
+        x = randn(n, WIDTH, device=device, seed=seed)
+        assert same(f(x), plain(x))
+        assert close(module.total, plain.total)
+        assert same(module.count, plain.count)
+    assert reasons(f) == ({} if way == "calls" else {"capture-failed": 5})
+
+
+def test_a_cache_whose_padded_rows_have_a_place_of_their_own_is_served(device):
+    """What only padded rows write is nobody's business."""
+    cache = torch.zeros(9, WIDTH, device=device)
+
+    def step(x, slot):
+        cache[slot] = x
+        return cache[slot] + 1
+
+    f = wrap(step, [2, 4, 8], pads={"slot": 8})
+    for n in (3, 5, 1):
+        f(randn(n, WIDTH, device=device, seed=n), torch.arange(n, device=device))
+    assert (reasons(f), f.report().replays) == ({}, 3)
+
+
+def test_sizes_may_decide_how_the_same_is_computed(device):
+    f = wrap(lambda x: x + x if len(x) > 3 else x * 2, [2, 4, 8])
+    for n in (4, 3, 1, 6):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert same(f(x), 2 * x)
     assert (reasons(f), f.report().replays) == ({}, 4)
 
 

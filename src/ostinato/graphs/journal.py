@@ -11,6 +11,7 @@ regions, so the same journal undoes that as well, without being active during it
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -87,6 +88,24 @@ def _besides_tensors(value: Any) -> str:
     return repr(value) if plain else type(value).__name__
 
 
+@cache
+def _writes_somewhere(func: Any) -> bool:
+    """Whether an op may write some elements and leave the others alone."""
+    return func.namespace != "aten" or any(
+        word in str(func) for word in ("index", "scatter", "put", "masked")
+    )
+
+
+@dataclass(frozen=True)
+class WrittenRegion:
+    """A region from before a run that the run wrote."""
+
+    read: Callable[[], torch.Tensor]
+    before: torch.Tensor
+    is_whole: bool = True
+    """Whether all of it was written; else only what has another value afterwards is known to be."""
+
+
 class SavedWrites:
     """Regions that were there before a run, saved before the run writes them; it sees each call twice.
 
@@ -101,6 +120,7 @@ class SavedWrites:
         # without becoming new, so an address is enough to tell the two apart.
         self._created: set[int] = set()
         self._undo: list[Callable[[], Any]] = []
+        self.regions: list[WrittenRegion] = []
         self.written: set[int] = set()
         """Addresses of the storages from before that are written."""
         self.draws_from_default = False
@@ -145,13 +165,16 @@ class SavedWrites:
             indices = [None if index is None else index.clone() for index in args[1]]
             rows = aten.index.Tensor(target, indices)
             self._undo.append(lambda: aten.index_put_.default(target, indices, rows))
+            self.regions.append(WrittenRegion(lambda: aten.index.Tensor(target, indices), rows))
         elif func in _ROW_WRITES:
             dim, index = args[1], args[2].clone()
             rows = _ROW_WRITES[func](target, dim, index)
             self._undo.append(lambda: target.index_copy_(dim, index, rows))
+            self.regions.append(WrittenRegion(lambda: _ROW_WRITES[func](target, dim, index), rows))
         else:
             saved = target.clone()
             self._undo.append(lambda: target.copy_(saved))
+            self.regions.append(WrittenRegion(target.clone, saved, is_whole=not _writes_somewhere(func)))
 
     def _is_ignored(self, tensor: torch.Tensor) -> bool:
         start, end = byte_range(tensor)

@@ -18,8 +18,9 @@ from .capturing.progress import CaptureProgress
 from .capturing.recorder import Step, StepRecorder
 from .capturing.trial import Trials
 from .checking.addresses import AddressBook, Watched
+from .checking.batch_dependence import refuse_dependence_on_the_batch
 from .checking.stale import guarded
-from .checking.verify import MakeBatch, Verification, refuse_dependence_on_the_batch, verify
+from .checking.verify import MakeBatch, Verification, verify
 from .dispatching.descriptor import BatchDescriptor, BatchShape
 from .dispatching.dispatch import Decision, Dispatcher, Reason
 from .dispatching.keys import GraphKey, capture_order
@@ -97,7 +98,7 @@ class CudaGraphRunner:
         `make_batch`: fresh inputs for `verify`; default: random.
         `output_dim`: where outputs count their rows, if their sizes do not tell.
         `rows_per_request`: outputs may have so many rows for each request.
-        `rows_are_independent`: taken for granted; if False, one graph is tried at half its size after a
+        `rows_are_independent`: taken for granted; if False, graphs are tried with few of their rows after a
         capture, and all are given up if real rows are grossly others than without padding.
         `agree`: called with the keys captured here after every capture (with none if that raised), on all
         ranks; returns those that all ranks have. The others are given up.
@@ -364,6 +365,7 @@ class CudaGraphRunner:
 
     def _settle_outputs(self, new: Sequence[GraphKey]) -> None:
         """Know for every output which rows are real, or serve nothing from graphs."""
+        works = self._recorder.take_works()
         descriptors = [key.descriptor for key in self.graphs]
         decode_only = all(descriptor.query_len == 1 for descriptor in descriptors)
         if descriptors and self.outputs.in_doubt(tokens_are_requests=decode_only):
@@ -371,7 +373,7 @@ class CudaGraphRunner:
         try:
             self.outputs.check()
             if new and not self._rows_are_independent and self._dummy is not None:
-                refuse_dependence_on_the_batch(self, self._dummy)
+                refuse_dependence_on_the_batch(self, self._dummy, works)
         except CaptureError as error:
             if self.options.strict:
                 raise

@@ -46,10 +46,11 @@ class _Seen:
         return None
 
     def _differs(self, leaf: Any) -> str:
-        return (
-            f"is {'a tensor' if self.is_tensor else _shown(self.first)} at one size and {_shown(leaf)} at "
-            f"another: a replay would return what was captured. Return tensors, or work it out outside"
-        )
+        before, now = "a tensor" if self.is_tensor else _shown(self.first), _shown(leaf)
+        how, instead = f"is {before} at one size and {now} at another", "work it out outside"
+        if before == now:
+            how, instead = f"is {now} made anew in every call", "do without it (use_cache=False, say)"
+        return f"{how}: a replay would return what was captured. Return tensors, or {instead}"
 
 
 class Trimmer:

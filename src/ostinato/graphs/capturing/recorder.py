@@ -62,6 +62,7 @@ class StepRecorder:
         self._kernels_of, self._warmups_give_back = kernels_of, warmups_give_back
         self._warm: set[Hashable] = set()
         self._tried: set[GraphKey] = set()
+        self._works: dict[GraphKey, list[tuple[Any, str]]] = {}
 
     def arguments(self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor) -> dict[str, Any]:
         """What the step is called with: its inputs, and the descriptor if it wants to know."""
@@ -78,6 +79,11 @@ class StepRecorder:
         reads = list(self._reads.values())
         self._reads.clear()
         return reads
+
+    def take_works(self) -> dict[GraphKey, list[tuple[Any, str]]]:
+        """The ops that warm-ups were seen to run since last asked."""
+        works, self._works = self._works, {}
+        return works
 
     def warm_up(self, keys: Sequence[GraphKey]) -> None:
         """Where captures give the memory of their warm-ups back: those of all that is about to be captured.
@@ -189,6 +195,7 @@ class StepRecorder:
                 raise CaptureError(trials.unplain)
             if not self._compiled.applies(key):
                 trials.repeat_until_steady(lambda: step(**arguments))
+            self._works[key] = trials.work
             self._reads |= {
                 at: tensor for tensor in trials.reads if (at := storage_address(tensor)) not in ours
             }

@@ -9,7 +9,7 @@ import torch
 
 from ..backends import Backend
 from ..errors import CaptureError
-from ..journal import WriteJournal, writing_inference_tensors
+from ..journal import WriteJournal, WrittenRegion, writing_inference_tensors
 
 
 class Trials:
@@ -46,6 +46,16 @@ class Trials:
         """What the last observed run used besides what it made itself, and what is still there."""
         refs = self._journals[-1].reads.values() if self._journals else ()
         return [tensor for ref in refs if (tensor := ref()) is not None]
+
+    @property
+    def work(self) -> list[tuple[Any, str]]:
+        """The ops of the last observed run."""
+        return self._journals[-1].work if self._journals else []
+
+    @property
+    def regions(self) -> list[WrittenRegion]:
+        """What the last observed run wrote of what was there before."""
+        return self._journals[-1].regions if self._journals else []
 
     @property
     def draws_random(self) -> bool:

@@ -18,7 +18,7 @@ from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.keys import GraphKey
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
-from ..errors import CaptureError, VerifyError
+from ..errors import VerifyError
 from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Field
 from ..trees import leaves_of
@@ -41,12 +41,6 @@ TOLERANCES = {
 
 UNPADDED = 10
 """How many times as far the unpadded step may be: products of other shapes add up in another order."""
-
-_GROSS = {torch.float16: 0.1, torch.bfloat16: 0.1}
-"""Of an output's norm, 0.01 for other types: more is no matter of rounding."""
-_FLIPS = 0.02
-"""The share of integers that rounding may decide: the place of the largest of nearly equal numbers. None in
-`verify`."""
 
 
 class Verifiable(Protocol):
@@ -167,59 +161,13 @@ def shapes_to_try(descriptor: BatchDescriptor) -> list[BatchShape]:
         cascade=descriptor.cascade,
         extra=descriptor.extra,
     )
-    return [full] if 1 in (full.num_reqs, full.num_tokens) else [full, _part_of(full, 3)]
+    return [full] if 1 in (full.num_reqs, full.num_tokens) else [full, part_of(full, 3)]
 
 
-def _part_of(full: BatchShape, times: int) -> BatchShape:
+def part_of(full: BatchShape, times: int) -> BatchShape:
     reqs = max(1, full.num_reqs // times)
     tokens = reqs * full.query_len if full.query_len else max(reqs, full.num_tokens // times)
     return replace(full, num_tokens=tokens, num_reqs=reqs)
-
-
-def refuse_dependence_on_the_batch(runner: Verifiable, make: Callable[[BatchDescriptor], Batch]) -> None:
-    """CaptureError, naming the output, if rows of the largest graph are grossly others at half its size.
-
-    A step that draws random numbers, or that is made for some sizes only, cannot be compared.
-    """
-    graph = max(runner.graphs.values(), key=lambda graph: graph.descriptor)
-    full = shapes_to_try(graph.descriptor)[0]
-    shape = _part_of(full, 2)
-    given = make(shape.as_descriptor())
-    # Both signs: zeros of padding win where all numbers are negative, or where all are positive.
-    negative = {name: -value if value.is_floating_point() else value for name, value in given.items()}
-    for batch in (given, negative):
-        _refuse_dependence(runner, graph, shape, batch)
-
-
-def _refuse_dependence(runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch) -> None:
-    trials = runner.trials()
-
-    def allowed(dtype: torch.dtype) -> float:
-        is_number = dtype.is_floating_point or dtype.is_complex
-        return _GROSS.get(dtype, 0.01) if is_number else _FLIPS
-
-    with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
-        try:
-            unpadded = trials.run(lambda: _unpadded(runner, batch, shape))
-        except Exception:
-            return
-        if trials.draws_random:
-            return
-        got = _replayed(runner, graph, batch, shape, trials, poison=False)
-        _, dependent = _dependence(runner.outputs.names, got, unpadded, allowed)
-        if dependent is None:
-            return
-        runner.buffers.fill(batch, shape, graph.descriptor)
-        padded = trials.run(lambda: _eager(runner, graph, shape))
-        _, wrong = _dependence(runner.outputs.names, got, padded, allowed)
-    if wrong is not None:
-        raise CaptureError(f"{wrong} of a replay is not what the step computes")
-    if dependent is not None:
-        raise CaptureError(
-            f"{dependent} depends on the batch: its rows are others when {shape.num_reqs} rows are padded to "
-            f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is "
-            f"part of the step: compute it outside, or capture without padding (a rung for every size)"
-        )
 
 
 def random_batch(fields: tuple[Field, ...], shape: BatchShape, generator: torch.Generator) -> Batch:
@@ -257,12 +205,12 @@ def _check(
     descriptor = graph.descriptor
     trials, poisoned_trials = runner.trials(), runner.trials()
     runner.buffers.fill(batch, shape, descriptor)
-    expected = trials.run(lambda: _eager(runner, graph, shape))
-    plain = _replayed(runner, graph, batch, shape, trials, poison=False)
+    expected = trials.run(lambda: eager_rows(runner, graph, shape))
+    plain = replayed_rows(runner, graph, batch, shape, trials, poison=False)
     # Poisoned padding may write elsewhere than plain padding: observe that, too, before the replay does.
     runner.buffers.fill(batch, shape, descriptor, poison=True)
-    poisoned_trials.run(lambda: _eager(runner, graph, shape))
-    poisoned = _replayed(runner, graph, batch, shape, poisoned_trials, poison=True)
+    poisoned_trials.run(lambda: eager_rows(runner, graph, shape))
+    poisoned = replayed_rows(runner, graph, batch, shape, poisoned_trials, poison=True)
     error, passed = _distance(plain, expected, tolerance)
     poison_error, poison_passed = _distance(poisoned, plain, tolerance)
     unpadded_error, dependent = 0.0, None
@@ -270,9 +218,9 @@ def _check(
     # else for another one.
     is_padded = compares_unpadded and shape != shapes_to_try(descriptor)[0]
     if passed and is_padded and not runner.arguments({}, descriptor) and not trials.draws_random:
-        unpadded = runner.trials().run(lambda: _unpadded(runner, batch, shape))
+        unpadded = runner.trials().run(lambda: unpadded_rows(runner, batch, shape))
         allowed = _allowed_unpadded(tolerance)
-        unpadded_error, dependent = _dependence(runner.outputs.names, plain, unpadded, allowed)
+        unpadded_error, dependent = dependence(runner.outputs.names, plain, unpadded, allowed)
     return Check(
         str(graph.key.mode),
         str(descriptor),
@@ -285,7 +233,7 @@ def _check(
     )
 
 
-def _replayed(
+def replayed_rows(
     runner: Verifiable, graph: CapturedGraph, batch: Batch, shape: BatchShape, trials: Trials, *, poison: bool
 ) -> list[Any]:
     with trials.undone():
@@ -293,10 +241,10 @@ def _replayed(
         if poison:
             runner.poison_surroundings()
         runner.launch(graph)
-        return _real_rows(runner, graph.leaves, shape)
+        return real_rows(runner, graph.leaves, shape)
 
 
-def _eager(runner: Verifiable, graph: CapturedGraph, shape: BatchShape) -> list[Any]:
+def eager_rows(runner: Verifiable, graph: CapturedGraph, shape: BatchShape) -> list[Any]:
     """The real rows of the eager step on what the buffers hold."""
     inputs = runner.buffers.views(graph.descriptor)
     leaves = leaves_of(runner.step(**runner.arguments(inputs, graph.descriptor)))
@@ -305,17 +253,17 @@ def _eager(runner: Verifiable, graph: CapturedGraph, shape: BatchShape) -> list[
             f"the eager step returns {len(leaves)} values, the graph of {graph.descriptor} "
             f"{len(graph.leaves)}: it no longer does what was captured"
         )
-    return _real_rows(runner, leaves, shape)
+    return real_rows(runner, leaves, shape)
 
 
-def _unpadded(runner: Verifiable, batch: Batch, shape: BatchShape) -> list[Any]:
+def unpadded_rows(runner: Verifiable, batch: Batch, shape: BatchShape) -> list[Any]:
     # Copies: the step may write into its inputs.
     inputs = {name: tensor.clone() for name, tensor in runner.buffers.on_device(batch, shape).items()}
     leaves = leaves_of(runner.step(**runner.arguments(inputs, shape.as_descriptor())))
     return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def _real_rows(runner: Verifiable, leaves: list[Any], shape: BatchShape) -> list[Any]:
+def real_rows(runner: Verifiable, leaves: list[Any], shape: BatchShape) -> list[Any]:
     return [
         runner.outputs.trim(position, leaf, shape).clone() if isinstance(leaf, torch.Tensor) else leaf
         for position, leaf in enumerate(leaves)
@@ -326,7 +274,7 @@ def _allowed_unpadded(tolerance: float | None) -> Callable[[torch.dtype], float]
     return lambda dtype: UNPADDED * max(TOLERANCES.get(dtype, 0.0), tolerance or 0.0)
 
 
-def _dependence(
+def dependence(
     names: list[str], got: list[Any], unpadded: list[Any], allowed: Callable[[torch.dtype], float]
 ) -> tuple[float, str | None]:
     """The largest difference, and the first output that is off by more than allowed."""

@@ -29,9 +29,10 @@ from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors
 from .first_run import FirstRun
-from .no_gradients import refusing_backward, would_be_differentiated
+from .no_gradients import differentiated, refusing_backward
 from .reached import Assigned, Reached
 from .signature import EmptyBatchError, Examples, Signature, is_opaque, refuse_overlap
+from .transforms import inside_transform
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -90,18 +91,19 @@ class GraphedCall:
         decided, mode = decided_step_mode(), self.settings.mode
         if decided is not None and decided is not mode:
             return self.function(*args, **kwargs)
-        if mode is GraphMode.NONE:
-            return self._eagerly(Reason.DISABLED, args, kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return self._eagerly(Reason.TRANSFORMED, args, kwargs)
+        transformed = inside_transform()
+        if transformed or mode is GraphMode.NONE:
+            reason = Reason.DISABLED if mode is GraphMode.NONE else Reason.TRANSFORMED
+            return self._eagerly(reason, args, kwargs, differentiable=transformed)
         if self._shares_results.owner is not threading.current_thread():
             self._take_over()
+        by = differentiated(self.function, args, kwargs)
         if not self.settings.threads:
             result = self._serve(args, kwargs)
         else:
             with turn:
                 result = map_tensors(torch.Tensor.clone, self._serve(args, kwargs))
-        return refusing_backward(result) if would_be_differentiated(self.function) else result
+        return refusing_backward(result, by) if by else result
 
     def _take_over(self) -> None:
         """Results are overwritten by the next call, so two threads would overwrite each other's."""
@@ -154,7 +156,7 @@ class GraphedCall:
         if signature.opaque is not None:
             if signature.opaque not in self._warned_of:
                 self._warned_of.add(signature.opaque)
-                logger.warning("calls run eagerly: nobody can tell whether %s has changed", signature.opaque)
+                logger.warning("calls run eagerly: %s", signature.opaque)
             return True, self._eagerly(Reason.OPAQUE_ARGUMENT, args, kwargs)
         with turn:
             first = self._capture(signature, batch, may_stay=True)
@@ -167,9 +169,7 @@ class GraphedCall:
         """Capture every rung for calls like this one; further signatures may be added the same way."""
         signature, batch = self._signature(args, kwargs)
         if signature.opaque is not None:
-            raise BatchError(
-                f"nobody can tell whether {signature.opaque} has changed: pass tensors or numbers"
-            )
+            raise BatchError(f"{signature.opaque}: pass tensors or numbers")
         with turn:
             self._capture(signature, batch)
         return self.report()
@@ -229,6 +229,8 @@ class GraphedCall:
             shared=settings.shared,
             pads=settings.pads,
         )
+        if signature.opaque is not None:
+            return signature, {}
         found = signature.batch_of(args, kwargs)
         if found is None:
             raise BatchError("the arguments do not agree with each other")
@@ -254,14 +256,17 @@ class GraphedCall:
             return Reason.ATTRIBUTE_CHANGED
         return None
 
-    def _eagerly(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _eagerly(
+        self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], *, differentiable: bool = False
+    ) -> Any:
         self.eager_steps[reason] += 1
         if any(entry.first.written for entry in self._entries):  # a graph works on copies, too
             args, kwargs = map_tensors(torch.Tensor.clone, (args, kwargs))
         below = GraphMode.PIECEWISE if self.settings.mode is GraphMode.FULL else GraphMode.NONE
         with ExitStack() as modes:
             modes.enter_context(step_mode(below))
-            modes.enter_context(torch.no_grad())
+            if not differentiable:
+                modes.enter_context(torch.no_grad())
             if any(entry.first.writes_inference_tensors for entry in self._entries):
                 modes.enter_context(writing_inference_tensors())
             return self.function(*args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..checking.stale import GuardedOutput
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..errors import BatchError, ConfigError
 from ..inputs.buffers import Batch
@@ -43,7 +44,7 @@ class Signature:
     """One per leaf; None for a tensor."""
     batch_dim: int
     opaque: str | None
-    """The first argument that cannot be compared, if there is one, and its type."""
+    """Why no graph can serve such a call: the first argument that cannot be compared, or copied."""
 
     @classmethod
     def of(
@@ -70,7 +71,12 @@ class Signature:
             if not isinstance(leaf, torch.Tensor):
                 fields.append(None)
                 if not isinstance(leaf, _CONSTANTS):
-                    opaque = opaque or f"{name} (a {type(leaf).__name__})"
+                    kind = type(leaf).__name__
+                    opaque = opaque or f"nobody can tell whether {name} (a {kind}) has changed"
+                continue
+            if not is_ordinary(leaf):
+                fields.append(None)
+                opaque = opaque or f"{name} is a {_kind(leaf)}, and graphs know ordinary tensors only"
                 continue
             pad = pads.get(argument, False if leaf.dtype is torch.bool else 0)
             if argument in shared or leaf.dim() <= batch_dim:
@@ -78,7 +84,7 @@ class Signature:
             else:
                 row = tuple(leaf.shape[:batch_dim]) + tuple(leaf.shape[batch_dim + 1 :])
                 fields.append(Field(name, leaf.dtype, row, Extent.TOKEN, pad, dim=batch_dim))
-        if not any(field is not None and field.per is Extent.TOKEN for field in fields):
+        if opaque is None and not any(field is not None and field.per is Extent.TOKEN for field in fields):
             raise BatchError(f"no tensor argument has a batch dimension {batch_dim}")
         constants = [None if isinstance(leaf, torch.Tensor) else leaf for *_, leaf in leaves]
         return cls(structure, tuple(fields), tuple(constants), batch_dim, opaque)
@@ -123,7 +129,7 @@ class Signature:
                 if isinstance(leaf, torch.Tensor) or not same_constant(leaf, constant):
                     return None
                 continue
-            if not isinstance(leaf, torch.Tensor) or leaf.dtype != field.dtype:
+            if not is_ordinary(leaf) or leaf.dtype != field.dtype:
                 return None
             if field.per is Extent.TOKEN:
                 if leaf.dim() != len(field.shape) + 1:
@@ -155,7 +161,26 @@ class Signature:
 
 def is_opaque(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call has an argument that no graph can compare with an earlier one's."""
-    return not all(isinstance(leaf, (torch.Tensor, *_CONSTANTS)) for leaf in flatten((args, kwargs))[0])
+    leaves = flatten((args, kwargs))[0]
+    return not all(is_ordinary(leaf) or isinstance(leaf, _CONSTANTS) for leaf in leaves)
+
+
+def is_ordinary(leaf: Any) -> bool:
+    """Whether it is a tensor that a graph's buffer can stand for: not of a class with ways of its own, and
+    with numbers in memory, not sparse, nested or quantised."""
+    kind = type(leaf)
+    if kind is not torch.Tensor and kind not in _ORDINARY:
+        return False
+    return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
+
+
+_ORDINARY = (torch.nn.Parameter, GuardedOutput)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if type(tensor) is not torch.Tensor:
+        return type(tensor).__name__
+    return "nested tensor" if tensor.is_nested else f"{tensor.layout} tensor of {tensor.dtype}"
 
 
 def refuse_overlap(batch: Batch, written: Sequence[str]) -> None:
@@ -189,7 +214,8 @@ class Examples:
             value, seen = batch[field.name], self._batch[field.name]
             if field.dtype.is_floating_point:
                 noise = torch.randn(value.shape, generator=generator)
-                batch[field.name] = value + noise.to(value.device, value.dtype)
+                noise = noise.to(value.device, value.dtype)
+                batch[field.name] = (value.double() + noise.double()).to(value.dtype)
             elif field.per is Extent.TOKEN and field.dtype is not torch.bool and not field.dtype.is_complex:
                 drawn = torch.randint(int(seen.min()), int(seen.max()) + 1, value.shape, generator=generator)
                 batch[field.name] = drawn.to(value.device, value.dtype)

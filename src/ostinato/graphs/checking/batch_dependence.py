@@ -1,0 +1,202 @@
+"""Looks, at the capture, for steps whose rows depend on the batch: no steps for padding."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..capturing.captured import CapturedGraph
+from ..capturing.gate import turn
+from ..capturing.trial import Trials
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..dispatching.keys import GraphKey
+from ..dispatching.mode import GraphMode
+from ..dispatching.step_mode import step_mode
+from ..errors import CaptureError
+from ..inputs.buffers import Batch
+from ..inputs.fields import Extent, Field
+from ..journal import WrittenRegion
+from .verify import (
+    Verifiable,
+    dependence,
+    eager_rows,
+    part_of,
+    real_rows,
+    shapes_to_try,
+    unpadded_rows,
+)
+
+Work = Sequence[tuple[Any, str]]
+"""The ops of a step in order, with what they were given besides tensors."""
+
+_GROSS = {torch.float16: 0.1, torch.bfloat16: 0.1}
+"""Of an output's norm, 0.01 for other types: more is no matter of rounding."""
+_FLIPS = 0.02
+"""The share of integers that rounding may decide: the place of the largest of nearly equal numbers. None in
+`verify`, and all of them in a batch of a few rows."""
+
+
+def refuse_dependence_on_the_batch(
+    runner: Verifiable, make: Callable[[BatchDescriptor], Batch], works: Mapping[GraphKey, Work]
+) -> None:
+    """CaptureError, naming the output, if rows of a graph are grossly others without padding.
+
+    Tried are the largest graph at half its size, the smallest with one row, and whatever graph does other
+    work than the next smaller one (`works`) with the fewest rows that it serves. A step that is made for some
+    sizes only cannot be compared there.
+    """
+    graphs = sorted(runner.graphs.values(), key=lambda graph: graph.descriptor)
+    largest = graphs[-1]
+    shape = part_of(shapes_to_try(largest.descriptor)[0], 2)
+    given = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
+    # Both signs: zeros of padding win where all numbers are negative, or where all are positive.
+    negative = {
+        name: _negated(value) if value.is_floating_point() else value for name, value in given.items()
+    }
+    for batch in (given, negative):
+        _refuse_dependence(runner, largest, shape, batch, _FLIPS)
+    few = [(graphs[0], 1)]
+    for smaller, larger in pairwise(graphs):
+        if not _is_same_work(works.get(smaller.key, ()), works.get(larger.key, ()), smaller, larger):
+            few.append((larger, smaller.descriptor.num_reqs + 1))
+    for graph, rows in few:
+        full = shapes_to_try(graph.descriptor)[0]
+        if rows < full.num_reqs == full.num_tokens:
+            shape = replace(full, num_tokens=rows, num_reqs=rows)
+            batch = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
+            _refuse_dependence(runner, graph, shape, batch, 1.0)
+
+
+def _refuse_dependence(
+    runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch, flips: float
+) -> None:
+    trials = runner.trials()
+
+    def allowed(dtype: torch.dtype) -> float:
+        is_number = dtype.is_floating_point or dtype.is_complex
+        return _GROSS.get(dtype, 0.01) if is_number else flips
+
+    with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
+        try:
+            with trials.undone():
+                wanted = trials.run_for_good(lambda: unpadded_rows(runner, batch, shape))
+                regions = trials.regions
+                wanted_state = _contents(regions)
+        except Exception:
+            return
+        got, state = _rows_and_state(runner, graph, batch, shape, shape, trials, regions)
+        if trials.draws_random:
+            # Other sizes draw other numbers. With the same ones other rows in place of the padding must not
+            # matter.
+            full = shapes_to_try(graph.descriptor)[0]
+            repeated = _repeated(batch, runner.buffers.fields, shape, full)
+            wanted, wanted_state = _rows_and_state(runner, graph, repeated, full, shape, trials, regions)
+        _, dependent = dependence(runner.outputs.names, got, wanted, allowed)
+        dependent = dependent or _dependent_state(regions, state, wanted_state, flips)
+        if dependent is None:
+            return
+        runner.buffers.fill(batch, shape, graph.descriptor)
+        padded = trials.run(lambda: eager_rows(runner, graph, shape))
+        _, wrong = dependence(runner.outputs.names, got, padded, allowed)
+    if wrong is not None and not trials.draws_random:
+        raise CaptureError(f"{wrong} of a replay is not what the step computes")
+    raise CaptureError(
+        f"{dependent} depends on the batch: its rows are others when {shape.num_reqs} rows are padded to "
+        f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is "
+        f"part of the step: compute it outside, or capture without padding (a rung for every size)"
+    )
+
+
+def _rows_and_state(
+    runner: Verifiable,
+    graph: CapturedGraph,
+    batch: Batch,
+    filled: BatchShape,
+    shape: BatchShape,
+    trials: Trials,
+    regions: Sequence[WrittenRegion],
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """The first rows of a replay, as many as `shape` has, and what it leaves in the regions."""
+    with trials.undone():
+        runner.buffers.fill(batch, filled, graph.descriptor)
+        runner.launch(graph)
+        return real_rows(runner, graph.leaves, shape), _contents(regions)
+
+
+def _contents(regions: Sequence[WrittenRegion]) -> list[torch.Tensor]:
+    return [region.read() for region in regions]
+
+
+def _repeated(batch: Batch, fields: Sequence[Field], shape: BatchShape, full: BatchShape) -> Batch:
+    """The same rows again, in place of the padding."""
+    repeated = dict(batch)
+    for field in fields:
+        if field.per is not Extent.FIXED:
+            rows = torch.arange(full.num_tokens, device=batch[field.name].device) % shape.num_tokens
+            repeated[field.name] = batch[field.name].index_select(field.dim, rows)
+    return repeated
+
+
+def _dependent_state(
+    regions: Sequence[WrittenRegion], got: list[torch.Tensor], wanted: list[torch.Tensor], flips: float
+) -> str | None:
+    """What of the state that a step changes is changed otherwise with padding: a count of rows, a sum over
+    them. How much it changes decides what is much, and what it is decides what is rounding."""
+    for region, a, b in zip(regions, got, wanted, strict=True):
+        before, name = region.before, f"a tensor {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+        if not region.is_whole:
+            changed = b != before
+            a, b, before = a[changed], b[changed], before[changed]
+        if not (b.is_floating_point() or b.is_complex()):
+            differs = b.numel() > 0 and float((a != b).double().mean()) > flips
+        else:
+            change, off = (torch.nan_to_num((b - other).abs().double()).norm() for other in (before, a))
+            rounding = 4 * torch.finfo(b.dtype).eps * torch.nan_to_num(b.abs().double()).norm()
+            differs = bool(off > _GROSS.get(b.dtype, 0.01) * change + rounding)
+        if differs:
+            return f"what the step leaves in {name}"
+    return None
+
+
+def _negated(value: torch.Tensor) -> torch.Tensor:
+    return value.double().neg().to(value.dtype)  # numbers of eight bits know no arithmetic
+
+
+def _unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:
+    """The same inputs; numbers between 0 and 1 where all are as padding is, in a first call with zeros."""
+    generator = torch.Generator().manual_seed(0)
+    changed = dict(batch)
+    for field in fields:
+        value = batch[field.name]
+        if (
+            field.per is not Extent.FIXED
+            and value.is_floating_point()
+            and bool((value.double() == field.pad).all())
+        ):
+            changed[field.name] = torch.rand(value.shape, generator=generator).to(value)
+    return changed
+
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+def _is_same_work(one: Work, other: Work, smaller: CapturedGraph, larger: CapturedGraph) -> bool:
+    """Whether two rungs run the same ops with the same numbers, or with such as grow with the batch."""
+    m, n = smaller.descriptor.num_tokens, larger.descriptor.num_tokens
+
+    def alike(a: str, b: str) -> bool:
+        return a == b or (a.isdigit() and b.isdigit() and int(a) * n == int(b) * m)
+
+    if len(one) != len(other):
+        return False
+    for (op, given), (other_op, other_given) in zip(one, other, strict=True):
+        if op is not other_op:
+            return False
+        if given != other_given:
+            parts, others = _NUMBER.split(given), _NUMBER.split(other_given)
+            if len(parts) != len(others) or not all(map(alike, parts, others)):
+                return False
+    return True

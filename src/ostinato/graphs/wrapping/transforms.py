@@ -1,0 +1,15 @@
+"""Who follows the calls of a function one by one, and would see nothing of a replay."""
+
+import torch
+from torch.autograd import forward_ad
+
+
+def inside_transform() -> bool:
+    """Whether a transform of `torch.func`, forward-mode differentiation, a tracer or a dispatch mode is at
+    work: a graph would be a constant to it."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )

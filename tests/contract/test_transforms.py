@@ -1,0 +1,113 @@
+"""Whoever follows a call, differentiates it or brings tensors of an own kind gets what the function gives."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from contract.steps import WIDTH, randn, reasons, same, wrap
+from ostinato.graphs import BatchError, ConfigError
+
+LADDER = [1, 2, 4]
+
+
+def captured(device, **settings):
+    """A wrapper with graphs, and the module inside."""
+    module = nn.Linear(WIDTH, WIDTH).to(device).eval()
+    f = wrap(module, LADDER, **settings)
+    with torch.no_grad():
+        f(randn(3, WIDTH, device=device))
+    return f, module
+
+
+def _tangent(f, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, x))).tangent
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).pow(2).sum())(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "forward mode": _tangent,
+    "trace": lambda f, x: torch.jit.trace(f, (x,), check_trace=False)(2 * x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["full", "none"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_sees_the_function(device, name, mode):
+    f, module = captured(device, mode=mode)
+    x = randn(3, WIDTH, device=device)
+    before = reasons(f).copy()
+    assert torch.allclose(TRANSFORMS[name](f, x), TRANSFORMS[name](module, x), atol=1e-5)
+    reason = "inside-transform" if mode == "full" else "disabled"
+    assert reasons(f)[reason] > before.get(reason, 0)
+
+
+def test_a_dispatch_mode_sees_the_ops(device):
+    f, _ = captured(device)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        f(randn(3, WIDTH, device=device))
+    assert counter.get_total_flops() == 2 * 3 * WIDTH * WIDTH
+    assert reasons(f) == {"inside-transform": 1}
+
+
+def test_a_gradient_by_an_argument_is_refused_and_not_left_out(device):
+    f, _ = captured(device)
+    x = randn(3, WIDTH, device=device).requires_grad_()
+    with pytest.raises(ConfigError, match="carry no gradients"):
+        (x + f(x)).sum().backward()  # without an error x.grad would be 1 everywhere
+    with pytest.raises(ConfigError, match="carry no gradients"):
+        torch.autograd.functional.jacobian(f, x)
+    assert f.report().replays == 3
+
+
+def test_a_result_that_could_have_had_gradients_may_be_changed_in_place(device):
+    f, module = captured(device)
+    x = randn(3, WIDTH, device=device).requires_grad_()
+    got, wanted = f(x), module(x)
+    got[:, 0] = wanted[:, 0] = -1
+    assert torch.allclose(got, wanted, atol=1e-5)
+
+
+class Marked(torch.Tensor):
+    """A subclass without anything of its own."""
+
+
+STRANGE = {
+    "sparse": (lambda x: x.to_sparse(), lambda x: x.to_dense() * 2),
+    "nested": (lambda x: torch.nested.nested_tensor([x, x[:1]]), lambda x: x.to_padded_tensor(0.0)),
+    "quantised": (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), lambda x: x.dequantize()),
+    "of a class": (lambda x: x.as_subclass(Marked), lambda x: x + isinstance(x, Marked)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested tensors is in prototype|quantized tensor creation)")
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_tensors_run_eagerly_for_a_reason(device, name):
+    make, function = STRANGE[name]
+    f, x = wrap(function, LADDER), randn(3, WIDTH, device=device)
+    for _ in range(2):
+        assert same(f(make(x)), function(make(x)))
+    assert reasons(f) == {"opaque-argument": 2}
+    with pytest.raises(BatchError, match="ordinary tensors only"):
+        f.capture(make(x))
+
+
+def test_a_subclass_is_not_served_from_graphs_of_plain_tensors(device):
+    function = STRANGE["of a class"][1]
+    f, x = wrap(function, LADDER), randn(3, WIDTH, device=device)
+    assert same(f(x), x)
+    assert same(f(x.as_subclass(Marked)), (x + 1).as_subclass(Marked))
+    assert reasons(f) == {"opaque-argument": 1}
+    assert f.report().replays == 1
+
+
+def test_a_guarded_result_may_be_fed_back(device):
+    """Nothing asks the argument anything once the call has overwritten it."""
+    f, module = captured(device, debug=True)
+    x = randn(3, WIDTH, device=device)
+    assert torch.allclose(f(f(x)), module(module(x)), atol=1e-5)
