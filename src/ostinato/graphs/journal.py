@@ -121,6 +121,7 @@ class SavedWrites:
         self._created: set[int] = set()
         self._undo: list[Callable[[], Any]] = []
         self.regions: list[WrittenRegion] = []
+        """Besides rows that are put in places: caches and rings have some for padding, which nobody reads."""
         self.written: set[int] = set()
         """Addresses of the storages from before that are written."""
         self.draws_from_default = False
@@ -165,12 +166,10 @@ class SavedWrites:
             indices = [None if index is None else index.clone() for index in args[1]]
             rows = aten.index.Tensor(target, indices)
             self._undo.append(lambda: aten.index_put_.default(target, indices, rows))
-            self.regions.append(WrittenRegion(lambda: aten.index.Tensor(target, indices), rows))
         elif func in _ROW_WRITES:
             dim, index = args[1], args[2].clone()
             rows = _ROW_WRITES[func](target, dim, index)
             self._undo.append(lambda: target.index_copy_(dim, index, rows))
-            self.regions.append(WrittenRegion(lambda: _ROW_WRITES[func](target, dim, index), rows))
         else:
             saved = target.clone()
             self._undo.append(lambda: target.copy_(saved))

@@ -166,18 +166,24 @@ def _negated(value: torch.Tensor) -> torch.Tensor:
 
 
 def _unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:
-    """The same inputs; numbers between 0 and 1 where all are as padding is, in a first call with zeros."""
+    """The same inputs; numbers between 0 and 1 where all are as padding is, in a first call with zeros.
+
+    Not beside integers that are as padding is: these may be places to write to, and rows that are all written
+    to the place of padding do depend on each other.
+    """
     generator = torch.Generator().manual_seed(0)
-    changed = dict(batch)
-    for field in fields:
-        value = batch[field.name]
-        if (
-            field.per is not Extent.FIXED
-            and value.is_floating_point()
-            and bool((value.double() == field.pad).all())
-        ):
-            changed[field.name] = torch.rand(value.shape, generator=generator).to(value)
-    return changed
+    blank = [
+        field for field in fields if field.per is not Extent.FIXED and _is_blank(batch[field.name], field)
+    ]
+    if not all(batch[field.name].is_floating_point() for field in blank):
+        return batch
+    new = {field.name: batch[field.name] for field in blank}
+    return {**batch, **{k: torch.rand(v.shape, generator=generator).to(v) for k, v in new.items()}}
+
+
+def _is_blank(value: torch.Tensor, field: Field) -> bool:
+    numbers = value if value.is_complex() else value.double()
+    return bool((numbers == field.pad).all())
 
 
 _NUMBER = re.compile(r"(\d+)")
