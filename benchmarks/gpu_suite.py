@@ -41,7 +41,6 @@ LONGEST = (
     "test_cuda_prompts",
     "test_prompt_products",
     "test_training_surroundings",
-    "test_verify_engine",
 )
 """Begun first."""
 
