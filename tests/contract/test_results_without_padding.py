@@ -1,6 +1,7 @@
 """Results as the caller would get them without graphs: no padding in any dimension, or no graph at all."""
 
 import enum
+import time
 from collections import namedtuple
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -551,6 +552,37 @@ def test_state_that_counts_padded_rows_is_refused(device, way, start):
         assert close(module.total, plain.total)
         assert same(module.count, plain.count)
     assert reasons(f) == ({} if way == "calls" else {"capture-failed": 5})
+
+
+@torch.library.custom_op("ostinato_tests::note_time", mutates_args=("at",))
+def note_time(at: torch.Tensor, x: torch.Tensor) -> None:
+    at.fill_(time.perf_counter_ns())
+
+
+def test_a_time_that_a_step_leaves_says_nothing_of_the_batch(device):
+    """Two runs of the same leave others."""
+    if device.type == "cuda":
+        pytest.skip("the host's clock; kernels that note the device's are in test_plain_sampling")
+    at, total = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(2, device=device)
+
+    def step(x):
+        note_time(at[:2], x)
+        total.add_(1)
+        return x + 1
+
+    f = wrap(step, [2, 4, 8], options=strictly())
+    for n in (3, 5, 1):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert same(f(x), x + 1)
+    assert (reasons(f), f.report().replays, total.tolist()) == ({}, 3, [3, 3])
+
+    def counting(x):
+        note_time(at[:2], x)
+        total.add_(len(x))
+        return x + 1
+
+    with pytest.raises(CaptureError, match=r"float32\[2\] depends on the batch"):
+        wrap(counting, [2, 4, 8], options=strictly())(x)
 
 
 def test_a_cache_whose_padded_rows_have_a_place_of_their_own_is_served(device):

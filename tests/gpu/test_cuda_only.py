@@ -182,6 +182,28 @@ def test_state_that_a_raw_kernel_changes_is_put_back_when_it_is_declared(device,
 
 
 @pytest.mark.parametrize("warmups", [0, 2])
+def test_results_copied_to_pinned_memory_are_those_of_the_call(device):
+    """Trial runs write there, too, while the host reads and restores."""
+    landed = torch.zeros(4, 1 << 20, pin_memory=True)
+    scale = torch.ones((), device=device)
+
+    def step(x):
+        y = x
+        for _ in range(50):
+            y = y * scale
+        landed[: len(x)].copy_(y, non_blocking=True)
+        return x + 1
+
+    f = graphed(step, ladder=[4], options=CaptureOptions(strict=True))
+    for turn in range(3):
+        x = torch.full((4, 1 << 20), float(turn + 1), device=device)
+        result = f(x)
+        torch.cuda.synchronize()
+        assert same(result, x + 1)
+        assert same(landed, x.cpu())
+    assert not f.report().eager_steps
+
+
 def test_a_real_out_of_memory_sheds_rungs_and_the_rest_works(device, warmups):
     row = 64 << 20
     gc.collect()

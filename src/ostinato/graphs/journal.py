@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from .dispatch_mode import DispatchMode
-from .memory import byte_range, is_foreign, is_plain, storage_address, tensors_of
+from .memory import byte_range, is_foreign, is_plain, settled, storage_address, tensors_of
 
 aten = torch.ops.aten
 
@@ -100,10 +100,14 @@ def _writes_somewhere(func: Any) -> bool:
 class WrittenRegion:
     """A region from before a run that the run wrote."""
 
-    read: Callable[[], torch.Tensor]
+    tensor: torch.Tensor
     before: torch.Tensor
     is_whole: bool = True
     """Whether all of it was written; else only what has another value afterwards is known to be."""
+
+    def read(self) -> torch.Tensor:
+        """What is there now, in memory of its own."""
+        return settled(self.tensor).clone()
 
 
 class SavedWrites:
@@ -171,9 +175,9 @@ class SavedWrites:
             rows = _ROW_WRITES[func](target, dim, index)
             self._undo.append(lambda: target.index_copy_(dim, index, rows))
         else:
-            saved = target.clone()
-            self._undo.append(lambda: target.copy_(saved))
-            self.regions.append(WrittenRegion(target.clone, saved, is_whole=not _writes_somewhere(func)))
+            saved = settled(target).clone()
+            self._undo.append(lambda: settled(target).copy_(saved))
+            self.regions.append(WrittenRegion(target, saved, is_whole=not _writes_somewhere(func)))
 
     def _is_ignored(self, tensor: torch.Tensor) -> bool:
         start, end = byte_range(tensor)

@@ -43,6 +43,13 @@ def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
         return torch._neg_view(conjugated) if tensor.is_neg() else conjugated
 
 
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, for the host to use: pinned memory, once the device has ended what may write it."""
+    if tensor.is_cpu and torch.cuda.is_initialized() and tensor.is_pinned():
+        torch.cuda.synchronize()
+    return tensor
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Where the tensor's storage begins; 0 for an empty one. Makes no Python object of the storage."""
     address = tensor.data_ptr()

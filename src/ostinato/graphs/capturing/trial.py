@@ -10,6 +10,7 @@ import torch
 from ..backends import Backend
 from ..errors import CaptureError
 from ..journal import WriteJournal, WrittenRegion, writing_inference_tensors
+from ..memory import settled
 
 
 class Trials:
@@ -31,7 +32,7 @@ class Trials:
         """`sinks`: memory that padded rows may write, whose contents nobody needs."""
         self._backend = backend
         self._state = state
-        self._saved = {name: tensor.clone() for name, tensor in (state or {}).items()}
+        self._saved = {name: settled(tensor).clone() for name, tensor in (state or {}).items()}
         self._sinks = dict(sinks or {})
         self._journals: list[WriteJournal] = []
         self._generators = [(generator, generator.get_state()) for generator in generators]
@@ -176,7 +177,7 @@ class Trials:
         with torch.no_grad(), writing_inference_tensors():
             for name, saved in self._saved.items():
                 assert self._state is not None
-                self._state[name].copy_(saved)
+                settled(self._state[name]).copy_(saved)
         for journal in reversed(self._journals):
             journal.undo()
         self._reset_rng()
