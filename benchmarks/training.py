@@ -10,13 +10,16 @@ afterwards, with its cache emptied; "live": what tensors take of that.
 
 Each row is measured by a process of its own. All get ready at the same time ("compile_s" is with that
 company) and then wait. The rounds of all rows of a batch take turns, each on a device that does nothing else:
-under load its clock falls, and whoever comes later would be slower. The file is written after every batch.
+under load its clock falls, and whoever comes later would be slower. So would whoever always comes behind one
+that lets the device rest be faster: every round has an order of its own, and begins with steps that do not
+count. The file is written after every batch.
 """
 
 import argparse
 import json
 import os
 import queue
+import random
 import statistics
 import subprocess
 import sys
@@ -37,7 +40,7 @@ from ostinato.tools.machine import machine
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH = 12, 768, 12, 50304, 256
 KINDS = ("eager", "compiled", "reduce-overhead", "ours", "ours, compiled", "ours, joint")
-STEPS, ROUNDS, WARMUPS = 20, 5, 8
+STEPS, ROUNDS, WARMUPS = 20, 12, 8
 LIMIT = 180
 """Seconds that a process may take to get ready."""
 
@@ -152,6 +155,8 @@ class Run:
 
 def milliseconds(step: Step, batches: Batches) -> float:
     """Of a step, in one round."""
+    for number in range(WARMUPS):
+        step(*batches[number % len(batches)])
     torch.cuda.synchronize()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began.record()
@@ -301,15 +306,16 @@ def main() -> None:
 def rows_of(measurers: list[Measurer]) -> list[dict[str, Any]]:
     """What they measured in turns, or what became of them."""
     rows: dict[Measurer, dict[str, Any]] = {}
+    draw = random.Random(0)
     for _ in range(ROUNDS + 2):
-        for measurer in measurers:
+        for measurer in draw.sample(measurers, len(measurers)):
             if "error" in rows.get(measurer, {}):
                 continue
             try:
                 rows[measurer] = measurer.part()
             except (RuntimeError, OSError, queue.Empty) as error:
                 rows[measurer] = {"kind": measurer.kind, "batch": measurer.batch_size, "error": repr(error)}
-    return list(rows.values())
+    return [rows[measurer] for measurer in measurers]
 
 
 if __name__ == "__main__":

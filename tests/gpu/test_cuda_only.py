@@ -181,7 +181,6 @@ def test_state_that_a_raw_kernel_changes_is_put_back_when_it_is_declared(device,
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("warmups", [0, 2])
 def test_results_copied_to_pinned_memory_are_those_of_the_call(device):
     """Trial runs write there, too, while the host reads and restores."""
     landed = torch.zeros(4, 1 << 20, pin_memory=True)
@@ -204,6 +203,7 @@ def test_results_copied_to_pinned_memory_are_those_of_the_call(device):
     assert not f.report().eager_steps
 
 
+@pytest.mark.parametrize("warmups", [0, 2])
 def test_a_real_out_of_memory_sheds_rungs_and_the_rest_works(device, warmups):
     row = 64 << 20
     gc.collect()
