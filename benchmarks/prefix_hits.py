@@ -7,7 +7,7 @@ python benchmarks/prefix_hits.py /tmp/divisions.json --divisions
 The first table is one layer's attention in a captured graph, over caches that L2 does not hold: with one
 program for each block of queries, which reads the whole context, and as it is. The second goes through
 `LLM.generate`, one token each: random weights, a prefix that was seen before, and new tokens at its
-end, other ones every time; and what the host's clock says of the parts of its two steps (`wait`: for the
+end, other ones every time, from a list and from an array; and what the host's clock says of the parts of its two steps (`wait`: for the
 device), the rest being what comes before and behind them. Between the two: from the projection to attention
 of few tokens of one request, as any batch and with a kernel of its own. `--any-batch` serves such tokens like
 any batch in the second table, too. With `--divisions` attention alone, for other divisions of the work than
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from ostinato import LLM, SamplingParams
@@ -41,7 +42,9 @@ from ostinato.tools.machine import machine
 MODELS = Path(__file__).parent / "models"
 CONTEXTS, NEW_TOKENS = (1024, 8192, 32_768), (16, 64, 256)
 LONGEST = max(CONTEXTS) + PAGE_SIZE
-REPEATS = 7
+REPEATS = 15
+KINDS: dict[str, Callable[[list[int]], Any]] = {"list": list, "array": lambda ids: np.array(ids, np.int32)}
+"""What a prompt's ids come in. A list of 32k numbers has to be made an array first, which takes 0.3 ms."""
 LAYERS = 4
 """In a chain: of the shorter contexts L2 would hold one."""
 BATCHES = {
@@ -63,15 +66,15 @@ Division = tuple[QueryTile, Chunks | None]
 Caches = tuple[torch.Tensor, torch.Tensor]
 
 
-def first_token_ms(llm: LLM, context: int, new: int) -> dict[str, Any]:
-    """One row: prompts of `context` tokens of which `new` are."""
+def first_token_ms(llm: LLM, context: int, new: int, made: Callable[[list[int]], Any]) -> dict[str, Any]:
+    """One row: prompts of `context` tokens of which `new` are, as a list or as `made` of one."""
     vocab = llm.engine.core.loaded.model.config.vocab_size
     draw = random.Random(f"{context} {new}")
     prefix = [draw.randrange(vocab) for _ in range(context - new)]
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times, parts = [], []
     for _ in range(REPEATS + 2):
-        prompt = {"prompt_token_ids": prefix + [draw.randrange(vocab) for _ in range(new)]}
+        prompt = {"prompt_token_ids": made(prefix + [draw.randrange(vocab) for _ in range(new)])}
         llm.step_times(reset=True)
         began = time.perf_counter()
         (output,) = llm.generate([prompt], params, use_tqdm=False)
@@ -97,11 +100,12 @@ def whole_steps() -> list[dict[str, Any]]:
         cuda_graph_bs=(1,),
         cuda_graph_prefill_tokens=(*NEW_TOKENS, 4096),
     ) as llm:
-        print("context  new tokens  first token ms   of it us", flush=True)
+        print("context  new tokens  prompt  first token ms   of it us", flush=True)
         for context, new in itertools.product(CONTEXTS, NEW_TOKENS):
-            rows.append(first_token_ms(llm, context, new))
-            told = ", ".join(f"{part} {us:.0f}" for part, us in rows[-1]["us"].items())
-            print(f"{context:7d}  {new:10d}  {rows[-1]['ms']:14.2f}   {told}", flush=True)
+            for kind, made in KINDS.items():
+                rows.append({"prompt": kind, **first_token_ms(llm, context, new, made)})
+                told = ", ".join(f"{part} {us:.0f}" for part, us in rows[-1]["us"].items())
+                print(f"{context:7d}  {new:10d}  {kind:6s}  {rows[-1]['ms']:14.2f}   {told}", flush=True)
         assert not llm.graph_report().eager_steps
     return rows
 
