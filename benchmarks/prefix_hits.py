@@ -7,11 +7,11 @@ python benchmarks/prefix_hits.py /tmp/divisions.json --divisions
 The first table is one layer's attention in a captured graph, over caches that L2 does not hold: with one
 program for each block of queries, which reads the whole context, and as it is. The second goes through
 `LLM.generate`, one token each: random weights, a prefix that was seen before, and new tokens at its
-end, other ones every time, from a list and from an array; and what the host's clock says of the parts of its two steps (`wait`: for the
-device), the rest being what comes before and behind them. Between the two: from the projection to attention
-of few tokens of one request, as any batch and with a kernel of its own. `--any-batch` serves such tokens like
-any batch in the second table, too. With `--divisions` attention alone, for other divisions of the work than
-the one that is chosen.
+end, other ones every time, from a list and from an array; and what the host's clock says of the parts of its
+two steps (`wait`: for the device), the rest being what comes before and behind them. Between the two: from
+the projection to attention of few tokens of one request, as any batch and with a kernel of its own.
+`--any-batch` serves such tokens like any batch in the second table, too. With `--divisions` attention alone,
+for other divisions of the work than the one that is chosen.
 """
 
 import argparse
