@@ -66,10 +66,10 @@ Division = tuple[QueryTile, Chunks | None]
 Caches = tuple[torch.Tensor, torch.Tensor]
 
 
-def first_token_ms(llm: LLM, context: int, new: int, made: Callable[[list[int]], Any]) -> dict[str, Any]:
-    """One row: prompts of `context` tokens of which `new` are, as a list or as `made` of one."""
+def first_token_ms(llm: LLM, context: int, new: int, kind: str) -> dict[str, Any]:
+    """One row: prompts of `context` tokens of which `new` are, as a list or as an array."""
     vocab = llm.engine.core.loaded.model.config.vocab_size
-    draw = random.Random(f"{context} {new}")
+    draw, made = random.Random(f"{context} {new} {kind}"), KINDS[kind]
     prefix = [draw.randrange(vocab) for _ in range(context - new)]
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times, parts = [], []
@@ -102,8 +102,8 @@ def whole_steps() -> list[dict[str, Any]]:
     ) as llm:
         print("context  new tokens  prompt  first token ms   of it us", flush=True)
         for context, new in itertools.product(CONTEXTS, NEW_TOKENS):
-            for kind, made in KINDS.items():
-                rows.append({"prompt": kind, **first_token_ms(llm, context, new, made)})
+            for kind in KINDS:
+                rows.append({"prompt": kind, **first_token_ms(llm, context, new, kind)})
                 told = ", ".join(f"{part} {us:.0f}" for part, us in rows[-1]["us"].items())
                 print(f"{context:7d}  {new:10d}  {kind:6s}  {rows[-1]['ms']:14.2f}   {told}", flush=True)
         assert not llm.graph_report().eager_steps
