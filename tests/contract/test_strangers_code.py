@@ -972,3 +972,83 @@ def test_a_seed_set_inside_is_kept_to(device):
     wanted = seeded(x)
     for _ in range(3):
         assert same(f(x), wanted)
+
+
+# -- what torch itself compiles ------------------------------------------------------------------------
+
+
+def counting(runs):
+    """A backend of torch.compile that counts how often compiled code runs."""
+
+    def backend(module, examples):
+        def run(*args):
+            runs.append(len(examples))
+            return module.forward(*args)
+
+        return run
+
+    return backend
+
+
+def test_compiled_functions_stay_compiled(device):
+    """torch runs what it has compiled uncompiled under any mode, and would from then on for ever."""
+    runs = []
+    warm, cold = (torch.compile(F.gelu, backend=counting(runs), dynamic=True) for _ in range(2))
+    x = randn(3, WIDTH, device=device)
+    warm(x)
+    for function in (warm, cold):
+        f = wrap(lambda x, function=function: function(x) + 1, LADDER)
+        for each in batches(device):
+            assert agrees(f, lambda x: F.gelu(x) + 1, each)
+        assert (reasons(f), f.report().replays) == ({}, 6)
+        before = len(runs)
+        function(x)
+        assert len(runs) == before + 1
+
+
+HIGHER_ORDER = {
+    "cond": lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)),
+    "while_loop": lambda x: torch._higher_order_ops.while_loop(
+        lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.zeros((), dtype=torch.int64), x)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", HIGHER_ORDER)
+def test_operators_over_functions_run_eagerly_with_a_reason(device, name):
+    step, f = HIGHER_ORDER[name], wrap(HIGHER_ORDER[name], LADDER)
+    for x in batches(device, (3, 2, 3)):
+        for sign in (1, -1):
+            assert same(f(sign * x.abs()), step(sign * x.abs()))
+    assert reasons(f) == {"capture-failed": 6}
+    assert all(name in why and "torch.where" in why for why in f.report().failures.values())
+
+
+def test_a_step_that_fails_only_while_it_is_watched_runs_eagerly(device):
+    calls = []
+
+    def step(x):
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError("no modes here")
+        calls.append(len(x))
+        return x + 1
+
+    f = wrap(step, LADDER)
+    for x in batches(device, (3, 2)):
+        assert same(f(x), x + 1)
+    assert (calls, reasons(f)) == ([3, 2], {"first-call": 1, "capture-failed": 1})
+    assert all("no modes here" in why for why in f.report().failures.values())
+
+
+def test_a_step_that_fails_by_itself_raises_that_and_is_captured_when_it_works(device):
+    def step(x):
+        if x.shape[1] != WIDTH:
+            raise ValueError("of another width")
+        return x + 1
+
+    f = wrap(step, LADDER)
+    with pytest.raises(ValueError, match="of another width"):
+        f(randn(3, WIDTH + 1, device=device))
+    x = randn(3, WIDTH, device=device)
+    assert same(f(x), x + 1)
+    assert (reasons(f), f.report().replays) == ({}, 1)

@@ -327,6 +327,42 @@ def test_compiled_rungs_are_warmed_up_each_though_others_have_the_same_kernels(d
     assert runner.verify().passed
 
 
+def test_what_the_user_compiled_is_captured_compiled_and_stays_so(device):
+    nodes = {}
+    for kind, function in (("plain", long_chain), ("compiled", torch.compile(long_chain))):
+        f = graphed(function, ladder=[2, 4], options=CaptureOptions(strict=True))
+        for n in (3, 4, 1, 2):
+            x = randn(n, WIDTH, device=device, seed=n)
+            assert close(f(x), long_chain(x))
+        report = f.report()
+        nodes[kind] = [row.nodes for row in report.graphs]
+        assert (report.replays, report.eager_steps) == (4, {})
+    assert max(nodes["compiled"]) < min(nodes["plain"])
+    x = randn(4, WIDTH, device=device)
+    with torch.profiler.profile() as profile, torch.no_grad():
+        function(x)
+    assert any("triton" in event.name for event in profile.events())
+
+
+def test_flex_attention_is_captured_compiled(device):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    attend = torch.compile(flex_attention)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device=str(device))
+
+    def step(x):
+        heads = x.view(len(x), 2, 128, 64)
+        return attend(heads, heads, heads, block_mask=mask).flatten(1)
+
+    f = graphed(step, ladder=[2, 4], options=CaptureOptions(strict=True))
+    for n in (3, 2, 4):
+        x = randn(n, 2 * 128 * 64, device=device, seed=n)
+        heads = x.view(n, 2, 128, 64)
+        wanted = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        assert close(f(x), wanted.flatten(1), 1e-2)
+    assert (f.report().replays, f.report().eager_steps) == (3, {})
+
+
 def test_a_compiled_module_follows_weights_updated_in_place(device):
     model = mlp(device)
     f = graphed(model, ladder=[1, 2, 4], compile_up_to=4)

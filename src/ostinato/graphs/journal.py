@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from .dispatch_mode import DispatchMode
+from .dispatch_mode import WatchingMode
 from .memory import byte_range, is_foreign, is_plain, settled, storage_address, tensors_of
 
 aten = torch.ops.aten
@@ -192,7 +192,7 @@ class SavedWrites:
             generator.set_state(state)
 
 
-class WriteJournal(SavedWrites, DispatchMode):
+class WriteJournal(SavedWrites, WatchingMode):
     """Active as a context manager; it sees every call itself and takes notes."""
 
     def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
@@ -202,8 +202,8 @@ class WriteJournal(SavedWrites, DispatchMode):
         self._made: list[weakref.ref[torch.Tensor]] = []
         self.reads: dict[int, weakref.ref[torch.Tensor]] = {}
         """What was there before and is used, by the address of its storage: the tensor seen first."""
-        self.unplain: str | None = None
-        """What kind of tensors without memory of the ordinary kind are used, if any are."""
+        self.obstacle: str | None = None
+        """Why no graph can do it, if something was used that graphs do not know."""
         self.work: list[tuple[Any, str]] = []
         """The ops in order, with what they were given besides tensors."""
 
@@ -214,7 +214,8 @@ class WriteJournal(SavedWrites, DispatchMode):
             return NotImplemented
         for tensor in given:
             if tensor.layout is not torch.strided or tensor.is_nested:
-                self.unplain = "nested" if tensor.is_nested else str(tensor.layout)
+                kind = "nested" if tensor.is_nested else str(tensor.layout)
+                self.obstacle = f"the step works with {kind} tensors: graphs know dense ones only"
                 return func(*args, **kwargs)
         if func.namespace != "profiler":
             is_made_of_numbers = func in _LIFTS and args[0].device.type == "cpu" and args[0].numel() < 64
@@ -230,6 +231,10 @@ class WriteJournal(SavedWrites, DispatchMode):
             self._refs[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         self._made += [weakref.ref(tensor) for tensor in plain if storage_address(tensor) in self._created]
         return result
+
+    def pass_unseen(self, why_not_captured: str) -> None:
+        """Such an operator changes nothing that was there before."""
+        self.obstacle = why_not_captured
 
     def survivors(self) -> set[int]:
         """Addresses of what was made while active and still lives: state that the step keeps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -191,14 +192,17 @@ class StepRecorder:
                 if number == 0 and warmups == 1 and trials.makes_state:
                     # One more: only a second run tells state from what is made once and only read later.
                     trials.run(lambda: step(**arguments), observed=not self._compiled.applies(key))
-            if trials.unplain is not None:
-                raise CaptureError(trials.unplain)
+            if trials.obstacle is not None:
+                raise CaptureError(trials.obstacle)
             if not self._compiled.applies(key):
                 trials.repeat_until_steady(lambda: step(**arguments))
             self._works[key] = trials.work
             self._reads |= {
                 at: tensor for tensor in trials.reads if (at := storage_address(tensor)) not in ours
             }
+            if self._may_hold_compiled_code():
+                # Watched, it ran as it was written. This compiles it, which no capture can.
+                trials.run(lambda: step(**arguments), observed=False)
             if self._record_dummy is not None:
                 self._dummy_arguments(key.descriptor, self._record_dummy)
             if self._warmups_give_back:
@@ -208,6 +212,11 @@ class StepRecorder:
                 return record(
                     lambda: step(**arguments), self._pool, self._options, self.bridges, piecewise=piecewise
                 )
+
+    def _may_hold_compiled_code(self) -> bool:
+        """Whether torch.compile may have made something of what the step calls; a tape sees through that."""
+        is_watched = self._state is None and self._pool.backend.name != "tape"
+        return is_watched and "torch._dynamo" in sys.modules
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -93,10 +93,9 @@ class Trials:
         return self._journals[-1].kept()
 
     @property
-    def unplain(self) -> str | None:
-        """Why no graph can do it, if an observed run used tensors that graphs do not know."""
-        kind = next((journal.unplain for journal in self._journals if journal.unplain), None)
-        return kind and f"the step works with {kind} tensors: graphs know dense ones only"
+    def obstacle(self) -> str | None:
+        """Why no graph can do it, if an observed run used something that graphs do not know."""
+        return next((journal.obstacle for journal in self._journals if journal.obstacle), None)
 
     def wrote(self, address: int) -> bool:
         """Whether an observed run wrote to the storage at this address."""

@@ -11,6 +11,7 @@ from ..capturing.autocast import clean_autocast_cache
 from ..capturing.trial import Trials
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
+from ..errors import OstinatoError
 from ..inputs.buffers import Batch
 from ..memory import storage_address
 from ..trees import map_tensors
@@ -45,21 +46,32 @@ class FirstRun:
         drawn = python_draws.generators()
         changed = None
         try:
-            result, copies = _run(function, signature, batch, trials)
+            try:
+                result, copies = _run(function, signature, batch, trials)
+            except Exception as error:
+                if not may_stay or isinstance(error, OstinatoError):
+                    raise
+                trials.undo()
+                before.put_back(before.changed())
+                # Whoever raises without being watched, too, raises that.
+                result, copies = _run(function, signature, batch, trials, observed=False)
+                told = f"{type(error).__name__}: {error}"
+                self.refusal = f"the step works, but not while it is watched, which a capture needs: {told}"
             # A clone: so whatever of it is alive afterwards is state of the function's.
             self.result: Any = map_tensors(torch.Tensor.clone, result)
             del result
             changed = before.changed()
-            self.stays = may_stay and trials.makes_state
+            self.stays = self.refusal is not None or (may_stay and trials.makes_state)
             self.written = tuple(n for n, copy in copies.items() if trials.wrote(storage_address(copy)))
             """Arguments that it changes in place."""
             own = {storage_address(copy) for copy in copies.values()}
             self.reads = {storage_address(tensor) for tensor in trials.reads} - own
-            if trials.unplain is not None:
-                self.refusal = trials.unplain
+            is_known = self.refusal is None
+            if trials.obstacle is not None:
+                self.refusal = trials.obstacle
             elif drawn != python_draws.generators():
-                self.refusal = python_draws.WHY_NOT
-            if changed or trials.makes_state or trials.draws_random:
+                self.refusal = self.refusal or python_draws.WHY_NOT
+            if is_known and (changed or trials.makes_state or trials.draws_random):
                 second = Trials(backend) if self.stays else trials
                 self._look_twice(function, signature, batch, trials, second)
         except BaseException:
@@ -110,8 +122,14 @@ class FirstRun:
 
 
 def _run(
-    function: Callable[..., Any], signature: Signature, batch: Batch, trials: Trials
+    function: Callable[..., Any],
+    signature: Signature,
+    batch: Batch,
+    trials: Trials,
+    *,
+    observed: bool = True,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     copies = {name: tensor.detach().clone() for name, tensor in batch.items()}
     with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache():
-        return trials.run_for_good(lambda: signature.call(function, copies)), copies
+        step = lambda: signature.call(function, copies)  # noqa: E731
+        return trials.run_for_good(step, observed=observed), copies

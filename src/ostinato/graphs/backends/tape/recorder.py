@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ...dispatch_mode import DispatchMode
+from ...dispatch_mode import WatchingMode
+from ...errors import CaptureError
 from ...journal import SavedWrites, written_arguments
 from ...memory import is_foreign, is_plain, tensors_of
 from .refusals import check_op
@@ -27,7 +28,7 @@ class RecordedOp:
     """Numbers of the storages that this call brought into being."""
 
 
-class Recorder(DispatchMode):
+class Recorder(WatchingMode):
     """Active between `begin` and `finish`; while `active` is off it records nothing. What is written is saved
     in either case."""
 
@@ -66,6 +67,11 @@ class Recorder(DispatchMode):
             frozen = self._freeze_inputs(args, kwargs, read)
         self._record(func, frozen, read, result)
         return result
+
+    def pass_unseen(self, why_not_captured: str) -> None:
+        """A tape would repeat the case of the recording."""
+        if self.active:
+            raise CaptureError(why_not_captured)
 
     def _call(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         if not all(map(is_plain, given)):
