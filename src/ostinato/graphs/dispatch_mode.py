@@ -7,6 +7,7 @@ import.
 
 import sys
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,10 +46,9 @@ class DispatchMode(TorchDispatchMode):
     def _run_higher_order(self, operator: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
         try:
             if operator.name() in _MADE_OF_OPS:
+                plain = operator.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
                 with self:
-                    return operator.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](
-                        *args, **kwargs
-                    )
+                    return plain(*args, **kwargs)
             self.pass_unseen(
                 f"torch's operator {operator.name()!r} decides on the host what runs, by values: keep the "
                 f"decision in tensors (torch.where), or make it outside of the step (at {calling_line()})"
@@ -64,7 +64,7 @@ class DispatchMode(TorchDispatchMode):
 def _forget_what_was_skipped() -> None:
     """Operators over functions compile themselves, which `torch._dynamo` skips under a mode, and would skip
     for ever: their next call would fail."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_COMPILE_THEMSELVES):
             eval_frame.reset_code(frame.f_code)
