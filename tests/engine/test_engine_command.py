@@ -112,6 +112,7 @@ def test_every_sampling_parameter_is_a_flag(tiny_text: TinyModel, llm: LLM) -> N
     [
         (["--logit-bias", "seven"], "TOKEN_ID=BIAS"),
         (["--cuda-graph-bs", "1,two"], "1,2,4"),
+        (["--speculative-config", "{bad"], "'{bad' cannot be read (as a JSON object)"),
         (["--no-such-flag", "1"], "No such option"),
     ],
 )

@@ -296,6 +296,29 @@ def test_without_chunked_prefill_a_prompt_runs_in_one_step() -> None:
     engine.drain()
 
 
+def test_drafts_go_on_while_a_prompt_has_no_room_beside_those_that_decode() -> None:
+    config = SchedulerConfig(
+        max_running=3,
+        max_batched_tokens=16,
+        max_model_len=16,
+        chunked_prefill=False,
+        lookahead=0,
+        max_drafts=2,
+    )
+    scheduler = Scheduler(config, PageAllocator(40, 4), choose_drafts=lambda rows: 2)
+    scheduler.add(Request("a", (1,), GREEDY))
+    scheduler.add(Request("b", (2, 3), GREEDY))
+    first = scheduler.schedule()
+    assert first is not None
+    scheduler.complete(first, [5, 5])
+    scheduler.add(Request("long", (1,) * 15, GREEDY))
+    step = scheduler.schedule()
+    assert step is not None
+    assert (step.num_requests, step.num_drafts) == (2, 2)
+    scheduler.complete(step, np.full((3, 2), 5), [1, 3])
+    scheduler.check_integrity()
+
+
 def test_decodes_come_first_and_share_the_step_with_prefill() -> None:
     engine = Engine(max_batched_tokens=8)
     first = engine.add([1, 2, 3])

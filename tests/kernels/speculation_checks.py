@@ -59,7 +59,7 @@ def looked_up(text: list[int], k: int, min_n: int, max_n: int) -> list[int]:
 def check_ngram(device: Device, seed: int, ops: Ops = BY_DEVICE) -> None:
     """Any texts, rows with padding among them; what was noted before is not needed at position L."""
     pick = random.Random(seed)
-    width, k, most = pick.choice([8, 40, 300]), pick.randint(1, 5), pick.randint(1, 5)
+    width, k, most = pick.choice([8, 40, 300]), pick.randint(1, 5), pick.choice([1, 2, 3, 4, 5, 12])
     least = pick.randint(1, most)
     rows = [*pick.sample(range(1, MAX_ROWS), 4), 0, 0]
     texts = {row: _text(pick, width) for row in rows if row}

@@ -1,5 +1,6 @@
 """vLLM's keys of speculation: what is taken, and what is refused by name."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def test_a_method_is_found_by_the_name_of_the_model(model: str, method: str) -> 
     config = SpeculativeConfig.parse({"model": model, "num_speculative_tokens": 2})
     assert (config.method, config.model) == (method, model)
     assert SpeculativeConfig.parse({"model": "ngram", "num_speculative_tokens": 2}).model is None
+    assert SpeculativeConfig.parse({**EAGLE, "model": Path("a/b")}).model == "a/b"
 
 
 def test_a_schedule_reaches_over_gaps_and_to_the_end() -> None:
@@ -63,6 +65,9 @@ def test_a_length_becomes_rates_of_the_least_variance() -> None:
         ({**NGRAM, "model": "x"}, "'x'"),
         ({**NGRAM, "revision": "main"}, "revision says nothing"),
         ({**EAGLE, "model": None}, "model is missing"),
+        ({**EAGLE, "model": ""}, "model is missing"),
+        ({**EAGLE, "model": 5}, "model is a text, not 5"),
+        ({**NGRAM, "prompt_lookup_max": 65}, "prompt_lookup_max is a whole number, from 1 to 64"),
         ({**EAGLE, "prompt_lookup_max": 3}, "prompt_lookup"),
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min"),
         ({**EAGLE, "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
@@ -88,6 +93,10 @@ def test_a_length_becomes_rates_of_the_least_variance() -> None:
         ({**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 1], [4, 5, 1]]}, "overlap"),
         ({**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 5]]}, "drafts outside"),
         ({**NGRAM, "num_speculative_tokens_per_batch_size": []}, "is a list"),
+        (
+            {**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 1]], "disable_adaptive": True},
+            "leave one of them out",
+        ),
         ({**NGRAM, "speed": 3}, "'speed'"),
     ],
 )

@@ -68,6 +68,22 @@ def test_drafts_are_found_in_a_prefix_that_no_step_computed(tiny: TinyModel) -> 
             core.runner.rows["history"].zero_()
 
 
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_draft_misses_nothing_by_steps_without_drafts(shallow: TinyModel, ahead: int) -> None:
+    """One that is the model itself is right about every token, whoever else's prompts come in between."""
+    asked = {"method": "draft_model", "model": shallow.directory, "num_speculative_tokens": 3}
+    options = {**SMALL, "cuda_graph_mode": "full", "steps_ahead": ahead, "max_running_requests": 2}
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in (50, 6, 1, 3, 5, 9, 2, 7)]
+    with LLM(shallow.directory, speculative_config={**asked, "disable_adaptive": True}, **options) as llm:
+        outputs = llm.generate(prompts_of((4, 3, 5, 17, 2, 1, 6, 9)), params, use_tqdm=False)
+        found = outputs[0].metrics.speculative_decoding
+        assert found.num_accepted_tokens == found.num_draft_tokens > 30
+        report = llm.speculation_report()
+        assert report is not None
+        assert report.drafts.acceptance_rate == 1
+        assert_all_back(llm)
+
+
 def test_verification_looks_at_steps_with_drafts(tiny: TinyModel) -> None:
     options = {**SMALL, "cuda_graph_mode": "full", "max_running_requests": 2}
     with LLM(tiny.directory, speculative_config=NGRAM, **options) as llm:

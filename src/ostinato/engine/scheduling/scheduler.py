@@ -290,10 +290,11 @@ class Scheduler:
         else:
             num_drafts = self._num_drafts(running.ready_decodes()[1])
         running.give_back_pages()
-        requests, rows = running.ready_decodes()
-        if requests and self._preemption.grow(requests, rows, 1 + num_drafts):
-            requests, rows = running.ready_decodes()
+        requests, rows = self._decodes(1 + num_drafts)
         chunks = self._admission.chunks(self._admission.room(rows, len(in_flight)))
+        if may_prompt and not chunks and (num_drafts := self._num_drafts(rows)):
+            # Whoever waits has no room yet: a step like any other of those that decode.
+            requests, rows = self._decodes(1 + num_drafts)
         if not chunks and not requests:
             return None
         joined, page_updates = tuple(running.joined), running.taken.take_updates()
@@ -305,6 +306,14 @@ class Scheduler:
         in_flight.append(step)
         running.look_ahead(step)
         return step
+
+    def _decodes(self, count: int) -> tuple[tuple[Request, ...], IntArray]:
+        """Who decodes in the next step, with room for so many tokens each; where there is none, it is taken
+        from the youngest."""
+        requests, rows = self._running.ready_decodes()
+        if requests and self._preemption.grow(requests, rows, count):
+            return self._running.ready_decodes()
+        return requests, rows
 
     def _num_drafts(self, rows: IntArray) -> int:
         """How many drafts a step of these rows verifies for each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from os import PathLike
 from typing import Any, cast
 
 from ostinato.graphs.errors import ConfigError
@@ -13,6 +14,8 @@ METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 MAX_SPECULATIVE_TOKENS = 15
 """Attention of one step takes up to 16 tokens of a request: the drafts, and the token before them."""
 DEFAULT_LOOKUP = 5
+MAX_LOOKUP = 64
+"""Runs are compared token by token in code without a loop."""
 
 _OTHER_NAMES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
 _AS_IT_IS: dict[str, tuple[Any, ...]] = {
@@ -73,6 +76,11 @@ class SpeculativeConfig:
         if most is None:
             raise ConfigError("speculative_config: num_speculative_tokens is missing")
         lookup = _lookup(left, method)
+        if left.get("disable_adaptive") and "num_speculative_tokens_per_batch_size" in left:
+            raise ConfigError(
+                "speculative_config: num_speculative_tokens_per_batch_size says how many drafts there are, "
+                "and disable_adaptive something else: leave one of them out"
+            )
         config = cls(
             method=method,
             num_speculative_tokens=most,
@@ -117,7 +125,9 @@ def _method(left: dict[str, Any]) -> str:
 
 
 def _model(left: dict[str, Any], method: str) -> str | None:
-    model = left.pop("model", None)
+    if isinstance(left.get("model"), PathLike):
+        left["model"] = str(left["model"])
+    model = _text(left, "model")
     if method == "ngram":
         if model is not None and model not in ("ngram", *_OTHER_NAMES):
             raise ConfigError(f"speculative_config: ngram drafts without a model; {model!r} would be ignored")
@@ -125,14 +135,14 @@ def _model(left: dict[str, Any], method: str) -> str | None:
             if key in left:
                 raise ConfigError(f"speculative_config: ngram drafts without a model; {key} says nothing")
         return None
-    if model is None:
+    if not model:
         raise ConfigError(f"speculative_config: model is missing: {method} drafts with one")
-    return str(model)
+    return model
 
 
 def _lookup(left: dict[str, Any], method: str) -> tuple[int, int]:
-    shortest = _whole(left, "prompt_lookup_min", least=1)
-    longest = _whole(left, "prompt_lookup_max", least=1)
+    shortest = _whole(left, "prompt_lookup_min", least=1, most=MAX_LOOKUP)
+    longest = _whole(left, "prompt_lookup_max", least=1, most=MAX_LOOKUP)
     if method != "ngram":
         if shortest is not None or longest is not None:
             raise ConfigError(f"speculative_config: prompt_lookup_min and _max are for ngram, not {method}")

@@ -33,6 +33,11 @@ class Drafter(Protocol):
         """Launch so many drafts for each of these rows; the very same array while nothing changes."""
         ...
 
+    def catch_up(self, rows: IntArray) -> None:
+        """A step without drafts of these rows comes next: whoever of them had some verified in the step
+        before it is to lack nothing of what that has accepted."""
+        ...
+
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:

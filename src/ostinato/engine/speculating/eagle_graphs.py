@@ -2,13 +2,16 @@
 
 The first pass of a chain computes what the target's last step has brought: accepted tokens with the target's
 own features, up to the last one. Each further pass computes the draft before it. After prompts, and after
-steps without drafts, keys and values of the draft follow in the very step of the target.
+steps without drafts, keys and values of the draft follow in the very step of the target. Where a step
+without drafts comes behind one that has verified some, a chain of a single draft, which nobody reads,
+computes what was accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +56,9 @@ class EagleGraphManager:
         )
         self._one_each = torch.arange(resolved.verify_ladder.limit, dtype=torch.int32, device=resolved.device)
         self._max_context = min(resolved.max_positions, resolved.page_columns * PAGE_SIZE)
+        self._most_rows = resolved.verify_ladder.limit
+        self._lags = np.zeros(resolved.max_rows, dtype=bool)
+        """Rows whose last step has verified drafts: what it accepted is computed by the next chain."""
         self.graphs = self._make_graphs(runner)
         self._held = HeldRows(self.graphs)
 
@@ -61,7 +67,7 @@ class EagleGraphManager:
         graphs = row_graphs(
             runner,
             self._chain,
-            draft_tiers(self._config),
+            sorted({1, *draft_tiers(self._config)}),
             most=runner.config.max_drafts,
             kernels_of=_kernels_of,
         )
@@ -77,10 +83,20 @@ class EagleGraphManager:
         """Nothing is known of the tokens before a newcomer's first step."""
         for request in requests:
             self._rows.write("feature_base", request.row, NO_FEATURE)
+            self._lags[request.row] = False
 
     def run(self, rows: IntArray, num_drafts: int) -> None:
         """Launch so many drafts for each of these rows."""
         self._held.run(rows, num_drafts)
+        self._lags[rows] = True
+
+    def catch_up(self, rows: IntArray) -> None:
+        """Compute what the last step of these rows accepted, where it has verified drafts."""
+        behind = rows[self._lags[rows]]
+        # A single draft: a further pass would write behind the last token, where a row may have no page.
+        for first in range(0, len(behind), self._most_rows):
+            self._held.run(behind[first : first + self._most_rows], 1)
+        self._lags[rows] = False
 
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor

@@ -52,6 +52,9 @@ class NgramDrafter:
         """Launch so many drafts for each of these rows."""
         self._held.run(rows, num_drafts)
 
+    def catch_up(self, rows: IntArray) -> None:
+        """Acceptance has entered all that there is to know."""
+
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:

@@ -226,8 +226,11 @@ class Speculation:
     # -- a step ------------------------------------------------------------------------------------
 
     def draft(self, step: ScheduledStep) -> None:
-        """Launch the drafts of a step."""
-        self.drafter.run(step.rows, step.num_drafts)
+        """Launch the drafts of a step; where it has none, see to it that later ones miss nothing."""
+        if step.num_drafts:
+            self.drafter.run(step.rows, step.num_drafts)
+        else:
+            self.drafter.catch_up(step.rows[: step.num_requests - len(step.prompt_tokens)])
 
     def begin(self, req_rows: Tensor, query_len: int) -> VerifyInputs:
         """Captured: the inputs of a forward pass over the last token and the drafts of each row. When the

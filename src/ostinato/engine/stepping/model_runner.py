@@ -242,8 +242,7 @@ class ModelRunner:
 
     def run(self, step: ScheduledStep) -> torch.Tensor:
         """One step; the logits of each request's last token, good until the next step."""
-        if step.num_drafts:
-            assert self.speculation is not None
+        if self.speculation is not None:
             self.speculation.draft(step)
         # While the rows stay the same, a decode graph needs nothing new; its bucket of contexts may change.
         # If this fails on the way, nobody knows what the inputs are.

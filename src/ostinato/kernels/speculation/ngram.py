@@ -24,6 +24,7 @@ def draft_ngram(
     begins again; where nothing is found, the last token is repeated. Notes the last token in `history` on the
     way. No text is longer than `max_context`, the token at L included.
     """
+    max_n = min(max_n, max_context, history.size(1))  # no text is longer
     if rows.is_cuda:
         from . import triton_ngram
 
@@ -40,7 +41,7 @@ def draft_ngram(
     agreeing = torch.zeros_like(texts)
     for j in range(max_n):
         wanted = texts.gather(1, (length - j).clamp(0, width - 1).unsqueeze(1))
-        shifted = torch.cat([texts.new_full((texts.size(0), min(j, width)), -1), texts[:, : width - j]], 1)
+        shifted = torch.cat([texts.new_full((texts.size(0), j), -1), texts[:, : width - j]], 1)
         agrees = agrees & (shifted == wanted)
         agreeing += agrees
     most = agreeing.amax(1, keepdim=True)
