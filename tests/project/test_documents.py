@@ -58,6 +58,16 @@ def test_figures_of_the_readme_are_those_of_the_results() -> None:
     assert sentence in README
 
 
+def test_kernels_in_cuda_are_as_many_as_the_pages_say() -> None:
+    numbers = {"five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
+    told = [
+        re.findall(r"(\w+) kernels (?:are|in) CUDA C\+\+", (ROOT / "docs" / page).read_text())
+        for page in ("layout.md", "decisions.md")
+    ]
+    there = len(list((ROOT / "src/ostinato/kernels/cuda").glob("*.cu")))
+    assert [[numbers[word.lower()] for word in words] for words in told] == [[there], [there]]
+
+
 def test_code_of_the_readme_runs() -> None:
     engine, runtime = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     compile(engine, "README.md", "exec")  # it fetches a model
