@@ -33,6 +33,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_results_that_are_named_are_there(page: Path) -> None:
+    there = {file.name for file in (ROOT / "benchmarks" / "results").iterdir()}
+    assert set(re.findall(r"(?<![\w*-])[a-z][\w.-]*-(?:h200|cpu)[\w-]*\.json", page.read_text())) <= there
+
+
 def test_readme_is_one_screen_and_starts_with_a_picture() -> None:
     assert len(README.splitlines()) <= 90
     assert "![" in README.split("\n## ", 1)[0]
