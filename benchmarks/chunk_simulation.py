@@ -58,14 +58,14 @@ class MeasuredCosts:
         return found / 1e3
 
 
-def _rows(name: str, key: str = "rows") -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())[key]
+def _rows(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return found
 
 
 def costs_of(model: str) -> MeasuredCosts:
     """From the results of an H200."""
-    prompts = {row["prompts"]: row for row in _rows("prompt-parts-h200", "prompts") if row["model"] == model}
+    prompts = {row["prompts"]: row for row in _rows("prompt-parts-h200") if row["model"] == model}
     decode = {(row["batch"], row["input_len"]): row["tpot_ms"] for row in _rows(f"decode-{model}-h200")}
     contexts = {
         (row["batch"], row["input_len"]): row["tpot_ms"] for row in _rows("decode-context-qwen3-0.6b-h200")

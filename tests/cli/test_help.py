@@ -53,6 +53,23 @@ def test_defaults_are_shown() -> None:
     assert "[also: --gpu-memory-utilization, --mem-fraction-static]" in text
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "default"),
+    [
+        ("generate", "--temperature", "0.0"),
+        ("generate", "--max-tokens", "256"),
+        ("generate", "--top-p", "the model's own"),
+        ("generate", "--min-tokens", "0"),
+        ("chat", "--temperature", "the model's own"),
+        ("chat", "--max-tokens", "the model's own, or 1024"),
+    ],
+)
+def test_defaults_of_sampling_are_those_of_the_command(command: str, flag: str, default: str) -> None:
+    text = " ".join(helped(command, "-h").split())
+    described = text.split(f"{flag} <", 1)[1].split(" --", 1)[0]
+    assert re.findall(r"\[default: (.*?)\]", described) == [default]
+
+
 @pytest.mark.parametrize("argument", ["--version", "version"])
 def test_the_version(argument: str) -> None:
     assert helped(argument) == f"ostinato {__version__}\n"

@@ -1,6 +1,7 @@
 """`ostinato generate` and `ostinato chat`, in this process, with a tiny model."""
 
 import logging
+import re
 import signal
 from collections.abc import Iterator
 
@@ -100,10 +101,11 @@ def test_every_sampling_parameter_is_a_flag(tiny_text: TinyModel, llm: LLM) -> N
     assert result.stdout == "".join(completion.text + "\n" for completion in output.outputs)
     help_text = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "300"}).output
     flags = {flag.name: "--" + flag.name.replace("_", "-") for flag in flags_of(*SAMPLING_FIELDS)}
-    missing = {name for name, flag in flags.items() if flag not in help_text}
+    shown = set(re.findall(r"--[\w-]+", help_text))
+    missing = {name for name, flag in flags.items() if flag not in shown}
     # (Logits processors are the engine's: a flag of the same name.)
     assert missing == NO_FLAGS - {"logits_processors"}, (
-        "what is not one value, and what is about streams; all else is a flag"
+        "what is not one value, what is about streams, what would not be shown; all else is a flag"
     )
 
 
@@ -114,12 +116,19 @@ def test_every_sampling_parameter_is_a_flag(tiny_text: TinyModel, llm: LLM) -> N
         (["--cuda-graph-bs", "1,two"], "1,2,4"),
         (["--speculative-config", "{bad"], "'{bad' cannot be read (as a JSON object)"),
         (["--no-such-flag", "1"], "No such option"),
+        (["--logprobs", "1"], "No such option: --logprobs"),
+        (["--no-detokenize"], "No such option: --no-detokenize"),
     ],
 )
 def test_a_wrong_flag_is_refused(tiny_text: TinyModel, arguments: list[str], message: str) -> None:
     result = run(tiny_text, "Hello", *arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_no_seed_is_no_error(tiny_text: TinyModel) -> None:
+    result = run(tiny_text, "Hello", "--seed", "-1", "--max-tokens", "1", "--enforce-eager")
+    assert result.exit_code == 0, result.output
 
 
 def test_a_chat_remembers(tiny_text: TinyModel, llm: LLM) -> None:

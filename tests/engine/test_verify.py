@@ -104,7 +104,7 @@ def test_right_graphs_pass_in_every_mode(tmp_path: Path, mode: str) -> None:
         {"dtype": "bfloat16"},
         {"batch_invariant": True, "cuda_graph_bs": None, "cuda_graph_prefill_tokens": None},
         {"num_pages": 4},
-        {"max_model_len": 9, "num_pages": 4},
+        {"max_model_len": 9, "num_pages": 4, "logprobs_mode": "processed_logprobs"},
         {"max_running_requests": 1, "cuda_graph_bs": (1,), "cuda_graph_prefill_tokens": (1, 16)},
         {"max_running_requests": 20, "cuda_graph_bs": (20,), "max_model_len": 200, "num_pages": 120},
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import functools
 import importlib
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -216,12 +218,17 @@ def test_a_row_of_llms_own_is_true(row: PeerOption, tmp_path: Path, caplog: pyte
 
 def test_token_ids_are_a_prompt_and_a_list_of_them_are_many(llm: LLM, model: TinyModel) -> None:
     expected = model.greedy((5, 6, 7), 6)
-    for given in ([5, 6, 7], (5, 6, 7), [[5, 6, 7]], {"prompt_token_ids": [5, 6, 7]}):
+    ids: list[Any] = [[5, 6, 7], (5, 6, 7), range(5, 8), np.array([5, 6, 7]), torch.tensor([5, 6, 7])]
+    ids.append(array.array("i", [5, 6, 7]))
+    tables = [np.array([[5, 6, 7]]), torch.tensor([[5, 6, 7]])]
+    for given in [*ids, *([each] for each in ids), *tables, {"prompt_token_ids": [5, 6, 7]}]:
         [output] = llm.generate(given, GREEDY)
         assert output.outputs[0].token_ids == expected
         assert output.prompt_token_ids == [5, 6, 7]
     mixed = llm.generate([[5, 6, 7], {"prompt": "Hi"}, "Hi"], GREEDY)
     assert [output.prompt for output in mixed] == [None, "Hi", "Hi"]
+    column = llm.generate(np.array(["Hi", "Ho"], dtype=object), GREEDY)
+    assert [output.prompt for output in column] == ["Hi", "Ho"]
     assert llm.generate([], GREEDY) == []
     assert llm.generate({"prompt": "Hi", "multi_modal_data": None, "x": {}}, GREEDY)[0].finished
 
@@ -232,6 +239,9 @@ def test_token_ids_are_a_prompt_and_a_list_of_them_are_many(llm: LLM, model: Tin
         (5, GREEDY, "a prompt is a text .*, or a list of such; not int 5"),
         (None, GREEDY, "not NoneType"),
         (b"bytes", GREEDY, "not bytes"),
+        (torch.tensor(5), GREEDY, "not Tensor"),
+        (torch.tensor([1.5]), GREEDY, "must be a list of integers"),
+        ({"prompt_token_ids": []}, GREEDY, "the prompt is empty"),
         ({"text": "x"}, GREEDY, "a mapping with 'text' in it"),
         (
             {"prompt": "x", "multi_modal_data": {"image": 1}},
@@ -256,7 +266,15 @@ def test_what_is_wrong_is_said_before_anything_is_queued(
     assert not llm.engine.has_work
 
 
+def test_a_stream_of_several_completions_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="a stream is one completion: n must be 1, not 2"):
+        next(llm.stream("Once", SamplingParams(n=2)))
+
+
 def test_a_failed_prompt_of_a_list_is_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    [empty] = llm.generate([[]], GREEDY)
+    assert "the prompt is empty" in (empty.error or "")
+    caplog.clear()
     outputs = llm.generate(["good", "x" * 500, "fine"], GREEDY)
     assert [output.error is None for output in outputs] == [True, False, True]
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -67,6 +67,43 @@ def test_rope_is_read_in_the_old_and_the_new_style(fields: dict[str, Any], rope:
     assert config(**fields).rope == rope
 
 
+NEW: dict[str, Any] = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}
+OLD: dict[str, Any] = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}
+LINEAR = {"rope_type": "linear", "factor": 2}
+
+
+@pytest.mark.parametrize("written", [NEW, OLD], ids=["new style", "old style"])
+@pytest.mark.parametrize(
+    ("overrides", "rope"),
+    [
+        ({"rope_theta": 9.0}, RopeConfig(9.0, "llama3", 32.0, 1.0, 4.0, 8192)),
+        ({"rope_scaling": LINEAR}, RopeConfig(5e5, "linear", 2.0)),
+        ({"rope_parameters": LINEAR}, RopeConfig(5e5, "linear", 2.0)),
+        ({"rope_parameters": {**LINEAR, "rope_theta": 9.0}}, RopeConfig(9.0, "linear", 2.0)),
+        ({"rope_theta": 9.0, "rope_scaling": LINEAR}, RopeConfig(9.0, "linear", 2.0)),
+        ({"rope_scaling": None}, RopeConfig(5e5)),
+        ({"rope_parameters": {}}, RopeConfig(5e5)),
+    ],
+    ids=str,
+)
+def test_overrides_of_rope_act_in_whichever_style_they_and_the_file_are(
+    written: dict[str, Any],
+    overrides: dict[str, Any],
+    rope: RopeConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, **written}))
+    assert ModelConfig.load(tmp_path, overrides).rope == rope
+    assert "no effect" not in caplog.text
+
+
+def test_two_styles_at_once_must_agree() -> None:
+    assert config(**NEW, rope_scaling={"type": "llama3", **LLAMA3}).rope == config(**NEW).rope
+    with pytest.raises(ModelError, match="rope_parameters and rope_scaling say different things"):
+        config(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rope_scaling=LINEAR)
+
+
 def test_families_differ_in_what_they_imply() -> None:
     llama = config(attention_bias=True, mlp_bias=True, torch_dtype="bfloat16")
     assert llama.layers == (LayerKind(qkv_bias=True, output_bias=True, mlp_bias=True),) * 4

@@ -33,6 +33,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_results_that_are_named_are_there(page: Path) -> None:
+    there = {file.name for file in (ROOT / "benchmarks" / "results").iterdir()}
+    assert set(re.findall(r"(?<![\w*-])[a-z][\w.-]*-(?:h200|cpu)[\w-]*\.json", page.read_text())) <= there
+
+
 def test_readme_is_one_screen_and_starts_with_a_picture() -> None:
     assert len(README.splitlines()) <= 90
     assert "![" in README.split("\n## ", 1)[0]
@@ -56,6 +62,16 @@ def test_figures_of_the_readme_are_those_of_the_results() -> None:
         f"{peers[256]['vLLM']}); without graphs the same engine takes {off[1]:.1f}"
     )
     assert sentence in README
+
+
+def test_kernels_in_cuda_are_as_many_as_the_pages_say() -> None:
+    numbers = {"five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
+    told = [
+        re.findall(r"(\w+) kernels (?:are|in) CUDA C\+\+", (ROOT / "docs" / page).read_text())
+        for page in ("layout.md", "decisions.md")
+    ]
+    there = len(list((ROOT / "src/ostinato/kernels/cuda").glob("*.cu")))
+    assert [[numbers[word.lower()] for word in words] for words in told] == [[there], [there]]
 
 
 def test_code_of_the_readme_runs() -> None:

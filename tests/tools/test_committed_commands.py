@@ -1,5 +1,6 @@
 """The commands behind the committed results exist, with the options and models that they name."""
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ ROOT = Path(__file__).parents[2]
 RUN = runpy.run_path(str(ROOT / "benchmarks" / "run_h200.py"))
 
 
-def commands_of(file: str) -> dict[str, str]:
+def script(file: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(ROOT / "benchmarks"))
-        found = runpy.run_path(str(ROOT / "benchmarks" / file))["BENCHMARKS"]
-    return {f"{file}: {benchmark.name}": benchmark.command for benchmark in found}
+        return runpy.run_path(str(ROOT / "benchmarks" / file))
+
+
+def commands_of(file: str) -> dict[str, str]:
+    return {f"{file}: {benchmark.name}": benchmark.command for benchmark in script(file)["BENCHMARKS"]}
 
 
 COMMANDS = commands_of("run_h200.py") | commands_of("run_cpu.py")
@@ -31,6 +35,17 @@ def test_commands_are_understood(name: str) -> None:
     context = found.make_context(command, [*arguments, "--json", "x.json"])
     assert "run_cpu" in name or (ROOT / context.params["model"] / "config.json").is_file()
     assert str(context.params["json_file"]) == "x.json"
+
+
+def test_what_is_computed_is_computed_from_the_committed_results() -> None:
+    """And belongs to them: among few requests a token takes what a plain step does."""
+    found = script("chunk_simulation.py")
+    rows = json.loads((ROOT / "benchmarks/results/chunk-simulation.json").read_text())["rows"]
+    for model in found["KV_BYTES"]:
+        costs = found["costs_of"](model)
+        assert min(costs.step, costs.token, costs.pair, costs.context) > 0
+        steps = [row["tpot_ms"]["p50"] for row in rows if row["model"] == model and "tpot_ms" in row]
+        assert costs.step < min(steps) < 1.1 * costs.step
 
 
 def test_what_would_not_end_within_the_budget_is_left_out(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .dataclass_flags import flags_of, with_flags
+from .dataclass_flags import Flag, flags_of, with_flags
 from .interrupting import CtrlC
 from .model_argument import ModelArgument, with_model
 
@@ -23,7 +24,8 @@ SAMPLING = flags_of("engine/parameters/sampling_params.py", "SamplingParams")
 # Not about one text on a terminal, or nothing that can be typed.
 NO_FLAGS = {
     *("structured_outputs", "logits_processors", "extra_args", "output_kind", "stream_interval"),
-    *("logprob_token_ids", "flat_logprobs", "spaces_between_special_tokens"),
+    *("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs"),
+    *("detokenize", "spaces_between_special_tokens"),
 }
 SAMPLING = tuple(flag for flag in SAMPLING if flag.name not in NO_FLAGS)
 # One --seed, for the request; the engine gets the same (it seeds random weights).
@@ -38,8 +40,26 @@ ONE_ANSWER = {"temperature": 0.0, "max_tokens": 256}
 A_TURN = {"max_tokens": 1024}
 """What `chat` adds to it where the model's files do not say: an answer ends."""
 
+THE_MODELS = dict.fromkeys(
+    ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"), "the model's own"
+)
 
-@with_flags(engine=ENGINE, sampling=SAMPLING)
+
+def _with_defaults(flags: Sequence[Flag], defaults: Mapping[str, Any]) -> tuple[Flag, ...]:
+    """The same flags; their help says what the command does, where `SamplingParams` alone would do else."""
+    told = {name: f"[default: {value}]" for name, value in defaults.items()}
+    return tuple(
+        replace(flag, help=f"{flag.help} {told[flag.name]}") if flag.name in told else flag for flag in flags
+    )
+
+
+OF_GENERATE = _with_defaults(SAMPLING, {**THE_MODELS, **ONE_ANSWER})
+OF_CHAT = _with_defaults(
+    [flag for flag in SAMPLING if flag.name != "n"], {**THE_MODELS, "max_tokens": "the model's own, or 1024"}
+)
+
+
+@with_flags(engine=ENGINE, sampling=OF_GENERATE)
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads standard input.")],
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
@@ -65,7 +85,7 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-@with_flags(engine=ENGINE, sampling=SAMPLING)
+@with_flags(engine=ENGINE, sampling=OF_CHAT)
 def chat(
     model_name: ModelArgument = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
@@ -166,7 +186,8 @@ def _llm(engine: Mapping[str, Any], sampling: Mapping[str, Any], *, running: int
     SamplingParams(**sampling)  # what is wrong with it is told before a model is loaded
     if engine.get("cuda_graph_debug_log"):
         logging.getLogger("ostinato.graphs").setLevel(logging.INFO)
-    options = {"max_running_requests": running, "seed": sampling.get("seed", 0), **engine}
+    # An engine's own seed is not negative: -1 stands for none.
+    options = {"max_running_requests": running, "seed": max(0, sampling.get("seed", 0)), **engine}
     _note("loading and capturing")
     llm = LLM(options.pop("model", None), **options)
     report = llm.graph_report()

@@ -219,6 +219,8 @@ class LLM(EngineServices, TrainerServices):
     ) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        if getattr(params, "n", 1) != 1:
+            raise RequestError(f"a stream is one completion: n must be 1, not {params.n}")
         engine, sent = self.engine, 0
         name = engine.new_id()
         try:

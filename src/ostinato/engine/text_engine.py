@@ -51,8 +51,8 @@ from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, check_keys, kind_
 logger = logging.getLogger("ostinato.engine")
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-"""A text, or token ids, or {"prompt_token_ids": [...]}, or {"prompt": "..."}; the latter two may have a
-"cache_salt"."""
+"""A text, or token ids (a list, an array, a tensor), or {"prompt_token_ids": [...]}, or {"prompt": "..."};
+the latter two may have a "cache_salt"."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class TextEngine:
                 raise RequestError(f"the prompt beside prompt_token_ids is a text, not {kind_of(text)}")
             check_keys(prompt)
             return text, *_checked_ids(prompt["prompt_token_ids"])
-        if are_token_ids(prompt):
+        if are_token_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
             return None, *_checked_ids(prompt)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str):

@@ -11,7 +11,7 @@ from .config_fields import positive, positive_float
 from .errors import ModelError, UnsupportedModelError
 from .families import BY_ARCHITECTURE, Family
 from .layer_kind import LayerKind
-from .rope import RopeConfig, longest_context, read_rope
+from .rope import RopeConfig, longest_context, read_rope, with_overrides
 
 logger = logging.getLogger("ostinato.models")
 
@@ -98,7 +98,7 @@ class ModelConfig:
         if not isinstance(raw, dict):
             raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
         try:
-            noted = _NotedReads({**raw, **(overrides or {})})
+            noted = _NotedReads(with_overrides(raw, overrides or {}))
             config = ModelConfig.from_dict(noted)
         except ModelError as error:
             raise type(error)(f"{file}: {error}") from error

@@ -36,9 +36,41 @@ class RopeConfig:
     """yarn: what queries and keys are multiplied by."""
 
 
+_NAMES = ("rope_parameters", "rope_scaling")
+"""Of transformers 5, and of before, when `rope_theta` stood beside it."""
+
+
+def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`overrides` before the fields of `raw`; for rotations under whichever names either of them has.
+
+    The base stays what it was unless they give one.
+    """
+    kept = dict(raw)
+    if not overrides.keys().isdisjoint(_NAMES):
+        kept["rope_theta"] = _base(raw)
+        kept = {name: value for name, value in kept.items() if name not in _NAMES}
+    if "rope_theta" in overrides:
+        for name in _NAMES:
+            if isinstance(given := kept.get(name), Mapping):
+                kept[name] = {field: given[field] for field in given if field != "rope_theta"}
+    return {**kept, **overrides}
+
+
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     """`rope_parameters` (transformers 5) or `rope_theta` beside `rope_scaling` (before)."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    found = [_read(raw, given) for name in _NAMES if (given := raw.get(name))]
+    if found and found[0] != found[-1]:
+        raise ModelError("rope_parameters and rope_scaling say different things: keep one of them")
+    return found[0] if found else _read(raw, {})
+
+
+def _base(raw: Mapping[str, Any]) -> Any:
+    """`rope_theta`, wherever it stands."""
+    inside = [given.get("rope_theta") for name in _NAMES if isinstance(given := raw.get(name), Mapping)]
+    return next((theta for theta in inside if theta is not None), None) or raw.get("rope_theta") or 10_000.0
+
+
+def _read(raw: Mapping[str, Any], given: Any) -> RopeConfig:
     if not isinstance(given, Mapping):
         raise ModelError(f"rope_parameters must be an object, not {given!r}")
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -51,7 +83,7 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
-    theta = positive_float(given, "rope_theta", raw.get("rope_theta") or 10_000.0)
+    theta = positive_float(given, "rope_theta", _base(raw))
     if kind == "default":
         return RopeConfig(theta)
     factor = positive_float(given, "factor")

@@ -87,6 +87,8 @@ class CompletionText:
         self._num_decoded = 0
         self._pieces = _Pieces()
         self._held = ""
+        self._num_early = 0
+        """Characters of `_held` that came too early to end anything; what begins in them may end later."""
 
     @property
     def text(self) -> str:
@@ -104,7 +106,7 @@ class CompletionText:
         return _SoFar(self._pieces, len(self._pieces))
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
-        """Add a token; the stop string that it completes, if one."""
+        """Add a token; the stop string that it completes, if one and if it may."""
         self._token_ids.append(token)
         return self.find_stop(may_stop=may_stop) if self._stops else None
 
@@ -134,19 +136,20 @@ class CompletionText:
 
     def _add(self, new: str, may_stop: bool) -> str | None:
         fresh = self._held + new
-        self._held = ""
-        # What came too early to stop anything is settled; it cannot be the beginning of a stop string.
-        if not may_stop or self._firsts.isdisjoint(fresh):
+        early = self._num_early if may_stop else len(fresh)
+        self._held, self._num_early = "", 0
+        if self._firsts.isdisjoint(fresh):
             self._pieces.add(fresh)
             return None
-        found = [(at, stop) for stop in self._stops if (at := fresh.find(stop)) >= 0]
+        begin = [(stop, max(0, early + 1 - len(stop))) for stop in self._stops]
+        found = [(at, stop) for stop, first in begin if (at := fresh.find(stop, first)) >= 0]
         if found:
             at, stop = min(found)
             self._pieces.add(fresh[: at + len(stop) if self._include_stop else at])
             return stop
         settled = _first_beginning(fresh, self._stops)
         self._pieces.add(fresh[:settled])
-        self._held = fresh[settled:]
+        self._held, self._num_early = fresh[settled:], max(0, early - settled)
         return None
 
 

@@ -98,7 +98,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     """The most tokens of a completion; None leaves it to the model length."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token ends the completion before this many tokens."""
+    """No end-of-sequence token, stop token or stop string ends the completion before this many tokens."""
     logprobs: int | None = None
     """Return log probabilities of the sampled token and of this many likeliest ones; -1: of all."""
     prompt_logprobs: int | None = None

@@ -184,6 +184,10 @@ class SamplingGraphs:
             requests.append(request)
             runner.rows.write("lengths", row, position)
         sampler.join(requests)
+        for request, source in zip(requests, sources, strict=True):
+            # Whoever is told of what is drawn (logprobs_mode) is not told by graphs; here all are, by them.
+            asked_for = source.params.logprobs
+            runner.rows.write("num_logprobs", request.row, -1 if asked_for is None else min(asked_for, vocab))
         sampler.mask(masked)
         runner.rows.write("temperature", 0, 0.0)
         runner.rows.send()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
+import torch
 
 from ..parameters.sampling_params import RequestError
 
@@ -28,19 +30,23 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
+_KINDS_OF_PROMPTS = "OSUT"
+"""Of numpy arrays: columns of texts, or of any objects."""
+
 WHAT_A_PROMPT_IS = "a prompt is a text or {'prompt_token_ids': [...]} or a list of token ids"
 
 
 def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
     """The prompts as a list, and whether one was given alone; RequestError for what cannot hold prompts.
 
-    As with vLLM `[1, 2, 3]` is one prompt of token ids, and `[[1, 2, 3]]` a list of one.
+    As with vLLM `[1, 2, 3]` is one prompt of token ids, and `[[1, 2, 3]]` a list of one; of arrays and
+    tensors likewise.
     """
     if isinstance(prompts, str | Mapping):
         return [prompts], True
     if are_token_ids(prompts):
         return [{"prompt_token_ids": prompts}], True  # nobody has to look again
-    if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
         raise RequestError(f"{WHAT_A_PROMPT_IS}, or a list of such; not {kind_of(prompts)}")
     return list(prompts), False
 
@@ -58,8 +64,12 @@ def check_keys(prompt: Mapping[str, Any]) -> None:
 def are_token_ids(prompt: Any) -> bool:
     """Whether this is a list of numbers, and not a list of prompts."""
     if isinstance(prompt, np.ndarray):
+        return prompt.ndim == 1 and prompt.dtype.kind not in _KINDS_OF_PROMPTS
+    if isinstance(prompt, torch.Tensor):
         return prompt.ndim == 1
-    if not isinstance(prompt, list | tuple) or not prompt:
+    if isinstance(prompt, array.array):
+        return True
+    if not isinstance(prompt, list | tuple | range) or not prompt:
         return False
     # Prompts are told from numbers by the first; all others are looked at without a step of Python for each.
     if not isinstance(prompt[0], int | np.integer):
@@ -72,6 +82,9 @@ def are_token_ids(prompt: Any) -> bool:
 def known_token_ids(prompt: Any) -> list[int]:
     """The token ids in a prompt that was refused, as far as there are any."""
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    if isinstance(ids, np.ndarray | torch.Tensor | array.array):
+        found: list[int] = ids.tolist() if are_token_ids(ids) else []
+        return found
     return list(ids) if isinstance(ids, list | tuple) else []
 
 
