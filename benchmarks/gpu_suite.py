@@ -44,7 +44,7 @@ IMPORTED = (
     "ostinato.graphs.training",
 )
 """By the process that all others are forked from. It must not touch CUDA."""
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 400
 
 
 def main(
