@@ -18,8 +18,9 @@ from ostinato.kernels.linear.tiles import MatrixShape
 from ostinato.kernels.lora import Adapters
 
 from .config import ModelConfig
+from .ends import Ends
 from .errors import ModelError
-from .forms import Form, Step, form_of
+from .forms import Form, Rest, Step, form_of
 from .layer import Layer
 from .layers import Embedding, Linear, RMSNorm, RotaryTable
 from .mixing import Attend, mix_of
@@ -77,8 +78,10 @@ class Transformer(nn.Module):
         attend: Attend,
         adapters: Adapters | None = None,
         taps: Taps | None = None,
+        ends: Ends | None = None,
     ) -> Tensor:
-        """input_ids and positions, both int64 [T], to normalised hidden states [T, H].
+        """input_ids and positions, both int64 [T], to normalised hidden states [T, H]; with `ends` to those
+        of these tokens, [R, H].
 
         What `adapters` make of the input of linear layers is added to their products. `taps` take hidden
         states on the way.
@@ -88,7 +91,11 @@ class Transformer(nn.Module):
             taps.begin(x)
         layers = [cast(Layer, self.layers[index]) for index in self._run]
         mix = mix_of(attend, self.rotary, positions)
-        return self.form(x.size(0), adapters).through(layers, x, mix, self.norm, taps)
+        rest = None
+        if ends is not None:
+            form = self.form(ends.places.size(0), ends.adapters)
+            rest = Rest(form, ends.places, mix_of(ends.attend, self.rotary, positions))
+        return self.form(x.size(0), adapters).through(layers, x, mix, self.norm, taps, rest)
 
     def form(self, num_tokens: int, adapters: Adapters | None = None) -> Form[Any]:
         """How a step of so many tokens runs."""
@@ -100,12 +107,13 @@ class Transformer(nn.Module):
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """Inside, steps launch every kernel that they would, and no layer whose kernels another has launched.
 
-        What they return is of no use. The first layer has nothing to add, unlike others of its kind.
+        What they return is of no use. The first layer has nothing to add, unlike others of its kind, and the
+        last may go on with some of the tokens only.
         """
         kinds = self.config.layers
         first_of_each = {kinds.index(kind) for kind in kinds}
         all_layers = self._run
-        self._run = sorted(first_of_each | set(range(len(kinds))[:2]))
+        self._run = sorted(first_of_each | set(range(len(kinds))[:2]) | {len(kinds) - 1})
         try:
             yield
         finally:

@@ -100,6 +100,12 @@ class ScheduledStep:
         """Whether the device needs nothing from the host: all decode, nobody joined, no new page."""
         return self.is_uniform_decode and not self.joined and not self.page_updates
 
+    @property
+    def wants_states(self) -> bool:
+        """Whether somebody asks for the hidden states of all of a prompt's tokens."""
+        prompts = self.requests[self.num_requests - len(self.prompt_tokens) :]
+        return any(each.params is None or each.params.prompt_logprobs is not None for each in prompts)
+
     @cached_property
     def seq_lens(self) -> IntArray:
         """int32 [R]: context lengths, this step's tokens included."""

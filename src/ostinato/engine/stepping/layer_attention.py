@@ -9,6 +9,7 @@ from ostinato.graphs import eager_boundary
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import AttentionBatch, HostLengths
 from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.linear.products import joined
 from ostinato.models.config import ModelConfig
 from ostinato.models.mixing import Attend, StepAttention
 
@@ -31,6 +32,31 @@ class LayerAttention:
         if self._backend.attend_qkv is None:
             return heads
         return StepAttention(heads, functools.partial(self._rows, batch))
+
+    def of_ends(self, batch: AttentionBatch, places: Tensor) -> Attend:
+        """That of the last token of each request, which stand at `places` of the step: for a last layer.
+        Inside of graphs only."""
+        ends = batch.of_ends()
+
+        def from_heads(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k_cache, v_cache = self._kv.layer(layer)
+            self._backend.write_kv(k, v, k_cache, v_cache, batch)
+            scale, window = self._model.attention_scale, self._model.layer_windows[layer]
+            q = q.index_select(0, places)
+            return self._backend.attend(q, k_cache, v_cache, ends, scale=scale, sliding_window=window)
+
+        def from_rows(layer: int, rows: Tensor, heads: HeadPreparation) -> Tensor:
+            assert self._backend.store_qkv is not None
+            caches, num_heads = self._kv.layer(layer), self._model.num_heads
+            self._backend.store_qkv(rows, heads, *caches, batch, num_heads=num_heads)
+            # Attention of single tokens reads keys before it waits for the kernel before it. That one is of
+            # torch's, which begins when all keys are stored, and is waited for to its end.
+            rows = joined(rows, caches[0].dtype).index_select(0, places)
+            return self._from_rows(ends, layer, rows, heads)
+
+        if self._backend.attend_qkv is None:
+            return from_heads
+        return StepAttention(from_heads, from_rows)
 
     def _from_rows(self, batch: AttentionBatch, layer: int, rows: Tensor, heads: HeadPreparation) -> Tensor:
         assert self._backend.attend_qkv is not None

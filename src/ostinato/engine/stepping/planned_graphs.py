@@ -1,5 +1,6 @@
 """Which graphs the steps of a model have, and which kernels each of them runs."""
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,13 @@ from ostinato.models.transformer import Transformer
 from ..config import ResolvedConfig
 from . import shared_prefix
 from .step_inputs import max_context
+
+ENDS = "ends"
+"""`BatchDescriptor.extra` of graphs whose last layer goes on with the last tokens of requests alone."""
+_LEAST_TOKENS = 1024
+_TIMES_REQUESTS = 4
+"""From so many tokens on, and so many times as many as there may be requests, the last layer is much shorter
+that way: a 32nd of all products of Llama-3.1-8B. Below, a layer takes as long as reading its weights."""
 
 
 class PlannedGraphs:
@@ -49,10 +57,14 @@ class PlannedGraphs:
             for key in keys
             if not key.descriptor.cascade or key.descriptor.num_reqs >= shared_prefix.LEAST_REQUESTS
         ]
+        self.most_with_all_states: float = math.inf
+        """Steps of more tokens have graphs of `ENDS`, unless somebody wants the states of all tokens."""
         if asked.batch_invariant:
             keys = [key for key in keys if not key.descriptor.is_uniform]
         elif of_drafts is None:
             keys += self._keys_alone(keys, attention)
+            if model.config.has_lm_head:
+                keys = self._keys_of_ends(keys)
         self.keys = [*keys, *(of_drafts or ())]
 
     def _keys_alone(self, keys: Sequence[GraphKey], attention: AttentionBackend) -> list[GraphKey]:
@@ -77,6 +89,29 @@ class PlannedGraphs:
         ]
         self._tokens_alone = frozenset(key.descriptor.num_tokens for key in few)
         return [key._replace(descriptor=replace(key.descriptor, num_reqs=1)) for key in few]
+
+    def _keys_of_ends(self, keys: Sequence[GraphKey]) -> list[GraphKey]:
+        """With graphs for long prompts whose last layer computes no more than their ends.
+
+        Those that compute all of it, for prompt logprobs and embeddings, stay for the largest step and for
+        powers of two: they are rarely asked for, and each costs a capture.
+        """
+        long = [
+            key
+            for key in keys
+            if key.mode is GraphMode.FULL
+            and not key.descriptor.is_uniform
+            and key.descriptor.num_tokens >= max(_LEAST_TOKENS, _TIMES_REQUESTS * key.descriptor.num_reqs)
+        ]
+        if not long:
+            return list(keys)
+        sizes = {key.descriptor.num_tokens for key in long}
+        mixed = {key.descriptor.num_tokens for key in keys if not key.descriptor.is_uniform}
+        self.most_with_all_states = max(mixed - sizes, default=0)
+        dropped = {key for key in long if not _is_power_of_2(key.descriptor.num_tokens)}
+        dropped -= {key for key in long if key.descriptor.num_tokens == max(sizes)}
+        of_ends = [key._replace(descriptor=replace(key.descriptor, extra=ENDS)) for key in long]
+        return [*of_ends, *(key for key in keys if key not in dropped)]
 
     def has_equal_places(self, descriptor: BatchDescriptor) -> bool:
         """Whether the tokens of each of its requests lie at places that follow from its number."""
@@ -103,11 +138,20 @@ class PlannedGraphs:
             num_slots=key.descriptor.lora,
             query_len=query_len or 1,
         )
+        if key.descriptor.extra == ENDS:
+            kernels = kernels, self._kernels_of_ends(key.descriptor)
         queries = queries_of(self._model.config, self._config, key.descriptor)
         attention = None if query_len == 1 else query_class(queries, gpu_of(device))
         if query_len is None and self.has_equal_places(key.descriptor):
             attention = num_tokens, self._config.dtype
         return key.mode, query_len, kernels, attention
+
+    def _kernels_of_ends(self, descriptor: BatchDescriptor) -> Hashable:
+        """Those of a decode step, all but its head."""
+        model, count = self._model.config, descriptor.num_reqs
+        heads = model.num_heads, model.num_kv_heads
+        of_model, on = self._model.products_of(count, count), (self._config.dtype, self._config.device)
+        return kernel_class(of_model, count, *heads, *on, is_decode=True, num_slots=descriptor.lora)
 
     def warmed_with(self, key: GraphKey) -> Hashable:
         """Equal for graphs of which one warm-up is enough: with and without adapters, too.
@@ -124,6 +168,10 @@ class PlannedGraphs:
             for shape in self._model.matrix_shapes
             if shape.gated
         )
+
+
+def _is_power_of_2(number: int) -> bool:
+    return number.bit_count() == 1
 
 
 def has_whole_contexts(model: ModelConfig, config: ResolvedConfig) -> bool:

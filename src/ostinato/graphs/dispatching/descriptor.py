@@ -114,7 +114,12 @@ class BatchShape(_Batch):
 
 @lru_cache(4096)
 def recurring_shape(
-    num_tokens: int, num_reqs: int, query_len: int | None = None, lora: int = 0, context: int = 0
+    num_tokens: int,
+    num_reqs: int,
+    query_len: int | None = None,
+    lora: int = 0,
+    context: int = 0,
+    extra: Hashable = None,
 ) -> BatchShape:
     """A `BatchShape`, made once: for steps whose shapes come again and again."""
-    return BatchShape(num_tokens, num_reqs, query_len, lora=lora, context=context)
+    return BatchShape(num_tokens, num_reqs, query_len, lora=lora, context=context, extra=extra)

@@ -67,6 +67,23 @@ class AttendQkv(Protocol):
         ...
 
 
+class StoreQkv(Protocol):
+    """The part of `AttendQkv` that later tokens need."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        heads: HeadPreparation,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        num_heads: int,
+    ) -> None:
+        """Normalises and rotates keys, and stores the step's KV."""
+        ...
+
+
 class MostPlaces(Protocol):
     """For so many tokens of one request in `equal_places` `attend_qkv` has a way of its own."""
 
@@ -102,6 +119,9 @@ class AttentionBackend:
 
     attend_qkv: AttendQkv | None = None
     """All of it in fewer kernels, in a graph or out of it; None: there is nothing to gain."""
+
+    store_qkv: StoreQkv | None = None
+    """Where there is `attend_qkv`."""
 
     most_places: MostPlaces | None = None
     """Where it pays to say of a step that `equal_places` are its; None: nowhere."""
@@ -153,6 +173,7 @@ def _triton(device: torch.device) -> AttentionBackend:
         attend=gpu_ops.attend,
         attend_eager=gpu_ops.attend_eager,
         attend_qkv=gpu_ops.attend_qkv,
+        store_qkv=gpu_ops.store_qkv,
         most_places=gpu_ops.most_places,
         reads_prefix_once=True,
     )

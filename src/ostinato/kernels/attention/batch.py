@@ -73,6 +73,21 @@ class AttentionBatch:
         sees_all = sliding_window is None or sliding_window >= self.max_context
         return self.prefix_lens if sees_all else None
 
+    def of_ends(self) -> "AttentionBatch":
+        """The last token of each request alone, as in a step that decodes it."""
+        num_requests = self.req_rows.size(0)
+        return AttentionBatch(
+            page_table=self.page_table,
+            token_rows=self.req_rows,
+            positions=(self.seq_lens - 1).long(),
+            req_rows=self.req_rows,
+            seq_lens=self.seq_lens,
+            query_starts=torch.arange(num_requests, dtype=torch.int32, device=self.req_rows.device),
+            query_lens=self.query_lens.clamp(max=1),
+            max_query_len=1,
+            max_context=self.max_context,
+        )
+
     def slots(self) -> Tensor:
         """int64 [T]: where each token's KV goes, counted in positions over the whole cache."""
         return self.slots_at(self.token_rows, self.positions)

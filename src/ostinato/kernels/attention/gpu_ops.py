@@ -24,7 +24,7 @@ from . import cuda_decode, cuda_queries, triton_decode, triton_heads, triton_que
 from .batch import AttentionBatch, HostLengths
 from .heads import HeadPreparation
 
-__all__ = ["INTERPRETED", "attend", "attend_eager", "attend_qkv", "most_places"]
+__all__ = ["INTERPRETED", "attend", "attend_eager", "attend_qkv", "most_places", "store_qkv"]
 
 most_places = cuda_decode.most_queries
 
@@ -227,3 +227,22 @@ def attend_qkv(
         return attend_tokens(qkv, *prepared, *tokens, prefix_lens, num_heads, scale, *limits)
     q = prepare_heads(qkv, *prepared, *tokens, num_heads)
     return attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window)
+
+
+def store_qkv(
+    qkv: Tensor,
+    heads: HeadPreparation,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    num_heads: int,
+) -> None:
+    """Store the step's KV, from the QKV projection of any batch, perhaps in parts."""
+    qkv = joined(qkv, k_cache.dtype)
+    if qkv.stride(-1) != 1:
+        qkv = qkv.contiguous()
+    prepared = (heads.rotary, heads.q_norm, heads.k_norm, heads.eps)
+    prepare_heads(
+        qkv, *prepared, k_cache, v_cache, batch.page_table, batch.token_rows, batch.positions, num_heads
+    )

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,17 @@ class Step(NamedTuple):
     """How these are stored."""
     dtype: torch.dtype
     device: torch.device
+
+
+class Rest(NamedTuple):
+    """How the last layer goes on behind its QKV projection where only some of the tokens matter."""
+
+    form: "Form[Any]"
+    """Of a step of so many tokens."""
+    places: Tensor
+    """int64 [R]: these tokens."""
+    mix: Mix
+    """From the rows of all tokens to attention [R, Hq, D] of these."""
 
 
 class Form(ABC, Generic[Rows]):
@@ -73,9 +84,16 @@ class Form(ABC, Generic[Rows]):
         """To normalised hidden states [T, H]."""
 
     def through(
-        self, layers: Sequence[Layer], x: Tensor, mix: Mix, norm: RMSNorm, taps: Taps | None = None
+        self,
+        layers: Sequence[Layer],
+        x: Tensor,
+        mix: Mix,
+        norm: RMSNorm,
+        taps: Taps | None = None,
+        rest: Rest | None = None,
     ) -> Tensor:
-        """Hidden states [T, H] through layers to normalised ones; `taps` get what they want on the way."""
+        """Hidden states [T, H] through layers to normalised ones; `taps` get what they want on the way. With
+        a `rest` those of its tokens alone, [R, H]."""
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), norm]
         rows = self.begin(x, layers[0].input_layernorm)
         for layer, next_norm in zip(layers, next_norms, strict=True):
@@ -85,6 +103,10 @@ class Form(ABC, Generic[Rows]):
             if taps is not None and attention.index in taps.layers:
                 taps.take(attention.index, self.stream(rows))
             projected = self.project(rows, before, attention.qkv_proj)
+            if rest is not None and layer is layers[-1]:
+                mixed = rest.mix(attention, projected).flatten(1)
+                x = self.stream(rows).index_select(0, rest.places)
+                return rest.form.behind_attention(layer, x, mixed, norm)
             mixed = mix(attention, projected).flatten(1)
             if not self.keeps_projected:
                 del projected  # of a long prompt, too large to be kept; so is the next
@@ -92,6 +114,12 @@ class Form(ABC, Generic[Rows]):
             del mixed
             rows = self.feed(rows, between, layer.mlp, next_norm)
         return self.end(rows, norm)
+
+    def behind_attention(self, layer: Layer, x: Tensor, mixed: Tensor, norm: RMSNorm) -> Tensor:
+        """From what came into a layer [T, H] and its attention [T, Hq * D] to normalised hidden states."""
+        between = layer.post_attention_layernorm
+        rows = self.add(self.begin(x, between), layer.self_attn.o_proj, mixed, between)
+        return self.end(self.feed(rows, between, layer.mlp, norm), norm)
 
     def feed(self, rows: Rows, norm: RMSNorm, mlp: FeedForward, next_norm: RMSNorm) -> Rows:
         """`rows + mlp(norm(rows))`; `next_norm` is who reads it."""
