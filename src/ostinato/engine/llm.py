@@ -347,7 +347,7 @@ class LLM(EngineServices, TrainerServices):
         sampling, activations (of all graphs, in their shared pool), workspace (of libraries, counters of
         kernels) and graphs (what the driver holds for them). Where a rehearsal has sized the KV cache, also
         what it had predicted of the last three."""
-        return self.engine.core.memory()
+        return self.engine.core.parts.memory()
 
     def verify(self, seed: int = 0, *, progress: bool | None = None) -> EngineVerification:
         """Launch every graph on made-up requests and compare all it leaves with a slow computation that
