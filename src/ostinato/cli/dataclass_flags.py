@@ -116,7 +116,8 @@ class Flag:
                 return {int(token): float(bias) for token, bias in (entry.split("=") for entry in given)}
         except (ValueError, TypeError):
             flag = "--" + self.name.replace("_", "-")
-            raise typer.BadParameter(f"{flag}: {given!r} cannot be read {_HOW_TO_WRITE[self._shape]}") from None
+            how = _HOW_TO_WRITE[self._shape]
+            raise typer.BadParameter(f"{flag}: {given!r} cannot be read {how}") from None
         return tuple(given) if self.kind.startswith("tuple[str") else given
 
 
