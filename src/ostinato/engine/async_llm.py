@@ -22,10 +22,11 @@ from .llm import LLM
 from .outputs import RequestOutput
 from .parameters.sampling_params import RequestError, SamplingParams
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
+from .prompt_reader import Prompt
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport, check_mode
 from .speculating.counts import SpeculationReport
-from .text_engine import Prompt, TextEngine, check_params
+from .text_engine import TextEngine, check_params
 from .vllm_api.async_trainer_services import AsyncTrainerServices
 from .vllm_api.conversations import Messages
 from .vllm_api.engine_view import ModelView

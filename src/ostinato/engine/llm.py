@@ -29,11 +29,12 @@ from .pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from .prompt_reader import Prompt
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport
 from .speculating.counts import SpeculationReport
 from .stepping.times import StepTimes
-from .text_engine import Prompt, TextEngine, check_params
+from .text_engine import TextEngine, check_params
 from .vllm_api.beam_search import BeamSearch, BeamSearchOutput
 from .vllm_api.conversations import ChatOptions, ConversationWriter, Messages, listed_conversations
 from .vllm_api.engine_services import EngineServices
@@ -166,7 +167,7 @@ class LLM(EngineServices, TrainerServices):
         if adapter is not None:
             engine.version_of(adapter)
             adapter = replace(adapter, load_inplace=False)
-        ids = [engine.token_ids_of(prompt) for prompt in listed]
+        ids = [engine.prompts.token_ids_of(prompt) for prompt in listed]
 
         def step(beams: list[dict[str, Any]], wanted: SamplingParams) -> list[RequestOutput]:
             each = [wanted] * len(beams)
