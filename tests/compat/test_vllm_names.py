@@ -17,7 +17,7 @@ import torch
 
 import ostinato
 from engine.conftest import TinyModel
-from ostinato.engine.config import _own_device
+from ostinato.engine.resolved_config import _own_device
 from ostinato.engine.vllm_api.llm_options import llm_options
 from ostinato.engine.vllm_api.module_paths import PATHS
 from ostinato.graphs import ConfigError

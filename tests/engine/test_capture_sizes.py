@@ -6,21 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.engine.config import EngineConfig, ResolvedConfig
+from ostinato.engine.config import EngineConfig
 from ostinato.engine.llm import LLM
 from ostinato.engine.parameters.sampling_params import SamplingParams
+from ostinato.engine.resolved_config import ResolvedConfig, resolve
 from ostinato.graphs import ConfigError, Ladder
 
 from .conftest import TinyModel, prompts_of
 
 
 def resolved(**options: Any) -> ResolvedConfig:
-    return EngineConfig(device="cpu", **options).resolved(4096, torch.float32)
+    return resolve(EngineConfig(device="cpu", **options), 4096, torch.float32)
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, **options: Any) -> ResolvedConfig:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return EngineConfig(**options).resolved(8192, torch.bfloat16)
+    return resolve(EngineConfig(**options), 8192, torch.bfloat16)
 
 
 def test_capture_sizes_in_tokens_are_converted_and_shown(caplog: pytest.LogCaptureFixture) -> None:
@@ -55,8 +56,8 @@ def test_what_is_captured_does_not_change_how_prompts_are_cut(
     monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
 ) -> None:
     for options in ({}, {"chunked_prefill_size": 77}, {"enable_chunked_prefill": False}):
-        for resolve in (resolved, lambda **given: on_a_gpu(monkeypatch, **given)):
-            plain, cut = resolve(**options), resolve(**options, **sizes)
+        for decided in (resolved, lambda **given: on_a_gpu(monkeypatch, **given)):
+            plain, cut = decided(**options), decided(**options, **sizes)
             assert cut.max_batched_tokens == plain.max_batched_tokens
             assert cut.max_running_requests == plain.max_running_requests
 

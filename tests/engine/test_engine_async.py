@@ -117,7 +117,7 @@ async def whole(llm: AsyncLLM, params: SamplingParams = SHORT, name: str | None 
 def is_forgotten(llm: AsyncLLM) -> bool:
     """Whether the engine's thread soon knows of no request any more."""
     deadline = time.monotonic() + 10
-    while llm._names or llm._listeners or llm._llm.engine.has_work:
+    while llm._inboxes.names or llm._inboxes.listeners or llm._llm.engine.has_work:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)

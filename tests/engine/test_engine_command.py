@@ -170,7 +170,7 @@ def test_ctrl_c_ends_an_answer_and_a_chat_goes_on(
     assert second
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
     messages += [{"role": "user", "content": "You"}]
-    assert asked[1] == llm.engine.encode_chat(messages)["prompt_token_ids"], "what was said of it is kept"
+    assert asked[1] == llm.engine.prompts.chat(messages)["prompt_token_ids"], "what was said of it is kept"
     asked.clear()
     result = run(tiny_text, "Hello", *flags)
     assert result.exit_code == 130

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from models.small_adapters import adapter_tensors, write_adapter
 from ostinato import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
-from ostinato.engine.config import ResolvedConfig
+from ostinato.engine.resolved_config import ResolvedConfig
 from ostinato.engine.stepping.model_runner import ModelRunner
 from ostinato.graphs import BatchDescriptor, ConfigError, VerifyError
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.engine.config import EngineConfig, ResolvedConfig
+from ostinato.engine.config import EngineConfig
 from ostinato.engine.llm import LLM
 from ostinato.engine.loading import load as loading
 from ostinato.engine.loading import rehearsal
 from ostinato.engine.loading.device_memory import DeviceMemory
 from ostinato.engine.loading.load import kv_shape
 from ostinato.engine.loading.memory_plan import OUTSIDE_GRAPHS, MemoryPlan
+from ostinato.engine.resolved_config import ResolvedConfig
 from ostinato.engine.sampling.sampler import Sampler
 from ostinato.engine.stepping.model_runner import KVCache, ModelRunner
 from ostinato.engine.stepping.times import StartupTimes
@@ -192,6 +193,6 @@ def test_triton_starts_beside_loading_on_a_gpu_only(deep: TinyModel, monkeypatch
     config = EngineConfig(deep.directory, dtype="float32", device="cpu")
     assert loading.load(config).model is not None
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0), speculation=None)
-    monkeypatch.setattr(EngineConfig, "resolved", lambda *_: on_gpu)
+    monkeypatch.setattr("ostinato.engine.loading.load.resolve", lambda *_: on_gpu)
     with pytest.raises(Begun):
         loading.load(config)

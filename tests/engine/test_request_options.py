@@ -182,7 +182,7 @@ def test_streams_of_an_engine(tiny_text: TinyModel) -> None:
         cumulative, delta, final, several = asyncio.run(all_kinds(llm))
     finally:
         llm.close()
-    assert llm._streams == {}
+    assert llm._inboxes.streams == {}
     whole = cumulative[-1].outputs[0]
     assert [len(output.outputs[0].token_ids) for output in cumulative] == list(range(1, 9))
     assert [output.finished for output in delta] == [False] * 7 + [True]

@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from ostinato.engine.config import EngineConfig, ResolvedConfig
+from ostinato.engine.config import EngineConfig
 from ostinato.engine.loading import load as loading
 from ostinato.engine.loading import shortage
 from ostinato.engine.loading.load import ModelLoadError, allocate_kv, weight_bytes
 from ostinato.engine.loading.memory_plan import OUTSIDE_GRAPHS, MemoryPlan
 from ostinato.engine.loading.shortage import Room
+from ostinato.engine.resolved_config import ResolvedConfig, resolve
 
 from .conftest import TinyModel
 
@@ -20,7 +21,7 @@ PAGE = 2 << 20
 
 def resolved(**options: object) -> ResolvedConfig:
     config = EngineConfig(max_model_len=1600, max_running_requests=64, device="cpu", **options)  # type: ignore[arg-type]
-    return config.resolved(4096, torch.bfloat16)
+    return resolve(config, 4096, torch.bfloat16)
 
 
 PLAN = MemoryPlan(buffers=GIB // 2, activations=GIB // 4, executables=GIB // 8)
@@ -75,7 +76,7 @@ def test_a_start_uses_these_words(tiny: TinyModel, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Room, "on", lambda device: Room(total=8 * GIB, free=8 * GIB))
     with pytest.raises(ModelLoadError, match=r"num_pages=\d+ takes .* are free on cuda:0"):
         allocate_kv(loaded.model, on_gpu, MemoryPlan())
-    monkeypatch.setattr(EngineConfig, "resolved", lambda *_: on_gpu)
+    monkeypatch.setattr("ostinato.engine.loading.load.resolve", lambda *_: on_gpu)
     monkeypatch.setattr(loading, "load_model", none_left)
     monkeypatch.setattr(loading.triton_start, "begin", lambda: None)
     monkeypatch.setattr(loading, "get_backend", lambda *_: None)

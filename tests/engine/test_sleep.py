@@ -94,7 +94,12 @@ def test_all_lasting_memory_is_in_its_class(llm):
         runner._one_token_each,
         runner.returned.lines.counts,
     ]
-    static += [sampler.generated, sampler._in_prompt, sampler._masks.tensor, runner.graphs.buffers.arena]
+    static += [
+        sampler.generated,
+        sampler._asked_rows.in_prompt,
+        sampler._masks.tensor,
+        runner.graphs.buffers.arena,
+    ]
     assert {of(tensor) for tensor in static} == {("graphs", Content.ONCE)}
     intermediates = runner.pool.bytes - runner.pool.bytes_beside
     assert saver.bytes()["graphs"][Content.SCRATCH].mapped >= intermediates > 0

@@ -175,7 +175,11 @@ def state_of(llm: LLM) -> dict[str, torch.Tensor]:
     assert sampler is not None
     found = {f"kv {name}": tensor for name, tensor in runner.kv.named_tensors().items()}
     found |= {"rows": runner.rows.cells, "mirror": torch.from_numpy(runner.rows._mirror)}
-    found |= {"generated": sampler.generated, "in_prompt": sampler._in_prompt, "masks": sampler._masks.tensor}
+    found |= {
+        "generated": sampler.generated,
+        "in_prompt": sampler._asked_rows.in_prompt,
+        "masks": sampler._masks.tensor,
+    }
     found |= {"counts": runner.returned.lines.counts, "ring": runner.returned.lines.ring}
     found |= {"kinds": torch.from_numpy(sampler._kinds.kinds)}
     found |= {"wants logprobs": torch.from_numpy(sampler._kinds.wants_logprobs)}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from ostinato.engine.config import EngineConfig
+from ostinato.engine.resolved_config import _chunk_size
 from ostinato.graphs import Ladder
 from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear import cuda_fragments, cuda_streamed, cuda_wide
@@ -101,7 +102,7 @@ def test_what_a_rule_says_can_run(gpu, shape):
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_have_a_kernel_of_ours_where_it_was_faster(name):
     """For gates, and for what is added to rows, from the largest step of an engine's ladder on."""
-    assert EngineConfig("")._chunk_size(on_gpu=True) == Ladder.prefill(4096).limit == FEWEST_PROMPT_TOKENS
+    assert _chunk_size(EngineConfig(""), on_gpu=True) == Ladder.prefill(4096).limit == FEWEST_PROMPT_TOKENS
     qkv, *others = MODELS[name]
     for num_tokens in PROMPTS:
         assert tile_by_rule(qkv, num_tokens, H200, cuda=True) == Library()

@@ -106,7 +106,7 @@ def chat(
             _forget_what_does_not_fit(llm, first, turns, params)
             try:
                 with CtrlC() as ctrl_c:
-                    answer = _show(llm.stream(llm.engine.encode_chat([*first, *turns]), params), ctrl_c)
+                    answer = _show(llm.stream(llm.engine.prompts.chat([*first, *turns]), params), ctrl_c)
                 turns.append({"role": "assistant", "content": answer})
             except RequestError as error:
                 _note(str(error))
@@ -171,7 +171,7 @@ def _forget_what_does_not_fit(
     """Drop the oldest questions with their answers until there is room for another answer."""
     limit = llm.engine.core.config.max_model_len - (params.max_tokens or 1)
     dropped = 0
-    while len(turns) > 1 and len(llm.engine.encode_chat([*first, *turns])["prompt_token_ids"]) > limit:
+    while len(turns) > 1 and len(llm.engine.prompts.chat([*first, *turns])["prompt_token_ids"]) > limit:
         del turns[:2]
         dropped += 1
     if dropped:
@@ -206,4 +206,4 @@ def _request(llm: LLM, prompt: str, raw: bool) -> Any:
     is_instruct = llm.tokenizer is not None and llm.tokenizer.has_chat_template
     if raw or not is_instruct:
         return prompt
-    return llm.engine.encode_chat([{"role": "user", "content": prompt}])
+    return llm.engine.prompts.chat([{"role": "user", "content": prompt}])

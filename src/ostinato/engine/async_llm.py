@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import queue
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ostinato.graphs import Report
 from ostinato.models.adapters.adapter import Adapter
@@ -18,17 +15,18 @@ from ostinato.models.weight_update import NamedTensors
 from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
 from .adapters.lora_request import LoRARequest
-from .delivery.output_stream import OutputStream
+from .coroutines.engine_thread import EngineThread
+from .coroutines.inboxes import Inbox, Inboxes
 from .delivery.served_completion import ServedCompletion
 from .llm import LLM
 from .outputs import RequestOutput
 from .parameters.sampling_params import RequestError, SamplingParams
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
-from .scheduling.drain import Announced
+from .prompt_reader import Prompt
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport, check_mode
 from .speculating.counts import SpeculationReport
-from .text_engine import Prompt, TextEngine, check_params
+from .text_engine import TextEngine, check_params
 from .vllm_api.async_trainer_services import AsyncTrainerServices
 from .vllm_api.conversations import Messages
 from .vllm_api.engine_view import ModelView
@@ -39,14 +37,6 @@ from .vllm_api.trainer_services import PartOfUpdate, inside, is_part_of_update
 
 if TYPE_CHECKING:
     from .vllm_api.engine_args import AsyncEngineArgs
-
-logger = logging.getLogger("ostinato.engine")
-
-_ATTEMPTS = 3
-"""So many steps in a row may raise before an engine is given up."""
-_Found = TypeVar("_Found")
-_News = RequestOutput | BaseException
-_Inbox = asyncio.Queue[_News]
 
 
 def listed_names(given: object) -> list[str]:
@@ -66,21 +56,9 @@ class AsyncLLM(AsyncTrainerServices):
         """As `LLM`."""
         self._llm = LLM(model, **options)
         self._turn = self._llm.engine.turn
-        self._llm.tell_outputs = lambda new: self._tell(self._llm.engine, new)
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[str, tuple[asyncio.AbstractEventLoop, _Inbox]] = {}
-        """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
-        self._names: dict[_Inbox, str] = {}
-        """The request of each inbox; a name may belong to another by the time an inbox is given up."""
-        self._streams: dict[_Inbox, OutputStream] = {}
-        """What of its outputs each inbox gets."""
-        self._announced: dict[_Inbox, Announced] = {}
-        """Those whose adapters are being read."""
-        self._closed = False
-        self._gate = threading.Lock()
-        """Whoever holds it may ask; nothing is asked any more once `_closed` is set under it."""
-        self._thread = threading.Thread(target=self._serve, name="ostinato-engine", daemon=True)
-        self._thread.start()
+        self._inboxes = Inboxes()
+        self._llm.tell_outputs = lambda new: self._inboxes.tell(self._llm.engine, new)
+        self._thread = EngineThread(self._llm, self._inboxes)
 
     @classmethod
     def from_engine_args(
@@ -108,7 +86,7 @@ class AsyncLLM(AsyncTrainerServices):
         """
         refuse_given(tokenization_kwargs=tokenization_kwargs, priority=priority)
         loop = asyncio.get_running_loop()
-        arrived: _Inbox = asyncio.Queue()
+        arrived: Inbox = asyncio.Queue()
         asked = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
         check_params(asked)
         params = asked.clone()
@@ -116,7 +94,7 @@ class AsyncLLM(AsyncTrainerServices):
         read: Adapter | None = None
 
         def add(engine: TextEngine) -> str:
-            with engine.turn, self._arrival(engine, arrived):
+            with engine.turn, self._inboxes.arrival(engine, arrived):
                 adapter = engine.version_of(lora_request, read)
                 output = engine.add(prompt, params, request_id, adapter)
                 output.lora_request = lora_request
@@ -125,7 +103,7 @@ class AsyncLLM(AsyncTrainerServices):
         try:
             if lora_request is not None:
                 read = await self._read(lora_request, arrived)
-            self._do(lambda engine: self._add(engine, add, params, loop, arrived, name))
+            self._thread.do(lambda engine: self._inboxes.add(engine, add, params, loop, arrived, name))
             await name
             while True:
                 news = await arrived.get()
@@ -138,7 +116,7 @@ class AsyncLLM(AsyncTrainerServices):
                     return
         finally:
             with contextlib.suppress(RequestError):  # closed meanwhile: nothing is left to abort
-                self._do(lambda engine: self._give_up(engine, arrived))
+                self._thread.do(lambda engine: self._inboxes.give_up(engine, arrived))
 
     async def chat(
         self,
@@ -168,25 +146,25 @@ class AsyncLLM(AsyncTrainerServices):
         reader = self._llm.reader()
         reader.check(wanted)
         loop = asyncio.get_running_loop()
-        arrived: _Inbox = asyncio.Queue()
+        arrived: Inbox = asyncio.Queue()
         read: Adapter | None = None
 
         def add(engine: TextEngine) -> ServedCompletion:
-            with self._arrival(engine, arrived):
+            with self._inboxes.arrival(engine, arrived):
                 name = engine.add_embedding(prompt, request_id, engine.version_of(lora_request, read))
-            self._listeners[name], self._names[arrived] = (loop, arrived), name
+            self._inboxes.listen(name, loop, arrived)
             return engine.served_embedding(name)
 
         try:
             if lora_request is not None:
                 read = await self._read(lora_request, arrived)
-            served = await self._call(add)
+            served = await self._thread.call(add)
             news = await arrived.get()
             if isinstance(news, BaseException):
                 raise news
         finally:
             with contextlib.suppress(RequestError):
-                self._do(lambda engine: self._give_up(engine, arrived))
+                self._thread.do(lambda engine: self._inboxes.give_up(engine, arrived))
         yield reader.pooled(served, wanted)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
@@ -196,27 +174,29 @@ class AsyncLLM(AsyncTrainerServices):
 
         def abort(engine: TextEngine) -> None:
             ended = [engine.abort(name) for name in names]
-            self._tell(engine, [output for output in ended if output is not None])
+            self._inboxes.tell(engine, [output for output in ended if output is not None])
 
-        self._do(abort)
+        self._thread.do(abort)
 
     def pause(self) -> None:
         """Run no further step until `resume`; requests keep their place, and new ones are taken in."""
-        self._do(lambda engine: engine.core.scheduler.pause())
+        self._thread.do(lambda engine: engine.core.scheduler.pause())
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._do(lambda engine: engine.core.resume())
+        self._thread.do(lambda engine: engine.core.resume())
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
         """As `LLM.sleep`; requests that are kept, and those that come meanwhile, wait for `wake_up`."""
-        await self._call(lambda engine: engine.core.sleeper.check(level, mode))
+        await self._thread.call(lambda engine: engine.core.sleeper.check(level, mode))
         mode = await self._drained(mode)
-        return await self._call(lambda engine: engine.sleep(level, mode, lambda new: self._tell(engine, new)))
+        return await self._thread.call(
+            lambda engine: engine.sleep(level, mode, lambda new: self._inboxes.tell(engine, new))
+        )
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
         """As `LLM.wake_up`."""
-        return await self._call(lambda engine: engine.wake_up(tags))
+        return await self._thread.call(lambda engine: engine.wake_up(tags))
 
     @overload
     async def update_weights(
@@ -231,9 +211,9 @@ class AsyncLLM(AsyncTrainerServices):
         if is_part_of_update(weights):
             await self._operated(self._llm.trainer_link.receive(inside(weights, "update_info")))
             return None
-        return await self._call(lambda _: self._llm.update_weights(weights, version=version))
+        return await self._thread.call(lambda _: self._llm.update_weights(weights, version=version))
 
-    async def _read(self, asked: LoRARequest, arrived: _Inbox | None = None) -> Adapter | None:
+    async def _read(self, asked: LoRARequest, arrived: Inbox | None = None) -> Adapter | None:
         """What has to be read for this adapter, beside the engine's steps; None: nothing. The request of
         `arrived`, if it is for one, has come with this call."""
         if not isinstance(asked, LoRARequest):
@@ -242,38 +222,34 @@ class AsyncLLM(AsyncTrainerServices):
         def path_to_read(engine: TextEngine) -> str | None:
             path = engine.adapters.path_to_read(asked)
             if path is not None and arrived is not None:
-                self._announced[arrived] = engine.core.scheduler.arrivals.announce()
+                self._inboxes.announce(engine, arrived)
             return path
 
-        path = await self._call(path_to_read)
+        path = await self._thread.call(path_to_read)
         if path is None:
             return None
         return await asyncio.to_thread(self._llm.engine.adapters.read, path)
 
-    def _arrival(self, engine: TextEngine, arrived: _Inbox) -> contextlib.AbstractContextManager[None]:
-        """What is added in here came when its adapter began to be read."""
-        return engine.core.scheduler.arrivals.arrival(self._announced.pop(arrived, None))
-
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLM.add_lora`; requests go on while it is read."""
         read = await self._read(lora_request)
-        return await self._call(lambda engine: engine.adapters.load(lora_request, read))
+        return await self._thread.call(lambda engine: engine.adapters.load(lora_request, read))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """As `LLM.remove_lora`."""
-        return await self._call(lambda _: self._llm.remove_lora(lora_id))
+        return await self._thread.call(lambda _: self._llm.remove_lora(lora_id))
 
     async def pin_lora(self, lora_id: int) -> bool:
         """As `LLM.pin_lora`."""
-        return await self._call(lambda _: self._llm.pin_lora(lora_id))
+        return await self._thread.call(lambda _: self._llm.pin_lora(lora_id))
 
     async def list_loras(self) -> set[int]:
         """As `LLM.list_loras`."""
-        return await self._call(lambda _: self._llm.list_loras())
+        return await self._thread.call(lambda _: self._llm.list_loras())
 
     async def is_sleeping(self) -> bool:
         """As `LLM.is_sleeping`."""
-        return await self._call(lambda engine: engine.core.sleeper.is_sleeping)
+        return await self._thread.call(lambda engine: engine.core.sleeper.is_sleeping)
 
     async def pause_generation(
         self,
@@ -288,22 +264,22 @@ class AsyncLLM(AsyncTrainerServices):
         chosen = await self._drained(chosen)
 
         def pause(engine: TextEngine) -> None:
-            engine.pause(chosen, clear_cache, lambda new: self._tell(engine, new))
+            engine.pause(chosen, clear_cache, lambda new: self._inboxes.tell(engine, new))
 
-        await self._call(pause)
+        await self._thread.call(pause)
 
     async def resume_generation(self) -> None:
         """As `LLM.resume_generation`."""
-        await self._call(lambda engine: engine.core.resume())
+        await self._thread.call(lambda engine: engine.core.resume())
 
     async def is_paused(self) -> bool:
         """As `LLM.is_paused`."""
-        return await self._call(lambda engine: engine.core.is_paused)
+        return await self._thread.call(lambda engine: engine.core.is_paused)
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
         """Wait until no request is unfinished; whoever comes meanwhile is waited for too. TimeoutError."""
         async with asyncio.timeout(drain_timeout):
-            while await self._call(lambda engine: engine.has_work):
+            while await self._thread.call(lambda engine: engine.has_work):
                 await asyncio.sleep(0.001)
 
     async def _drained(self, mode: str) -> str:
@@ -324,12 +300,12 @@ class AsyncLLM(AsyncTrainerServices):
                 undo[0]()
 
         try:
-            await self._call(begin)
-            while await self._call(lambda engine: engine.core.still_drains):
+            await self._thread.call(begin)
+            while await self._thread.call(lambda engine: engine.core.still_drains):
                 await asyncio.sleep(0.001)
         except asyncio.CancelledError:
             with contextlib.suppress(RequestError):  # it is closed
-                self._do(leave)
+                self._thread.do(leave)
             raise
         return "keep"
 
@@ -350,7 +326,7 @@ class AsyncLLM(AsyncTrainerServices):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """As `LLM.reset_prefix_cache`."""
-        return await self._call(
+        return await self._thread.call(
             lambda _: self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
         )
 
@@ -362,15 +338,15 @@ class AsyncLLM(AsyncTrainerServices):
 
     async def get_metrics(self) -> list[Metric]:
         """As `LLM.get_metrics`."""
-        return await self._call(lambda _: self._llm.get_metrics())
+        return await self._thread.call(lambda _: self._llm.get_metrics())
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
         """As `LLM.start_profile`."""
-        await self._call(lambda _: self._llm.start_profile(profile_prefix))
+        await self._thread.call(lambda _: self._llm.start_profile(profile_prefix))
 
     async def stop_profile(self) -> str:
         """As `LLM.stop_profile`."""
-        return await self._call(lambda _: self._llm.stop_profile())
+        return await self._thread.call(lambda _: self._llm.stop_profile())
 
     async def check_health(self) -> None:
         """RequestError if the engine has stopped."""
@@ -380,7 +356,7 @@ class AsyncLLM(AsyncTrainerServices):
     @property
     def is_running(self) -> bool:
         """Whether requests are served."""
-        return not self._closed and self._thread.is_alive()
+        return self._thread.is_running
 
     @property
     def errored(self) -> bool:
@@ -404,10 +380,7 @@ class AsyncLLM(AsyncTrainerServices):
         that is the parent's: nothing happens."""
         if self._turn.is_elsewhere:
             return
-        with self._gate:
-            if not self._closed:
-                self._commands.put(None)
-        self._thread.join()
+        self._thread.stop()
         self._llm.close()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -415,156 +388,6 @@ class AsyncLLM(AsyncTrainerServices):
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
-
-    # -- in the engine's thread --------------------------------------------------------------------
-
-    def _do(self, command: Callable[[TextEngine], None]) -> None:
-        self._turn.check_process()
-        with self._gate:
-            if self._closed:
-                raise RequestError("this AsyncLLM is closed")
-            engine = self._llm.engine
-            self._commands.put(lambda: command(engine))
-
-    async def _call(self, function: Callable[[TextEngine], _Found]) -> _Found:
-        """Have the engine's thread do this between two steps; what comes of it."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[_Found] = loop.create_future()
-
-        def call(engine: TextEngine) -> None:
-            try:
-                found = function(engine)
-            except Exception as error:
-                _call(loop, _settle, answer, error)
-            else:
-                _call(loop, _settle, answer, found)
-
-        self._do(call)
-        return await answer
-
-    def _serve(self) -> None:
-        engine = self._llm.engine
-        try:
-            while self._obey(wait=not engine.core.can_step):
-                if engine.core.can_step:
-                    self._tell(engine, self._step(engine))
-            error: BaseException = RequestError("the engine was closed")
-        except BaseException as problem:
-            error = problem
-        with self._gate:
-            self._closed = True
-        # What was asked in between is carried out, so that whoever waits for it is told.
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                _carry_out(command)
-        for loop, arrived in self._listeners.values():
-            _call(loop, arrived.put_nowait, error)
-
-    def _step(self, engine: TextEngine) -> list[RequestOutput]:
-        """A step that raises has ended its requests, who are told by the next one. If that raises as well,
-        and another, nothing works any more."""
-        for attempt in range(_ATTEMPTS):
-            try:
-                return engine.step()
-            except Exception:
-                if attempt + 1 == _ATTEMPTS:
-                    raise
-                logger.exception("a step failed; the engine goes on")
-        raise AssertionError
-
-    def _obey(self, *, wait: bool) -> bool:
-        """Carry out what was asked since the last step; False when it is time to stop."""
-        while wait or not self._commands.empty():
-            command = self._commands.get()
-            if command is None:
-                return False
-            _carry_out(command)
-            wait = False
-        return True
-
-    def _add(
-        self,
-        engine: TextEngine,
-        add: Callable[[TextEngine], str],
-        params: SamplingParams,
-        loop: asyncio.AbstractEventLoop,
-        arrived: _Inbox,
-        name: asyncio.Future[str],
-    ) -> None:
-        try:
-            served = add(engine)
-        except Exception as error:  # of whatever the caller gave us: it is the caller's
-            _call(loop, _settle, name, error)
-            return
-        self._listeners[served] = loop, arrived
-        self._names[arrived] = served
-        self._streams[arrived] = OutputStream(params)
-        if not _call(loop, _settle, name, served):
-            self._give_up(engine, arrived)
-
-    def _give_up(self, engine: TextEngine, arrived: _Inbox) -> None:
-        """Nobody reads from this inbox any more: its request ends, if it has not."""
-        self._streams.pop(arrived, None)
-        if (announced := self._announced.pop(arrived, None)) is not None:
-            engine.core.scheduler.arrivals.withdraw(announced)
-        name = self._names.pop(arrived, None)
-        if name is None:
-            return  # it was refused
-        _, listening = self._listeners.get(name, (None, None))
-        if listening is arrived:
-            del self._listeners[name]
-            engine.abort(name)
-
-    def _tell(self, engine: TextEngine, outputs: list[RequestOutput]) -> None:
-        # Waking a loop costs more than all the rest, so it is done once for all that it gets.
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, RequestOutput]]] = {}
-        for output in outputs:
-            found = self._listeners.get(output.request_id)
-            if found is not None:
-                loop, arrived = found
-                # The engine goes on writing to its own; a reader gets one that stays as it is.
-                stream = self._streams.get(arrived)
-                news = output.snapshot() if stream is None else stream.news(output)
-                if news is not None:
-                    by_loop.setdefault(loop, []).append((arrived, news))
-        for loop, letters in by_loop.items():
-            if not _call(loop, _put, letters):
-                gone = [arrived for other, arrived in self._listeners.values() if other is loop]
-                for arrived in gone:
-                    self._give_up(engine, arrived)
-
-
-def _carry_out(command: Callable[[], None]) -> None:
-    try:
-        command()
-    except Exception:  # one that cannot be carried out is nobody else's loss
-        logger.exception("a command failed; the engine goes on")
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:
-    """Have a loop call this; False if it is closed, as `asyncio.run` leaves it: nobody waits in it."""
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-        return False
-    return True
-
-
-def _put(letters: list[tuple[_Inbox, RequestOutput]]) -> None:
-    for arrived, output in letters:
-        arrived.put_nowait(output)
-
-
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    if future.cancelled():
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
 
 
 AsyncLLMEngine = AsyncLLM

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from ostinato.grammars.limits import GrammarLimits
-from ostinato.graphs import ConfigError, GraphMode, Ladder
-from ostinato.kernels.constants import PAGE_SIZE
+from ostinato.graphs import ConfigError, GraphMode
 
-from .capture_sizes import capture_ladders, check_capture_sizes
+from .capture_sizes import check_capture_sizes
 from .speculating.config import SpeculativeConfig
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -47,7 +45,7 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """As the user asked; `resolved` fills in what depends on the model and the machine."""
+    """As the user asked; what depends on the model and the machine is filled in by `resolve`."""
 
     model: str | None = None
     """A directory, a GGUF file or a hub name; default: SmolLM2-135M-Instruct."""
@@ -292,156 +290,3 @@ class EngineConfig:
     def is_eager(self) -> bool:
         """Whether there are to be no graphs."""
         return self.disable_cuda_graph or self.cuda_graph_mode.lower() == "none"
-
-    def resolved(self, model_limit: int, model_dtype: torch.dtype) -> ResolvedConfig:
-        """Everything decided, for a model with this limit and type of weights, on this machine."""
-        device = _own_device() if self.device == "auto" else _device(self.device)
-        on_gpu = device.type == "cuda"
-        dtype = DTYPES.get(self.dtype) or (model_dtype if on_gpu else torch.float32)
-        longest = self.max_model_len or min(model_limit, 8192 if on_gpu else 2048)
-        if longest > model_limit:
-            raise ConfigError(f"max_model_len {longest} is beyond the model's own limit of {model_limit}")
-        running = self.max_running_requests or (256 if on_gpu else 16)
-        tokens = max(self._chunk_size(on_gpu), running)
-        if not self.enable_chunked_prefill:
-            tokens = max(tokens, longest)
-        mode = self._graph_mode(on_gpu)
-        decode_ladder, token_ladder = capture_ladders(self, mode, running, tokens, on_gpu=on_gpu)
-        return ResolvedConfig(
-            config=self,
-            device=device,
-            dtype=dtype,
-            max_model_len=longest,
-            max_running_requests=running,
-            max_batched_tokens=tokens,
-            graph_mode=mode,
-            decode_ladder=decode_ladder,
-            token_ladder=token_ladder,
-        )
-
-    def _graph_mode(self, on_gpu: bool) -> GraphMode:
-        if self.is_eager:
-            return GraphMode.NONE
-        if self.batch_invariant:
-            return GraphMode.FULL  # attention between graphs has varying shapes
-        if self.cuda_graph_mode != "auto":
-            return GraphMode.parse(self.cuda_graph_mode)
-        has_kernels = self.attention_backend == "triton" or (on_gpu and self.attention_backend == "auto")
-        return GraphMode.FULL if has_kernels else GraphMode.FULL_AND_PIECEWISE
-
-    def _chunk_size(self, on_gpu: bool) -> int:
-        if self.chunked_prefill_size is not None:
-            return self.chunked_prefill_size
-        if self.batch_invariant and on_gpu:
-            return 256  # every step pays for as many tokens
-        return 4096 if on_gpu else 128
-
-
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """What an engine runs with."""
-
-    config: EngineConfig
-    device: torch.device
-    dtype: torch.dtype
-    max_model_len: int
-    max_running_requests: int
-    max_batched_tokens: int
-    graph_mode: GraphMode
-    decode_ladder: Ladder
-    token_ladder: Ladder
-
-    @cached_property
-    def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are drafted; None: they are not."""
-        asked = self.config.speculative_config
-        return None if asked is None else SpeculativeConfig.parse(asked)
-
-    @property
-    def max_drafts(self) -> int:
-        """The most drafts of a request in one step."""
-        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
-
-    @property
-    def max_positions(self) -> int:
-        """Positions that a step may compute: drafts reach beyond the end of a request."""
-        return self.max_model_len + self.max_drafts
-
-    @property
-    def verify_ladder(self) -> Ladder:
-        """Batches, in requests, whose drafts are verified; larger ones get none."""
-        assert self.speculation is not None
-        limit = min(self.speculation.max_speculative_requests, self.decode_ladder.limit)
-        return Ladder([*(size for size in self.decode_ladder if size < limit), limit])
-
-    @property
-    def lookahead(self) -> int:
-        """Steps launched before the tokens of the last one are read; a CPU has nothing to gain from it."""
-        if self.config.steps_ahead is not None:
-            return self.config.steps_ahead
-        return 1 if self.device.type == "cuda" else 0
-
-    @property
-    def lora_cases(self) -> tuple[int, ...]:
-        """Numbers of adapters that there are graphs for."""
-        asked = self.config
-        if not asked.serves_adapters:
-            return (0,)
-        slots = asked.adapter_slots
-        return (0, slots) if asked.cudagraph_specialize_lora else (slots,)
-
-    @property
-    def max_adapters_on_host(self) -> int:
-        """Adapters kept there while nobody uses them."""
-        return self.config.max_cpu_loras or max(8, self.config.adapter_slots)
-
-    @property
-    def max_step_tokens(self) -> int:
-        """Tokens of the largest step, padding included."""
-        verified = 0 if self.speculation is None else self.verify_ladder.limit * (1 + self.max_drafts)
-        return max(self.max_batched_tokens, self.token_ladder.limit, self.decode_ladder.limit, verified)
-
-    @property
-    def page_columns(self) -> int:
-        """Pages of the longest request."""
-        return -(-self.max_positions // PAGE_SIZE)
-
-    @property
-    def max_rows(self) -> int:
-        """Request rows, the reserved row 0 included."""
-        return self.max_running_requests + 1
-
-    @property
-    def context_buckets(self) -> tuple[int | None, ...]:
-        """Context lengths a decode graph is made for: attention without a kernel pays for all of them."""
-        if self.device.type == "cuda" or self.config.batch_invariant:
-            return (None,)
-        buckets: list[int | None] = []
-        size = 128
-        while size < self.max_model_len:
-            buckets.append(size)
-            size *= 4
-        return (*buckets, self.page_columns * PAGE_SIZE)
-
-    @property
-    def warmups(self) -> int:
-        """Runs before a recording: none on a CPU; on a GPU one, as kernels are compiled before."""
-        return 1 if self.device.type == "cuda" else 0
-
-
-def _own_device() -> torch.device:
-    """The GPU that this process works on: the first, unless somebody has set another one."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, and torch finds no GPU: use cpu")
-    # Tensors always know their number, so the configuration does too.
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

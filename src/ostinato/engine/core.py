@@ -34,42 +34,26 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import cast
 
 import numpy as np
-import torch
 
-from ostinato.cache.pages import PageAllocator
-from ostinato.graphs import OstinatoError, Report, frozen_gc
-from ostinato.models.adapters.reading import AdapterReader
+from ostinato.graphs import OstinatoError, Report
 from ostinato.models.errors import WeightsError
 from ostinato.models.weight_update import NamedTensors, TornWeightsError
 
-from .adapters.first_adapters import load_first_adapters
-from .adapters.served_adapters import ServedAdapters
-from .loading.device_memory import DeviceMemory
-from .loading.drafts import draft_kv_shape, draft_parts
-from .loading.load import LoadedModel, ModelLoadError, allocate_kv
-from .loading.memory_plan import MemoryPlan
-from .loading.prompt_bound import prompt_bound_of
-from .loading.rehearsal import rehearse
-from .loading.shortage import Room, no_room_for_steps
+from .engine_parts import put_together
+from .loading.load import LoadedModel
 from .parameters.sampling_params import RequestError, SamplingParams
-from .sampling.following import Following
 from .sampling.prompt_logprobs import prompt_logprobs_of
-from .sampling.sampler import Sampler
 from .scheduling.request import FinishReason, IntArray, Request
 from .scheduling.scheduled_step import CompletedStep, ScheduledStep
-from .scheduling.scheduler import Scheduler
-from .scheduling.scheduler_config import SchedulerConfig, window_of
-from .sleeping.served_weights import DROPPED, ServedWeights, WeightsReport
-from .sleeping.sleeper import EngineAsleepError, Sleeper, SleepReport
+from .sleeping.served_weights import DROPPED, WeightsReport
+from .sleeping.sleeper import EngineAsleepError, SleepReport
 from .stepping.flight import Flight, Progress
-from .stepping.model_runner import ModelRunner
 from .stepping.prompt_states import PromptSums
 from .stepping.times import StartupTimes, StepClock
 from .stepping.token_return import Sampled
@@ -97,90 +81,21 @@ class EngineCore:
         """CPU time of the steps."""
         self.startup = startup or StartupTimes()
         """Time that the phases of the start took."""
-        # Once for all captures of the start: walking the modules of torch takes a tenth of a second.
-        with frozen_gc(not config.config.enable_cudagraph_gc):
-            self._start(progress)
-
-    def _start(self, progress: bool | None) -> None:
-        loaded, config = self.loaded, self.config
-        plan = self._rehearsed()
-        with self.startup.phase("kv"):
-            beside = draft_kv_shape(loaded.draft, config.dtype)
-            kv = allocate_kv(loaded.model, config, plan, loaded.arenas, beside)
-            draft = draft_parts(loaded.draft, kv.num_pages, config, loaded.arenas)
-        memory = loaded.memory
-        with nullcontext() if memory is None else memory.static_buffers():
-            of_graphs = None if memory is None else memory.of_graphs
-            self.runner = ModelRunner(
-                loaded.model, kv, loaded.attention, config, of_graphs, loaded.adapters, draft
-            )
-            self.sampler = Sampler(self.runner) if loaded.model.config.has_lm_head else None
-        if memory is not None:
-            memory.clear_at_wake(kv)
-            if draft is not None:
-                memory.clear_at_wake(draft.kv)
-        self.sleeper = Sleeper(None if memory is None else memory.saver, config.device)
+        parts = put_together(loaded, self.startup, progress)
+        self.runner, self.sampler = parts.runner, parts.sampler
+        self.scheduler, self.following = parts.scheduler, parts.following
+        self.sleeper = parts.sleeper
         """What is away while the engine sleeps, and whether it may take a step."""
-        self.weights = ServedWeights(loaded.model, self.sleeper)
-        self.adapters = None
+        self.weights = parts.weights
+        self.adapters = parts.adapters
         """What requests may have added to the weights; None where no adapters are served."""
-        if loaded.adapters is not None:
-            reader = AdapterReader(loaded.model, config.config.max_lora_rank)
-            self.adapters = ServedAdapters(reader, loaded.adapters, config.max_adapters_on_host)
-            load_first_adapters(self.adapters, config.config.lora_modules or ())
-        self.prompt_bound = prompt_bound_of(config, loaded.model.config)
+        self.prompt_bound = parts.prompt_bound
         """How much of prompts a step takes beside streams; None: whatever fits."""
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_running=config.max_running_requests,
-                max_batched_tokens=config.max_batched_tokens,
-                max_model_len=config.max_model_len,
-                chunked_prefill=config.config.enable_chunked_prefill,
-                prefix_caching=config.config.enable_prefix_caching,
-                shared_prefixes=config.config.enable_cascade_attention,
-                lookahead=config.lookahead,
-                window=window_of(loaded.model.config.layer_windows, config.max_model_len),
-                max_drafts=config.max_drafts,
-            ),
-            PageAllocator(kv.num_pages),
-            None if self.adapters is None else self.adapters.slots,
-            None if self.runner.speculation is None else self.runner.speculation.choose,
-            self.prompt_bound,
-        )
-        self.following = Following(
-            self.scheduler,
-            loaded.tokenizer,
-            loaded.model.config.vocab_size,
-            config.config.grammar_limits,
-        )
+        self.parts = parts
+        """All of these, and what they took of the device."""
         self._flights: deque[Flight] = deque()
         self._arrived: list[Progress] = []
         self._prompt_sums = PromptSums(config.max_rows)
-        self._plan = plan
-        self._expect(plan)
-        before = DeviceMemory.now(config.device)
-        report = self.runner.capture(self.startup, progress=progress)
-        if self.sampler is not None:
-            with self.startup.phase("capture sampling"):
-                self.sampler.capture(progress=False)
-        self._captured = DeviceMemory.now(config.device).less(before)
-        self.sleeper.driver_bytes = max(0, self._captured.taken - self._captured.reserved)
-        logger.info("%s", report)
-        logger.info("start: %s", ", ".join(f"{name} {s:.2f} s" for name, s in self.startup.read().items()))
-        logger.info("memory: %s", ", ".join(f"{name} {size:,}" for name, size in self.memory().items()))
-
-    def _rehearsed(self) -> MemoryPlan:
-        try:
-            return rehearse(self.loaded, self.startup)
-        except torch.OutOfMemoryError as error:
-            room = Room.on(self.config.device)
-            raise ModelLoadError(no_room_for_steps(self.config, error, room)) from error
-
-    def _expect(self, plan: MemoryPlan) -> None:
-        """Let reports tell what was expected of each graph beside what it took."""
-        of_sampling = [] if self.sampler is None else list(self.sampler.graphs.values())
-        for graphs, expected in zip((self.runner.graphs, *of_sampling), plan.rungs, strict=False):
-            graphs.predicted |= expected
 
     @property
     def has_work(self) -> bool:
@@ -338,28 +253,6 @@ class EngineCore:
         counts = ", ".join(f"{reason} {count:,}" for reason, count in missed.items())
         lowered = f"decode steps that should have read a shared prefix once and did not: {counts}"
         return replace(report, lowered=f"{report.lowered} {lowered}" if report.lowered else lowered)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes by what they are for; see `LLM.memory_report`."""
-        runner = self.runner
-        models = [model for model in (self.loaded.model, self.loaded.draft) if model is not None]
-        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        outputs = (runner.logits, runner.hidden)
-        of_adapters = {} if runner.adapters is None else {"adapters": runner.adapters.num_bytes}
-        found = {
-            "weights": sum(tensor.nbytes for tensor in tensors),
-            **of_adapters,
-            "kv": runner.kv.num_bytes + (0 if runner.draft is None else runner.draft.kv.num_bytes),
-            "inputs": runner.graphs.buffers.bytes + runner.rows.num_bytes,
-            "outputs": sum(tensor.nbytes for tensor in outputs),
-            "sampling": 0 if self.sampler is None else self.sampler.num_bytes,
-            "activations": runner.graphs.pool.bytes,
-            # What outlived the rehearsal, or was allocated while capturing and is no graph's.
-            "workspace": self._plan.workspace + max(0, self._captured.allocated - runner.pool.bytes_beside),
-            "graphs": max(0, self._captured.taken - self._captured.reserved),
-            **self._plan.predictions,
-        }
-        return self.sleeper.less_what_is_away(found)
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""

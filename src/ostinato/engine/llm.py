@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +18,9 @@ from ostinato.models.shared_weights import shared_weights
 from ostinato.models.weight_update import NamedTensors
 
 from .adapters.lora_request import AskedAdapters, LoRARequest, one_adapter_each
-from .delivery.request_progress import RequestProgress, Shown
+from .delivery.request_progress import Shown
 from .interrupts import HeldSignals
-from .outputs import CompletionOutput, RequestOutput
+from .outputs import RequestOutput
 from .parameters.sampling_params import BeamSearchParams, RequestError, SamplingParams
 from .pooling_outputs import (
     ClassificationRequestOutput,
@@ -29,18 +29,20 @@ from .pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from .prompt_reader import Prompt
+from .served_prompts import begin, finish, one_each, served
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport
 from .speculating.counts import SpeculationReport
 from .stepping.times import StepTimes
-from .text_engine import Prompt, TextEngine, check_params
+from .text_engine import TextEngine
 from .vllm_api.beam_search import BeamSearch, BeamSearchOutput
 from .vllm_api.conversations import ChatOptions, ConversationWriter, Messages, listed_conversations
 from .vllm_api.engine_services import EngineServices
 from .vllm_api.llm_engine import LLMEngine, refuse_given
 from .vllm_api.llm_options import llm_options
 from .vllm_api.pooling_params import PoolingParams
-from .vllm_api.prompts import known_token_ids, listed_prompts
+from .vllm_api.prompts import listed_prompts
 from .vllm_api.trainer_services import PartOfUpdate, TrainerServices, inside, is_part_of_update
 from .vllm_api.worker import extension_class
 from .weight_sync.trainer_link import done_here
@@ -107,10 +109,10 @@ class LLM(EngineServices, TrainerServices):
             mm_processor_kwargs=mm_processor_kwargs,
         )
         listed, alone = listed_prompts(prompts)
-        params = _one_each(self._chosen(sampling_params), len(listed))
+        params = one_each(self._chosen(sampling_params), len(listed))
         shown = use_tqdm if use_tqdm is not None or not alone else False
         adapters = one_adapter_each(lora_request, len(listed))
-        return self._run(listed, params, adapters, strict=alone, shown=shown)
+        return served(self.engine, listed, params, adapters, strict=alone, shown=shown)
 
     def chat(
         self,
@@ -144,10 +146,12 @@ class LLM(EngineServices, TrainerServices):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        params = _one_each(self._chosen(sampling_params), len(conversations))
+        params = one_each(self._chosen(sampling_params), len(conversations))
         shown = use_tqdm if use_tqdm is not None or not alone else False
         adapters = one_adapter_each(lora_request, len(conversations))
-        return self._run(conversations, params, adapters, strict=alone, shown=shown, encode=writer.prompt)
+        return served(
+            self.engine, conversations, params, adapters, strict=alone, shown=shown, encode=writer.prompt
+        )
 
     def beam_search(
         self,
@@ -166,12 +170,12 @@ class LLM(EngineServices, TrainerServices):
         if adapter is not None:
             engine.version_of(adapter)
             adapter = replace(adapter, load_inplace=False)
-        ids = [engine.token_ids_of(prompt) for prompt in listed]
+        ids = [engine.prompts.token_ids_of(prompt) for prompt in listed]
 
         def step(beams: list[dict[str, Any]], wanted: SamplingParams) -> list[RequestOutput]:
             each = [wanted] * len(beams)
             adapters = [adapter] * len(beams)
-            return self._run(beams, each, adapters, strict=False, shown=False, is_told=False)
+            return served(self.engine, beams, each, adapters, strict=False, shown=False, is_told=False)
 
         eos = engine.core.loaded.eos_token_ids
         search = BeamSearch(params, step, eos, self.config.max_logprobs)
@@ -191,12 +195,14 @@ class LLM(EngineServices, TrainerServices):
         """Queue prompts for `wait_for_completion`; their ids. RequestError, and nothing is queued, if one of
         them cannot be served."""
         listed, _ = listed_prompts(prompts)
-        params = _one_each(self._chosen(sampling_params), len(listed))
+        params = one_each(self._chosen(sampling_params), len(listed))
         adapters = one_adapter_each(lora_request, len(listed))
         outputs: list[RequestOutput] = []
         with HeldSignals(), self.engine.awaiting() as added:
             for prompt, wanted, asked in zip(listed, params, adapters, strict=True):
-                outputs.append(self._begin(prompt, wanted, asked, added, lambda given: given, strict=True))
+                outputs.append(
+                    begin(self.engine, prompt, wanted, asked, added, lambda given: given, strict=True)
+                )
             self._queued += outputs
             added.clear()
         return [output.request_id for output in outputs]
@@ -205,9 +211,10 @@ class LLM(EngineServices, TrainerServices):
         """The outputs of all that was queued, in its order."""
         queued, self._queued = self._queued, []
         with HeldSignals() as signals, self.engine.awaiting() as unfinished:
-            with self.engine.turn:
+            engine = self.engine
+            with engine.turn:
                 unfinished.update(output.request_id for output in queued if not output.finished)
-            self._finish(unfinished, len(queued), use_tqdm, signals)
+            finish(engine, unfinished, len(queued), use_tqdm, signals)
         return queued
 
     def stream(
@@ -347,7 +354,7 @@ class LLM(EngineServices, TrainerServices):
         sampling, activations (of all graphs, in their shared pool), workspace (of libraries, counters of
         kernels) and graphs (what the driver holds for them). Where a rehearsal has sized the KV cache, also
         what it had predicted of the last three."""
-        return self.engine.core.memory()
+        return self.engine.core.parts.memory()
 
     def verify(self, seed: int = 0, *, progress: bool | None = None) -> EngineVerification:
         """Launch every graph on made-up requests and compare all it leaves with a slow computation that
@@ -461,84 +468,3 @@ class LLM(EngineServices, TrainerServices):
     def _writer(self, **options: Any) -> ConversationWriter:
         options["chat_template"] = options.get("chat_template") or self._template
         return ChatOptions(**options).prepared(self.engine)
-
-    def _run(
-        self,
-        prompts: Sequence[Any],
-        params: Iterable[SamplingParams],
-        adapters: Iterable[LoRARequest | None],
-        *,
-        strict: bool,
-        shown: Shown,
-        encode: Callable[[Any], Prompt] = lambda prompt: prompt,
-        is_told: bool = True,
-    ) -> list[RequestOutput]:
-        """`encode` makes a prompt of what was given; it may refuse. `is_told`: failures are logged."""
-        engine = self.engine
-        outputs: list[RequestOutput] = []
-        # After an interrupt nothing of this call stays behind.
-        with HeldSignals() as signals, engine.awaiting() as unfinished:
-            for prompt, wanted, asked in zip(prompts, params, adapters, strict=True):
-                outputs.append(self._begin(prompt, wanted, asked, unfinished, encode, strict=strict))
-                signals.let_through()
-            self._finish(unfinished, len(outputs), shown, signals)
-        if engine.is_closed:
-            raise RequestError("this LLM was closed while it served this call")
-        if strict and outputs and outputs[0].error is not None:
-            raise RequestError(outputs[0].error)
-        if is_told:
-            for at, output in enumerate(outputs):
-                if output.error is not None:
-                    logger.warning("prompt %d of %d failed: %s", at, len(outputs), output.error)
-        return outputs
-
-    def _finish(self, unfinished: set[str], total: int, shown: Shown, signals: HeldSignals) -> None:
-        """Step until all of these have ended."""
-        with RequestProgress(total, shown) as bar:
-            bar.update(total - len(unfinished), 0)
-            while unfinished:
-                self.engine.refuse_if_paused()
-                before, changed = len(unfinished), self.engine.step()
-                bar.update(before - len(unfinished), len(changed))
-                signals.let_through()
-
-    def _begin(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        asked: LoRARequest | None,
-        unfinished: set[str],
-        encode: Callable[[Any], Prompt],
-        *,
-        strict: bool,
-    ) -> RequestOutput:
-        """Queue a prompt and note its name, or say why not."""
-        engine, name = self.engine, self.engine.new_id()
-        try:
-            with engine.turn:
-                output = engine.add(encode(prompt), params, name, engine.version_of(asked))
-                output.lora_request = asked
-                unfinished.add(name)
-                return output
-        except RequestError as error:
-            if strict or engine.is_closed or engine.turn.is_elsewhere:
-                raise
-            return _refused(name, prompt, str(error))
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if isinstance(params, str) or not isinstance(params, Sequence):
-        check_params(params)
-    for at, one in enumerate(params):
-        check_params(one, f"[{at}]")
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling parameters were given for {count} prompts")
-    return list(params)
-
-
-def _refused(name: str, prompt: Any, error: str) -> RequestOutput:
-    text = prompt if isinstance(prompt, str) else None
-    known = known_token_ids(prompt)
-    return RequestOutput(name, text, known, [CompletionOutput(0, finish_reason="error")], error=error)

@@ -6,18 +6,15 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ostinato.graphs import ConfigError
 from ostinato.models.adapters.adapter import Adapter
 from ostinato.models.weight_update import NamedTensors
-from ostinato.text.errors import TokenizerError
 
 from .adapters.lora_request import LoRARequest
 from .adapters.served_adapters import ServedAdapters
@@ -27,13 +24,13 @@ from .core import EngineCore
 from .delivery.completion_text import CompletionText
 from .delivery.delivery import Delivery
 from .delivery.request_counts import RequestCounts
-from .delivery.request_progress import RequestProgress, Shown
 from .delivery.request_times import RequestTimes
 from .delivery.served_completion import ServedCompletion
 from .loading.load import load
 from .outputs import CompletionOutput, RequestOutput
 from .parameters.bad_words import token_sequences
 from .parameters.sampling_params import RequestError, SamplingParams
+from .prompt_reader import Prompt, PromptReader, cache_salt
 from .sampling.processor_batch import ProcessorBatch, processor_classes
 from .sampling.processor_protocol import LogitsProcessor
 from .scheduling.request import Request
@@ -41,31 +38,12 @@ from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import EngineAsleepError, SleepReport, check_mode
 from .step_profiler import StepProfiler
 from .stepping.flight import Progress
-from .stepping.prompt_states import PromptStates
 from .stepping.times import StartupTimes
-from .token_ids import IntArray, token_array_and_highest
+from .token_ids import IntArray
 from .turns import Turn
 from .vllm_api.engine_view import VllmConfigView
-from .vllm_api.prompts import WHAT_A_PROMPT_IS, are_token_ids, check_keys, kind_of
 
 logger = logging.getLogger("ostinato.engine")
-
-Prompt = str | Mapping[str, Any] | Sequence[int]
-"""A text, or token ids (a list, an array, a tensor), or {"prompt_token_ids": [...]}, or {"prompt": "..."};
-the latter two may have a "cache_salt"."""
-
-
-@dataclass(frozen=True)
-class PromptOutcome:
-    """What came of a prompt that was only read."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    states: PromptStates | None
-    """None where `error` says why."""
-    error: str | None
-
 
 MAX_COMPLETIONS = 16_384
 """Of one prompt; more would take memory without end before the first of them is served."""
@@ -90,6 +68,8 @@ class TextEngine:
         self._awaited: dict[int, set[str]] = {}
         """By call: see `awaiting`."""
         self.tokenizer = loaded.tokenizer
+        self.prompts = PromptReader(loaded.tokenizer)
+        """What is given as a prompt goes through it."""
         self._served: dict[str, list[ServedCompletion]] = {}
         """By the name of the prompt."""
         self._taken_names: set[str] = set()
@@ -155,8 +135,8 @@ class TextEngine:
         params = self._checked(params)
         with self.turn:
             name = self._name(request_id)
-            text, given, highest = self._encoded(prompt)
-            ids, salt = self._cut(given, params), _cache_salt(prompt)
+            text, given, highest = self.prompts.read(prompt)
+            ids, salt = self._cut(given, params), cache_salt(prompt)
             whole = _output(name, text, ids)
             if params.prompt_logprobs is not None:
                 whole.prompt_logprobs = [None] * len(ids)
@@ -175,7 +155,7 @@ class TextEngine:
         """Queue a prompt to embed; its id."""
         with self.turn:
             name = self._name(request_id)
-            text, ids, _ = self._encoded(prompt)
+            text, ids, _ = self.prompts.read(prompt)
             whole, output = _output(name, text, ids), CompletionOutput(0)
             whole.outputs.append(output)
             request = Request(name, ids, None, adapter=adapter)
@@ -292,45 +272,6 @@ class TextEngine:
         )
         include_stop = params.include_stop_str_in_output
         return CompletionText(detokenizer, token_ids, params.stop or (), include_stop=include_stop)
-
-    def _encoded(self, prompt: Prompt) -> tuple[str | None, IntArray, int]:
-        """The text of a prompt, its token ids, and the highest of these."""
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            text = prompt.get("prompt")
-            if text is not None and not isinstance(text, str):
-                raise RequestError(f"the prompt beside prompt_token_ids is a text, not {kind_of(text)}")
-            check_keys(prompt)
-            return text, *_checked_ids(prompt["prompt_token_ids"])
-        if are_token_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
-            return None, *_checked_ids(prompt)
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if not isinstance(text, str):
-            raise RequestError(f"{WHAT_A_PROMPT_IS}, not {kind_of(prompt)}")
-        if isinstance(prompt, Mapping):
-            check_keys(prompt)
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is no text that can be encoded: {error}") from None
-        return text, *token_array_and_highest(self.tokenizer.encode(text))
-
-    def token_ids_of(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt; RequestError if it is none."""
-        found: list[int] = self._encoded(prompt)[1].tolist()
-        return found
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """The prompt of a conversation: its text as the chat template writes it, and its token ids."""
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
-        try:
-            text = self.tokenizer.apply_chat_template(messages, **options)
-        except TokenizerError as error:
-            raise RequestError(str(error)) from error
-        # The template writes its own special tokens.
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
     # -- outputs out -------------------------------------------------------------------------------
 
@@ -454,59 +395,10 @@ class TextEngine:
     def _count(self, completions: list[ServedCompletion]) -> None:
         self.counts.ended(completions[0].whole, completions[0].request.num_prompt_tokens)
 
-    def states_of(
-        self,
-        prompts: Sequence[Prompt],
-        shown: Shown = False,
-        let_through: Callable[[], None] = lambda: None,
-        adapters: Sequence[LoRARequest | None] | None = None,
-    ) -> list[PromptOutcome]:
-        """What the model makes of these prompts, each with its adapter, for vectors and scores; `shown`: a
-        bar over them.
-
-        `let_through` is called between steps and may raise.
-        """
-        kept: list[ServedCompletion | str] = []
-        with self.awaiting() as awaited:
-            for prompt, asked in zip(prompts, adapters or [None] * len(prompts), strict=True):
-                kept.append(self._begin_embedding(prompt, awaited, asked))
-            with RequestProgress(len(kept), shown) as bar:
-                bar.update(len(kept) - len(awaited), 0)
-                while awaited:
-                    self.refuse_if_paused()
-                    before, changed = len(awaited), self.step()
-                    bar.update(before - len(awaited), len(changed))
-                    let_through()
-        return [self.outcome_of(entry) for entry in kept]
-
-    def _begin_embedding(
-        self, prompt: Prompt, awaited: set[str], asked: LoRARequest | None
-    ) -> ServedCompletion | str:
-        """Queue a prompt and note its name, or say why not."""
-        try:
-            with self.turn:
-                adapter = self.version_of(asked)
-                [served] = self._served[self.add_embedding(prompt, adapter=adapter)]
-                awaited.add(served.whole.request_id)
-                return served
-        except RequestError as error:
-            if self.is_closed or self.turn.is_elsewhere:
-                raise
-            return str(error)
-
     def served_embedding(self, name: str) -> ServedCompletion:
         """What was made of `add_embedding`; `outcome_of` says what came of it when it has ended."""
         [served] = self._served[name]
         return served
-
-    def outcome_of(self, served: ServedCompletion | str) -> PromptOutcome:
-        """What came of a prompt that was embedded, or refused for this reason."""
-        if isinstance(served, str):
-            return PromptOutcome(self.new_id(), None, [], None, served)
-        whole = served.whole
-        states = served.states[0] if served.states and whole.error is None else None
-        error = None if states is not None else whole.error or "the request was aborted"
-        return PromptOutcome(whole.request_id, whole.prompt, whole.prompt_token_ids, states, error)
 
     def close(self) -> None:
         """Abort everything and drop all graphs."""
@@ -529,25 +421,6 @@ def _checked_name(request_id: object) -> str:
     if not isinstance(request_id, str):
         raise RequestError(f"a request id is a text, not {type(request_id).__name__}")
     return request_id
-
-
-def _cache_salt(prompt: Prompt) -> str | None:
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(f"cache_salt must be a text that is not empty, not {salt!r}")
-    return salt
-
-
-def _checked_ids(ids: Any) -> tuple[IntArray, int]:
-    try:
-        checked, highest = token_array_and_highest(ids)
-        if checked.dtype != np.int32:
-            raise OverflowError
-    except TypeError:
-        raise RequestError(f"prompt_token_ids must be a list of integers, not {ids!r}") from None
-    except OverflowError:
-        raise RequestError("prompt_token_ids must be token ids, integers of at least 0") from None
-    return checked, highest
 
 
 def _output(name: str, text: str | None, ids: IntArray) -> RequestOutput:

@@ -1,6 +1,5 @@
 """The shape of a model, read from a Hugging Face `config.json`; what cannot run is refused here."""
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .config_fields import positive, positive_float
+from .config_file import read_config_file
 from .errors import ModelError, UnsupportedModelError
 from .families import BY_ARCHITECTURE, Family
 from .layer_kind import LayerKind
@@ -89,14 +89,7 @@ class ModelConfig:
         file = Path(path)
         if file.is_dir():
             file = file / "config.json"
-        if not file.is_file():
-            raise ModelError(f"{file} does not exist; a Hugging Face model directory holds a config.json")
-        try:
-            raw = json.loads(file.read_text())
-        except ValueError as error:
-            raise ModelError(f"{file} is not valid JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
+        raw = read_config_file(file, "a Hugging Face model directory holds a config.json")
         try:
             noted = _NotedReads(with_overrides(raw, overrides or {}))
             config = ModelConfig.from_dict(noted)

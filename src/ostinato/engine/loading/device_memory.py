@@ -33,3 +33,8 @@ class DeviceMemory:
             self.reserved - earlier.reserved,
             self.allocated - earlier.allocated,
         )
+
+    @property
+    def by_driver(self) -> int:
+        """Taken, and not by torch's allocator: what the driver holds."""
+        return max(0, self.taken - self.reserved)

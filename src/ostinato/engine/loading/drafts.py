@@ -12,7 +12,7 @@ from ostinato.models.errors import ModelError
 from ostinato.models.locate import locate_model
 from ostinato.models.transformer import Transformer
 
-from ..config import ResolvedConfig
+from ..resolved_config import ResolvedConfig
 from ..speculating.draft_parts import DraftParts
 from .arenas import Arenas
 from .saved_memory import SavedMemory

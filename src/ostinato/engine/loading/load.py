@@ -26,7 +26,8 @@ from ostinato.text.errors import TokenizerError
 from ostinato.text.json_file import read_json
 from ostinato.text.tokenizer import Tokenizer
 
-from ..config import EngineConfig, ResolvedConfig
+from ..config import EngineConfig
+from ..resolved_config import ResolvedConfig, resolve
 from .arenas import Arenas, from_torch
 from .default_sampling import default_sampling
 from .drafts import draft_for, load_draft
@@ -78,7 +79,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         if asked.tokenizer is not None:
             beside_it = locate_model(asked.tokenizer, download_dir=asked.download_dir)
         shape = ModelConfig.load(directory, asked.hf_overrides)
-        config = asked.resolved(shape.max_position_embeddings, getattr(torch, shape.dtype))
+        config = resolve(asked, shape.max_position_embeddings, getattr(torch, shape.dtype))
         found_draft = draft_for(shape, config)
         if config.device.type == "cuda":
             triton_start.begin()

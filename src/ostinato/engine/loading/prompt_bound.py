@@ -3,7 +3,7 @@
 from ostinato.graphs import GraphMode
 from ostinato.models.config import ModelConfig
 
-from ..config import ResolvedConfig
+from ..resolved_config import ResolvedConfig
 from ..scheduling.prompt_room import PromptBound
 from ..scheduling.scheduler_config import window_of
 from ..scheduling.step_costs import StepCosts

@@ -89,7 +89,7 @@ def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:
     for graphs in of_sampling:
         graphs.capture(keys=graphs.keys[:1], progress=False)
     grown = DeviceMemory.now(runner.config.device).less(before)
-    of_driver = max(0, grown.taken - grown.reserved)
+    of_driver = grown.by_driver
     known = [runner.graphs, *of_sampling]
     of_drafts = () if runner.speculation is None else runner.speculation.runners
     runners = [*known, runner.rows.scatter, *of_drafts]

@@ -9,7 +9,7 @@ import torch
 
 from ostinato.kernels.constants import PAGE_SIZE
 
-from ..config import ResolvedConfig
+from ..resolved_config import ResolvedConfig
 from .memory_plan import OUTSIDE_GRAPHS, MemoryPlan
 
 _MOST = 0.98

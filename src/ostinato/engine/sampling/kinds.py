@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -89,6 +92,15 @@ class RowKinds:
         """What their logprobs know of, and those of the model do not; see `drawn_logprobs`."""
         self.num_drawn = np.full(num_rows, -1, dtype=np.int32)
         """Alternatives that those ask for whose logprobs are made beside the graphs; -1: the others."""
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Tenants of rows that come inside are gone at the end."""
+        before = copy.deepcopy(vars(self))
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def set(self, row: int, params: SamplingParams, is_processed: bool) -> Kind:
         """The row has a new tenant."""

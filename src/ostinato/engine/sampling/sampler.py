@@ -1,14 +1,14 @@
 """Chooses the next token of each request on the device.
 
-The parameters of a request are written once, into its row, when it gets the row. A step then brings only
-rows, and nothing if they are those of the step before. Plain sampling, which is also the end of every decode
-step (`plain_sampling`), serves all requests of a step but those that ask for more; another graph then serves
-these, and nobody else (`kernels.sampling.asking_rows`). It is the cheapest kind that serves them (`kinds`).
+The parameters of a request are written once, into its row, when it gets the row (`asked_rows`). A step then
+brings only rows, and nothing if they are those of the step before. Plain sampling, which is also the end of
+every decode step (`plain_sampling`), serves all requests of a step but those that ask for more; another graph
+then serves these, and nobody else (`kernels.sampling.asking_rows`). It is the cheapest kind that serves them
+(`kinds`).
 """
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,11 +43,11 @@ from ..stepping.model_runner import ModelRunner
 from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
 from ..stepping.token_return import Amendment, BesideLines, Launched
 from ..stepping.whole_logprobs import MOST_IN_GRAPHS, on_the_way
+from .asked_rows import AskedRows
 from .drawn_logprobs import Change, beside, drawn_logits
-from .kinds import Asking, Drawn, Kind, RowKinds
+from .kinds import Asking, Drawn, Kind
 from .logits_processors import process, what_is_wrong
 from .processor_batch import ProcessorBatch
-from .token_masks import TokenMasks
 
 PLAIN_FIELDS = (Field("req_rows", torch.int32, per="request"),)
 """Requests that sample nothing in a step have row 0, like padding: its state never changes."""
@@ -68,23 +68,18 @@ class Sampler:
         config = runner.config
         self._runner = runner
         self._rows = runner.rows
-        num_rows, device, vocab = config.max_rows, config.device, runner.logits.size(1)
-        self._vocab = vocab
+        self._vocab = vocab = runner.logits.size(1)
         tells_drawn = config.config.logprobs_mode == "processed_logprobs"
-        self._kinds = RowKinds(num_rows, tells_drawn=tells_drawn)
-        self.generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
-        """How often each row generated each token, of rows that ask for penalties."""
-        self._in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
-        self._masks = TokenMasks(num_rows, vocab, device)
+        self._asked_rows = AskedRows(runner, vocab, tells_drawn=tells_drawn)
+        self.join = self._asked_rows.join
+        """Write what the newcomers of a step ask for into their rows; `rows.send` brings it to the device."""
+        self._kinds, self._masks = self._asked_rows.kinds, self._asked_rows.masks
+        self.generated = self._asked_rows.generated
         self.processors = ProcessorBatch(())
         """Classes of callers that change logits."""
-        self._biased_rows: set[int] = set()
-        self._banning_rows: set[int] = set()
-        self._plain_rows: dict[int, tuple[float | None, ...]] = {}
-        """What is written in the rows of those that ask for plain sampling."""
         self._asked = Asked(
             generated=self.generated,
-            in_prompt=self._in_prompt,
+            in_prompt=self._asked_rows.in_prompt,
             masks=self._masks.tensor,
             **{name: self._rows[name] for name in Asked._fields[:-3]},
         )
@@ -149,23 +144,15 @@ class Sampler:
     @property
     def num_bytes(self) -> int:
         """Bytes of what the rows' tokens were so far; the parameters are in the rows."""
-        return self.generated.nbytes + self._in_prompt.nbytes + self._masks.num_bytes
+        return self._asked_rows.num_bytes
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Whoever joins inside is gone at the end, and the graphs' inputs are held by nobody."""
-        tensors = (self.generated, self._in_prompt)
-        before, kinds = [tensor.clone() for tensor in tensors], copy.deepcopy(self._kinds)
-        biased, banning = set(self._biased_rows), set(self._banning_rows)
-        plain = dict(self._plain_rows)
         try:
-            with self._masks.unchanged():
+            with self._asked_rows.unchanged():
                 yield
         finally:
-            for tensor, content in zip(tensors, before, strict=True):
-                tensor.copy_(content)
-            self._kinds = kinds
-            self._biased_rows, self._banning_rows, self._plain_rows = biased, banning, plain
             self._decided, self._held = (None, 0, None), dict.fromkeys(Kind)
 
     def drop(self) -> None:
@@ -209,90 +196,6 @@ class Sampler:
             raise RequestError(f"logit_bias of token {max(bias)}: the vocabulary ends at {self._vocab - 1}")
         if params.min_tokens and len(params.stop_token_ids or ()) > MAX_BANNED - 4:
             raise RequestError(f"min_tokens can hold off at most {MAX_BANNED - 4} stop tokens")
-
-    def join(self, requests: Sequence[Request]) -> None:
-        """Write what the newcomers of a step ask for into their rows; `rows.send` brings it to the device."""
-        for request in requests:
-            if request.params is not None:
-                self._write(request, request.params)
-
-    def _write(self, request: Request, params: SamplingParams) -> None:
-        row, write = request.row, self._rows.write
-        plain = self._plain_values(request, params)
-        if plain is not None and self._plain_rows.get(row) == plain:
-            self._masks.allow_all(row)
-            return
-        self._plain_rows.pop(row, None)  # whatever of this fails, the next tenant writes it again
-        is_plain = self._kinds.set(row, params, request.is_processed) is Kind.PLAIN
-        write("is_plain", row, is_plain)
-        if self._runner.speculation is not None:
-            self._runner.speculation.seat(request, params, is_plain=is_plain)
-        write("temperature", row, 0.0 if params.is_greedy else params.temperature)
-        write("top_k", row, min(max(params.top_k, 0), self._vocab))
-        write("top_p", row, params.top_p)
-        write("min_p", row, params.min_p)
-        write("seeds", row, params.seed or 0)
-        # Those of a kind do not all ask for the same, so these are always set.
-        write("repetition", row, params.repetition_penalty)
-        write("presence", row, params.presence_penalty)
-        write("frequency", row, params.frequency_penalty)
-        self._write_biases(row, params.logit_bias or {})
-        self._write_banned(row, self._banned(request, params))
-        write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
-        from_graph = params.logprobs if self._kinds.wants_logprobs[row] else None
-        write("num_logprobs", row, -1 if from_graph is None else min(from_graph, self._vocab))
-        if params.has_penalties:
-            self._count_tokens_of(request)
-        if request.rules is not None:
-            self._masks.allow(row, request.rules.lasting)
-        elif request.grammar is None:
-            self._masks.allow_all(row)
-        if plain is not None:
-            self._plain_rows[row] = plain
-
-    def _plain_values(self, request: Request, params: SamplingParams) -> tuple[float | None, ...] | None:
-        """All that is read of a row whose request asks for plain sampling; None if it asks for more."""
-        if self._runner.speculation is not None or request.rules is not None or request.grammar is not None:
-            return None
-        if Kind.of(params, request.is_processed) is not Kind.PLAIN:
-            return None
-        temperature = 0.0 if params.is_greedy else params.temperature
-        return temperature, params.seed, params.top_k, params.top_p, params.min_p
-
-    def _write_biases(self, row: int, biases: Mapping[int, float]) -> None:
-        if not biases and row not in self._biased_rows:
-            return
-        self._biased_rows.add(row)  # whatever of this fails, the next tenant writes it again
-        tokens, rest = sorted(biases), MAX_BIASES - len(biases)
-        self._rows.write("num_biases", row, len(tokens))
-        self._rows.write("bias_ids", row, [*tokens, *[0] * rest])
-        self._rows.write("bias_values", row, [*[biases[token] for token in tokens], *[0.0] * rest])
-        if not biases:
-            self._biased_rows.remove(row)
-
-    def _write_banned(self, row: int, banned: Sequence[int]) -> None:
-        if not banned and row not in self._banning_rows:
-            return
-        self._banning_rows.add(row)  # as with biases
-        self._rows.write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
-        if not banned:
-            self._banning_rows.remove(row)
-
-    def _banned(self, request: Request, params: SamplingParams) -> list[int]:
-        if not params.min_tokens:
-            return []
-        eos = () if params.ignore_eos else tuple(request.eos_token_ids)
-        ids = {*eos, *(params.stop_token_ids or ())}
-        return [token for token in ids if token < self._vocab][:MAX_BANNED]
-
-    def _count_tokens_of(self, request: Request) -> None:
-        row, device = request.row, self.generated.device
-        self.generated[row] = 0
-        self._in_prompt[row] = False
-        prompt = torch.tensor(request.prompt_ids, dtype=torch.int64, device=device)
-        self._in_prompt[row].index_fill_(0, prompt, True)
-        output = torch.tensor(request.output_ids, dtype=torch.int64, device=device)
-        self.generated[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     # -- steps -------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..config import ResolvedConfig
+from ..resolved_config import ResolvedConfig
 from ..row_field import RowField
 
 LONGER = 0

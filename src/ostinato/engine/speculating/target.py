@@ -11,7 +11,7 @@ from ostinato.graphs import GraphPool
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.sampling.token_lines import TokenLines
 
-from ..config import ResolvedConfig
+from ..resolved_config import ResolvedConfig
 from .draft_parts import DraftParts
 
 

@@ -39,7 +39,7 @@ from ostinato.models.ends import Ends
 from ostinato.models.taps import Taps
 from ostinato.models.transformer import Transformer
 
-from ..config import ResolvedConfig
+from ..resolved_config import ResolvedConfig
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate, ScheduledStep
 from ..speculating.bunch import Bunch

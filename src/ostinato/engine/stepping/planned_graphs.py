@@ -13,7 +13,7 @@ from ostinato.kernels.variants import kernel_class
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Transformer
 
-from ..config import ResolvedConfig
+from ..resolved_config import ResolvedConfig
 from . import shared_prefix
 from .step_inputs import max_context
 

@@ -5,7 +5,7 @@ import torch
 from ostinato.graphs import BatchDescriptor, Field
 from ostinato.kernels.attention.batch import PAGE_SIZE, HostLengths
 
-from ..config import ResolvedConfig
+from ..resolved_config import ResolvedConfig
 from ..scheduling.request import IntArray
 from ..scheduling.scheduled_step import ScheduledStep
 from ..speculating.fields import LONGER, UNCHANGED

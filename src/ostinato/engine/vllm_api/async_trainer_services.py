@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..sleeping.served_weights import WeightsReport
-from ..text_engine import TextEngine
 from ..weight_sync.trainer_link import Operation, advanced
 from .trainer_services import inside, worker_call
 from .worker import WorkerModel
 
 if TYPE_CHECKING:
+    from ..coroutines.engine_thread import EngineThread
     from ..llm import LLM
 
 _Found = TypeVar("_Found")
@@ -23,10 +23,7 @@ class AsyncTrainerServices:
     """Of an engine that a thread of its own steps."""
 
     _llm: LLM
-
-    async def _call(self, function: Callable[[TextEngine], _Found]) -> _Found:
-        """Have the engine's thread do this between two steps."""
-        raise NotImplementedError
+    _thread: EngineThread
 
     async def _operated(self, operation: Operation[_Found]) -> _Found:
         """Run an operation: what waits for a trainer in a thread beside, the rest in the engine's."""
@@ -34,7 +31,7 @@ class AsyncTrainerServices:
         error: Exception | None = None
         while True:
             step = functools.partial(advanced, operation, found, error)
-            is_over, wanted = await self._call(lambda _, step=step: step())  # type: ignore[misc]
+            is_over, wanted = await self._thread.call(lambda _, step=step: step())  # type: ignore[misc]
             if is_over:
                 result: _Found = wanted
                 return result
@@ -54,11 +51,11 @@ class AsyncTrainerServices:
 
     async def finish_weight_update(self, weight_version: str | None = None) -> WeightsReport | None:
         """As `LLM.finish_weight_update`."""
-        return await self._call(lambda _: self._llm.finish_weight_update(weight_version))
+        return await self._thread.call(lambda _: self._llm.finish_weight_update(weight_version))
 
     async def update_weight_version(self, new_version: str) -> None:
         """As `LLM.update_weight_version`."""
-        await self._call(lambda _: self._llm.update_weight_version(new_version))
+        await self._thread.call(lambda _: self._llm.update_weight_version(new_version))
 
     async def get_weight_version(self) -> str:
         """As `LLM.get_weight_version`."""
@@ -74,8 +71,8 @@ class AsyncTrainerServices:
         """As `LLM.collective_rpc`."""
         llm = self._llm
         call = worker_call(llm.worker, method, args, kwargs or {})
-        return [await asyncio.wait_for(self._call(lambda _: llm.between_steps(call)), timeout)]
+        return [await asyncio.wait_for(self._thread.call(lambda _: llm.between_steps(call)), timeout)]
 
     async def apply_model(self, func: Callable[[WorkerModel], _Found]) -> list[_Found]:
         """As `LLM.apply_model`."""
-        return await self._call(lambda _: self._llm.apply_model(func))
+        return await self._thread.call(lambda _: self._llm.apply_model(func))

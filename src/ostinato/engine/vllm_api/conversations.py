@@ -76,7 +76,7 @@ class ConversationWriter:
     def prompt(self, messages: Messages) -> dict[str, Any]:
         """The text and the token ids; RequestError if the template refuses the messages."""
         options = self._options
-        return self._engine.encode_chat(
+        return self._engine.prompts.chat(
             [self._message(message) for message in messages],
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,

@@ -25,8 +25,9 @@ from ..pooling_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from ..text_engine import PromptOutcome, TextEngine
+from ..text_engine import TextEngine
 from .pooling_params import PoolingParams
+from .prompt_outcomes import PromptOutcome, outcome_of, states_of
 from .prompts import listed_prompts
 
 TASKS = ("embed", "classify")
@@ -148,7 +149,7 @@ class Reader:
 
     def pooled(self, served: ServedCompletion, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
         """What came of a prompt that was added by itself; RequestError if nothing did."""
-        outcome = self._engine.outcome_of(served)
+        outcome = outcome_of(self._engine, served)
         _raise_first([outcome])
         return PoolingRequestOutput(*_facts(outcome), PoolingOutput(self._data([outcome], [params])[0]))
 
@@ -161,7 +162,7 @@ class Reader:
         shown = self._shown if self._shown is not None or not alone else False
         with HeldSignals() as signals:
             adapters = one_adapter_each(self._lora_request, len(prompts))
-            return self._engine.states_of(prompts, shown, signals.let_through, adapters)
+            return states_of(self._engine, prompts, shown, signals.let_through, adapters)
 
     # -- from states to numbers --------------------------------------------------------------------
 

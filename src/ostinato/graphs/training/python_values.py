@@ -14,7 +14,8 @@ import torch
 
 from ..capturing import python_draws
 from ..dispatching.dispatch import Reason
-from ..wrapping.reached import Key, Reached
+from ..wrapping.holders import Key
+from ..wrapping.reached import Reached
 from ..wrapping.standing import Comparison
 
 logger = logging.getLogger("ostinato.graphs")

@@ -15,7 +15,9 @@ from ..errors import OstinatoError
 from ..inputs.buffers import Batch
 from ..memory import storage_address
 from ..trees import map_tensors
-from .reached import Assigned, Key, Reached
+from .assigned import Assigned
+from .holders import Key
+from .reached import Reached
 from .signature import Signature
 
 

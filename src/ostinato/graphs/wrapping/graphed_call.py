@@ -28,9 +28,10 @@ from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors
+from .assigned import Assigned
 from .first_run import FirstRun
 from .no_gradients import differentiated, refusing_backward
-from .reached import Assigned, Reached
+from .reached import Reached
 from .signature import EmptyBatchError, Examples, Signature, is_opaque, refuse_overlap
 from .transforms import inside_transform
 

@@ -6,6 +6,11 @@ from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
+MISSING = object()
+
+Key = tuple[int, Any]
+"""A holder by identity, and a place in it."""
+
 
 class PartOf:
     """Some entries of a dictionary: the global variables that a function assigns."""

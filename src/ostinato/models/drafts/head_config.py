@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig
 from ..config_fields import positive
+from ..config_file import read_config_file
 from ..errors import ModelError, UnsupportedModelError
 from .checkpoint import Checkpoint
 from .head import HeadShape
@@ -28,7 +28,7 @@ def head_shape(method: str, directory: Path, target: ModelConfig, checkpoint: Ch
     `checkpoint`: what it brings of its own; None: everything that its method has, to be made up.
     """
     file = directory / "config.json"
-    raw = _read(file)
+    raw = read_config_file(file, "a head comes with a config.json")
     try:
         found = _head_shape(method, raw, target, checkpoint)
     except ModelError as error:
@@ -113,15 +113,3 @@ def _tapped_layers(
     if not is_list or not all(0 <= layer < count for layer in given) or len(set(given)) != len(given):
         raise ModelError(f"{name} {given!r} are not different layers of the target, 0 to {count - 1}")
     return tuple(given)
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        raise ModelError(f"{file} does not exist; a head comes with a config.json")
-    try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
-    return raw

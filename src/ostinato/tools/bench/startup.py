@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from ostinato.engine.config import ResolvedConfig
+from ostinato.engine.resolved_config import ResolvedConfig
 
 from .errors import BenchError
 from .peer_figures import startup_figures

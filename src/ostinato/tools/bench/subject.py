@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ostinato.engine.config import ResolvedConfig
 from ostinato.engine.llm import LLM
+from ostinato.engine.resolved_config import ResolvedConfig, resolve
 from ostinato.engine.vllm_api.llm_options import engine_config
 from ostinato.kernels.attention.batch import PAGE_SIZE
 from ostinato.models.config import ModelConfig
@@ -59,8 +59,8 @@ class Subject:
         if not any(directory.glob("*.safetensors")):
             options = {"load_format": "dummy", **options}
         asked = {key: value for key, value in options.items() if key != "model"}
-        config = engine_config(model, asked).resolved(
-            shape.max_position_embeddings, getattr(torch, shape.dtype)
+        config = resolve(
+            engine_config(model, asked), shape.max_position_embeddings, getattr(torch, shape.dtype)
         )
         name = DEFAULT_MODEL_NAME if model is None else directory.resolve().name
         return cls(options, name, directory, shape, config)

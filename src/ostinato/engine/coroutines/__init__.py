@@ -1,0 +1,1 @@
+"""One engine, stepped by a thread, for the coroutines of event loops."""

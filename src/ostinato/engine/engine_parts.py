@@ -1,0 +1,179 @@
+"""What an engine is made of, put together in the order in which memory is taken: the KV cache, rows and
+inputs behind it, sampling, then the graphs."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.cache.pages import PageAllocator
+from ostinato.graphs import frozen_gc
+from ostinato.models.adapters.reading import AdapterReader
+
+from .adapters.first_adapters import load_first_adapters
+from .adapters.served_adapters import ServedAdapters
+from .loading.device_memory import DeviceMemory
+from .loading.drafts import draft_kv_shape, draft_parts
+from .loading.load import LoadedModel, ModelLoadError, allocate_kv
+from .loading.memory_plan import MemoryPlan
+from .loading.prompt_bound import prompt_bound_of
+from .loading.rehearsal import rehearse
+from .loading.shortage import Room, no_room_for_steps
+from .sampling.following import Following
+from .sampling.sampler import Sampler
+from .scheduling.prompt_room import PromptBound
+from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler_config import SchedulerConfig, window_of
+from .sleeping.served_weights import ServedWeights
+from .sleeping.sleeper import Sleeper
+from .stepping.model_runner import ModelRunner
+from .stepping.times import StartupTimes
+
+logger = logging.getLogger("ostinato.engine")
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Ready to serve: everything is allocated and captured."""
+
+    loaded: LoadedModel
+    runner: ModelRunner
+    sampler: Sampler | None
+    """None: the model only embeds."""
+    scheduler: Scheduler
+    following: Following
+    sleeper: Sleeper
+    weights: ServedWeights
+    adapters: ServedAdapters | None
+    prompt_bound: PromptBound | None
+    plan: MemoryPlan
+    """What was expected before the KV cache was allocated."""
+    captured: DeviceMemory
+    """What the captures took."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for; see `LLM.memory_report`."""
+        runner = self.runner
+        models = [model for model in (self.loaded.model, self.loaded.draft) if model is not None]
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        outputs = (runner.logits, runner.hidden)
+        of_adapters = {} if runner.adapters is None else {"adapters": runner.adapters.num_bytes}
+        found = {
+            "weights": sum(tensor.nbytes for tensor in tensors),
+            **of_adapters,
+            "kv": runner.kv.num_bytes + (0 if runner.draft is None else runner.draft.kv.num_bytes),
+            "inputs": runner.graphs.buffers.bytes + runner.rows.num_bytes,
+            "outputs": sum(tensor.nbytes for tensor in outputs),
+            "sampling": 0 if self.sampler is None else self.sampler.num_bytes,
+            "activations": runner.graphs.pool.bytes,
+            # What outlived the rehearsal, or was allocated while capturing and is no graph's.
+            "workspace": self.plan.workspace + max(0, self.captured.allocated - runner.pool.bytes_beside),
+            "graphs": self.captured.by_driver,
+            **self.plan.predictions,
+        }
+        return self.sleeper.less_what_is_away(found)
+
+
+def put_together(loaded: LoadedModel, startup: StartupTimes, progress: bool | None) -> EngineParts:
+    """Allocate and capture; `startup` notes how long each phase takes."""
+    # Once for all captures of the start: walking the modules of torch takes a tenth of a second.
+    with frozen_gc(not loaded.config.config.enable_cudagraph_gc):
+        return _put_together(loaded, startup, progress)
+
+
+def _put_together(loaded: LoadedModel, startup: StartupTimes, progress: bool | None) -> EngineParts:
+    config = loaded.config
+    plan = _rehearsed(loaded, startup)
+    with startup.phase("kv"):
+        beside = draft_kv_shape(loaded.draft, config.dtype)
+        kv = allocate_kv(loaded.model, config, plan, loaded.arenas, beside)
+        draft = draft_parts(loaded.draft, kv.num_pages, config, loaded.arenas)
+    memory = loaded.memory
+    with nullcontext() if memory is None else memory.static_buffers():
+        of_graphs = None if memory is None else memory.of_graphs
+        runner = ModelRunner(loaded.model, kv, loaded.attention, config, of_graphs, loaded.adapters, draft)
+        sampler = Sampler(runner) if loaded.model.config.has_lm_head else None
+    if memory is not None:
+        memory.clear_at_wake(kv)
+        if draft is not None:
+            memory.clear_at_wake(draft.kv)
+    sleeper = Sleeper(None if memory is None else memory.saver, config.device)
+    weights = ServedWeights(loaded.model, sleeper)
+    adapters = _served_adapters(loaded)
+    prompt_bound = prompt_bound_of(config, loaded.model.config)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_running=config.max_running_requests,
+            max_batched_tokens=config.max_batched_tokens,
+            max_model_len=config.max_model_len,
+            chunked_prefill=config.config.enable_chunked_prefill,
+            prefix_caching=config.config.enable_prefix_caching,
+            shared_prefixes=config.config.enable_cascade_attention,
+            lookahead=config.lookahead,
+            window=window_of(loaded.model.config.layer_windows, config.max_model_len),
+            max_drafts=config.max_drafts,
+        ),
+        PageAllocator(kv.num_pages),
+        None if adapters is None else adapters.slots,
+        None if runner.speculation is None else runner.speculation.choose,
+        prompt_bound,
+    )
+    following = Following(
+        scheduler,
+        loaded.tokenizer,
+        loaded.model.config.vocab_size,
+        config.config.grammar_limits,
+    )
+    _expect(plan, runner, sampler)
+    before = DeviceMemory.now(config.device)
+    report = runner.capture(startup, progress=progress)
+    if sampler is not None:
+        with startup.phase("capture sampling"):
+            sampler.capture(progress=False)
+    captured = DeviceMemory.now(config.device).less(before)
+    sleeper.driver_bytes = captured.by_driver
+    parts = EngineParts(
+        loaded=loaded,
+        runner=runner,
+        sampler=sampler,
+        scheduler=scheduler,
+        following=following,
+        sleeper=sleeper,
+        weights=weights,
+        adapters=adapters,
+        prompt_bound=prompt_bound,
+        plan=plan,
+        captured=captured,
+    )
+    logger.info("%s", report)
+    logger.info("start: %s", ", ".join(f"{name} {s:.2f} s" for name, s in startup.read().items()))
+    logger.info("memory: %s", ", ".join(f"{name} {size:,}" for name, size in parts.memory().items()))
+    return parts
+
+
+def _rehearsed(loaded: LoadedModel, startup: StartupTimes) -> MemoryPlan:
+    try:
+        return rehearse(loaded, startup)
+    except torch.OutOfMemoryError as error:
+        room = Room.on(loaded.config.device)
+        raise ModelLoadError(no_room_for_steps(loaded.config, error, room)) from error
+
+
+def _served_adapters(loaded: LoadedModel) -> ServedAdapters | None:
+    if loaded.adapters is None:
+        return None
+    config = loaded.config
+    reader = AdapterReader(loaded.model, config.config.max_lora_rank)
+    adapters = ServedAdapters(reader, loaded.adapters, config.max_adapters_on_host)
+    load_first_adapters(adapters, config.config.lora_modules or ())
+    return adapters
+
+
+def _expect(plan: MemoryPlan, runner: ModelRunner, sampler: Sampler | None) -> None:
+    """Let reports tell what was expected of each graph beside what it took."""
+    of_sampling = [] if sampler is None else list(sampler.graphs.values())
+    for graphs, expected in zip((runner.graphs, *of_sampling), plan.rungs, strict=False):
+        graphs.predicted |= expected

@@ -1,0 +1,143 @@
+"""What requests ask of sampling, written into their rows when they get them: on the device, and on the host
+what decides which graphs serve them.
+
+What most requests leave alone (biases, banned tokens, masks) is written again only where the tenant before
+had set it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..parameters.sampling_params import SamplingParams
+from ..scheduling.request import Request
+from ..stepping.model_runner import ModelRunner
+from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
+from .kinds import Kind, RowKinds
+from .token_masks import TokenMasks
+
+
+class AskedRows:
+    """Of all rows of an engine."""
+
+    def __init__(self, runner: ModelRunner, vocab: int, *, tells_drawn: bool) -> None:
+        """`tells_drawn`: see `RowKinds`."""
+        self._runner, self._rows, self._vocab = runner, runner.rows, vocab
+        num_rows, device = runner.config.max_rows, runner.config.device
+        self.kinds = RowKinds(num_rows, tells_drawn=tells_drawn)
+        self.generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
+        """How often each row generated each token, of rows that ask for penalties."""
+        self.in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
+        """Whether each token is in the prompt, of the same rows."""
+        self.masks = TokenMasks(num_rows, vocab, device)
+        self._biased_rows: set[int] = set()
+        self._banning_rows: set[int] = set()
+        self._plain_rows: dict[int, tuple[float | None, ...]] = {}
+        """What is written in the rows of those that ask for plain sampling."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is not in the rows themselves."""
+        return self.generated.nbytes + self.in_prompt.nbytes + self.masks.num_bytes
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Whoever joins inside is gone at the end."""
+        tensors = (self.generated, self.in_prompt)
+        before = [tensor.clone() for tensor in tensors]
+        biased, banning = set(self._biased_rows), set(self._banning_rows)
+        plain = dict(self._plain_rows)
+        try:
+            with self.masks.unchanged(), self.kinds.unchanged():
+                yield
+        finally:
+            for tensor, content in zip(tensors, before, strict=True):
+                tensor.copy_(content)
+            self._biased_rows, self._banning_rows, self._plain_rows = biased, banning, plain
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """Write what the newcomers of a step ask for into their rows; `rows.send` brings it to the device."""
+        for request in requests:
+            if request.params is not None:
+                self._write(request, request.params)
+
+    def _write(self, request: Request, params: SamplingParams) -> None:
+        row, write = request.row, self._rows.write
+        plain = self._plain_values(request, params)
+        if plain is not None and self._plain_rows.get(row) == plain:
+            self.masks.allow_all(row)
+            return
+        self._plain_rows.pop(row, None)  # whatever of this fails, the next tenant writes it again
+        is_plain = self.kinds.set(row, params, request.is_processed) is Kind.PLAIN
+        write("is_plain", row, is_plain)
+        if self._runner.speculation is not None:
+            self._runner.speculation.seat(request, params, is_plain=is_plain)
+        write("temperature", row, 0.0 if params.is_greedy else params.temperature)
+        write("top_k", row, min(max(params.top_k, 0), self._vocab))
+        write("top_p", row, params.top_p)
+        write("min_p", row, params.min_p)
+        write("seeds", row, params.seed or 0)
+        # Those of a kind do not all ask for the same, so these are always set.
+        write("repetition", row, params.repetition_penalty)
+        write("presence", row, params.presence_penalty)
+        write("frequency", row, params.frequency_penalty)
+        self._write_biases(row, params.logit_bias or {})
+        self._write_banned(row, self._banned(request, params))
+        write("banned_before", row, request.num_prompt_tokens + params.min_tokens)
+        from_graph = params.logprobs if self.kinds.wants_logprobs[row] else None
+        write("num_logprobs", row, -1 if from_graph is None else min(from_graph, self._vocab))
+        if params.has_penalties:
+            self._count_tokens_of(request)
+        if request.rules is not None:
+            self.masks.allow(row, request.rules.lasting)
+        elif request.grammar is None:
+            self.masks.allow_all(row)
+        if plain is not None:
+            self._plain_rows[row] = plain
+
+    def _plain_values(self, request: Request, params: SamplingParams) -> tuple[float | None, ...] | None:
+        """All that is read of a row whose request asks for plain sampling; None if it asks for more."""
+        if self._runner.speculation is not None or request.rules is not None or request.grammar is not None:
+            return None
+        if Kind.of(params, request.is_processed) is not Kind.PLAIN:
+            return None
+        temperature = 0.0 if params.is_greedy else params.temperature
+        return temperature, params.seed, params.top_k, params.top_p, params.min_p
+
+    def _write_biases(self, row: int, biases: Mapping[int, float]) -> None:
+        if not biases and row not in self._biased_rows:
+            return
+        self._biased_rows.add(row)  # whatever of this fails, the next tenant writes it again
+        tokens, rest = sorted(biases), MAX_BIASES - len(biases)
+        self._rows.write("num_biases", row, len(tokens))
+        self._rows.write("bias_ids", row, [*tokens, *[0] * rest])
+        self._rows.write("bias_values", row, [*[biases[token] for token in tokens], *[0.0] * rest])
+        if not biases:
+            self._biased_rows.remove(row)
+
+    def _write_banned(self, row: int, banned: Sequence[int]) -> None:
+        if not banned and row not in self._banning_rows:
+            return
+        self._banning_rows.add(row)  # as with biases
+        self._rows.write("banned", row, [*banned, *[-1] * (MAX_BANNED - len(banned))])
+        if not banned:
+            self._banning_rows.remove(row)
+
+    def _banned(self, request: Request, params: SamplingParams) -> list[int]:
+        if not params.min_tokens:
+            return []
+        eos = () if params.ignore_eos else tuple(request.eos_token_ids)
+        ids = {*eos, *(params.stop_token_ids or ())}
+        return [token for token in ids if token < self._vocab][:MAX_BANNED]
+
+    def _count_tokens_of(self, request: Request) -> None:
+        row, device = request.row, self.generated.device
+        self.generated[row] = 0
+        self.in_prompt[row] = False
+        prompt = torch.tensor(request.prompt_ids, dtype=torch.int64, device=device)
+        self.in_prompt[row].index_fill_(0, prompt, True)
+        output = torch.tensor(request.output_ids, dtype=torch.int64, device=device)
+        self.generated[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
