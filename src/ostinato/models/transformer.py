@@ -18,9 +18,10 @@ from ostinato.kernels.linear.tiles import MatrixShape
 from ostinato.kernels.lora import Adapters
 
 from .config import ModelConfig
-from .ends import Ends
 from .errors import ModelError
-from .forms import Form, Rest, Step, form_of
+from .forms import Form, Step, form_of
+from .forms.form import Rest
+from .last_tokens import LastTokens
 from .layer import Layer
 from .layers import Embedding, Linear, RMSNorm, RotaryTable
 from .mixing import Attend, mix_of
@@ -78,9 +79,9 @@ class Transformer(nn.Module):
         attend: Attend,
         adapters: Adapters | None = None,
         taps: Taps | None = None,
-        ends: Ends | None = None,
+        last: LastTokens | None = None,
     ) -> Tensor:
-        """input_ids and positions, both int64 [T], to normalised hidden states [T, H]; with `ends` to those
+        """input_ids and positions, both int64 [T], to normalised hidden states [T, H]; with `last` to those
         of these tokens, [R, H].
 
         What `adapters` make of the input of linear layers is added to their products. `taps` take hidden
@@ -92,9 +93,9 @@ class Transformer(nn.Module):
         layers = [cast(Layer, self.layers[index]) for index in self._run]
         mix = mix_of(attend, self.rotary, positions)
         rest = None
-        if ends is not None:
-            form = self.form(ends.places.size(0), ends.adapters)
-            rest = Rest(form, ends.places, mix_of(ends.attend, self.rotary, positions))
+        if last is not None:
+            form = self.form(last.places.size(0), last.adapters)
+            rest = Rest(form, last.places, mix_of(last.attend, self.rotary, positions))
         return self.form(x.size(0), adapters).through(layers, x, mix, self.norm, taps, rest)
 
     def form(self, num_tokens: int, adapters: Adapters | None = None) -> Form[Any]:

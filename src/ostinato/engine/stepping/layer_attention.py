@@ -33,17 +33,17 @@ class LayerAttention:
             return heads
         return StepAttention(heads, functools.partial(self._rows, batch))
 
-    def of_ends(self, batch: AttentionBatch, places: Tensor) -> Attend:
+    def of_last_tokens(self, batch: AttentionBatch, places: Tensor) -> Attend:
         """That of the last token of each request, which stand at `places` of the step: for a last layer.
         Inside of graphs only."""
-        ends = batch.of_ends()
+        last = batch.of_last_tokens()
 
         def from_heads(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k_cache, v_cache = self._kv.layer(layer)
             self._backend.write_kv(k, v, k_cache, v_cache, batch)
             scale, window = self._model.attention_scale, self._model.layer_windows[layer]
             q = q.index_select(0, places)
-            return self._backend.attend(q, k_cache, v_cache, ends, scale=scale, sliding_window=window)
+            return self._backend.attend(q, k_cache, v_cache, last, scale=scale, sliding_window=window)
 
         def from_rows(layer: int, rows: Tensor, heads: HeadPreparation) -> Tensor:
             assert self._backend.store_qkv is not None
@@ -52,7 +52,7 @@ class LayerAttention:
             # Attention of single tokens reads keys before it waits for the kernel before it. That one is of
             # torch's, which begins when all keys are stored, and is waited for to its end.
             rows = joined(rows, caches[0].dtype).index_select(0, places)
-            return self._from_rows(ends, layer, rows, heads)
+            return self._from_rows(last, layer, rows, heads)
 
         if self._backend.attend_qkv is None:
             return from_heads

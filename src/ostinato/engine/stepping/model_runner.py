@@ -35,7 +35,7 @@ from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import AttentionBatch, HostLengths
 from ostinato.kernels.speculation.acceptance import verified_line
 from ostinato.models.adapters.stacks import AdapterStacks
-from ostinato.models.ends import Ends
+from ostinato.models.last_tokens import LastTokens
 from ostinato.models.taps import Taps
 from ostinato.models.transformer import Transformer
 
@@ -50,7 +50,7 @@ from . import shared_prefix
 from .device_rows import DeviceRows
 from .layer_attention import LayerAttention
 from .plain_sampling import PlainSampling
-from .planned_graphs import ENDS, PlannedGraphs, has_whole_contexts
+from .planned_graphs import LAST_TOKENS, PlannedGraphs, has_whole_contexts
 from .row_fields import row_fields
 from .step_inputs import ON_DEVICE, host_lengths, inputs_of, max_context, step_fields
 from .times import StartupTimes
@@ -81,8 +81,9 @@ class ModelRunner:
 
     What outlives a replay is in static buffers: the logits of each request's last token in `logits`, which
     sampling reads, and the hidden states of a mixed step's tokens in `hidden`, for prompt logprobs and
-    embeddings (a graph for steps without these leaves none, see `PlannedGraphs`). The token sampled last in each row is in `last_tokens`, where the next step finds it, and the
-    time at which the last decode step began in `began`. Decode steps end with plain sampling.
+    embeddings (graphs for steps without these leave none, see `PlannedGraphs`). The token sampled last in
+    each row is in `last_tokens`, where the next step finds it, and the time at which the last decode step
+    began in `began`. Decode steps end with plain sampling.
     """
 
     def __init__(
@@ -325,9 +326,9 @@ class ModelRunner:
         of_step = num_tokens, step.num_requests, query_len, step.num_adapters, context
         shape = recurring_shape(*of_step)
         if num_tokens > self.planned.most_with_all_states and not is_decode and not step.wants_states:
-            of_ends = recurring_shape(*of_step, ENDS)
-            if not self.graphs.decide(of_ends).is_eager:
-                return of_ends
+            of_last_tokens = recurring_shape(*of_step, LAST_TOKENS)
+            if not self.graphs.decide(of_last_tokens).is_eager:
+                return of_last_tokens
         if step.num_drafts and is_decode:
             verifying = replace(shape, extra=VERIFYING)
             if not self.graphs.decide(verifying).is_eager:
@@ -393,17 +394,16 @@ class ModelRunner:
             adapters = self.adapters.of_tokens(self.rows["adapter_slots"].index_select(0, token_rows))
         tapped = () if speculation is None else speculation.drafter.tapped_layers
         taps = Taps(tapped) if tapped else None
-        places = (query_starts + query_lens - 1).clamp(min=0)  # of the last token of each request
-        ends = self._ends(batch, places, descriptor) if descriptor.extra == ENDS else None
-        hidden = self.model(input_ids, positions, self._layers.over(batch), adapters, taps, ends)
+        last = self._last_tokens_of(batch, descriptor) if descriptor.extra == LAST_TOKENS else None
+        hidden = self.model(input_ids, positions, self._layers.over(batch), adapters, taps, last)
         if speculation is not None:
             features = hidden if taps is None else taps.features()
             speculation.drafter.note_step(input_ids, batch, features, descriptor)
         if query_len is not None and query_len > 1:
             return self.verify(hidden, req_rows, query_len)
-        if not descriptor.is_uniform and ends is None:
+        if not descriptor.is_uniform and last is None:
             self.hidden[: input_ids.size(0)].copy_(hidden)
-            hidden = hidden.index_select(0, places)
+            hidden = hidden.index_select(0, batch.last_places())
         logits = self.logits[: req_rows.size(0)]
         if self.model.config.has_lm_head:
             self.model.logits(hidden, logits)
@@ -411,13 +411,13 @@ class ModelRunner:
             self.sample_plain(req_rows)
         return logits
 
-    def _ends(self, batch: AttentionBatch, places: torch.Tensor, descriptor: BatchDescriptor) -> Ends:
-        adapters = None
+    def _last_tokens_of(self, batch: AttentionBatch, descriptor: BatchDescriptor) -> LastTokens:
+        places, adapters = batch.last_places(), None
         if descriptor.lora:
             assert self.adapters is not None
             slots = self.rows["adapter_slots"].index_select(0, batch.req_rows)
             adapters = self.adapters.of_tokens(slots)
-        return Ends(places, self._layers.of_ends(batch, places), adapters)
+        return LastTokens(places, self._layers.of_last_tokens(batch, places), adapters)
 
     def verify(self, hidden: torch.Tensor, req_rows: torch.Tensor, query_len: int) -> torch.Tensor:
         """Captured, behind the forward pass of as many tokens of each request: accept drafts, from the states

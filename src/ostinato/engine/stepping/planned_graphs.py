@@ -17,7 +17,7 @@ from ..resolved_config import ResolvedConfig
 from . import shared_prefix
 from .step_inputs import max_context
 
-ENDS = "ends"
+LAST_TOKENS = "last tokens"
 """`BatchDescriptor.extra` of graphs whose last layer goes on with the last tokens of requests alone."""
 _LEAST_TOKENS = 1024
 _TIMES_REQUESTS = 4
@@ -58,13 +58,13 @@ class PlannedGraphs:
             if not key.descriptor.cascade or key.descriptor.num_reqs >= shared_prefix.LEAST_REQUESTS
         ]
         self.most_with_all_states: float = math.inf
-        """Steps of more tokens have graphs of `ENDS`, unless somebody wants the states of all tokens."""
+        """Steps of more tokens have graphs of `LAST_TOKENS`, unless somebody wants all states."""
         if asked.batch_invariant:
             keys = [key for key in keys if not key.descriptor.is_uniform]
         elif of_drafts is None:
             keys += self._keys_alone(keys, attention)
             if model.config.has_lm_head:
-                keys = self._keys_of_ends(keys)
+                keys = self._keys_of_last_tokens(keys)
         self.keys = [*keys, *(of_drafts or ())]
 
     def _keys_alone(self, keys: Sequence[GraphKey], attention: AttentionBackend) -> list[GraphKey]:
@@ -90,7 +90,7 @@ class PlannedGraphs:
         self._tokens_alone = frozenset(key.descriptor.num_tokens for key in few)
         return [key._replace(descriptor=replace(key.descriptor, num_reqs=1)) for key in few]
 
-    def _keys_of_ends(self, keys: Sequence[GraphKey]) -> list[GraphKey]:
+    def _keys_of_last_tokens(self, keys: Sequence[GraphKey]) -> list[GraphKey]:
         """With graphs for long prompts whose last layer computes no more than their ends.
 
         Those that compute all of it, for prompt logprobs and embeddings, stay for the largest step and for
@@ -110,8 +110,8 @@ class PlannedGraphs:
         self.most_with_all_states = max(mixed - sizes, default=0)
         dropped = {key for key in long if not _is_power_of_2(key.descriptor.num_tokens)}
         dropped -= {key for key in long if key.descriptor.num_tokens == max(sizes)}
-        of_ends = [key._replace(descriptor=replace(key.descriptor, extra=ENDS)) for key in long]
-        return [*of_ends, *(key for key in keys if key not in dropped)]
+        of_last_tokens = [key._replace(descriptor=replace(key.descriptor, extra=LAST_TOKENS)) for key in long]
+        return [*of_last_tokens, *(key for key in keys if key not in dropped)]
 
     def has_equal_places(self, descriptor: BatchDescriptor) -> bool:
         """Whether the tokens of each of its requests lie at places that follow from its number."""
@@ -138,15 +138,15 @@ class PlannedGraphs:
             num_slots=key.descriptor.lora,
             query_len=query_len or 1,
         )
-        if key.descriptor.extra == ENDS:
-            kernels = kernels, self._kernels_of_ends(key.descriptor)
+        if key.descriptor.extra == LAST_TOKENS:
+            kernels = kernels, self._kernels_of_last_tokens(key.descriptor)
         queries = queries_of(self._model.config, self._config, key.descriptor)
         attention = None if query_len == 1 else query_class(queries, gpu_of(device))
         if query_len is None and self.has_equal_places(key.descriptor):
             attention = num_tokens, self._config.dtype
         return key.mode, query_len, kernels, attention
 
-    def _kernels_of_ends(self, descriptor: BatchDescriptor) -> Hashable:
+    def _kernels_of_last_tokens(self, descriptor: BatchDescriptor) -> Hashable:
         """Those of a decode step, all but its head."""
         model, count = self._model.config, descriptor.num_reqs
         heads = model.num_heads, model.num_kv_heads

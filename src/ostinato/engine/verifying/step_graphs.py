@@ -16,7 +16,7 @@ from ..core import EngineCore
 from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate
-from ..stepping.planned_graphs import ENDS
+from ..stepping.planned_graphs import LAST_TOKENS
 from ..token_ids import token_array
 from .borrowed_pages import BorrowedPages, relative_errors
 from .expected_results import ExpectedResults, logit_errors
@@ -89,7 +89,7 @@ class StepGraphs:
 
         if logits.size(1):
             yield compared("logits", self._logit_errors(graph, step))
-        if not graph.descriptor.is_uniform and graph.descriptor.extra != ENDS:
+        if not graph.descriptor.is_uniform and graph.descriptor.extra != LAST_TOKENS:
             hidden = runner.hidden[: step.num_tokens].float()
             yield compared("hidden", relative_errors(hidden, self.expected.hidden(step)))
         yield compared("kv", self.pages.errors(slots))

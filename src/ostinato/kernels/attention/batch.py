@@ -73,7 +73,11 @@ class AttentionBatch:
         sees_all = sliding_window is None or sliding_window >= self.max_context
         return self.prefix_lens if sees_all else None
 
-    def of_ends(self) -> "AttentionBatch":
+    def last_places(self) -> Tensor:
+        """int32 [R]: where each request's last token is among all; padding has the first place."""
+        return (self.query_starts + self.query_lens - 1).clamp(min=0)
+
+    def of_last_tokens(self) -> "AttentionBatch":
         """The last token of each request alone, as in a step that decodes it."""
         num_requests = self.req_rows.size(0)
         return AttentionBatch(

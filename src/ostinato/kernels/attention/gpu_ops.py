@@ -243,6 +243,5 @@ def store_qkv(
     if qkv.stride(-1) != 1:
         qkv = qkv.contiguous()
     prepared = (heads.rotary, heads.q_norm, heads.k_norm, heads.eps)
-    prepare_heads(
-        qkv, *prepared, k_cache, v_cache, batch.page_table, batch.token_rows, batch.positions, num_heads
-    )
+    tokens = (k_cache, v_cache, batch.page_table, batch.token_rows, batch.positions)
+    prepare_heads(qkv, *prepared, *tokens, num_heads)

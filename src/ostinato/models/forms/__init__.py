@@ -9,7 +9,7 @@ from typing import Any
 from ostinato.kernels.lora import Adapters
 
 from .few import Few
-from .form import Form, FormError, Rest, Step
+from .form import Form, FormError, Step
 from .general import General
 from .scaled import Scaled
 
