@@ -258,7 +258,8 @@ def check_attend_qkv(
     parts: int = 1,
     shared_pages: int | None = None,
 ) -> None:
-    """From QKV rows, perhaps in parts, to attention and caches, against the reference and dense attention."""
+    """From QKV rows, perhaps in parts, to attention and caches, against the reference and dense attention;
+    that of the last tokens alone, too."""
     num_heads, num_kv_heads, head_dim = heads
     case = make_case(
         requests,
@@ -295,3 +296,21 @@ def check_attend_qkv(
     _assert_close(out[: case.num_real_tokens], dense_attention(case, window), tolerance)
     for cache, wanted in zip((k_cache, v_cache), written_caches(case), strict=True):
         _assert_close(cache[1:], wanted[1:], tolerance)
+    if max_query_len > 1:
+        _check_last_tokens(case, rows, preparation, window)
+
+
+def _check_last_tokens(case: Case, rows: Tensor, preparation: HeadPreparation, window: int | None) -> None:
+    """As a last layer attends: all is stored, then the last tokens attend from their rows."""
+    caches, num_heads = (case.k_cache.clone(), case.v_cache.clone()), case.q.size(1)
+    gpu_ops.store_qkv(rows, preparation, *caches, case.batch, num_heads=num_heads)
+    places, last = case.batch.last_places(), case.batch.of_last_tokens()
+    of_last = rows.index_select(0, places)
+    options = {"num_heads": num_heads, "scale": case.scale, "sliding_window": window}
+    out = gpu_ops.attend_qkv(of_last, preparation, *caches, last, **options)
+    assert out.isfinite().all()
+    there, tolerance = case.batch.query_lens > 0, TOLERANCE[rows.dtype]
+    wanted = dense_attention(case, window)[places[there].long()]
+    _assert_close(out[there], wanted, tolerance)
+    for cache, kept in zip(caches, written_caches(case), strict=True):
+        _assert_close(cache[1:], kept[1:], tolerance)

@@ -79,15 +79,15 @@ class AttentionBatch:
 
     def of_last_tokens(self) -> "AttentionBatch":
         """The last token of each request alone, as in a step that decodes it."""
-        num_requests = self.req_rows.size(0)
+        count = self.query_lens.clamp(max=1)  # one without tokens is padding here
         return AttentionBatch(
             page_table=self.page_table,
-            token_rows=self.req_rows,
-            positions=(self.seq_lens - 1).long(),
+            token_rows=self.req_rows * count,
+            positions=((self.seq_lens - 1) * count).long(),
             req_rows=self.req_rows,
             seq_lens=self.seq_lens,
-            query_starts=torch.arange(num_requests, dtype=torch.int32, device=self.req_rows.device),
-            query_lens=self.query_lens.clamp(max=1),
+            query_starts=torch.arange(count.size(0), dtype=torch.int32, device=count.device),
+            query_lens=count,
             max_query_len=1,
             max_context=self.max_context,
         )
