@@ -1,4 +1,4 @@
-"""The last layer of a long prompt goes on with the last tokens alone, on CUDA: the answers of whole layers."""
+"""The last layer of a long prompt goes on with the last tokens alone, on CUDA: as whole layers answer."""
 
 from unittest.mock import patch
 

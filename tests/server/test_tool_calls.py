@@ -47,6 +47,22 @@ QWEN = [
     ("<tool_call>nonsense</tool_call> more", "<tool_call>nonsense</tool_call> more", []),
     ('<tool_call>{"name": "f", "arguments": {}}</tool_call> and so', "and so", [("f", "{}")]),
     ('<tool_call>{"name": "f", "arguments": {"a": "cut', "", [("f", '{"a": "cut')]),
+    (
+        '<tool_call>\n{"name": "f", "arguments": {"a": "\\"</tool_call>, <tool_call>"}}\n</tool_call>\nso',
+        "so",
+        [("f", '{"a": "\\"</tool_call>, <tool_call>"}')],
+    ),
+    (
+        '<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "f"}</tool_call>',
+        "",
+        [("f", '{"a": "</tool_call>"}')],
+    ),
+    (  # a string that was never closed ends with its line
+        '<tool_call>\n{"name": "f", "arguments": {"a": "cut}\n</tool_call>\nso',
+        "so",
+        [("f", '{"a": "cut}\n')],
+    ),
+    ('<tool_call>no "</tool_call> more', '<tool_call>no "</tool_call> more', []),
     ('a <tool <b <tool_call>{"na', 'a <tool <b <tool_call>{"na', []),
     ('<tool_call>{"name": "\\q", "arguments": {}}</tool_call>', None, []),
 ]

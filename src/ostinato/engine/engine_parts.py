@@ -16,7 +16,7 @@ from ostinato.models.adapters.reading import AdapterReader
 from .adapters.first_adapters import load_first_adapters
 from .adapters.served_adapters import ServedAdapters
 from .loading.device_memory import DeviceMemory
-from .loading.drafts import draft_kv_shape, draft_parts
+from .loading.drafts import draft_kv_shape, draft_parts, draft_windows
 from .loading.load import LoadedModel, ModelLoadError, allocate_kv
 from .loading.memory_plan import MemoryPlan
 from .loading.prompt_bound import prompt_bound_of
@@ -104,6 +104,8 @@ def _put_together(loaded: LoadedModel, startup: StartupTimes, progress: bool | N
     weights = ServedWeights(loaded.model, sleeper)
     adapters = _served_adapters(loaded)
     prompt_bound = prompt_bound_of(config, loaded.model.config)
+    # Of pages with the same numbers: the target gives none back that the draft still reads.
+    windows = (*loaded.model.config.layer_windows, *draft_windows(loaded.draft, config.max_drafts))
     scheduler = Scheduler(
         SchedulerConfig(
             max_running=config.max_running_requests,
@@ -113,7 +115,7 @@ def _put_together(loaded: LoadedModel, startup: StartupTimes, progress: bool | N
             prefix_caching=config.config.enable_prefix_caching,
             shared_prefixes=config.config.enable_cascade_attention,
             lookahead=config.lookahead,
-            window=window_of(loaded.model.config.layer_windows, config.max_model_len),
+            window=window_of(windows, config.max_model_len),
             max_drafts=config.max_drafts,
         ),
         PageAllocator(kv.num_pages),

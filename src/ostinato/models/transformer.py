@@ -108,13 +108,13 @@ class Transformer(nn.Module):
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """Inside, steps launch every kernel that they would, and no layer whose kernels another has launched.
 
-        What they return is of no use. The first layer has nothing to add, unlike others of its kind, and the
-        last may go on with some of the tokens only.
+        What they return is of no use. The first layer has nothing to add, unlike others of its kind. A last
+        layer of some of the tokens takes the place of the second, which steps for all tokens try out.
         """
         kinds = self.config.layers
         first_of_each = {kinds.index(kind) for kind in kinds}
         all_layers = self._run
-        self._run = sorted(first_of_each | set(range(len(kinds))[:2]) | {len(kinds) - 1})
+        self._run = sorted(first_of_each | set(range(len(kinds))[:2]))
         try:
             yield
         finally:

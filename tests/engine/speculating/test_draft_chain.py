@@ -118,6 +118,25 @@ def test_drafts_are_those_of_a_naive_loop(method: str, chains: list[Chain], tmp_
         assert all(more > less for more, less in pairwise(accepted)), accepted
 
 
+def test_a_target_with_windows_gives_no_page_back_that_its_draft_reads(
+    chains: list[Chain], tmp_path: Path
+) -> None:
+    """The target looks back 16 tokens, the draft on all of them, in pages of the same numbers."""
+    saved_model("mistral", tmp_path / "target", sliding_window=16, max_position_embeddings=256)
+    saved_model("qwen3", tmp_path / "draft", num_hidden_layers=2, max_position_embeddings=256)
+    target = load_model(tmp_path / "target", dtype=torch.float32)
+    asked = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": DRAFTS}
+    options = {**SMALL, "max_model_len": 192, "chunked_prefill_size": 64}
+    prompt = [(7 * at) % 90 + 3 for at in range(150)]
+    with LLM(
+        str(tmp_path / "target"), speculative_config={**asked, "disable_adaptive": True}, **options
+    ) as llm:
+        sampling = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+        output = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
+    text = [*prompt, *output.outputs[0].token_ids]
+    _compare("draft_model", {}, target, tmp_path / "draft", chains, {chains[0].row: text})
+
+
 @torch.no_grad()
 def _compare(
     method: str,

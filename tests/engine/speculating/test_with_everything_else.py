@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
 
 from engine.conftest import TinyModel, prompts_of
@@ -78,9 +79,19 @@ def test_a_draft_misses_nothing_by_steps_without_drafts(shallow: TinyModel, ahea
         outputs = llm.generate(prompts_of((4, 3, 5, 17, 2, 1, 6, 9)), params, use_tqdm=False)
         found = outputs[0].metrics.speculative_decoding
         assert found.num_accepted_tokens == found.num_draft_tokens > 30
+        # Texts that end with all drafts accepted and a full page; what follows finds that page.
+        for length, count in ((4, 13), (8, 9)):
+            start = prompts_of((length,), seed=count)[0]["prompt_token_ids"]
+            first = llm.generate(start, SamplingParams(temperature=0, max_tokens=count), use_tqdm=False)[0]
+            llm.generate([*start, *first.outputs[0].token_ids, 7], params[3], use_tqdm=False)
         report = llm.speculation_report()
         assert report is not None
         assert report.drafts.acceptance_rate == 1
+        runner, pages = llm.engine.core.runner, llm.engine.core.scheduler.pages
+        assert runner.draft is not None
+        assert pages.num_cached > 5
+        for of_model, of_draft in zip(runner.kv.layer(0), runner.draft.kv.layer(0), strict=True):
+            torch.testing.assert_close(of_draft[pages._is_cached], of_model[pages._is_cached])
         assert_all_back(llm)
 
 

@@ -60,6 +60,15 @@ def draft_kv_shape(draft: Draft | None, dtype: torch.dtype) -> KVShape | None:
     return KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
 
 
+def draft_windows(draft: Draft | None, max_drafts: int) -> tuple[int | None, ...]:
+    """How far its layers look back from the next position of the target; (): there is no draft. It computes
+    what the last step has accepted once more."""
+    if draft is None:
+        return ()
+    windows = draft.shape.layer_windows
+    return tuple([None if width is None else width + 1 + max_drafts for width in windows])
+
+
 def draft_parts(
     draft: Draft | None, num_pages: int, config: ResolvedConfig, arenas: Arenas
 ) -> DraftParts | None:

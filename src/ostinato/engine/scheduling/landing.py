@@ -78,12 +78,13 @@ class Landing:
         rejected = step.query_len - counts
         self._rows.num_scheduled[rows] -= rejected
         self._rows.num_promised[rows] -= rejected
+        # A draft has yet to compute what is accepted here, and may never: whose request ends leaves a hole.
+        self._running.commit_full(rows, before)
         rounds = self._rows.append_bunch(rows, before + 1, tokens[:, live], counts)
         computed = before.copy()
         for theirs, _, _ in rounds:
             computed[theirs] += 1
         self._rows.num_computed[rows] = computed
-        self._running.commit_full(rows, computed)
         found = []
         for line, (theirs, over, stopped) in zip(tokens, rounds, strict=False):
             finished = [

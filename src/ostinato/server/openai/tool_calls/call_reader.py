@@ -41,6 +41,7 @@ class CallReader:
         self._scanned = 0
         self._depth = 0
         self._in_string = False
+        self._is_broken = False
         self._escaped = False
         self._inner_ends: list[int] = []
         self._sent = 0
@@ -67,6 +68,12 @@ class CallReader:
         return pieces
 
     @property
+    def is_in_string(self) -> bool:
+        """Whether what comes next belongs to a string of the object; of one with a line break in it, which
+        JSON does not have, nobody knows where it ends."""
+        return self._depth > 0 and self._in_string and not self._is_broken
+
+    @property
     def _is_past_arguments(self) -> bool:
         return self._sent in self._inner_ends
 
@@ -91,6 +98,7 @@ class CallReader:
             character = self.raw[self._scanned]
             self._scanned += 1
             if self._in_string:
+                self._is_broken |= character == "\n"
                 if self._escaped:
                     self._escaped = False
                 elif character == "\\":
@@ -98,7 +106,7 @@ class CallReader:
                 elif character == '"':
                     self._in_string = False
             elif character == '"':
-                self._in_string = True
+                self._in_string, self._is_broken = True, False
             elif character == "{":
                 self._depth += 1
             elif character == "}":

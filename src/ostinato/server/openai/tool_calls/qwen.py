@@ -70,10 +70,13 @@ class QwenToolCalls:
         keep = 0 if tag else held_back(before, _CLOSE)
         was_call = call.is_call
         parsed.calls += call.feed(before[: len(before) - keep])
+        is_quoted = bool(tag) and call.is_in_string
+        if is_quoted:
+            parsed.calls += call.feed(tag)
         self.num_calls += call.is_call and not was_call
         self._buffer = behind if tag else before[len(before) - keep :]
-        if not tag:
-            return False
+        if not tag or is_quoted:
+            return is_quoted
         if call.is_call:
             self._space, self._follows_call = "", True
         else:
