@@ -236,8 +236,7 @@ class LLM(EngineServices, TrainerServices):
                 if is_over:
                     break
                 with HeldSignals():
-                    engine.refuse_if_paused()
-                    engine.step()
+                    engine.step_until(lambda: output.finished)
         finally:
             with HeldSignals():
                 engine.abort(name)
@@ -497,8 +496,7 @@ class LLM(EngineServices, TrainerServices):
         with RequestProgress(total, shown) as bar:
             bar.update(total - len(unfinished), 0)
             while unfinished:
-                self.engine.refuse_if_paused()
-                before, changed = len(unfinished), self.engine.step()
+                before, changed = len(unfinished), self.engine.step_until(lambda: not unfinished)
                 bar.update(before - len(unfinished), len(changed))
                 signals.let_through()
 
