@@ -4,7 +4,9 @@ Everything runs with hostile fills: whatever is not restored comes back as NaNs 
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -226,6 +228,21 @@ def test_requests_are_finished_before_or_end_with_the_sleep(llm, tiny):
     assert [output.outputs[0].finish_reason for output in second] == ["abort"] * 3
     llm.wake_up()
     assert_right(llm, tiny)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_another_threads_call_gets_what_it_has_when_the_engine_falls_asleep(llm, tiny, mode):
+    """It waits for its turn to take a step while the sleep ends its requests, and has to take none."""
+    [prompt] = prompts_of([9], seed=1)
+    wanted = tiny.greedy(tuple(prompt["prompt_token_ids"]), 50)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(llm.generate, [prompt] * 2, SamplingParams(temperature=0, max_tokens=50))
+        while len(llm.engine.core.scheduler.running) < 2 and not running.done():
+            time.sleep(0.001)
+        llm.sleep(mode=mode)
+        for output in running.result(20):
+            found = output.outputs[0].token_ids
+            assert found == (wanted if mode == "wait" else wanted[: len(found)])
 
 
 def test_coroutines_wait_through_a_sleep(tiny):

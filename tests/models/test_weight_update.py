@@ -136,12 +136,29 @@ def test_a_tied_model_takes_no_output_layer_of_its_own(
     assert_equal(model, old)
 
 
+class _OfManyRanks(torch.Tensor):
+    """As torch's DTensor, which wants a group of processes."""
+
+    def full_tensor(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def given_away() -> torch.Tensor:
+    """As FSDP leaves parameters that it has sharded: a shape and no memory; to read it ends the process."""
+    tensor = torch.zeros(48)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 FAULTS = {
     "an unknown name": ("model.layers.0.nothing.weight", torch.zeros(3), "has no place in"),
     "a wrong shape": ("model.norm.weight", torch.zeros(7), r"has shape \[7\], not \[48\]"),
     "integers": ("model.norm.weight", torch.zeros(48, dtype=torch.int32), "torch.int32"),
     "no tensor": ("model.norm.weight", [0.0] * 48, "is no tensor but list"),
     "nothing in it": ("model.norm.weight", torch.zeros(48, device="meta"), "meta"),
+    "given away": ("model.norm.weight", given_away(), "has no memory"),
+    "of many ranks": ("model.norm.weight", torch.zeros(48).as_subclass(_OfManyRanks), r"its full_tensor\(\)"),
+    "sparse": ("model.norm.weight", torch.zeros(48).to_sparse(), r"its to_dense\(\)"),
     "no name": (7, torch.zeros(48), "name is a text, not int"),
 }
 
@@ -228,6 +245,22 @@ def test_weights_may_come_from_the_model_itself(model: Transformer) -> None:
     swapped |= {name: views[name.replace("layers.0.", "layers.1.")] for name in names}
     wanted = contents(model) | {name: tensor.clone() for name, tensor in swapped.items()}
     update_weights(model, swapped)
+    assert_equal(model, wanted)
+
+
+@pytest.mark.parametrize("by_numpy", [False, True])
+@pytest.mark.parametrize("as_iterator", [False, True])
+def test_a_weight_may_be_the_one_that_is_there_the_other_way_round(
+    model: Transformer, as_iterator: bool, by_numpy: bool
+) -> None:
+    """It begins where it is written to, and numpy's views of it have storages of their own."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    own = checkpoint_tensors(model)[name]
+    if own.size(0) != own.size(1):
+        pytest.skip("not square")
+    turned = torch.from_numpy(own.numpy().T) if by_numpy else own.t()
+    wanted = contents(model) | {name: turned.clone()}
+    update_weights(model, iter([(name, turned)]) if as_iterator else {name: turned})
     assert_equal(model, wanted)
 
 

@@ -158,6 +158,7 @@ def test_load_and_unload_as_sglang(served: ServerProcess, adapters: dict[str, st
     again = served.post("/load_lora_adapter", {"lora_name": "s", "lora_path": adapters["z"]})
     assert (again.status_code, again.json()["success"]) == (400, False)
     assert "loaded already" in again.json()["error_message"]
+    assert "unload it first" in again.json()["error_message"]
     answer = served.post("/unload_lora_adapter", {"lora_name": "s"})
     assert set(answer.json()["loaded_adapters"]) == {"x", "y"}
     assert served.post("/unload_lora_adapter", {"lora_name": "s"}).json()["success"] is False

@@ -243,8 +243,7 @@ class LLM(EngineServices, TrainerServices):
                 if is_over:
                     break
                 with HeldSignals():
-                    engine.refuse_if_paused()
-                    engine.step()
+                    engine.step_until(lambda: output.finished)
         finally:
             with HeldSignals():
                 engine.abort(name)

@@ -56,8 +56,7 @@ def finish(engine: TextEngine, unfinished: set[str], total: int, shown: Shown, s
     with RequestProgress(total, shown) as bar:
         bar.update(total - len(unfinished), 0)
         while unfinished:
-            engine.refuse_if_paused()
-            before, changed = len(unfinished), engine.step()
+            before, changed = len(unfinished), engine.step_until(lambda: not unfinished)
             bar.update(before - len(unfinished), len(changed))
             signals.let_through()
 

@@ -293,6 +293,16 @@ class TextEngine:
             self.core.clock.lap("deliver")
             return changed
 
+    def step_until(self, is_over: Callable[[], bool]) -> list[RequestOutput]:
+        """A step for somebody who waits, unless it is over: another thread may have ended what he waits for,
+        and put the engine to sleep behind it. EngineAsleepError where he would wait for ever."""
+        with self.turn:
+            if is_over() and not self.is_closed:
+                return []
+            if self.core.scheduler.is_paused and not self.core.can_step:
+                raise EngineAsleepError("generation is paused: resume_generation() first")
+            return self.step()
+
     def _forget_ended(self) -> None:
         for output in self.ended:
             self._count(self._served[output.request_id])
@@ -332,11 +342,6 @@ class TextEngine:
             changed, self.ended = self._delivered(self.core.settle())
             self._forget_ended()
             tell(changed)
-
-    def refuse_if_paused(self) -> None:
-        """EngineAsleepError where whoever waits for an answer would wait for ever."""
-        if self.core.scheduler.is_paused and not self.core.can_step:
-            raise EngineAsleepError("generation is paused: resume_generation() first")
 
     def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
         """Take memory back, all or of these tags; requests that wait go on when everything is there."""

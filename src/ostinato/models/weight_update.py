@@ -14,6 +14,8 @@ the device to fail in between, the update says that the weights are torn, and it
 from __future__ import annotations
 
 import logging
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -108,7 +110,9 @@ class WeightPlaces:
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
         ]
-        self._memory = {view.untyped_storage().data_ptr() for view in self.views.values()}
+        storages = [view.untyped_storage() for view in self.views.values()]
+        self._memory = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages})
+        """Where it begins and ends."""
 
     def name_of(self, given: object) -> str | None:
         """The weight that is meant; None for one that the model does not need."""
@@ -149,9 +153,25 @@ class WeightPlaces:
             raise WeightsError(f"weight {name} is {given.dtype}; float32, float16 and bfloat16 can be taken")
         if given.device.type == "meta":
             raise WeightsError(f"weight {name} is on the meta device: it has no contents")
+        if hasattr(given, "full_tensor"):  # torch's DTensor, which takes a second to import
+            raise WeightsError(
+                f"weight {name} is a {type(given).__name__}, of many ranks: give its full_tensor()"
+            )
+        if given.layout is not torch.strided:
+            raise WeightsError(f"weight {name} is {given.layout}: give it dense, as its to_dense()")
+        if given.numel() and not given.untyped_storage().nbytes():
+            raise WeightsError(
+                f"weight {name} has no memory, as what a trainer has sharded or offloaded: gather it first"
+            )
         # What lies in the model's own memory may be overwritten before it is read.
-        is_own = given.untyped_storage().data_ptr() in self._memory
-        return given.clone() if is_own and given.data_ptr() != view.data_ptr() else given
+        is_same = given.data_ptr() == view.data_ptr() and given.stride() == view.stride()
+        return given.clone() if self._is_own(given) and not is_same else given
+
+    def _is_own(self, given: Tensor) -> bool:
+        """Whether it lies in the model's memory, whatever torch or numpy call the storage that it is in."""
+        address = given.data_ptr()
+        begin, end = self._memory[max(0, bisect_right(self._memory, (address, math.inf)) - 1)]
+        return begin <= address < end
 
     def wait(self) -> None:
         """Until all is written: who has lent the memory of what was given may use it again."""

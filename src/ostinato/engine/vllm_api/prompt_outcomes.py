@@ -45,8 +45,7 @@ def states_of(
         with RequestProgress(len(kept), shown) as bar:
             bar.update(len(kept) - len(awaited), 0)
             while awaited:
-                engine.refuse_if_paused()
-                before, changed = len(awaited), engine.step()
+                before, changed = len(awaited), engine.step_until(lambda: not awaited)
                 bar.update(before - len(awaited), len(changed))
                 let_through()
     return [outcome_of(engine, entry) for entry in kept]

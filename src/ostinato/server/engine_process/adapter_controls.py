@@ -63,7 +63,10 @@ class AdapterControls:
 
     def _refuse_taken(self, adapter: str, load_inplace: bool) -> None:
         if self._adapters.named(adapter) is not None and not load_inplace:
-            raise RequestError(f"the adapter {adapter!r} is loaded already: give load_inplace to replace it")
+            raise RequestError(
+                f"the adapter {adapter!r} is loaded already: give load_inplace to replace it "
+                "(/v1/load_lora_adapter has it), or unload it first"
+            )
 
     def _unload(self, adapter: str) -> object:
         self._adapters.remove(adapter)

@@ -16,6 +16,7 @@ from ..wire.messages import AdapterInfo
 from .api_document import answers
 from .engine_calls import engine_call
 from .json_answers import json_response
+from .known_query import admin_router
 
 
 class LoadAdapter(Body):
@@ -61,7 +62,7 @@ class LoadAdapterFromTensors(Body):
 
 def adapter_routes(service: Service) -> APIRouter:
     """The routes of adapters."""
-    routes = APIRouter()
+    routes = admin_router()
 
     @routes.post("/v1/load_lora_adapter", responses=answers())
     async def load(body: LoadAdapter) -> Response:

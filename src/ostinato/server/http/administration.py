@@ -15,11 +15,12 @@ from ..service import Service
 from .api_document import answers
 from .engine_calls import engine_call
 from .json_answers import json_response
+from .known_query import admin_router
 
 
 def admin_routes(service: Service) -> APIRouter:
     """The routes for whoever runs the server."""
-    routes = APIRouter()
+    routes = admin_router()
 
     async def call(name: str, **payload: Any) -> Response:
         return json_response(await engine_call(service, name, **payload))

@@ -12,6 +12,7 @@ from ..sglang.requests import AbortRequest, ContinueRequest, MemoryRequest, Paus
 from .api_document import answers
 from .engine_calls import engine_call
 from .json_answers import json_response
+from .known_query import admin_router
 
 _TAGS = {"cuda_graph": "graphs"}
 """What SGLang calls differently."""
@@ -21,7 +22,7 @@ _MODES = {"abort": ("abort", False), "retract": ("keep", True), "in_place": ("ke
 
 def memory_routes(service: Service) -> APIRouter:
     """The routes; a GET is as good as a POST where SGLang has both."""
-    routes = APIRouter()
+    routes = admin_router()
 
     @routes.get("/release_memory_occupation", include_in_schema=False)
     @routes.post("/release_memory_occupation", responses=answers())

@@ -13,11 +13,12 @@ from ..service import Service
 from .api_document import answers
 from .engine_calls import engine_call
 from .json_answers import json_response
+from .known_query import admin_router
 
 
 def sleep_routes(service: Service) -> APIRouter:
     """The routes; what they answer is vLLM's, and where that is empty, what was done."""
-    routes = APIRouter()
+    routes = admin_router()
 
     @routes.post("/sleep", responses=answers())
     async def sleep(

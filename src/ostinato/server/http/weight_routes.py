@@ -17,6 +17,7 @@ from ..service import Service
 from .api_document import ROWS, answers
 from .engine_calls import engine_call
 from .json_answers import json_response
+from .known_query import admin_router
 from .weight_bodies import (
     BufferUpdate,
     DiskUpdate,
@@ -39,7 +40,7 @@ _DISK_FORMATS = (None, "auto", "safetensors")
 
 def weight_routes(service: Service) -> APIRouter:
     """All of them."""
-    routes = APIRouter()
+    routes = admin_router()
     _add_sglang(routes, service)
     _add_vllm(routes, service)
     return routes
