@@ -460,11 +460,13 @@ class Baseline:
     """A loss that keeps a mean in a tensor of its own, has a layer of its own, and draws by itself."""
 
     def __init__(self, device):
-        self.mean, self.history = torch.zeros((), device=device), torch.zeros(3, device=device)
+        self.mean, self.history = None, torch.zeros(3, device=device)
         self.norm, self.generator = nn.BatchNorm1d(13).to(device), torch.Generator(device).manual_seed(3)
 
     def __call__(self, logits, targets):
         value = logits.detach().square().mean()
+        if self.mean is None:
+            self.mean = torch.zeros_like(value)
         self.mean.mul_(0.9).add_(value, alpha=0.1)
         self.history[1].add_(value)
         noise = torch.randn(logits.shape, generator=self.generator, device=logits.device)

@@ -174,6 +174,8 @@ class GraphsByKind:
         release_unused()  # activations of the eager update: graphs have a pool of their own
         try:
             with draws_are_kept(), self._optimizer.undone_in_python(), self._values.captured():
+                if self._values.are_assigned:
+                    self._note_what_is_written(is_accumulating)
                 for graphs in self.kinds:
                     missing = [key for key in self._keys() if key not in graphs.runner.failures]
                     _capture(graphs.runner, missing)
@@ -185,6 +187,12 @@ class GraphsByKind:
         self._places.note()
         self._optimizer.note()
         self._baked = self._surroundings()
+
+    def _note_what_is_written(self, is_accumulating: bool) -> None:
+        """Once more: what the first step made was not there when it was tried."""
+        trial = PaddingTrial(self._loss, self._state, self._pool.backend, self._options)
+        self._written += [trial.written_at(graphs.kind, min(self.rungs)) for graphs in self.kinds]
+        self._note_state(is_accumulating)
 
     def _keys(self) -> list[GraphKey]:
         return [

@@ -87,6 +87,19 @@ class PaddingTrial:
         found: tuple[bool, str | None] = self._quietly(look)
         return found
 
+    def written_at(self, kind: BatchKind, length: int) -> Written:
+        """What a run writes at this length, besides the state."""
+        batch = kind.dummy(BatchDescriptor(length, 1))
+        tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
+
+        def look() -> None:
+            with torch.enable_grad():
+                self._loss_of(kind, tensors)
+
+        own = [*self._state.values(), *tensors.values()]
+        found: Written = self._quietly(lambda: written_by(look, besides=own))
+        return found
+
     def reads(self, kind: BatchKind, batch: Batch) -> set[int]:
         """Addresses of the storages from before that the loss is computed from."""
         tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}

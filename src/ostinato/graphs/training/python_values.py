@@ -43,6 +43,11 @@ class PythonValues:
         yield
         self._own |= before.changed()
 
+    @property
+    def are_assigned(self) -> bool:
+        """Whether the first step assigned something."""
+        return bool(self._own)
+
     @contextmanager
     def put_back(self) -> Iterator[Reached]:
         """Around trial runs: they count for nothing. As things are before them."""
