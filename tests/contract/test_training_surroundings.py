@@ -456,6 +456,112 @@ def test_what_would_get_no_gradient_is_refused(device):
         step(features.requires_grad_(), targets)
 
 
+class Baseline:
+    """A loss that keeps a mean in a tensor of its own, has a layer of its own, and draws by itself."""
+
+    def __init__(self, device):
+        self.mean, self.history = None, torch.zeros(3, device=device)
+        self.norm, self.generator = nn.BatchNorm1d(13).to(device), torch.Generator(device).manual_seed(3)
+
+    def __call__(self, logits, targets):
+        value = logits.detach().square().mean()
+        if self.mean is None:
+            self.mean = torch.zeros_like(value)
+        self.mean.mul_(0.9).add_(value, alpha=0.1)
+        self.history[1].add_(value)
+        noise = torch.randn(logits.shape, generator=self.generator, device=logits.device)
+        weight = self.mean + self.history.sum()
+        return (
+            cross_entropy(self.norm(logits.transpose(1, 2)).transpose(1, 2) + 0.1 * noise, targets) * weight
+        )
+
+
+def test_what_a_loss_writes_in_tensors_of_its_own_counts_no_trials(device):
+    ours, theirs = twins(make_model(device))
+    batches = make_batches(device, [8] * 5)
+    own, their_own = Baseline(device), Baseline(device)
+    expected = train_eagerly(theirs, adamw(theirs), batches, loss_fn=their_own)
+    step = captured(ours, adamw(ours), own)
+    assert [step(*batch).item() for batch in batches] == expected
+    assert replays(step) == 4
+    assert torch.equal(own.norm.running_mean, their_own.norm.running_mean)
+    assert torch.equal(own.history, their_own.history)
+
+
+class Carrying(nn.Module):
+    """Goes on from a tensor that the last call assigned."""
+
+    def __init__(self, device, place):
+        super().__init__()
+        self.inside, self.place = make_model(device), place
+        self.register_buffer("mean", torch.zeros(13, device=device))
+        self.hidden = None
+
+    def forward(self, ids):
+        logits = self.inside(ids)
+        if self.place == "buffer":
+            self.mean = 0.9 * self.mean + 0.1 * logits.detach().mean((0, 1))
+            return logits * self.mean
+        before = 0.0 if self.hidden is None else self.hidden
+        self.hidden = logits.detach().mean(1, keepdim=True)
+        return logits * before
+
+
+@pytest.mark.parametrize("place", ["buffer", "attribute"])
+def test_state_that_is_kept_by_assigning_is_in_no_graph(device, place, caplog):
+    ours, theirs = twins(Carrying(device, place))
+    batches = make_batches(device, [8] * 4)
+    expected = train_eagerly(theirs, adamw(theirs), batches)
+    step = captured(ours, adamw(ours), options=CaptureOptions(freeze_gc=False))
+    assert [step(*batch).item() for batch in batches] == expected
+    assert step.report().eager_steps["capture-failed"] == 3
+    name = "mean" if place == "buffer" else "hidden"
+    assert any(f"keeps state by assigning a new tensor to {name}" in line for line in caplog.messages)
+
+
+class Differentiating(nn.Module):
+    """Needs gradients of its own results: a penalty of them, hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 13)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        hidden = self.first(x)
+        hidden.register_hook(lambda gradient: gradient * 0.5)
+        logits = self.second(hidden.tanh())
+        (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return logits * (1 + slope.square().mean())
+
+
+def test_a_model_that_differentiates_by_itself(device):
+    ours, theirs = twins(Differentiating().to(device))
+    batches = [(torch.randn(2, 8, 4, device=device), y) for _, y in make_batches(device, [8] * 4)]
+    expected = train_eagerly(theirs, adamw(theirs), batches)
+    step = captured(ours, adamw(ours))
+    assert [step(*batch).item() for batch in batches] == expected
+    assert replays(step) == 3
+    assert same_parameters(ours, theirs)
+
+
+def test_a_backward_that_is_interrupted_leaves_the_gradients_of_others(device):
+    model, critic = make_model(device), nn.Linear(13, 1).to(device)
+    step = captured(model, adamw(model), lambda logits, targets: critic(logits).mean())
+    batch = make_batches(device, [8])[0]
+
+    def interrupt(gradient):
+        raise KeyboardInterrupt
+
+    step(*batch)
+    critic.weight.grad = torch.full_like(critic.weight, 3.0)
+    handle = model.blocks[0].out.bias.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(*batch)
+    handle.remove()
+    assert torch.equal(critic.weight.grad, torch.full_like(critic.weight, 3.0))
+
+
 # -- parts of a model ---------------------------------------------------------------------------------
 
 
@@ -501,3 +607,11 @@ def test_a_part_that_writes_its_parameters_is_as_it_was(device):
     before = part.weight.detach().clone()
     make_graphed_callables(part, (torch.zeros(4, dtype=torch.int64, device=device),), ladder=[2, 4])
     assert torch.equal(part.weight, before)
+
+
+def test_a_part_that_writes_tensors_of_its_own_is_as_it_was(device):
+    count = torch.zeros((), device=device)
+    part = make_graphed_callables(lambda x: x * count.add_(1.0), (torch.randn(4, 4, device=device),))
+    assert count == 0, "trials and captures count for nothing"
+    assert torch.equal(part(torch.ones(4, 4, device=device)), torch.ones(4, 4, device=device))
+    assert count == 1

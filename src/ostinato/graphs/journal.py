@@ -128,6 +128,8 @@ class SavedWrites:
         """Besides rows that are put in places: caches and rings have some for padding, which nobody reads."""
         self.written: set[int] = set()
         """Addresses of the storages from before that are written."""
+        self.written_tensors: list[torch.Tensor] = []
+        """One over each of them."""
         self.draws_from_default = False
         """Whether random numbers are drawn from a generator that nobody passes."""
         self.generators: dict[torch.Generator, torch.Tensor] = {}
@@ -164,8 +166,10 @@ class SavedWrites:
     def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         if storage_address(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
             return
-        self.written.add(storage_address(tensor))
         target = tensor.detach()
+        if storage_address(tensor) not in self.written:
+            self.written.add(storage_address(tensor))
+            self.written_tensors.append(target)
         if func is aten.index_put_.default and not (len(args) > 3 and args[3]):
             indices = [None if index is None else index.clone() for index in args[1]]
             rows = aten.index.Tensor(target, indices)

@@ -95,12 +95,14 @@ class Gradients:
         of_others = [parameter.grad for parameter in self._others]
         for parameter in self._others:
             parameter.grad = None
-        if self._accumulate:
-            self._add(loss)
-        else:
-            self._replace(loss)
-        for parameter, gradient in zip(self._others, of_others, strict=True):
-            parameter.grad = gradient
+        try:
+            if self._accumulate:
+                self._add(loss)
+            else:
+                self._replace(loss)
+        finally:
+            for parameter, gradient in zip(self._others, of_others, strict=True):
+                parameter.grad = gradient
         if not self.present:
             raise ConfigError(
                 "no parameter of the optimizer has a gradient: is it the optimizer of this model?"

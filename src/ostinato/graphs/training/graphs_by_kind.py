@@ -3,7 +3,7 @@
 import gc
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
+from ..wrapping.reached import Reached
 from .batches import BatchKind
 from .checkpointing import draws_are_kept
 from .gradients import Gradients
@@ -29,7 +30,7 @@ from .loss import Loss
 from .micro_batch import Kind, MicroBatch
 from .optimizers import StaticOptimizer
 from .padding import PaddingTrial
-from .places import Places
+from .places import Places, Written
 from .python_values import PythonValues
 from .update import Update
 
@@ -70,8 +71,10 @@ class GraphsByKind:
         self.kinds: list[KindGraphs] = []
         """Of all batches so far that `add` was called with."""
         self._state: dict[str, torch.Tensor] = {}
-        self._written: dict[str, torch.Tensor] = {}
-        """Parameters that the model writes by itself, besides the optimizer."""
+        self._written: list[Written] = []
+        """What steps write besides buffers and what the optimizer does, by kind of batch."""
+        self._carried_on: str | None = None
+        """Where steps assign a new tensor that the next one goes on from."""
         self._baked: tuple[Any, ...] = ()
         self.eager_steps: Counter[Reason] = Counter()
 
@@ -97,22 +100,27 @@ class GraphsByKind:
     def add(self, inputs: Any, targets: Any, *, is_accumulating: bool) -> None:
         """Know batches like this one from now on; nothing is captured yet. `is_accumulating`: gradients of
         micro-batches are waiting for an update."""
-        with self._values.put_back():
-            self.kinds.append(self._new(inputs, targets, is_accumulating))
+        with self._values.put_back() as before:
+            self.kinds.append(self._new(inputs, targets, is_accumulating, before))
 
-    def _new(self, inputs: Any, targets: Any, is_accumulating: bool) -> KindGraphs:
+    def _new(self, inputs: Any, targets: Any, is_accumulating: bool, before: Reached) -> KindGraphs:
         state = self._note_state(is_accumulating)
         trial = PaddingTrial(self._loss, state, self._pool.backend, self._options)
         kind, refusal = trial.kind_of(inputs, targets)
-        self._written |= trial.written
+        self._written.append(trial.written)
+        batch, length = kind.matched(inputs, targets)
+        self._carried_on = self._carried_on or self._values.carried_on(
+            before, lambda: trial.reads(kind, batch)
+        )
         if self._ladder is None:
-            self._ladder = Ladder([kind.matched(inputs, targets)[1]])
+            self._ladder = Ladder([length])
         if refusal is not None:
             level = logging.WARNING if len(self.rungs) > 1 else logging.INFO
             logger.log(level, "only lengths that are rungs are served from graphs: %s", refusal)
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
             is_rung = descriptor.num_tokens in self.rungs
+            self._refuse_state_kept_by_assigning()
             with python_draws.refused_in_graphs():
                 return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
 
@@ -128,7 +136,7 @@ class GraphsByKind:
             (),  # see capture_missing
             dispatcher=Dispatcher(GraphMode.FULL, padding=refusal is None),
             pool=self._pool,
-            options=self._options,
+            options=replace(self._options, generators=trial.generators),
             state=self._state,
             dummy=kind.dummy,
             warmups_give_back=True,
@@ -136,11 +144,20 @@ class GraphsByKind:
         runner.eager_steps = self.eager_steps
         return KindGraphs(kind, runner, refusal is None)
 
+    def _refuse_state_kept_by_assigning(self) -> None:
+        if self._gradients.is_trial and self._carried_on is not None:
+            raise CaptureError(
+                f"the step keeps state by assigning a new tensor to {self._carried_on}, and a replay would "
+                f"go on from the old one: register it as a buffer, and change it in place (copy_)"
+            )
+
     def _note_state(self, is_accumulating: bool) -> dict[str, torch.Tensor]:
         """What trial runs change and have to put back: they make no updates."""
         gradients = self._gradients.tensors() if is_accumulating else []
         self._state.clear()
-        self._state |= {**self._places.buffers(), **self._update.state(), **self._written}
+        self._state |= {**self._places.buffers(), **self._update.state()}
+        for number, written in enumerate(self._written):
+            self._state |= {f"{name} of kind {number}": t for name, t in written.tensors.items()}
         self._state |= {f"gradient {number}": tensor for number, tensor in enumerate(gradients)}
         return self._state
 
@@ -157,6 +174,8 @@ class GraphsByKind:
         release_unused()  # activations of the eager update: graphs have a pool of their own
         try:
             with draws_are_kept(), self._optimizer.undone_in_python(), self._values.captured():
+                if self._values.are_assigned:
+                    self._note_what_is_written(is_accumulating)
                 for graphs in self.kinds:
                     missing = [key for key in self._keys() if key not in graphs.runner.failures]
                     _capture(graphs.runner, missing)
@@ -168,6 +187,12 @@ class GraphsByKind:
         self._places.note()
         self._optimizer.note()
         self._baked = self._surroundings()
+
+    def _note_what_is_written(self, is_accumulating: bool) -> None:
+        """Once more: what the first step made was not there when it was tried."""
+        trial = PaddingTrial(self._loss, self._state, self._pool.backend, self._options)
+        self._written += [trial.written_at(graphs.kind, min(self.rungs)) for graphs in self.kinds]
+        self._note_state(is_accumulating)
 
     def _keys(self) -> list[GraphKey]:
         return [

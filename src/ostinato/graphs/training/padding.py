@@ -6,7 +6,7 @@ What it learns depends on padding all the same, so gradients are compared too, b
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,13 @@ from ..backends import Backend
 from ..capturing.trial import Trials
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..inputs.buffers import Batch, InputBuffers
+from ..journal import WriteJournal
 from ..options import CaptureOptions
 from ..trees import map_tensors
 from .batches import IGNORED, BatchKind
 from .gradients import leaves_behind
 from .loss import Loss
-from .places import written_parameters
+from .places import Written, written_by
 
 _AT_ONE_SHAPE = {torch.float32: 1e-5, torch.float64: 1e-9}
 _AT_TWO_SHAPES = 0.03
@@ -37,13 +38,20 @@ class PaddingTrial:
     ) -> None:
         self._loss = loss.uncompiled()
         self._state, self._backend, self._options = state, backend, options
-        self.written: dict[str, torch.Tensor] = {}
-        """Parameters that the model itself writes when it is run."""
+        self.written = Written({}, ())
+        """What model and loss function write when they are run, besides the state."""
         self._trials = self._new_trials()
 
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Those of the device that the step draws from, besides the default one."""
+        own = [g for g in self.written.generators if g.device.type == self._loss.device.type]
+        return tuple(dict.fromkeys([*self._options.generators, *own]))
+
     def _new_trials(self) -> Trials:
-        state = {**self._state, **self.written}
-        return Trials(self._backend, state=state, generators=self._options.generators)
+        state = {**self._state, **self.written.tensors}
+        generators = tuple(dict.fromkeys([*self._options.generators, *self.written.generators]))
+        return Trials(self._backend, state=state, generators=generators)
 
     def kind_of(self, inputs: Any, targets: Any) -> tuple[BatchKind, str | None]:
         """How batches like this one are padded, and why they cannot be, if so."""
@@ -62,21 +70,48 @@ class PaddingTrial:
 
     def _look(self, kind: BatchKind, batch: Batch) -> tuple[bool, str | None]:
         """Whether the loss function returns one for each position; why it cannot do with ignored targets."""
-        tensors = {name: tensor.to(self._loss.device) for name, tensor in batch.items()}
+        tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
 
         def look() -> tuple[bool, str | None]:
             inputs, targets = kind.arguments(tensors)
-            outputs = self._loss.outputs(inputs)
-            loss = self._loss.raw(outputs, targets, kind.mask(tensors))
+            with torch.enable_grad():  # for models that differentiate, or hang hooks on results
+                outputs = self._loss.outputs(inputs)
+                loss = self._loss.raw(outputs, targets, kind.mask(tensors))
             if self._loss.takes_mask or loss.dim() > 0:
                 return loss.dim() > 0, None
             return False, _why_not_ignored(self._loss.loss_fn, outputs, targets)
 
-        self.written = written_parameters(self._loss.modules, lambda: self._quietly(look))
-        if self.written:
-            self._trials = self._new_trials()
+        own = [*self._state.values(), *tensors.values()]
+        self.written = self._quietly(lambda: written_by(look, besides=own))
+        self._trials = self._new_trials()
         found: tuple[bool, str | None] = self._quietly(look)
         return found
+
+    def written_at(self, kind: BatchKind, length: int) -> Written:
+        """What a run writes at this length, besides the state."""
+        batch = kind.dummy(BatchDescriptor(length, 1))
+        tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
+
+        def look() -> None:
+            with torch.enable_grad():
+                self._loss_of(kind, tensors)
+
+        own = [*self._state.values(), *tensors.values()]
+        found: Written = self._quietly(lambda: written_by(look, besides=own))
+        return found
+
+    def reads(self, kind: BatchKind, batch: Batch) -> set[int]:
+        """Addresses of the storages from before that the loss is computed from."""
+        tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
+        journal = WriteJournal()
+
+        def watched() -> None:
+            with journal, torch.enable_grad():
+                self._loss_of(kind, tensors)
+
+        with suppress(Exception):  # what must not be watched
+            self._quietly(watched)
+        return set(journal.reads)
 
     def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
         """Tried with one half of the batch, the other as padding."""

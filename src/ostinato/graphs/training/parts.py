@@ -25,7 +25,7 @@ from ..options import CaptureOptions
 from ..trees import Structure, flatten, tensors_in
 from ..wrapping.signature import Examples, Signature
 from .gradients import leaves_behind
-from .places import Places, written_parameters
+from .places import Places, Written, written_by
 from .python_values import PythonValues
 from .rounds import Rounds
 
@@ -71,7 +71,7 @@ class GraphedPart:
         self._parameters = [p for p in (self._module.parameters() if self._module else ()) if p.requires_grad]
         self._modules = [self._module] if self._module else []
         self._places = Places(self._modules)
-        self._written: dict[str, torch.Tensor] = {}
+        self._written = Written({}, ())
         self._values = PythonValues(function)
         self._buffers = InputBuffers(
             self._signature.tensor_fields,
@@ -88,15 +88,18 @@ class GraphedPart:
     # -- capturing ---------------------------------------------------------------------------------
 
     def find_written(self, options: CaptureOptions) -> None:
-        """Which parameters the part writes when it is run."""
+        """What the part writes when it is run."""
         trials, rung = self._trials(options), self.ladder.limit
         with self._values.put_back(), trials.undone():
-            self._written = written_parameters(self._modules, lambda: self._run_forward(rung))
+            views = self._fill(rung)
+            own = [*self._places.buffers().values(), *views.values()]
+            self._written = written_by(lambda: self._run_forward(rung), besides=own)
         self._alive = None
 
     def _trials(self, options: CaptureOptions) -> Trials:
-        state = {**self._places.buffers(), **self._written}
-        return Trials(self._pool.backend, state=state, generators=options.generators)
+        state = {**self._places.buffers(), **self._written.tensors}
+        generators = tuple(dict.fromkeys([*options.generators, *self._written.generators]))
+        return Trials(self._pool.backend, state=state, generators=generators)
 
     def warm_up(self, rung: int, times: int, options: CaptureOptions) -> None:
         """Run forward and backward, without a trace."""

@@ -1,12 +1,12 @@
 """Where the parameters and buffers of a model are, and what else of it a graph takes for granted."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..journal import WriteJournal
-from ..memory import storage_address
+from ..memory import storage_address, tensor_over
 from ..wrapping.standing import Comparison
 
 
@@ -85,22 +85,33 @@ class Places:
         return own + [(f"parameter {number}", p) for number, p in enumerate(parameters) if p not in names]
 
 
-def written_parameters(
-    modules: Sequence[torch.nn.Module], run: Callable[[], object]
-) -> dict[str, torch.Tensor]:
-    """Parameters that these modules write by themselves when they are run: an embedding with `max_norm`, an
-    encoder that follows another one. The run is undone."""
+class Written(NamedTuple):
+    """What a step writes by itself when it is run."""
+
+    tensors: dict[str, torch.Tensor]
+    generators: tuple[torch.Generator, ...]
+
+
+def written_by(run: Callable[[], object], besides: Iterable[torch.Tensor]) -> Written:
+    """An embedding with `max_norm`, an encoder that follows another one, a mean that a loss function keeps,
+    generators of its own: all that is written of what was there before. The run is undone."""
     journal = WriteJournal()
     try:
         with journal:
             run()
     except Exception:  # what must not be watched says so; what fails, fails again unwatched
-        return {}
+        return Written({}, ())
     finally:
         journal.undo()
-    named = [pair for module in modules for pair in module.named_parameters() if journal.written]
-    return {
-        f"{name} {number}": parameter
-        for number, (name, parameter) in enumerate(named)
-        if storage_address(parameter) in journal.written
-    }
+    known = {storage_address(tensor) for tensor in besides}
+    found = [tensor for tensor in journal.written_tensors if storage_address(tensor) not in known]
+    return Written(
+        {f"written {number}": _whole(t) for number, t in enumerate(found)}, tuple(journal.generators)
+    )
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a storage: what was seen first may be a part of it."""
+    storage = tensor.untyped_storage()
+    length = storage.nbytes() // tensor.itemsize
+    return tensor_over(storage, tensor.dtype, (length,), (1,))

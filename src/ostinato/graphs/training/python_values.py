@@ -44,15 +44,30 @@ class PythonValues:
         yield
         self._own |= before.changed()
 
+    @property
+    def are_assigned(self) -> bool:
+        """Whether the first step assigned something."""
+        return bool(self._own)
+
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Around trial runs: they count for nothing."""
+    def put_back(self) -> Iterator[Reached]:
+        """Around trial runs: they count for nothing. As things are before them."""
         before = Reached(*self._roots)
         try:
             with python_draws.undone():
-                yield
+                yield before
         finally:
             before.put_back(before.changed())
+
+    def carried_on(self, before: Reached, reads_of_a_run: Callable[[], set[int]]) -> str | None:
+        """Where a step keeps state by assigning a new tensor, if trial runs since `before` assigned any: one
+        more run tells whether it goes on from what those left. Buffers are state, read or not."""
+        if not before.assigned():
+            return None
+        between = Reached(*self._roots)
+        reads = reads_of_a_run()
+        buffers = {id(module._buffers) for module in between.modules}
+        return between.assigned().goes_on_from_former(reads, buffers)
 
     @contextmanager
     def captured(self) -> Iterator[None]:

@@ -47,6 +47,16 @@ class Assigned:
                 return name
         return None
 
+    def goes_on_from_former(self, reads: Collection[int], tables: Collection[int]) -> str | None:
+        """A place whose former tensor was used, or that is in one of these tables (buffers, by identity), and
+        where other memory stands now."""
+        for name, holder, key, was in self.places:
+            former = {storage_address(tensor) for tensor in ([] if was is MISSING else tensors_in(was))}
+            now = {storage_address(tensor) for tensor in tensors_in(item_of(holder, key))}
+            if not now <= former and (id(holder) in tables or not former.isdisjoint(reads)):
+                return name
+        return None
+
     def without_former(self) -> "Assigned":
         """The places alone: what stood there is free to go."""
         return Assigned([(name, holder, key, None) for name, holder, key, _ in self.places])
