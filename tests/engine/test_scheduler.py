@@ -622,6 +622,28 @@ def test_abort_while_waiting_running_and_in_flight() -> None:
     engine.check(other)
 
 
+class ComparedRequest(Request):
+    """Counts how often it is looked at on the way to another."""
+
+    looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        ComparedRequest.looks += 1
+        return self is other
+
+    __hash__ = Request.__hash__
+
+
+def test_who_leaves_the_queue_is_not_looked_for_among_all_that_wait() -> None:
+    scheduler = Scheduler(SchedulerConfig(1, 100, 100), PageAllocator(40, 4))
+    for number in range(50):
+        scheduler.add(ComparedRequest(str(number), [1, 2], SamplingParams()))
+    for number in range(49, 9, -1):
+        assert scheduler.abort(str(number))
+    assert [request.request_id for request in scheduler.waiting] == [str(number) for number in range(10)]
+    assert ComparedRequest.looks == 0, "10,000 clients that leave would take seconds"
+
+
 def test_abort_in_the_middle_of_a_prompt() -> None:
     engine = Engine(max_batched_tokens=4, lookahead=2)
     request = engine.add([1] * 20)

@@ -157,3 +157,29 @@ def test_escapes_that_the_library_takes_for_letters() -> None:
         with pytest.raises(GrammarError, match=r"\\[Az] is not known"):
             check(kind, text)
     check("regex", r"\\A\d+\.\x41\u00e9\-")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("a$b", "a^", "x(^a)", "(a$)b", "(a|b$)c", "a(b|^c)", "a?^b"),
+        *(r"\x41b", r"[\x41b]", r"\x{41}", r"\01", r"a\\\x41b"),
+    ],
+)
+def test_expressions_that_would_be_read_as_something_else_are_refused(expression: str) -> None:
+    with pytest.raises(GrammarError, match=r"not read as written|cannot be held to"):
+        check("regex", expression)
+    with pytest.raises(GrammarError, match=r"not read as written|cannot be held to"):
+        check("json", json.dumps({"type": "string", "pattern": expression}))
+    assert held_part({"type": "string", "pattern": expression}, {}) == {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("", "^", "$", "^$", "^^a$$", "^a|^b$", "(^a|b)$", "(?:^a|,)b", "(?P<n>^a)", "^(a|b)(,|$)", "(a$)?"),
+        *("^(a$){2}$", r"a\$b", r"a\^b", "a[$^]b", r"[\]^]a", r"\x41\x42", r"\\x41b", r"\0", r"\u0041b"),
+    ],
+)
+def test_expressions_that_only_look_like_it(expression: str) -> None:
+    check("regex", expression)

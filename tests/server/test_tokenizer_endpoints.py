@@ -11,6 +11,13 @@ def test_tokenize_and_back(server: ServerProcess) -> None:
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "héllo"}
 
 
+def test_ids_that_are_no_tokens_are_refused(server: ServerProcess) -> None:
+    answer = server.post("/detokenize", {"tokens": [97, 319, 320]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "tokens: 320 is not a token id of this model (0 to 319)"
+    assert server.post("/detokenize", {"tokens": [97, 319]}).json() == {"prompt": "a"}
+
+
 def test_tokenize_a_conversation(server: ServerProcess) -> None:
     messages = [{"role": "user", "content": "hi"}]
     ids = server.post("/tokenize", {"messages": messages}).json()["tokens"]

@@ -142,6 +142,8 @@ class AsyncLLM(AsyncTrainerServices):
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
         """What `LLM.encode` finds, once; `pooling_params.task` says what is wanted (default: embed)."""
+        if not isinstance(pooling_params, PoolingParams):
+            raise RequestError(f"pooling_params are PoolingParams, not {pooling_params!r}")
         wanted = pooling_params if pooling_params.task else replace(pooling_params, task="embed")
         reader = self._llm.reader()
         reader.check(wanted)

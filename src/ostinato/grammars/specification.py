@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ostinato.text.errors import GrammarError
+from ostinato.text.misread_expressions import misread
 from ostinato.text.schema_keywords import first_unheld
 
 from .limits import MAX_NESTING, MAX_REPETITIONS
@@ -136,6 +137,8 @@ def _check_expression(text: str) -> None:
     for escape in re.findall(r"\\(.)", text, re.DOTALL):
         if escape.isascii() and escape.isalpha() and escape not in _ESCAPES:
             raise GrammarError(f"\\{escape} is not known in expressions; they match the whole text anyway")
+    if (reason := misread(text)) is not None:
+        raise GrammarError(reason)
     _check_repetitions(text, in_quotes=False)
 
 

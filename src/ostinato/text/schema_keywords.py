@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .misread_expressions import misread
+
 _PARTS_OF_PATTERNS = re.compile(
     r"(?P<lookahead>\(\?[=!])|\[\^(?:\\.|[^\]\\])*\]|(?P<raw>\\[\\\"nrtfv]|\")|\\.", re.DOTALL
 )
@@ -132,4 +134,5 @@ def _unheld_pattern(pattern: str) -> str | None:
             return "with a lookahead cannot be held to"
         if part["raw"]:
             return f"with {part['raw']} cannot be held to inside JSON"
-    return None
+    reason = misread(pattern)
+    return None if reason is None else f"is not held to: {reason}"

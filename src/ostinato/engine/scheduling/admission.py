@@ -82,11 +82,10 @@ class Admission:
         running, waiting, line = self._running, self._waiting, self._waiting.line
         chunks: list[tuple[Request, int]] = []
         while room.tokens and running.rows.num_free and not waiting.head_is_blocked:
-            if line.is_due(waiting.turn[0] if waiting.turn else None):
+            if line.is_due(waiting.turn.first):
                 waiting.queue_first(line.recall())
-            if not waiting.turn:
+            if (request := waiting.turn.first) is None:
                 break
-            request = waiting.turn[0]
             if not line.admits(request):
                 line.set_aside(waiting.turn.popleft())
                 continue

@@ -44,7 +44,6 @@ oldest, and nobody starves.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -60,6 +59,7 @@ from .landing import Landing
 from .preemption import Preemption, take_row
 from .prompt_room import PromptBound
 from .request import RESERVED_ROW, FinishReason, IntArray, Request, RequestError, RequestStatus
+from .request_queue import RequestQueue
 from .running_requests import RunningRequests
 from .scheduled_step import CompletedStep, ScheduledStep
 from .scheduler_config import SchedulerConfig
@@ -109,7 +109,7 @@ class Scheduler:
         return self._running.requests
 
     @property
-    def waiting(self) -> deque[Request]:
+    def waiting(self) -> RequestQueue:
         """Requests that wait for a row, oldest first; all younger than the running ones."""
         return self._waiting.turn
 

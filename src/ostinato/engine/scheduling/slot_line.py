@@ -10,10 +10,9 @@ goes to the head of the queue with the next number of the order: all of Note [Fa
 
 from __future__ import annotations
 
-from collections import deque
-
 from ..adapters.slots import NO_SLOT, AdapterSlots
 from .request import Request
+from .request_queue import RequestQueue
 
 
 class SlotLine:
@@ -25,7 +24,7 @@ class SlotLine:
         self._max_passed = max_passed
         self._num_passed = 0
         self._recalled: Request | None = None
-        self.waiting: deque[Request] = deque()
+        self.waiting = RequestQueue()
         """Set aside, the first to be recalled first."""
 
     def admits(self, request: Request) -> bool:
@@ -47,9 +46,9 @@ class SlotLine:
 
     def is_due(self, head: Request | None) -> bool:
         """Whether the first of those set aside should go to the head of the queue, where `head` is now."""
-        if not self.waiting or (head is not None and head is self._recalled):
+        first = self.waiting.first
+        if first is None or (head is not None and head is self._recalled):
             return False
-        first = self.waiting[0]
         assert self._slots is not None
         assert first.adapter is not None
         return self._slots.can_take(first.adapter)
@@ -82,7 +81,7 @@ class SlotLine:
 
     def restore(self, slots: list[int]) -> None:
         """Make the books anew: requests with these slots run."""
-        self.waiting = deque(request for request in self.waiting if not request.is_finished)
+        self.waiting = RequestQueue(request for request in self.waiting if not request.is_finished)
         if self._slots is not None:
             self._slots.restore(slot for slot in slots if slot != NO_SLOT)
 

@@ -8,11 +8,10 @@ turn      all others, oldest first; see Note [Fair order] in scheduler.py
 
 from __future__ import annotations
 
-from collections import deque
-
 from ..adapters.slots import AdapterSlots
 from .drain import Drain
 from .request import Request
+from .request_queue import RequestQueue
 from .slot_line import SlotLine
 
 
@@ -20,7 +19,7 @@ class WaitingRequests:
     """Of one scheduler."""
 
     def __init__(self, slots: AdapterSlots | None, max_running: int) -> None:
-        self.turn: deque[Request] = deque()
+        self.turn = RequestQueue()
         """Oldest first; all younger than the running ones."""
         self.parked: dict[Request, None] = {}
         """Requests that can neither run nor wait for their turn: what may come next is not known yet."""
@@ -91,7 +90,7 @@ class WaitingRequests:
 
     def drop_finished(self) -> None:
         """Those that ended while the books were in disorder."""
-        self.turn = deque(request for request in self.turn if not request.is_finished)
+        self.turn = RequestQueue(request for request in self.turn if not request.is_finished)
         self.parked = {request: None for request in self.parked if not request.is_finished}
         held = self.arrivals.held
         self.arrivals.held = {request: None for request in held if not request.is_finished}

@@ -33,6 +33,7 @@ from ..openai.responses import (
 from ..openai.responses_api.as_chat import as_chat, renamed
 from ..openai.responses_api.requests import ResponsesRequest
 from ..openai.responses_api.writer import ResponseWriter
+from ..openai.sampling import check_known
 from ..openai.scoring import RerankBody, RerankRequest, ScoreBody, ScoreRequest, pairs_of, rerank, score
 from ..openai.served_model import ServedModel
 from ..openai.tool_use import tool_use
@@ -164,6 +165,8 @@ def generating_routes(service: Service) -> APIRouter:
         """The text of token ids."""
         model = service.serving(body.model)
         tokenizer = model.need_tokenizer("tokens")
+        # Either may know more than the other: a vocabulary is padded, words are added.
+        check_known("tokens", body.tokens, max(model.ready.vocab_size, tokenizer.vocab_size))
         decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
         text = decode() if len(body.tokens) <= INLINE else await asyncio.to_thread(decode)
         return json_response(DetokenizeBody(text))

@@ -56,7 +56,7 @@ def sampling_params(
     if body.vllm_xargs and not model.ready.has_logits_processors:
         message = "vllm_xargs: nothing reads them here: the server was started without --logits-processors"
         raise ApiError(400, message, param="vllm_xargs")
-    _check_known("allowed_token_ids", body.allowed_token_ids or (), model.ready.vocab_size)
+    check_known("allowed_token_ids", body.allowed_token_ids or (), model.ready.vocab_size)
     try:
         return SamplingParams(
             **{**model.ready.default_sampling, **given, "max_tokens": max_tokens},
@@ -92,10 +92,11 @@ def _check_named_logprobs(body: Sampling, logprobs: int | None, model: ServedMod
         message = "logprob_token_ids are not told of an echoed prompt: use prompt_logprobs"
     if message is not None:
         raise ApiError(400, message, param="logprob_token_ids")
-    _check_known("logprob_token_ids", named, model.ready.vocab_size)
+    check_known("logprob_token_ids", named, model.ready.vocab_size)
 
 
-def _check_known(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+def check_known(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """400 for ids beyond these."""
     if tokens and max(tokens) >= vocab_size:
         message = f"{name}: {max(tokens)} is not a token id of this model (0 to {vocab_size - 1})"
         raise ApiError(400, message, param=name)
