@@ -64,6 +64,11 @@ def main(
     large = [[file] for file in files if file.stem in WHOLE_MODELS] if jobs > 1 else []
     began, codes, suites = time.perf_counter(), dict[str, int](), list[ElementTree.Element]()
     result: dict[str, Any] = {}
+    if jobs > 1:
+        # For the processes that are forked, before any of them imports torch. References compute on the CPU,
+        # where as many threads as cores in each file mostly wait for each other.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
+        options = [*options, "-o", "timeout=300"]  # in company a test takes longer
     run_beside = _run_forked if jobs > 1 and _forks_can_use_cuda() else _run
 
     def note(group: list[Path], code: int, report: Path) -> None:
