@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -441,6 +442,9 @@ def test_names_and_numbers_are_of_one_adapter(world: LoraWorld, llm: LLM) -> Non
     for wrong in [("", 1), ("a", 0), ("a", True), ("a", "1")]:
         with pytest.raises(RequestError):
             LoRARequest(*wrong)  # type: ignore[arg-type]
+    # The same directory by another way.
+    for path in (world.path(0) + "/", os.path.relpath(world.path(0))):
+        assert not llm.add_lora(LoRARequest("a", 1, path))
     prompts = prompts_of([3, 4])
     with pytest.raises(RequestError, match="2 lora_requests were given for 1 prompts"):
         llm.generate(prompts[:1], GREEDY, lora_request=[None, None])

@@ -6,6 +6,7 @@ thread beside the engine's steps, all else belongs between two steps.
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -216,7 +217,7 @@ class ServedAdapters:
                 f"adapter {asked.lora_name!r} is loaded under lora_int_id {known.lora_int_id}, not "
                 f"{asked.lora_int_id}"
             )
-        if asked.lora_path and asked.lora_path != known.path and not asked.load_inplace:
+        if asked.lora_path and not _is_same(asked.lora_path, known.path) and not asked.load_inplace:
             raise RequestError(
                 f"the name {asked.lora_name!r} is taken by the adapter of {known.path or 'given tensors'}: "
                 "remove that first, or load with load_inplace"
@@ -261,3 +262,8 @@ class ServedAdapters:
             if not is_needed and self.slots.slot_of(version) is None:
                 version.adapter = None
                 excess -= 1
+
+
+def _is_same(path: str, other: str) -> bool:
+    """Whether both lead to the same directory, however they are written; given tensors have none."""
+    return bool(other) and os.path.realpath(path) == os.path.realpath(other)
