@@ -40,6 +40,10 @@ so at most one running request has its prompt computed in part, and it is the yo
 The oldest of all advances in every step: if it computes its prompt, for then it runs alone and has all pages;
 if it decodes, for every step takes all decodes along and nobody takes its pages. So it ends, another is the
 oldest, and nobody starves.
+
+Sleep and flushes take the pages of all. Where they come faster than a prompt is computed, and it is computed
+again each time, nobody gets anywhere: so they wait until the oldest has got a token since the last time
+(`owes_progress`), where steps go on while somebody waits.
 """
 
 from __future__ import annotations
@@ -162,6 +166,12 @@ class Scheduler:
     def in_flight(self) -> tuple[ScheduledStep, ...]:
         """These steps, the oldest first."""
         return tuple(self._landing.in_flight)
+
+    @property
+    def owes_progress(self) -> bool:
+        """Whether the oldest request has got nothing since it lost its pages: see Note [Fair order]."""
+        oldest = self.running[0] if self.running else self.waiting.first
+        return oldest is not None and oldest.num_tokens == oldest.length_when_taken
 
     # -- pauses ------------------------------------------------------------------------------------
 
