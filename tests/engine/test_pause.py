@@ -100,6 +100,27 @@ def test_waking_up_and_resuming_end_each_others_rest(llm):
     assert llm.is_sleeping(), "its memory is away"
 
 
+def test_nobody_is_waited_for_but_the_oldest(llm):
+    core = llm.engine.core
+    first, second = (llm.engine.add(prompt, GREEDY) for prompt in prompts_of((30, 40)))
+    while not second.outputs[0].token_ids:
+        llm.engine.step()
+    assert not core.owes_progress
+    llm.reset_prefix_cache(reset_running_requests=True)
+    assert core.owes_progress
+    llm.engine.abort(first.request_id)
+    assert not core.owes_progress
+    llm.engine.step()
+    llm.reset_prefix_cache(reset_running_requests=True)
+    known, steps = len(second.outputs[0].token_ids), 0
+    while core.owes_progress:
+        assert len(second.outputs[0].token_ids) == known
+        llm.engine.step()
+        steps += 1
+    assert (len(second.outputs[0].token_ids), steps) == (known + 1, 3)
+    drive(llm)
+
+
 def test_whoever_comes_while_others_are_waited_for_waits_for_the_end_of_the_pause(served, llm):
     async def talk() -> None:
         early = served.generate(PROMPTS[0], LONG)

@@ -53,4 +53,3 @@ def take_row(request: Request, running: RunningRequests) -> None:
     running.move_out(request)
     request.status = RequestStatus.WAITING
     request.num_preemptions += 1
-    request.length_when_taken = request.num_tokens

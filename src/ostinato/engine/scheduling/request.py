@@ -117,8 +117,6 @@ class Request:
     """Prompt tokens found in the prefix cache when it was first admitted."""
     num_preemptions: int = field(default=0, init=False)
     """How often it lost its pages and had to be computed again."""
-    length_when_taken: int = field(default=-1, init=False)
-    """Its length when it lost them last; -1 before."""
     drafts: RequestDrafts | None = field(default=None, init=False)
     """What drafts brought it; None before any were verified."""
     finish_reason: FinishReason | None = field(default=None, init=False)
