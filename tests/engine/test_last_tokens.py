@@ -97,6 +97,16 @@ def test_who_asks_for_all_states_gets_them(llm: LLM, model: TinyModel) -> None:
     assert llm.graph_report().eager_steps == {}
 
 
+def test_every_size_has_all_states_where_nothing_is_padded(model: TinyModel) -> None:
+    prompts = prompts_of((24, 40, 24))
+    with LLM(model.directory, disable_cuda_graph_padding=True, **OPTIONS) as llm:
+        for prompt in prompts:
+            llm.embed(prompt)
+        served = replays(llm)
+        assert (served["mixed 24 tokens", False], served["mixed 40 tokens", False]) == (2, 1)
+        assert llm.graph_report().eager_steps == {}
+
+
 def test_they_miss_no_shared_prefix(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step that should have read a prefix once is counted, and no prompt behind it."""
     monkeypatch.setattr(shared_prefix, "LEAST_SAVED_BYTES", 1)
