@@ -250,6 +250,26 @@ def test_a_paused_engine_waits_without_a_turn(llm: AsyncLLM, shallow: TinyModel)
     assert is_forgotten(llm)
 
 
+def test_commands_without_end_keep_nobody_from_being_served(llm: AsyncLLM) -> None:
+    is_over = False
+
+    def again(engine: object) -> None:
+        if not is_over:
+            llm._thread.do(again)
+
+    async def run() -> None:
+        nonlocal is_over
+        waiting = asyncio.create_task(whole(llm))
+        await asyncio.sleep(0)
+        llm._thread.do(again)
+        try:
+            assert (await asyncio.wait_for(waiting, 10)).finished
+        finally:
+            is_over = True
+
+    asyncio.run(run())
+
+
 def test_a_paused_engine_can_be_aborted_and_closed(llm: AsyncLLM) -> None:
     async def run() -> None:
         llm.pause()

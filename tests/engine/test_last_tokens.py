@@ -8,7 +8,7 @@ import torch
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.parameters.sampling_params import SamplingParams
-from ostinato.engine.stepping import planned_graphs
+from ostinato.engine.stepping import planned_graphs, shared_prefix
 
 from .conftest import TinyModel, prompts_of
 from .test_engine_greedy import assert_all_back
@@ -95,6 +95,41 @@ def test_who_asks_for_all_states_gets_them(llm: LLM, model: TinyModel) -> None:
     last = last / last.norm()
     assert embedded.outputs.embedding == pytest.approx(last.tolist(), abs=1e-4)
     assert llm.graph_report().eager_steps == {}
+
+
+def test_every_size_has_all_states_where_nothing_is_padded(model: TinyModel) -> None:
+    prompts = prompts_of((24, 40, 24))
+    with LLM(model.directory, disable_cuda_graph_padding=True, **OPTIONS) as llm:
+        for prompt in prompts:
+            llm.embed(prompt)
+        served = replays(llm)
+        assert (served["mixed 24 tokens", False], served["mixed 40 tokens", False]) == (2, 1)
+        assert llm.graph_report().eager_steps == {}
+
+
+def test_they_miss_no_shared_prefix(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step that should have read a prefix once is counted, and no prompt behind it."""
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED_BYTES", 1)
+    [prompt, other] = prompts_of((60, 40))
+    options = {**OPTIONS, "max_running_requests": 5, "cuda_graph_bs": (4, 5)}
+    with LLM(model.directory, enable_cascade_attention=True, **options) as llm:
+        runner = llm.engine.core.runner
+        for key in list(runner.graphs.graphs):
+            if key.descriptor.cascade:
+                runner.graphs.drop(key)
+        for _ in range(4):
+            llm.engine.add(prompt, SamplingParams(temperature=0, max_tokens=20))
+        for _ in range(12):
+            llm.engine.step()
+        missed = dict(runner.missed_cascades)
+        assert bool(missed) == (model.reference.config.model_type == "llama")
+        before = replays(llm)
+        llm.engine.add(other, SamplingParams(temperature=0, max_tokens=1))
+        llm.engine.step()
+        assert replays(llm)["mixed 40 tokens", True] > before["mixed 40 tokens", True]
+        assert runner.missed_cascades == missed
+        while llm.engine.has_work:
+            llm.engine.step()
 
 
 def _row(ids: list[int]) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """An engine that is paused: who goes on, who waits, and what is computed again."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 from ostinato import LLM, AsyncLLM, SamplingParams
+from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.parameters.sampling_params import RequestError
 from ostinato.engine.sleeping.sleeper import EngineAsleepError
 
@@ -96,6 +98,27 @@ def test_waking_up_and_resuming_end_each_others_rest(llm):
     llm.sleep()
     llm.resume_generation()
     assert llm.is_sleeping(), "its memory is away"
+
+
+def test_nobody_is_waited_for_but_the_oldest(llm):
+    core = llm.engine.core
+    first, second = (llm.engine.add(prompt, GREEDY) for prompt in prompts_of((30, 40)))
+    while not second.outputs[0].token_ids:
+        llm.engine.step()
+    assert not core.owes_progress
+    llm.reset_prefix_cache(reset_running_requests=True)
+    assert core.owes_progress
+    llm.engine.abort(first.request_id)
+    assert not core.owes_progress
+    llm.engine.step()
+    llm.reset_prefix_cache(reset_running_requests=True)
+    known, steps = len(second.outputs[0].token_ids), 0
+    while core.owes_progress:
+        assert len(second.outputs[0].token_ids) == known
+        llm.engine.step()
+        steps += 1
+    assert (len(second.outputs[0].token_ids), steps) == (known + 1, 3)
+    drive(llm)
 
 
 def test_whoever_comes_while_others_are_waited_for_waits_for_the_end_of_the_pause(served, llm):
@@ -190,5 +213,61 @@ def test_a_wait_that_is_given_up_leaves_things_as_they_were(served, llm, was_pau
         await served.abort("one")
         assert [output async for output in one][-1].outputs[0].finish_reason == "abort"
         assert not await served.is_sleeping()
+
+    run(talk())
+
+
+@pytest.mark.parametrize("how", ["sleep", "pause", "reset"])
+def test_requests_get_on_however_often_they_are_computed_again(served, llm, tiny, how, monkeypatch):
+    """Prompts of three steps, and somebody who takes their pages after each."""
+    prompts, is_over, step = prompts_of((40, 38, 5)), False, llm.engine.step
+
+    def slow_step() -> list[RequestOutput]:
+        found = step()
+        time.sleep(0.005)  # whoever was told has asked again
+        return found
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+
+    async def disturb() -> None:
+        while not is_over:
+            if how == "sleep":
+                await served.sleep(1, "keep")
+                await served.wake_up()
+            elif how == "pause":
+                await served.pause_generation(mode="keep")
+                await served.resume_generation()
+            else:
+                await served.reset_prefix_cache(reset_running_requests=True)
+
+    async def one(prompt: dict[str, list[int]]) -> None:
+        output = [output async for output in served.generate(prompt, GREEDY)][-1]
+        assert output.outputs[0].token_ids == tiny.greedy(tuple(prompt["prompt_token_ids"]), 8)
+
+    async def talk() -> None:
+        nonlocal is_over
+        disturbing = asyncio.create_task(disturb())
+        try:
+            await asyncio.wait_for(asyncio.gather(*(one(prompt) for prompt in prompts)), 10)
+        finally:
+            is_over = True
+            await disturbing
+
+    run(talk())
+
+
+def test_who_is_paused_takes_pages_at_once_and_who_ends_owes_nothing(served, llm):
+    async def talk() -> None:
+        one = served.generate(PROMPTS[2], LONG, request_id="one")
+        await anext(one)
+        await served.pause_generation(mode="keep")
+        await served.pause_generation(mode="keep")
+        assert await served.reset_prefix_cache(reset_running_requests=True)
+        await served.resume_generation()
+        waits = asyncio.create_task(served.sleep(1, "keep"))
+        await served.abort("one")
+        await waits
+        await served.sleep(1, "keep")
+        await served.wake_up()
 
     run(talk())

@@ -1,14 +1,15 @@
 """What the engine process tells of its steps: every token once, in order, and each end with its reason."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from ostinato.engine.llm import LLM
 from ostinato.engine.parameters.sampling_params import SamplingParams
+from ostinato.server.engine_process.engine_controls import EngineControls
 from ostinato.server.engine_process.served_engine import ServedEngine
-from ostinato.server.wire.messages import Embed, Generate, News
+from ostinato.server.wire.messages import Embed, Generate, News, StepNews
 
 SMALL = {"max_model_len": 64, "max_running_requests": 4, "num_pages": 40, "cuda_graph_mode": "none"}
 
@@ -16,6 +17,12 @@ SMALL = {"max_model_len": 64, "max_running_requests": 4, "num_pages": 40, "cuda_
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
     with LLM(str(model), steps_ahead=1, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def sleepy(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), enable_sleep_mode=True, chunked_prefill_size=16, **SMALL) as llm:
         yield llm
 
 
@@ -90,3 +97,40 @@ def test_the_time_in_the_queue_is_told_once(llm: LLM, engine: ServedEngine) -> N
     assert not engine._arrived
     assert not engine._queued
     assert not engine._waiting
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sleep", {"level": 1, "mode": "keep"}),
+        ("release_memory", {"tags": None}),
+        ("pause", {"mode": "keep", "clear_cache": True}),
+        ("reset_prefix_cache", {"running": True}),
+    ],
+)
+def test_what_is_computed_again_gets_on_before_its_pages_are_taken_once_more(
+    sleepy: LLM, name: str, options: dict[str, object]
+) -> None:
+    """A call after every step, and a prompt of four."""
+    engine, tokens = ServedEngine(sleepy.engine.core), []
+
+    def tell(step: StepNews) -> None:
+        tokens.extend(step.tokens)
+        tokens.extend(news.token for news in step.news if news.token is not None)
+
+    controls = EngineControls(sleepy, engine, tell).by_name()
+    text = "abcdefgh" * 7
+    [alone] = sleepy.generate(text, params := SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    sleepy.reset_prefix_cache()
+    assert engine.generate(Generate(1, prompt(sleepy, text), params)) is None
+    for at in range(4):
+        tell(engine.step())
+        called = controls[name](**options)
+        while isinstance(called, Generator) and next(called, called) is None:
+            tell(engine.step())
+        assert len(tokens) == at
+        controls["wake_up"](tags=None)
+        controls["resume"]()
+    while engine.is_busy:
+        tell(engine.step())
+    assert tokens == alone.outputs[0].token_ids

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from ostinato.graphs import Report
 from ostinato.models.adapters.adapter import Adapter
@@ -37,6 +37,8 @@ from .vllm_api.trainer_services import PartOfUpdate, inside, is_part_of_update
 
 if TYPE_CHECKING:
     from .vllm_api.engine_args import AsyncEngineArgs
+
+_Found = TypeVar("_Found")
 
 
 def listed_names(given: object) -> list[str]:
@@ -192,9 +194,11 @@ class AsyncLLM(AsyncTrainerServices):
         """As `LLM.sleep`; requests that are kept, and those that come meanwhile, wait for `wake_up`."""
         await self._thread.call(lambda engine: engine.core.sleeper.check(level, mode))
         mode = await self._drained(mode)
-        return await self._thread.call(
-            lambda engine: engine.sleep(level, mode, lambda new: self._inboxes.tell(engine, new))
-        )
+
+        def sleep(engine: TextEngine) -> SleepReport:
+            return engine.sleep(level, mode, lambda new: self._inboxes.tell(engine, new))
+
+        return await self._between_tokens(sleep, takes_pages=level > 0 and mode == "keep")
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
         """As `LLM.wake_up`."""
@@ -268,7 +272,7 @@ class AsyncLLM(AsyncTrainerServices):
         def pause(engine: TextEngine) -> None:
             engine.pause(chosen, clear_cache, lambda new: self._inboxes.tell(engine, new))
 
-        await self._thread.call(pause)
+        await self._between_tokens(pause, takes_pages=clear_cache and chosen == "keep")
 
     async def resume_generation(self) -> None:
         """As `LLM.resume_generation`."""
@@ -283,6 +287,22 @@ class AsyncLLM(AsyncTrainerServices):
         async with asyncio.timeout(drain_timeout):
             while await self._thread.call(lambda engine: engine.has_work):
                 await asyncio.sleep(0.001)
+
+    async def _between_tokens(self, function: Callable[[TextEngine], _Found], *, takes_pages: bool) -> _Found:
+        """Have the engine's thread do this; what `takes_pages` of all requests waits until those of the last
+        time have brought somebody on."""
+        is_due = False
+
+        def if_due(engine: TextEngine) -> _Found | None:
+            nonlocal is_due
+            is_due = not (takes_pages and engine.core.owes_progress)
+            return function(engine) if is_due else None
+
+        while True:
+            found = await self._thread.call(if_due)
+            if is_due:
+                return cast(_Found, found)
+            await asyncio.sleep(0.001)
 
     async def _drained(self, mode: str) -> str:
         """Wait for requests under way, if that is the mode, while others are held and any may be aborted;
@@ -328,8 +348,9 @@ class AsyncLLM(AsyncTrainerServices):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """As `LLM.reset_prefix_cache`."""
-        return await self._thread.call(
-            lambda _: self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
+        return await self._between_tokens(
+            lambda _: self._llm.reset_prefix_cache(reset_running_requests, reset_connector),
+            takes_pages=reset_running_requests,
         )
 
     async def reset_mm_cache(self) -> None:

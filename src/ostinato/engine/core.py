@@ -187,6 +187,12 @@ class EngineCore:
             raise RequestError("generation was resumed while the end of its requests was waited for")
         return scheduler.is_draining and not scheduler.is_drained and not is_asleep
 
+    @property
+    def owes_progress(self) -> bool:
+        """Whether whoever takes the pages of all requests is to wait for further steps, lest nobody gets
+        anywhere (Note [Fair order] in `engine/scheduling/scheduler.py`)."""
+        return self.can_step and self.scheduler.owes_progress
+
     def pause(self, *, clear_cache: bool) -> None:
         """Take no step until `resume`. `clear_cache`: forget cached prefixes; requests under way are computed
         again, then. Call `settle` before."""

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 from ..outputs import RequestOutput
@@ -22,6 +23,9 @@ logger = logging.getLogger("ostinato.engine")
 
 _ATTEMPTS = 3
 """So many steps in a row may raise before an engine is given up."""
+_BETWEEN_STEPS = 0.02
+"""Seconds after which a step is taken though there is more to do: who is told may ask again at once, and a
+handful of such callers would leave no step to anybody."""
 _Found = TypeVar("_Found")
 
 
@@ -107,9 +111,14 @@ class EngineThread:
         raise AssertionError
 
     def _obey(self, *, wait: bool) -> bool:
-        """Carry out what was asked since the last step; False when it is time to stop."""
+        """Carry out what was asked since the last step, if it takes no longer than a step may wait; False
+        when it is time to stop."""
+        end: float | None = None
         while wait or not self._commands.empty():
+            if end is not None and perf_counter() >= end:
+                break
             command = self._commands.get()
+            end = end or perf_counter() + _BETWEEN_STEPS
             if command is None:
                 return False
             _carry_out(command)

@@ -40,6 +40,10 @@ so at most one running request has its prompt computed in part, and it is the yo
 The oldest of all advances in every step: if it computes its prompt, for then it runs alone and has all pages;
 if it decodes, for every step takes all decodes along and nobody takes its pages. So it ends, another is the
 oldest, and nobody starves.
+
+Sleep and flushes take the pages of all. Where they come faster than a prompt is computed, and it is computed
+again each time, nobody gets anywhere: so they wait until whoever was the oldest the last time has got a token
+or ended (`owes_progress`), where steps go on while somebody waits.
 """
 
 from __future__ import annotations
@@ -100,6 +104,8 @@ class Scheduler:
         self._unfinished: dict[str, Request] = {}
         self._choose_drafts = choose_drafts
         self._is_paused = False
+        self._taken_from: tuple[Request, int] | None = None
+        """The oldest request and its length when all lost their pages last."""
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -162,6 +168,12 @@ class Scheduler:
     def in_flight(self) -> tuple[ScheduledStep, ...]:
         """These steps, the oldest first."""
         return tuple(self._landing.in_flight)
+
+    @property
+    def owes_progress(self) -> bool:
+        """Whether the oldest request has got nothing since all lost their pages: see Note [Fair order]."""
+        oldest = self.running[0] if self.running else self.waiting.first
+        return oldest is not None and (oldest, oldest.num_tokens) == self._taken_from
 
     # -- pauses ------------------------------------------------------------------------------------
 
@@ -264,7 +276,8 @@ class Scheduler:
         Running requests keep their pages, unless `computes_again`: then they give them back and are computed
         again from their first token on.
         """
-        if computes_again:
+        if computes_again and self.running:
+            self._taken_from = self.running[0], self.running[0].num_tokens
             for request in reversed(self.running.copy()):
                 self._preemption.preempt(request)
         self.pages.flush()

@@ -325,6 +325,7 @@ class ModelRunner:
         num_tokens = step.total_tokens
         of_step = num_tokens, step.num_requests, query_len, step.num_adapters, context
         shape = recurring_shape(*of_step)
+        self._why_no_cascade = None
         if num_tokens > self.planned.most_with_all_states and not is_decode and not step.wants_states:
             of_last_tokens = recurring_shape(*of_step, LAST_TOKENS)
             if not self.graphs.decide(of_last_tokens).is_eager:
@@ -333,7 +334,6 @@ class ModelRunner:
             verifying = replace(shape, extra=VERIFYING)
             if not self.graphs.decide(verifying).is_eager:
                 shape = verifying
-        self._why_no_cascade = None
         if self._wants_cascade(step):
             cascade = replace(shape, cascade=True)
             decision = self.graphs.decide(cascade)

@@ -94,7 +94,7 @@ class PlannedGraphs:
         """With graphs for long prompts whose last layer computes no more than their ends.
 
         Those that compute all of it, for prompt logprobs and embeddings, stay for the largest step and for
-        powers of two: they are rarely asked for, and each costs a capture.
+        powers of two: they are rarely asked for, and each costs a capture. Where nothing is padded all stay.
         """
         long = [
             key
@@ -110,6 +110,8 @@ class PlannedGraphs:
         self.most_with_all_states = max(mixed - sizes, default=0)
         dropped = {key for key in long if not _is_power_of_2(key.descriptor.num_tokens)}
         dropped -= {key for key in long if key.descriptor.num_tokens == max(sizes)}
+        if self._config.config.disable_cuda_graph_padding:
+            dropped = set()
         of_last_tokens = [key._replace(descriptor=replace(key.descriptor, extra=LAST_TOKENS)) for key in long]
         return [*of_last_tokens, *(key for key in keys if key not in dropped)]
 

@@ -48,14 +48,17 @@ class EngineControls:
     def _sleep(self, level: int, mode: str) -> Waiting:
         self._engine.core.sleeper.check(level, mode)
         yield from self._quiet_down(mode)
+        yield from self._get_on(takes_pages=level > 0 and mode == "keep")
         return self._engine.core.sleep(level)
 
     def _wake_up(self, tags: list[str] | None) -> object:
         return self._engine.core.wake_up(tags)
 
-    def _release_memory(self, tags: list[str] | None) -> object:
+    def _release_memory(self, tags: list[str] | None) -> Waiting:
         """Of some tags; requests go on afterwards."""
-        self._engine.core.sleeper.check(1, "keep")
+        sleeper = self._engine.core.sleeper
+        sleeper.check(1, "keep")
+        yield from self._get_on(takes_pages="kv_cache" in sleeper.checked(tags))
         return self._engine.core.sleep(1, tags)
 
     def _resume_memory(self, tags: list[str] | None) -> object:
@@ -65,6 +68,7 @@ class EngineControls:
     def _pause(self, mode: str, clear_cache: bool) -> Waiting:
         check_mode(mode)
         yield from self._quiet_down(mode)
+        yield from self._get_on(takes_pages=clear_cache and mode == "keep")
         self._engine.core.pause(clear_cache=clear_cache)
         return None
 
@@ -82,9 +86,17 @@ class EngineControls:
         elif mode == "abort":
             self._tell(StepNews([], [], self._engine.abort_all()))
 
+    def _get_on(self, *, takes_pages: bool) -> Generator[None, Any, None]:
+        """What `takes_pages` of all requests waits until those of the last time have brought somebody on."""
+        if takes_pages and self._engine.core.owes_progress:
+            while self._engine.core.owes_progress:
+                yield
+            self._tell(self._engine.settle())
+
     # -- cached prefixes ---------------------------------------------------------------------------
 
-    def _reset_prefix_cache(self, running: bool) -> object:
+    def _reset_prefix_cache(self, running: bool) -> Waiting:
+        yield from self._get_on(takes_pages=running)
         self._engine.core.scheduler.flush_prefix_cache(computes_again=running)
         return {"success": True}
 
