@@ -5,7 +5,7 @@ every replay all that model and loss function reach is compared, by identity: se
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -37,10 +37,13 @@ class PythonValues:
         self._training: list[bool] = []
         self._has_warned = False
 
+    def _reached(self, ignored: Collection[Key] = ()) -> Reached:
+        return Reached(*self._roots, ignored=ignored, with_backward=True)
+
     @contextmanager
     def first_step(self) -> Iterator[None]:
         """Around a step: what is assigned in it, it assigns itself."""
-        before = Reached(*self._roots)
+        before = self._reached()
         yield
         self._own |= before.changed()
 
@@ -52,7 +55,7 @@ class PythonValues:
     @contextmanager
     def put_back(self) -> Iterator[Reached]:
         """Around trial runs: they count for nothing. As things are before them."""
-        before = Reached(*self._roots)
+        before = self._reached()
         try:
             with python_draws.undone():
                 yield before
@@ -64,7 +67,7 @@ class PythonValues:
         more run tells whether it goes on from what those left. Buffers are state, read or not."""
         if not before.assigned():
             return None
-        between = Reached(*self._roots)
+        between = self._reached()
         reads = reads_of_a_run()
         buffers = {id(module._buffers) for module in between.modules}
         return between.assigned().goes_on_from_former(reads, buffers)
@@ -72,10 +75,10 @@ class PythonValues:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Around a capture: from here on, what was not assigned by the step itself has to stay as it is."""
-        before = Reached(*self._roots)
+        before = self._reached()
         with python_draws.undone():
             yield
-        assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names]))
+        assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names, *before.grown()]))
         before.put_back(self._own)
         if assigned:
             logger.warning(
@@ -87,7 +90,7 @@ class PythonValues:
 
     def note(self) -> None:
         """As it is now is as graphs have it."""
-        self._captured = reached = Reached(*self._roots, ignored=self._own)
+        self._captured = reached = self._reached(ignored=self._own)
         self._still = reached.standing(without=self._tables())
         self._has_same_hooks = _hooks_of_gradients(reached.modules).compiled()
         self._training = reached.training()
