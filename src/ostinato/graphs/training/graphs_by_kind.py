@@ -204,6 +204,7 @@ class GraphsByKind:
         """Once more: what the first step made was not there when it was tried."""
         trial = PaddingTrial(self._loss, self._state, self._pool.backend, self._options)
         self._written += [trial.written_at(graphs.kind, min(self.rungs)) for graphs in self.kinds]
+        gc.collect()  # of these, too
         self._note_state(is_accumulating)
 
     def _keys(self) -> list[GraphKey]:
