@@ -454,7 +454,7 @@ def test_shorter_batches_that_no_padding_suits_are_named_once(device, caplog):
     assert len([line for line in caplog.messages if "shorter batches run eagerly: the loss" in line]) == 1
 
 
-def test_numbers_of_a_scaler_that_are_set_are_noticed(device):
+def test_numbers_of_a_scaler_that_are_set_are_noticed(device, caplog):
     model, scaler = make_model(device), torch.amp.GradScaler(device.type, init_scale=4.0)
     step = captured(model, adamw(model), scaler=scaler)
     batches = make_batches(device, [8] * 4)
@@ -465,6 +465,7 @@ def test_numbers_of_a_scaler_that_are_set_are_noticed(device):
         step(*batch)
     assert scaler.get_scale() == 8.0
     assert step.report().eager_steps["attribute-changed"] == 2
+    assert "while numbers of the scaler are not as at the capture" in caplog.text
 
 
 def test_an_optimizer_whose_state_is_thrown_away_begins_anew(device):
@@ -544,12 +545,13 @@ def test_what_only_a_method_beside_reads_keeps_no_step_from_its_graph(device):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("frozen_first", [True, False])
-def test_parts_are_frozen_and_released_on_the_way(device, accumulate, frozen_first):
+def test_parts_are_frozen_and_released_on_the_way(device, accumulate, frozen_first, caplog):
     def change(i, model):
         model.blocks.requires_grad_((i >= CHANGES_AT) == frozen_first)
 
     _, found, expected = losses_of_both(device, change, accumulate=accumulate)
     assert found == expected
+    assert [line for line in caplog.messages if "while which parameters are frozen is not as at the" in line]
 
 
 def test_parameters_of_another_optimizer_are_named_and_left_alone(device, caplog):

@@ -38,6 +38,9 @@ from .update import Update
 
 logger = logging.getLogger("ostinato.graphs")
 
+_BAKED = ("which parameters are frozen is", "the groups of the optimizer are", "numbers of the scaler are")
+"""What `_surroundings` tells."""
+
 
 @dataclass(frozen=True)
 class KindGraphs:
@@ -83,6 +86,7 @@ class GraphsByKind:
         self._carried_on: str | None = None
         """Where steps assign a new tensor that the next one goes on from."""
         self._baked: tuple[Any, ...] = ()
+        self._has_told = False
         self.eager_steps: Counter[Reason] = Counter()
 
     @property
@@ -226,8 +230,20 @@ class GraphsByKind:
         if not self._places.known:
             return Reason.NOT_CAPTURED
         if self._surroundings() != self._baked:
+            self._tell_of_surroundings()
             return Reason.ATTRIBUTE_CHANGED
         return self._values.why_changed()
+
+    def _tell_of_surroundings(self) -> None:
+        looks = zip(_BAKED, self._surroundings(), self._baked, strict=True)
+        changed = [what for what, now, then in looks if now != then]
+        if changed and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "steps run eagerly while %s not as at the capture: step.capture(inputs, targets) captures as "
+                "things are",
+                " and ".join(changed),
+            )
 
     def _surroundings(self) -> tuple[Any, ...]:
         wanted = [parameter.requires_grad for parameter in self._optimizer.parameters]

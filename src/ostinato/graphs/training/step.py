@@ -292,7 +292,8 @@ class TrainStep:
         """Eagerly, on a batch of a kind that nothing was captured for."""
         self._graphs.eager_steps[Reason.UNSEEN_SIGNATURE] += 1
         self._tell_once(
-            "batches of other shapes than the first run eagerly: step.capture(inputs, targets) changes that"
+            "batches of other shapes or numbers than the first run eagerly: step.capture(inputs, targets) "
+            "changes that"
         )
         kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
         matched = kind.batch_of(inputs, targets)
