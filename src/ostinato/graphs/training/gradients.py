@@ -180,6 +180,20 @@ def none_yet(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             parameter.grad = gradient
 
 
+@contextmanager
+def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """In which gradients of these are asked for, and their hooks not called: autograd calls them when it has
+    brought the gradients there."""
+    kept = [(hooks, dict(hooks)) for p in parameters if (hooks := p._backward_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
+
+
 def leaves_behind(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that autograd would bring gradients to."""
     found, ahead = [], [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]

@@ -27,8 +27,10 @@ _PARAMETER_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_
 class PythonValues:
     """What a model and a loss function look at besides tensors."""
 
-    def __init__(self, *roots: Any) -> None:
-        self._roots = roots
+    def __init__(self, *roots: Any, with_hooks_of: Callable[[Any], bool] = lambda owner: True) -> None:
+        """`with_hooks_of`: which modules and tensors have hooks of gradients that a graph calls."""
+        self._roots, self._with_hooks_of = roots, with_hooks_of
+        self._has_named_assigned = False
         self._own: set[Key] = set()
         """What a step assigns itself."""
         self._captured: Reached | None = None
@@ -38,7 +40,7 @@ class PythonValues:
         self._has_warned = False
 
     def _reached(self, ignored: Collection[Key] = ()) -> Reached:
-        return Reached(*self._roots, ignored=ignored, with_backward=True)
+        return Reached(*self._roots, ignored=ignored, with_hooks_of=self._with_hooks_of)
 
     @contextmanager
     def first_step(self) -> Iterator[None]:
@@ -78,15 +80,26 @@ class PythonValues:
         before = self._reached()
         with python_draws.undone():
             yield
-        assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names, *before.grown()]))
+        self._name_assigned_since(before)
         before.put_back(self._own)
-        if assigned:
+        self.note()
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Around trial runs behind the first: what these assign, every run assigns."""
+        before = self._reached()
+        yield
+        self._name_assigned_since(before)
+
+    def _name_assigned_since(self, before: Reached) -> None:
+        assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names, *before.grown()]))
+        if assigned and not self._has_named_assigned:
+            self._has_named_assigned = True
             logger.warning(
                 "every step assigns %s in Python: a replay runs no Python, leaves it as it is, and goes on "
                 "with the value of the capture. Keep it in a buffer if it matters",
                 ", ".join(assigned[:5]),
             )
-        self.note()
 
     def note(self) -> None:
         """As it is now is as graphs have it."""

@@ -52,12 +52,13 @@ class Reached:
         *roots: Any,
         reads: Collection[int] | None = None,
         ignored: Collection[Key] = (),
-        with_backward: bool = False,
+        with_hooks_of: Callable[[Any], bool] | None = None,
     ) -> None:
         """`roots`: the function, and others that it is given. `reads`: addresses of the storages that count;
-        None: all. `ignored`: what the function changes itself. `with_backward`: hooks of gradients count."""
+        None: all. `ignored`: what the function changes itself. `with_hooks_of`: whose hooks of
+        gradients count."""
         self._ignored = ignored
-        walk = Walk(roots, reads, ignored, with_backward)
+        walk = Walk(roots, reads, ignored, with_hooks_of)
         self.modules = walk.modules
         self._watched, self._values = walk.watched, walk.values
         self._of_objects, self._called_names = walk.of_objects, walk.called_names

@@ -7,7 +7,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import Any
 
@@ -58,10 +58,10 @@ class Walk:
         roots: Iterable[Any],
         reads: Collection[int] | None,
         ignored: Collection[Key],
-        with_backward: bool,
+        with_hooks_of: Callable[[Any], bool] | None,
     ) -> None:
         """As `Reached`."""
-        self._reads, self._ignored, self._with_backward = reads, ignored, with_backward
+        self._reads, self._ignored, self._with_hooks_of = reads, ignored, with_hooks_of
         self.modules: list[torch.nn.Module] = []
         self.watched: list[tuple[Any, Any, Any, str]] = []
         self.values: list[tuple[Any, Any, Any, str]] = []
@@ -166,7 +166,9 @@ class Walk:
         return found
 
     def _follow_hooks_of_gradients(self, owner: Any) -> None:
-        for hooks in _HOOKS_OF_GRADIENTS if self._with_backward else ():
+        for hooks in (
+            _HOOKS_OF_GRADIENTS if self._with_hooks_of is not None and self._with_hooks_of(owner) else ()
+        ):
             for hook in (getattr(owner, hooks, None) or {}).values():
                 self._visit("", hook)
 
