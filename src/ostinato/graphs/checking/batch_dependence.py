@@ -192,7 +192,7 @@ def _in_front(first: Batch, batch: Batch, fields: Sequence[Field]) -> Batch:
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value if value.is_complex() else value.double()
+    return value.double() if value.is_floating_point() and value.itemsize == 1 else value
 
 
 def _away_from_zero(value: torch.Tensor) -> torch.Tensor:

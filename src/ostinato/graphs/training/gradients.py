@@ -104,7 +104,8 @@ class Gradients:
                 self._replace(loss)
         if not self.present:
             raise ConfigError(
-                "no parameter of the optimizer has a gradient: is it the optimizer of this model?"
+                "no parameter of the optimizer has a gradient: is it the optimizer of this model, and does "
+                "no hook take its gradients away?"
             )
         for name, parameter in self._named:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
