@@ -232,6 +232,26 @@ def test_an_unseen_signature_runs_eagerly_with_the_reason(device):
     assert f.report().replays == 1
 
 
+DIFFERENT = {
+    "x of float64[8] a row came where x of float32[8] a row was captured": lambda x: ((x.double(), 1.0), {}),
+    "x of float32[4] a row came where": lambda x: ((x[:, :4], 1.0), {}),
+    "2.0 came where 1.0 was captured": lambda x: ((x, 2.0), {}),
+    "another structure": lambda x: ((x,), {"scale": 1.0}),
+    "no tensor argument has a batch dimension": lambda x: ((3.0, 1.0), {}),
+}
+
+
+@pytest.mark.parametrize("told", DIFFERENT)
+def test_what_makes_a_call_run_eagerly_is_said_once(device, told, caplog):
+    f = graphed(lambda x, scale: x * scale, ladder=[4])
+    x = randn(2, WIDTH, device=device)
+    f(x, 1.0)
+    args, kwargs = DIFFERENT[told](x)
+    for _ in range(2):
+        f(*args, **kwargs)
+    assert [told in line for line in caplog.messages] == [True]
+
+
 def test_arguments_that_disagree_about_the_batch_are_refused(device):
     f = graphed(lambda x, y: x + y.sum(0), ladder=[4])
     x = randn(2, WIDTH, device=device)

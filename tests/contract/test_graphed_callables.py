@@ -171,6 +171,37 @@ def test_a_parameter_that_is_not_used(device):
     assert part[0].weight.grad is not None
 
 
+def test_hooks_of_gradients_are_called_once(device):
+    """Those of parameters by autograd, behind the graph, those of the part around it, others in it."""
+    (ours, _), (eager, _) = (parts(device) for _ in range(2))
+    ours.load_state_dict(eager.state_dict())
+    seen, counts = [], [torch.zeros((), device=device) for _ in range(2)]
+    for module, count in zip((ours, eager), counts, strict=True):
+        weight = next(module.parameters())
+        weight.register_hook(lambda gradient: gradient * 0.5)
+        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(1))
+        module[1].register_full_backward_hook(lambda *given, count=count: (count.add_(1), None)[1])
+        module.register_full_backward_hook(lambda *given: seen.append(2))
+    x = randn(8, WIDTH, device=device).requires_grad_()
+    part = make_graphed_callables(ours, (x,))
+    for _ in range(3):
+        part(x).sum().backward()
+        eager(x).sum().backward()
+    for one, other in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert [count.item() for count in counts] == [3, 3]
+    assert sorted(seen) == [1] * 6 + [2] * 6
+    assert part.forward.eager_steps == {}
+
+
+def test_what_hooks_of_a_part_assign_is_named(device, caplog):
+    (part, _), seen = parts(device), []
+    part[1].register_full_backward_hook(lambda *given: seen.append(1))
+    x = randn(8, WIDTH, device=device).requires_grad_()
+    make_graphed_callables(part, (x,))
+    assert "every step assigns seen in Python" in caplog.text
+
+
 def test_refusals(device):
     mean = nn.BatchNorm1d(WIDTH).to(device)
     with pytest.raises(CaptureError, match="depend on each other"):

@@ -122,7 +122,7 @@ def test_python_stands_still_and_results_equal_the_modules(wrapped, device):
     assert module.python_calls == calls
 
 
-def test_train_and_eval_reach_the_module_and_a_change_runs_eagerly_with_the_reason(wrapped, device):
+def test_train_and_eval_reach_the_module_and_a_change_runs_eagerly_with_the_reason(wrapped, device, caplog):
     module, f = wrapped
     x = randn(3, WIDTH, device=device)
     f(x)
@@ -131,6 +131,7 @@ def test_train_and_eval_reach_the_module_and_a_change_runs_eagerly_with_the_reas
     assert module.inner.training
     f(x)
     assert f.report().eager_steps == {str(Reason.TRAINING_MODE_CHANGED): 1}
+    assert "calls run eagerly: training-mode-changed since the capture" in caplog.text
     f.eval()
     assert not module.training
     f(x)

@@ -882,6 +882,28 @@ def test_the_largest_of_a_batch_is_refused_also_where_zeros_do_not_show(device):
         assert same(f(x), step(x)), "zeros of padding are the largest of negative numbers alone"
 
 
+EXTREMES = {"of all": lambda x: x - x.max(), "of a layer": lambda x: (x * 0.5 + 4).amax()}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_an_extreme_is_refused_also_where_the_first_batch_does_not_show(device, name):
+    """Numbers of both signs, whose largest is never padding."""
+    step = EXTREMES[name]
+    f = wrap(step, LADDER)
+    for n, offset in ((3, 0), (3, -9), (1, 0), (1, -9)):
+        x = randn(n, WIDTH, device=device, seed=n) + offset
+        assert same(f(x), step(x))
+    assert f.report().replays == 0
+
+
+def test_rows_that_see_each_other_in_a_way_that_padding_does_not_change_are_served(device):
+    f = wrap(lambda x: x / x.norm(), LADDER)
+    for n in (3, 1, 8):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert torch.allclose(f(x), x / x.norm())
+    assert f.report().replays == 3
+
+
 def test_a_table_for_the_last_size_alone_is_right(device):
     class Remembering(nn.Module):
         def __init__(self):

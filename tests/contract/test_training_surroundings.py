@@ -335,6 +335,139 @@ def test_a_hook_of_gradients_that_comes_later_is_called(device, kind, caplog):
     assert any("while a hook or method" in line for line in caplog.messages)
 
 
+def stepping_at_once(optimizer_of):
+    """Every parameter of the blocks has an optimizer, which steps as soon as there is a gradient."""
+
+    def attach(model):
+        for parameter in model.blocks.parameters():
+            own = optimizer_of(parameter)
+
+            def step(parameter, own=own):
+                own.step()
+                own.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+    return attach
+
+
+def losses_beside_others(device, attach):
+    """With an optimizer of the embedding, and something else that trains the blocks."""
+    ours, theirs = twins(make_model(device))
+    batches = make_batches(device, [8] * 5)
+    attach(theirs)
+    optimizer = torch.optim.AdamW([theirs.embedding.weight], lr=0.02, fused=True)
+    expected = train_eagerly(theirs, optimizer, batches)
+    attach(ours)
+    optimizer = torch.optim.AdamW([ours.embedding.weight], lr=0.02)
+    step = captured(ours, optimizer, options=CaptureOptions(freeze_gc=False))
+    assert [step(*batch).item() for batch in batches] == expected
+    assert same_parameters(ours, theirs)
+    return step
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_an_optimizer_that_steps_in_hooks_of_gradients_is_in_no_graph(device, kind, caplog):
+    step = losses_beside_others(device, stepping_at_once(lambda parameter: kind([parameter], lr=0.1)))
+    assert step.report().eager_steps["capture-failed"] == 4
+    assert f"another optimizer ({kind.__name__}) steps inside the step" in caplog.text
+
+
+def test_what_hooks_of_gradients_write_counts_no_trials(device):
+    """By hand, with a momentum that the first step makes."""
+    momenta, counts = {}, []
+
+    def attach(model):
+        count = torch.zeros((), device=device)
+        counts.append(count)
+
+        @torch.no_grad()
+        def descend(parameter):
+            momentum = momenta.setdefault(parameter, torch.zeros_like(parameter))
+            momentum.mul_(0.5).add_(parameter.grad)
+            parameter.sub_(momentum, alpha=0.05)
+            parameter.grad = None
+
+        for parameter in model.blocks.parameters():
+            parameter.register_post_accumulate_grad_hook(descend)
+        model.embedding.weight.register_hook(lambda gradient: (count.add_(1), gradient)[1])
+
+    step = losses_beside_others(device, attach)
+    assert replays(step) == 4
+    assert [count.item() for count in counts] == [5, 5]
+
+
+@pytest.mark.parametrize("kind", ["of a parameter", "when accumulated", "of a module"])
+def test_what_hooks_of_gradients_assign_is_named_and_counts_no_trials(device, kind, caplog):
+    model, seen, norms = make_model(device), [], {}
+
+    def note(*given):
+        seen.append(1)
+        norms["latest"] = (given[0] if kind == "of a parameter" else weight_of(model)).detach().norm()
+
+    if kind == "of a module":
+        model.blocks[0].out.register_full_backward_hook(note)
+    elif kind == "of a parameter":
+        weight_of(model).register_hook(note)
+    else:
+        weight_of(model).register_post_accumulate_grad_hook(note)
+    step = captured(model, adamw(model))
+    for batch in make_batches(device, [8] * 3):
+        step(*batch)
+    assert len(seen) == 1, "the first step's"
+    assert replays(step) == 2
+    assert "every step assigns norms.latest, seen in Python" in caplog.text
+
+
+def test_numbers_that_a_trainer_counts_keep_no_step_from_its_graph(device):
+    class Trainer:
+        def __init__(self):
+            self.model, self.steps, self.weight = make_model(device), 0, 1.0
+            weight_of(self.model).register_hook(self.halved)
+
+        def halved(self, gradient):
+            return gradient * 0.5
+
+        def loss(self, logits, targets):
+            return cross_entropy(logits, targets) * self.weight
+
+    trainer = Trainer()
+    step = captured(trainer.model, adamw(trainer.model), trainer.loss)
+    for batch in make_batches(device, [8] * 4):
+        step(*batch)
+        trainer.steps += 1
+    assert replays(step) == 3
+    trainer.weight = 0.5
+    step(*batch)
+    assert step.report().eager_steps["attribute-changed"] == 1
+
+
+def test_shorter_batches_that_no_padding_suits_are_named_once(device, caplog):
+    def loss_fn(logits, targets):
+        return -logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).mean()
+
+    model = make_model(device)
+    step = captured(model, adamw(model), loss_fn)
+    for batch in make_batches(device, [8, 5, 8, 3]):
+        step(*batch)
+    assert step.report().eager_steps["padding-disabled"] == 2
+    assert len([line for line in caplog.messages if "shorter batches run eagerly: the loss" in line]) == 1
+
+
+def test_numbers_of_a_scaler_that_are_set_are_noticed(device, caplog):
+    model, scaler = make_model(device), torch.amp.GradScaler(device.type, init_scale=4.0)
+    step = captured(model, adamw(model), scaler=scaler)
+    batches = make_batches(device, [8] * 4)
+    for batch in batches[:2]:
+        step(*batch)
+    scaler.set_growth_interval(3)
+    for batch in batches[2:]:
+        step(*batch)
+    assert scaler.get_scale() == 8.0
+    assert step.report().eager_steps["attribute-changed"] == 2
+    assert "while numbers of the scaler are not as at the capture" in caplog.text
+
+
 def test_an_optimizer_whose_state_is_thrown_away_begins_anew(device):
     ours, theirs = twins(make_model(device))
     first, second = (make_batches(device, [8] * 4, seed=seed) for seed in (0, 1))
@@ -412,12 +545,13 @@ def test_what_only_a_method_beside_reads_keeps_no_step_from_its_graph(device):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("frozen_first", [True, False])
-def test_parts_are_frozen_and_released_on_the_way(device, accumulate, frozen_first):
+def test_parts_are_frozen_and_released_on_the_way(device, accumulate, frozen_first, caplog):
     def change(i, model):
         model.blocks.requires_grad_((i >= CHANGES_AT) == frozen_first)
 
     _, found, expected = losses_of_both(device, change, accumulate=accumulate)
     assert found == expected
+    assert [line for line in caplog.messages if "while which parameters are frozen is not as at the" in line]
 
 
 def test_parameters_of_another_optimizer_are_named_and_left_alone(device, caplog):

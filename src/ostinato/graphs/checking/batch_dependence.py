@@ -1,7 +1,14 @@
-"""Looks, at the capture, for steps whose rows depend on the batch: no steps for padding."""
+"""Looks, at the capture, for steps whose rows depend on the batch: no steps for padding.
+
+Note [Rows that mix]
+The largest number of a batch is the same with padding as without, as long as it is not among the padding: the
+numbers of one batch may show nothing, and those of the next be wrong. Whether rows see each other at all is
+told by other rows in place of the padding. Where they do, batches are tried in which padding stands out: all
+rows alike and near zero, on either side of it, and numbers of one sign.
+"""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -54,10 +61,13 @@ def refuse_dependence_on_the_batch(
     given = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
     # Both signs: zeros of padding win where all numbers are negative, or where all are positive.
     negative = {
-        name: _negated(value) if value.is_floating_point() else value for name, value in given.items()
+        name: _times(value, -1.0) if value.is_floating_point() else value for name, value in given.items()
     }
     for batch in (given, negative):
-        _refuse_dependence(runner, largest, shape, batch, _FLIPS)
+        trials = _refuse_dependence(runner, largest, shape, batch, _FLIPS)
+    if trials is not None and _rows_mix(runner, largest, shape, given, trials):
+        for batch, flips in _telling(given, runner.buffers.fields, shape):
+            _refuse_dependence(runner, largest, shape, batch, flips)
     few = [(graphs[0], 1)]
     for smaller, larger in pairwise(graphs):
         if not _is_same_work(works.get(smaller.key, ()), works.get(larger.key, ()), smaller, larger):
@@ -72,7 +82,8 @@ def refuse_dependence_on_the_batch(
 
 def _refuse_dependence(
     runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch, flips: float
-) -> None:
+) -> Trials | None:
+    """The trials, which know what the step writes; None if it cannot be compared."""
     trials = runner.trials()
 
     def allowed(dtype: torch.dtype) -> float:
@@ -86,7 +97,7 @@ def _refuse_dependence(
                 regions = trials.regions
                 wanted_state = _contents(regions)
         except Exception:
-            return
+            return None
         got, state = _rows_and_state(runner, graph, batch, shape, shape, trials, regions)
         if trials.draws_random:
             # Other sizes draw other numbers. With the same ones other rows in place of the padding must not
@@ -104,7 +115,7 @@ def _refuse_dependence(
             ]
             dependent = _dependent_state(regions, state, wanted_state, flips)
         if dependent is None:
-            return
+            return trials
         runner.buffers.fill(batch, shape, graph.descriptor)
         padded = trials.run(lambda: eager_rows(runner, graph, shape))
         _, wrong = dependence(runner.outputs.names, got, padded, allowed)
@@ -115,6 +126,83 @@ def _refuse_dependence(
         f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is "
         f"part of the step: compute it outside, or capture without padding (a rung for every size)"
     )
+
+
+def _rows_mix(
+    runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch, trials: Trials
+) -> bool:
+    """Whether rows of a replay are others when other rows stand in place of the padding: rows of the batch
+    itself, since numbers that are places to write to are known to be legal, and are put back."""
+    full, fields = shapes_to_try(graph.descriptor)[0], runner.buffers.fields
+    with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
+        for row, factor in ((0, 1.0), (shape.num_tokens - 1, -1.0)):
+            alike = _all_like(batch, fields, row, 0.3)
+            behind = _repeated(_scaled(batch, fields, factor), fields, shape, full)
+            alone, _ = _rows_and_state(runner, graph, alike, shape, shape, trials, ())
+            among, _ = _rows_and_state(
+                runner, graph, _in_front(alike, behind, fields), full, shape, trials, ()
+            )
+            for one, other in zip(alone, among, strict=True):
+                if isinstance(one, torch.Tensor) and bool(_is_unlike(_wide(one), _wide(other)).any()):
+                    return True
+    return False
+
+
+def _telling(batch: Batch, fields: Sequence[Field], shape: BatchShape) -> Iterator[tuple[Batch, float]]:
+    """Batches in which padding stands out, see Note [Rows that mix], and the share of integers that rounding
+    may decide: all, where rows are alike."""
+    for row, factor in ((0, 0.1), (0, -0.1), (1, 0.03), (1, -0.03), (shape.num_tokens - 1, 0.1)):
+        yield _all_like(batch, fields, row, factor), 1.0
+    of_one_sign = {k: _away_from_zero(v) if v.is_floating_point() else v for k, v in batch.items()}
+    for sign in (1.0, -1.0):
+        yield _scaled(of_one_sign, fields, sign), _FLIPS
+
+
+def _all_like(batch: Batch, fields: Sequence[Field], row: int, factor: float) -> Batch:
+    """Rows that are all as one of them, floating ones nearer to zero."""
+    alike = dict(batch)
+    for field in fields:
+        if field.per is not Extent.FIXED:
+            value = batch[field.name]
+            size = value.size(field.dim)
+            index = torch.full((size,), row % size, device=value.device)
+            alike[field.name] = value.index_select(field.dim, index)
+    return _scaled(alike, fields, factor)
+
+
+def _scaled(batch: Batch, fields: Sequence[Field], factor: float) -> Batch:
+    """Floating rows, multiplied."""
+    rowed = {field.name for field in fields if field.per is not Extent.FIXED}
+    return {
+        name: _times(value, factor) if name in rowed and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+
+
+def _in_front(first: Batch, batch: Batch, fields: Sequence[Field]) -> Batch:
+    """These rows, and behind them what a larger batch has there."""
+    joined = dict(batch)
+    for field in fields:
+        if field.per is not Extent.FIXED:
+            front, whole = first[field.name], batch[field.name]
+            rows = front.size(field.dim)
+            behind = whole.narrow(field.dim, rows, whole.size(field.dim) - rows)
+            joined[field.name] = torch.cat([front, behind], field.dim)
+    return joined
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.double() if value.is_floating_point() and value.itemsize == 1 else value
+
+
+def _away_from_zero(value: torch.Tensor) -> torch.Tensor:
+    """None larger than the largest, and none much smaller than their mean."""
+    sizes = value.double().abs()
+    return ((sizes + sizes.mean()) / 2).to(value.dtype)
+
+
+def _times(value: torch.Tensor, factor: float) -> torch.Tensor:
+    return value.double().mul(factor).to(value.dtype)  # numbers of eight bits know no arithmetic
 
 
 def _rows_and_state(
@@ -171,10 +259,6 @@ def _dependent_state(
         if differs:
             return f"what the step leaves in {name}"
     return None
-
-
-def _negated(value: torch.Tensor) -> torch.Tensor:
-    return value.double().neg().to(value.dtype)  # numbers of eight bits know no arithmetic
 
 
 def _unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:

@@ -23,7 +23,7 @@ def why_not_in_a_graph(
     state = {str(number): tensor for number, tensor in enumerate(optimizer.changing())}
     trials = Trials(pool.backend, state=state, generators=options.generators)
     try:
-        with optimizer.undone_in_python(), trials.undone(), torch.no_grad():
+        with optimizer.undone_in_python(), optimizer.without_hooks(), trials.undone(), torch.no_grad():
             with capture_gate(), pool.backend.stream():
                 for _ in range(_WARMUPS):
                     optimizer.step(skipped)

@@ -40,6 +40,11 @@ class Gradients:
         """Parameters with a gradient, and that."""
         return [(p, p.grad) for _, p in self._named if p.grad is not None]
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All that a loss brings gradients to, as far as known."""
+        return [*(parameter for _, parameter in self._named), *self._others]
+
     def tensors(self) -> list[torch.Tensor]:
         """The gradients."""
         return [gradient for _, gradient in self.present]
@@ -92,20 +97,15 @@ class Gradients:
         """Gradients of a loss: in place of the last ones, or added to them."""
         if self.is_trial or not self._is_looked_for:
             self._look_for_others(loss)
-        of_others = [parameter.grad for parameter in self._others]
-        for parameter in self._others:
-            parameter.grad = None
-        try:
+        with none_yet(self._others):
             if self._accumulate:
                 self._add(loss)
             else:
                 self._replace(loss)
-        finally:
-            for parameter, gradient in zip(self._others, of_others, strict=True):
-                parameter.grad = gradient
         if not self.present:
             raise ConfigError(
-                "no parameter of the optimizer has a gradient: is it the optimizer of this model?"
+                "no parameter of the optimizer has a gradient: is it the optimizer of this model, and does "
+                "no hook take its gradients away?"
             )
         for name, parameter in self._named:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -116,7 +116,7 @@ class Gradients:
     def _look_for_others(self, loss: torch.Tensor) -> None:
         """Those that only the loss function knows: a critic's, say. A graph would add to the very tensors
         that are their gradients now, and whose memory is another's when they are gone."""
-        known = {*self._others, *(parameter for _, parameter in self._named)}
+        known = set(self.parameters)
         self._others += [leaf for leaf in leaves_behind([loss]) if leaf not in known]
         self._is_looked_for = True
 
@@ -166,6 +166,33 @@ class Gradients:
                 f"{name} gets a gradient at some lengths or in some steps only, and without one an optimizer "
                 f"leaves it alone: a graph cannot decide that"
             )
+
+
+@contextmanager
+def none_yet(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """In which these begin without a gradient; then they have their own again."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """In which gradients of these are asked for, and their hooks not called: autograd calls them when it has
+    brought the gradients there."""
+    kept = [(hooks, dict(hooks)) for p in parameters if (hooks := p._backward_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def leaves_behind(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

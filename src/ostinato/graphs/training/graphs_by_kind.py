@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
 from ..wrapping.reached import Reached
+from . import other_optimizers
 from .batches import BatchKind
 from .checkpointing import draws_are_kept
 from .gradients import Gradients
@@ -36,6 +38,9 @@ from .update import Update
 
 logger = logging.getLogger("ostinato.graphs")
 
+_BAKED = ("which parameters are frozen is", "the groups of the optimizer are", "numbers of the scaler are")
+"""What `_surroundings` tells."""
+
 
 @dataclass(frozen=True)
 class KindGraphs:
@@ -43,7 +48,12 @@ class KindGraphs:
 
     kind: BatchKind
     runner: CudaGraphRunner
-    is_padded: bool
+    why_not_padded: str | None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether shorter batches are padded to a rung."""
+        return self.why_not_padded is None
 
 
 class GraphsByKind:
@@ -76,6 +86,7 @@ class GraphsByKind:
         self._carried_on: str | None = None
         """Where steps assign a new tensor that the next one goes on from."""
         self._baked: tuple[Any, ...] = ()
+        self._has_told = False
         self.eager_steps: Counter[Reason] = Counter()
 
     @property
@@ -121,7 +132,7 @@ class GraphsByKind:
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
             is_rung = descriptor.num_tokens in self.rungs
             self._refuse_state_kept_by_assigning()
-            with python_draws.refused_in_graphs():
+            with python_draws.refused_in_graphs(), self._without_other_optimizers():
                 return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
 
         runner = CudaGraphRunner(
@@ -142,7 +153,7 @@ class GraphsByKind:
             warmups_give_back=True,
         )
         runner.eager_steps = self.eager_steps
-        return KindGraphs(kind, runner, refusal is None)
+        return KindGraphs(kind, runner, refusal)
 
     def _refuse_state_kept_by_assigning(self) -> None:
         if self._gradients.is_trial and self._carried_on is not None:
@@ -150,6 +161,11 @@ class GraphsByKind:
                 f"the step keeps state by assigning a new tensor to {self._carried_on}, and a replay would "
                 f"go on from the old one: register it as a buffer, and change it in place (copy_)"
             )
+
+    def _without_other_optimizers(self) -> AbstractContextManager[None]:
+        if not self._gradients.is_trial:
+            return nullcontext()
+        return other_optimizers.refused(lambda: self._gradients.parameters, but=self._optimizer.wrapped)
 
     def _note_state(self, is_accumulating: bool) -> dict[str, torch.Tensor]:
         """What trial runs change and have to put back: they make no updates."""
@@ -192,6 +208,7 @@ class GraphsByKind:
         """Once more: what the first step made was not there when it was tried."""
         trial = PaddingTrial(self._loss, self._state, self._pool.backend, self._options)
         self._written += [trial.written_at(graphs.kind, min(self.rungs)) for graphs in self.kinds]
+        gc.collect()  # of these, too
         self._note_state(is_accumulating)
 
     def _keys(self) -> list[GraphKey]:
@@ -213,12 +230,24 @@ class GraphsByKind:
         if not self._places.known:
             return Reason.NOT_CAPTURED
         if self._surroundings() != self._baked:
+            self._tell_of_surroundings()
             return Reason.ATTRIBUTE_CHANGED
         return self._values.why_changed()
 
+    def _tell_of_surroundings(self) -> None:
+        looks = zip(_BAKED, self._surroundings(), self._baked, strict=True)
+        changed = [what for what, now, then in looks if now != then]
+        if changed and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "steps run eagerly while %s not as at the capture: step.capture(inputs, targets) captures as "
+                "things are",
+                " and ".join(changed),
+            )
+
     def _surroundings(self) -> tuple[Any, ...]:
         wanted = [parameter.requires_grad for parameter in self._optimizer.parameters]
-        return wanted, self._optimizer.members
+        return wanted, self._optimizer.members, self._update.numbers()
 
     def check_addresses(self) -> None:
         """Raise AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""

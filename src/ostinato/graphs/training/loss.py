@@ -77,7 +77,10 @@ class Loss:
             more = {"mask": mask} if self.takes_mask else {}
             loss: torch.Tensor = self.loss_fn(outputs, targets, **more)
         if not isinstance(loss, torch.Tensor):
-            raise ConfigError(f"the loss function returned a {type(loss).__name__}, not a tensor")
+            raise ConfigError(
+                f"the loss function returned a {type(loss).__name__}, not a tensor: return the loss alone, "
+                f"and copy the rest into tensors that are there already"
+            )
         return loss
 
     def _casting(self) -> AbstractContextManager[Any]:

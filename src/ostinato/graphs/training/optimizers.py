@@ -21,6 +21,7 @@ keeps what streams use apart: so what stays is made on the stream of captures, i
 import inspect
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -28,6 +29,7 @@ from typing import Any
 from weakref import WeakMethod, finalize
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from ..backends import backend_for
 from ..capturing.gate import is_recording
@@ -38,6 +40,7 @@ from .user_flags import UserFlags
 logger = logging.getLogger("ostinato.graphs")
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 """What schedulers keep in a group, and optimizers do not read."""
 
@@ -81,6 +84,11 @@ class StaticOptimizer:
         after_load = WeakMethod(self._after_load)  # steps come and go, the optimizer stays
         hook = optimizer.register_load_state_dict_post_hook(lambda loaded: _called(after_load, loaded))
         finalize(self, hook.remove)
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The user's."""
+        return self._optimizer
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -131,9 +139,24 @@ class StaticOptimizer:
 
     @property
     def hooks(self) -> bool:
-        """Whether somebody wants to be called around its steps."""
+        """Whether somebody wants to be called around its steps, or around those of all optimizers."""
         optimizer: Any = self._optimizer
-        return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        of_all = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+        own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return bool(own or of_all)
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """In which its steps are trials, and nobody is told."""
+        optimizer: Any = self._optimizer
+        before = {name: getattr(optimizer, name) for name in _HOOKS_OF_STEPS}
+        for name in _HOOKS_OF_STEPS:
+            setattr(optimizer, name, OrderedDict())
+        try:
+            yield
+        finally:
+            for name, hooks in before.items():
+                setattr(optimizer, name, hooks)
 
     @property
     def is_known(self) -> bool:

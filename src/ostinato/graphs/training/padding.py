@@ -18,8 +18,9 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..journal import WriteJournal
 from ..options import CaptureOptions
 from ..trees import map_tensors
+from . import other_optimizers
 from .batches import IGNORED, BatchKind
-from .gradients import leaves_behind
+from .gradients import leaves_behind, none_yet
 from .loss import Loss
 from .places import Written, written_by
 
@@ -72,17 +73,19 @@ class PaddingTrial:
         """Whether the loss function returns one for each position; why it cannot do with ignored targets."""
         tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
 
-        def look() -> tuple[bool, str | None]:
+        def look(differentiate: bool = False) -> tuple[bool, str | None]:
             inputs, targets = kind.arguments(tensors)
             with torch.enable_grad():  # for models that differentiate, or hang hooks on results
                 outputs = self._loss.outputs(inputs)
                 loss = self._loss.raw(outputs, targets, kind.mask(tensors))
+            if differentiate:
+                self._differentiate(loss)
             if self._loss.takes_mask or loss.dim() > 0:
                 return loss.dim() > 0, None
             return False, _why_not_ignored(self._loss.loss_fn, outputs, targets)
 
         own = [*self._state.values(), *tensors.values()]
-        self.written = self._quietly(lambda: written_by(look, besides=own))
+        self.written = self._quietly(lambda: written_by(lambda: look(True), besides=own))
         self._trials = self._new_trials()
         found: tuple[bool, str | None] = self._quietly(look)
         return found
@@ -94,7 +97,8 @@ class PaddingTrial:
 
         def look() -> None:
             with torch.enable_grad():
-                self._loss_of(kind, tensors)
+                loss = self._loss_of(kind, tensors)
+            self._differentiate(loss)
 
         own = [*self._state.values(), *tensors.values()]
         found: Written = self._quietly(lambda: written_by(look, besides=own))
@@ -151,20 +155,27 @@ class PaddingTrial:
         """What the loss is, and what would be learnt from it."""
         with torch.enable_grad():
             loss = self._loss_of(kind, tensors)
-        own = [p for module in self._loss.modules for p in module.parameters() if p.requires_grad]
-        parameters = list(dict.fromkeys([*own, *leaves_behind([loss])]))  # also those of a critic, say
+        own, parameters = self._parameters_behind(loss)
         if not loss.requires_grad or any(p._post_accumulate_grad_hooks for p in parameters):
             return _Seen(loss.detach(), torch.zeros(0))  # such hooks may train
-        before = [parameter.grad for parameter in parameters]
-        try:
-            for parameter in parameters:
-                parameter.grad = None
+        with none_yet(parameters):
             loss.backward()  # type: ignore[no-untyped-call]
             norms = [torch.zeros(()), *(_norm(parameter.grad) for parameter in own)]
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
         return _Seen(loss.detach(), torch.stack(norms))
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        """For what hooks of gradients do besides. What fails here fails in the step that counts."""
+        _, parameters = self._parameters_behind(loss)
+        with suppress(Exception), none_yet(parameters), other_optimizers.refused(lambda: parameters):
+            with torch.enable_grad():
+                total = loss.sum()
+            total.backward()  # type: ignore[no-untyped-call]
+
+    def _parameters_behind(self, loss: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Those of the modules, and all that get a gradient: also a critic's, say."""
+        found = [p for module in self._loss.modules for p in module.parameters()]
+        own: list[torch.Tensor] = [p for p in found if p.requires_grad]
+        return own, list(dict.fromkeys([*own, *leaves_behind([loss])]))
 
     def _loss_of(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._loss(*kind.arguments(tensors), kind.mask(tensors)).clone()

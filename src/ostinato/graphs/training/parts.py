@@ -24,7 +24,7 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..trees import Structure, flatten, tensors_in
 from ..wrapping.signature import Examples, Signature
-from .gradients import leaves_behind
+from .gradients import leaves_behind, without_hooks
 from .places import Places, Written, written_by
 from .python_values import PythonValues
 from .rounds import Rounds
@@ -72,7 +72,10 @@ class GraphedPart:
         self._modules = [self._module] if self._module else []
         self._places = Places(self._modules)
         self._written = Written({}, ())
-        self._values = PythonValues(function)
+        self._values = PythonValues(
+            function,  # whose own hooks are called around it, and those of parameters behind it
+            with_hooks_of=lambda owner: isinstance(owner, torch.nn.Module) and owner is not function,
+        )
         self._buffers = InputBuffers(
             self._signature.tensor_fields,
             max_tokens=self.ladder.limit,
@@ -93,7 +96,7 @@ class GraphedPart:
         with self._values.put_back(), trials.undone():
             views = self._fill(rung)
             own = [*self._places.buffers().values(), *views.values()]
-            self._written = written_by(lambda: self._run_forward(rung), besides=own)
+            self._written = written_by(lambda: self._try(rung), besides=own)
         self._alive = None
 
     def _trials(self, options: CaptureOptions) -> Trials:
@@ -106,8 +109,9 @@ class GraphedPart:
         trials = self._trials(options)
         with self._values.first_step():
             trials.run(lambda: self._try(rung))
-        for _ in range(1, times):
-            trials.run(lambda: self._try(rung))
+        with self._values.named():
+            for _ in range(1, times):
+                trials.run(lambda: self._try(rung))
 
     def refuse_dependence_on_the_batch(self, options: CaptureOptions) -> None:
         """CaptureError if what padded rows hold changes real ones."""
@@ -170,7 +174,7 @@ class GraphedPart:
             return []
         if given is None:
             given = [torch.ones_like(tensor) for tensor in outputs]
-        with torch.enable_grad():
+        with torch.enable_grad(), without_hooks(self._parameters):
             return list(torch.autograd.grad(outputs, wanted, list(given), allow_unused=self._allow_unused))
 
     def record_forward(self, rung: int, bridges: Bridges, options: CaptureOptions) -> None:

@@ -5,7 +5,7 @@ every replay all that model and loss function reach is compared, by identity: se
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -27,8 +27,10 @@ _PARAMETER_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_
 class PythonValues:
     """What a model and a loss function look at besides tensors."""
 
-    def __init__(self, *roots: Any) -> None:
-        self._roots = roots
+    def __init__(self, *roots: Any, with_hooks_of: Callable[[Any], bool] = lambda owner: True) -> None:
+        """`with_hooks_of`: which modules and tensors have hooks of gradients that a graph calls."""
+        self._roots, self._with_hooks_of = roots, with_hooks_of
+        self._has_named_assigned = False
         self._own: set[Key] = set()
         """What a step assigns itself."""
         self._captured: Reached | None = None
@@ -37,10 +39,13 @@ class PythonValues:
         self._training: list[bool] = []
         self._has_warned = False
 
+    def _reached(self, ignored: Collection[Key] = ()) -> Reached:
+        return Reached(*self._roots, ignored=ignored, with_hooks_of=self._with_hooks_of)
+
     @contextmanager
     def first_step(self) -> Iterator[None]:
         """Around a step: what is assigned in it, it assigns itself."""
-        before = Reached(*self._roots)
+        before = self._reached()
         yield
         self._own |= before.changed()
 
@@ -52,7 +57,7 @@ class PythonValues:
     @contextmanager
     def put_back(self) -> Iterator[Reached]:
         """Around trial runs: they count for nothing. As things are before them."""
-        before = Reached(*self._roots)
+        before = self._reached()
         try:
             with python_draws.undone():
                 yield before
@@ -64,7 +69,7 @@ class PythonValues:
         more run tells whether it goes on from what those left. Buffers are state, read or not."""
         if not before.assigned():
             return None
-        between = Reached(*self._roots)
+        between = self._reached()
         reads = reads_of_a_run()
         buffers = {id(module._buffers) for module in between.modules}
         return between.assigned().goes_on_from_former(reads, buffers)
@@ -72,22 +77,33 @@ class PythonValues:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Around a capture: from here on, what was not assigned by the step itself has to stay as it is."""
-        before = Reached(*self._roots)
+        before = self._reached()
         with python_draws.undone():
             yield
-        assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names]))
+        self._name_assigned_since(before)
         before.put_back(self._own)
-        if assigned:
+        self.note()
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Around trial runs behind the first: what these assign, every run assigns."""
+        before = self._reached()
+        yield
+        self._name_assigned_since(before)
+
+    def _name_assigned_since(self, before: Reached) -> None:
+        assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names, *before.grown()]))
+        if assigned and not self._has_named_assigned:
+            self._has_named_assigned = True
             logger.warning(
                 "every step assigns %s in Python: a replay runs no Python, leaves it as it is, and goes on "
                 "with the value of the capture. Keep it in a buffer if it matters",
                 ", ".join(assigned[:5]),
             )
-        self.note()
 
     def note(self) -> None:
         """As it is now is as graphs have it."""
-        self._captured = reached = Reached(*self._roots, ignored=self._own)
+        self._captured = reached = self._reached(ignored=self._own)
         self._still = reached.standing(without=self._tables())
         self._has_same_hooks = _hooks_of_gradients(reached.modules).compiled()
         self._training = reached.training()

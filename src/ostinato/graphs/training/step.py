@@ -33,6 +33,7 @@ Schedule = Callable[[int], float | Sequence[float]]
 
 _STATE = {"optimizer_steps", "micro_batches", "skipped", "gradients", "rng", "device_rng", "generators"}
 """What `state_dict` has."""
+_HAS_HOOKS = "it has hooks, which no replay would call"
 
 
 class TrainStep:
@@ -106,7 +107,7 @@ class TrainStep:
                 self._graphs.add(inputs, targets, is_accumulating=self.micro_batches > 0)
             found = self._graphs.match(inputs, targets)
             if updates:
-                self._follow_moved_numbers()
+                self._follow_the_optimizer()
             does = self._micro_batch.kinds[-1] if updates else Kind.ACCUMULATE
             self._prepare(updates)
             if found is None:
@@ -205,20 +206,27 @@ class TrainStep:
 
     # -- one micro-batch ---------------------------------------------------------------------------
 
-    def _follow_moved_numbers(self) -> None:
-        """Numbers in the optimizer's groups that move are in no graph: it steps behind them."""
+    def _follow_the_optimizer(self) -> None:
+        """Numbers in its groups that move and hooks of its own are in no graph: it steps behind them."""
         if not self._graphs.is_captured or self._optimizer.why_behind is not None:
             return
-        moved = self._optimizer.moved_numbers()
-        if moved and self._graphs.why_not() is None:
-            names = ", ".join(dict.fromkeys(moved))
-            self._optimizer.step_behind(
-                f"{names} in its groups moved, which a graph has baked in (a scheduler that cycles momentum "
-                f"does that). Where it moved for good, step.capture(inputs, targets) captures anew",
-                static=True,
-            )
+        why = self._why_not_inside()
+        if why is not None and self._graphs.why_not() is None:
+            self._optimizer.step_behind(why, static=True)
             self._graphs.drop()
             self._graphs.capture_missing(is_accumulating=self.micro_batches > 0)
+
+    def _why_not_inside(self) -> str | None:
+        if self._optimizer.hooks:
+            return _HAS_HOOKS
+        moved = self._optimizer.moved_numbers()
+        if not moved:
+            return None
+        return (
+            f"{', '.join(dict.fromkeys(moved))} in its groups moved, which a graph has baked in (a scheduler "
+            f"that cycles momentum does that). Where it moved for good, step.capture(inputs, targets) "
+            f"captures anew"
+        )
 
     def _prepare(self, updates: bool) -> None:
         if self.micro_batches == 0:
@@ -251,7 +259,7 @@ class TrainStep:
         if error is not None:
             self._optimizer.step_behind(str(error), static=False)
         elif self._optimizer.why_behind is None and self._optimizer.hooks:
-            self._optimizer.step_behind("it has hooks, which no replay would call", static=True)
+            self._optimizer.step_behind(_HAS_HOOKS, static=True)
 
     def _run(self, graphs: KindGraphs, batch: Batch, shape: BatchShape) -> torch.Tensor:
         if not self._optimizer.has_stepped:
@@ -270,6 +278,8 @@ class TrainStep:
             self._tell_once(
                 f"batches longer than the first, of {longest}, run eagerly: pass ladder=[lengths]"
             )
+        if reason is Reason.PADDING_DISABLED and len(self._graphs.rungs) == 1:  # else it was said before
+            self._tell_once(f"shorter batches run eagerly: {graphs.why_not_padded}")
         return self._eagerly(runner, batch, shape, reason)
 
     def _eagerly(
@@ -282,7 +292,8 @@ class TrainStep:
         """Eagerly, on a batch of a kind that nothing was captured for."""
         self._graphs.eager_steps[Reason.UNSEEN_SIGNATURE] += 1
         self._tell_once(
-            "batches of other shapes than the first run eagerly: step.capture(inputs, targets) changes that"
+            "batches of other shapes or numbers than the first run eagerly: step.capture(inputs, targets) "
+            "changes that"
         )
         kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
         matched = kind.batch_of(inputs, targets)

@@ -42,6 +42,13 @@ class Update:
         scales = {} if scaler is None else {"scale": scaler._scale, "growth": scaler._growth_tracker}
         return {name: tensor for name, tensor in {**own, **scales}.items() if tensor is not None}
 
+    def numbers(self) -> list[float]:
+        """What a graph of an update has baked in."""
+        scaler = self._scaler
+        if scaler is None:
+            return []
+        return [scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()]
+
     def hold(self, held: bool) -> None:
         """Whether updates leave parameters and the optimizer's state as they are: in trial runs."""
         self._held.fill_(float(held))

@@ -20,7 +20,7 @@ from ..dispatching.keys import GraphKey
 from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import decided_step_mode, step_mode
-from ..errors import BatchError, CaptureError, VerifyError
+from ..errors import BatchError, CaptureError, ConfigError, VerifyError
 from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Scalar
 from ..journal import writing_inference_tensors
@@ -124,6 +124,8 @@ class GraphedCall:
             if found is None and self._entries:
                 opaque = is_opaque(args, kwargs)
                 reason = Reason.OPAQUE_ARGUMENT if opaque else Reason.UNSEEN_SIGNATURE
+                if not opaque and reason not in self._warned_of:
+                    self._warn_once(reason, self._unlike_captured(args, kwargs))
                 return self._eagerly(reason, args, kwargs)
             if found is None:
                 is_served, result = self._first_call(args, kwargs)
@@ -135,6 +137,8 @@ class GraphedCall:
             return self._eagerly(Reason.EMPTY_BATCH, args, kwargs)
         entry, batch, shape = found
         why_not = self._why_not(entry)
+        if why_not is not None:
+            self._warn_once(why_not, f"{why_not} since the capture: set it back, or call recapture()")
         if why_not is None:
             decision = entry.runner.decide(shape)
             why_not = decision.reason if decision.is_eager else None
@@ -155,9 +159,7 @@ class GraphedCall:
         """Run it for real, once; whether that was the call, because it cannot be undone, and its result."""
         signature, batch = self._signature(args, kwargs)
         if signature.opaque is not None:
-            if signature.opaque not in self._warned_of:
-                self._warned_of.add(signature.opaque)
-                logger.warning("calls run eagerly: %s", signature.opaque)
+            self._warn_once(signature.opaque, signature.opaque)
             return True, self._eagerly(Reason.OPAQUE_ARGUMENT, args, kwargs)
         with turn:
             first = self._capture(signature, batch, may_stay=True)
@@ -236,6 +238,19 @@ class GraphedCall:
         if found is None:
             raise BatchError("the arguments do not agree with each other")
         return signature, found[0]
+
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self._warned_of:
+            self._warned_of.add(about)
+            logger.warning("calls run eagerly: %s", text)
+
+    def _unlike_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        try:
+            signature, _ = self._signature(args, kwargs)
+        except (BatchError, ConfigError) as error:
+            return str(error)
+        what = self._entries[-1].signature.difference(signature)
+        return f"{what}; capture() with such arguments serves them, too"
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch, BatchShape] | None:
         for entry in self._entries:

@@ -40,20 +40,29 @@ from .walk import HOOKS, Walk, has_memory
 _address, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _training, _dtype = attrgetter("training"), attrgetter("dtype")
 
+_BY_ANY_NAME = {"getattr", "vars", "__dict__", "asdict", "attrgetter"}
+"""Code that mentions these may read an attribute whose name it does not mention."""
+
 
 class Reached:
     """A snapshot of what functions reach."""
 
     def __init__(
-        self, *roots: Any, reads: Collection[int] | None = None, ignored: Collection[Key] = ()
+        self,
+        *roots: Any,
+        reads: Collection[int] | None = None,
+        ignored: Collection[Key] = (),
+        with_hooks_of: Callable[[Any], bool] | None = None,
     ) -> None:
         """`roots`: the function, and others that it is given. `reads`: addresses of the storages that count;
-        None: all. `ignored`: what the function changes itself."""
+        None: all. `ignored`: what the function changes itself. `with_hooks_of`: whose hooks of
+        gradients count."""
         self._ignored = ignored
-        walk = Walk(roots, reads, ignored)
+        walk = Walk(roots, reads, ignored, with_hooks_of)
         self.modules = walk.modules
         self._watched, self._values = walk.watched, walk.values
         self._of_objects, self._called_names = walk.of_objects, walk.called_names
+        self._of_bound = walk.of_bound
         self._tables, self._attributes = walk.tables, walk.attributes
         self._containers = walk.containers
         self._saved = [(name, holder, dict(items_of(holder))) for name, holder in walk.holders.values()]
@@ -158,8 +167,10 @@ class Reached:
         ]
 
     def _is_kept(self, holder: Any, key: Any, value: Any) -> bool:
-        """Whether it is a result, or the place for one, that an object keeps and no code mentions."""
-        is_result = value is None or isinstance(value, torch.Tensor)
+        """Whether it is a result, or the place for one, that an object keeps and no code mentions; a number,
+        too, in an object whose own method is what is called: a trainer's."""
+        of_bound = id(holder) in self._of_bound and self._called_names.isdisjoint(_BY_ANY_NAME)
+        is_result = value is None or isinstance(value, torch.Tensor) or of_bound
         return is_result and id(holder) in self._of_objects and key not in self._called_names
 
     def check(self) -> None:
@@ -200,6 +211,14 @@ class Reached:
                 if value is not was and tensors_in(value):
                     places.append((f"{name}{key}", holder, key, was))
         return Assigned(places)
+
+    def grown(self) -> list[str]:
+        """The names of containers that have other entries now than before."""
+        return [
+            name.rstrip(". ") or "a global variable"
+            for name, holder, saved in self._saved
+            if dict(items_of(holder)).keys() != saved.keys()
+        ]
 
     def put_back(self, keys: Collection[Key]) -> None:
         """Undo assignments at these places, and at no others: somebody else may have made those."""

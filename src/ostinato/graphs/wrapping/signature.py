@@ -107,6 +107,19 @@ class Signature:
             and all(map(same_constant, self.constants, other.constants))
         )
 
+    def difference(self, other: "Signature") -> str:
+        """What makes calls of the other others than calls of this one."""
+        if self.structure != other.structure:
+            return "their arguments have another structure than those captured"
+        for field, now, constant, given in zip(
+            self.fields, other.fields, self.constants, other.constants, strict=True
+        ):
+            if field != now:
+                return f"{_described(now, given)} came where {_described(field, constant)} was captured"
+            if field is None and not same_constant(constant, given):
+                return f"{given!r} came where {constant!r} was captured"
+        return "their arguments are others than those captured"
+
     @property
     def tensor_fields(self) -> tuple[Field, ...]:
         """The fields, without the constants."""
@@ -194,6 +207,14 @@ def refuse_overlap(batch: Batch, written: Sequence[str]) -> None:
                 raise BatchError(
                     f"{name} and {other} share memory and the function changes {name} in place: pass a clone"
                 )
+
+
+def _described(field: Field | None, constant: Any) -> str:
+    if field is None:
+        return repr(constant)
+    dtype = str(field.dtype).removeprefix("torch.")
+    per = "" if field.per is Extent.FIXED else " a row"
+    return f"{field.name} of {dtype}{list(field.shape)}{per}"
 
 
 class Examples:

@@ -7,7 +7,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,8 @@ _LARGE = 256
 _TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Where a module keeps them."""
+_HOOKS_OF_GRADIENTS = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+"""Where modules and tensors keep those that a backward pass calls."""
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _NOT_USERS = {*sys.stdlib_module_names, "torch", "numpy", "ostinato", "transformers"} - {"__main__"}
 _PLAIN = (
@@ -51,9 +53,15 @@ _CONTAINERS = (
 class Walk:
     """From these roots."""
 
-    def __init__(self, roots: Iterable[Any], reads: Collection[int] | None, ignored: Collection[Key]) -> None:
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        reads: Collection[int] | None,
+        ignored: Collection[Key],
+        with_hooks_of: Callable[[Any], bool] | None,
+    ) -> None:
         """As `Reached`."""
-        self._reads, self._ignored = reads, ignored
+        self._reads, self._ignored, self._with_hooks_of = reads, ignored, with_hooks_of
         self.modules: list[torch.nn.Module] = []
         self.watched: list[tuple[Any, Any, Any, str]] = []
         self.values: list[tuple[Any, Any, Any, str]] = []
@@ -67,6 +75,8 @@ class Walk:
         """All that code which was followed mentions: a method is called by its name."""
         self.of_objects: set[int] = set()
         """Attributes of objects that are no modules, by identity."""
+        self.of_bound: set[int] = set()
+        """Those of objects whose methods are followed: what else is in them is read by these methods."""
         self._of_modules: set[int] = set()
         # What may grow, see Note [What was added] in reached.py: tables of modules, attributes, and other
         # containers with the name of the attribute that they are, or are in.
@@ -97,6 +107,7 @@ class Walk:
 
     def _follow(self, name: str, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
+            self._follow_hooks_of_gradients(value)
             return self._reads is None or (has_memory(value) and storage_address(value) in self._reads)
         if isinstance(value, weakref.ProxyType | weakref.CallableProxyType):
             return False
@@ -105,6 +116,8 @@ class Walk:
         if isinstance(value, types.FunctionType):
             return self._follow_function(value)
         if isinstance(value, types.MethodType):
+            if not isinstance(value.__self__, torch.nn.Module) and hasattr(value.__self__, "__dict__"):
+                self.of_bound.add(id(vars(value.__self__)))
             return self._visit(f"{name}self", value.__self__) | self._visit(name, value.__func__)
         if isinstance(value, functools.partial):
             inside = self._visit(name, value.func) | self._visit(f"{name}args", value.args)
@@ -113,7 +126,8 @@ class Walk:
             return self._follow_holder(f"{name}.state", value.state)
         if isinstance(value, dict | list | tuple | deque):
             self.containers[id(value)] = self._attribute, value
-            found = self._follow_holder(name, value)
+            is_named = isinstance(value, dict) and bool(name)
+            found = self._follow_holder(f"{name}." if is_named else name, value)
             if self._is_aside or id(value) not in self.holders:
                 del self.containers[id(value)]
             return found
@@ -135,6 +149,7 @@ class Walk:
         self._follow_class(type(module))
         for hook in chain.from_iterable(own.get(hooks, {}).values() for hooks in HOOKS):
             self._visit("", hook)
+        self._follow_hooks_of_gradients(module)
         found = False
         for table in (own[table] for table in _TABLES if type(own.get(table)) is dict):  # not in TorchScript
             found |= self._follow_holder(prefix, table)
@@ -149,6 +164,13 @@ class Walk:
             found |= self._note(f"{prefix}{key}", own, key, own[key])
         self._is_beside = before
         return found
+
+    def _follow_hooks_of_gradients(self, owner: Any) -> None:
+        for hooks in (
+            _HOOKS_OF_GRADIENTS if self._with_hooks_of is not None and self._with_hooks_of(owner) else ()
+        ):
+            for hook in (getattr(owner, hooks, None) or {}).values():
+                self._visit("", hook)
 
     def _follow_class(self, kind: type) -> None:
         for base in kind.__mro__:

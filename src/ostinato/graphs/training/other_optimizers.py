@@ -1,0 +1,37 @@
+"""Optimizers that step while gradients are made: in hooks of parameters, say, whose gradients go at once.
+
+Their learning rates and counts are Python's, and trial runs would make their state and their steps for good.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import CaptureError
+
+
+@contextmanager
+def refused(
+    trained: Callable[[], Collection[torch.Tensor]], *, but: torch.optim.Optimizer | None = None
+) -> Iterator[None]:
+    """CaptureError before another optimizer steps one of these parameters."""
+
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is but:
+            return
+        known = set(trained())
+        if any(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise CaptureError(
+                f"another optimizer ({type(optimizer).__name__}) steps inside the step, in a hook of "
+                f"gradients say, and a graph would repeat one step of it for ever: step it behind ours, or "
+                f"give one optimizer all parameters"
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
