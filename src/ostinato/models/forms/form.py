@@ -40,7 +40,7 @@ class Rest(NamedTuple):
     form: "Form[Any]"
     """Of a step of so many tokens."""
     places: Tensor
-    """int64 [R]: these tokens."""
+    """Integers [R]: where these are among all tokens."""
     mix: Mix
     """From the rows of all tokens to attention [R, Hq, D] of these."""
 
@@ -116,7 +116,8 @@ class Form(ABC, Generic[Rows]):
         return self.end(rows, norm)
 
     def behind_attention(self, layer: Layer, x: Tensor, mixed: Tensor, norm: RMSNorm) -> Tensor:
-        """From what came into a layer [T, H] and its attention [T, Hq * D] to normalised hidden states."""
+        """The rest of a last layer: from what came into it [T, H] and its attention [T, Hq * D] to normalised
+        hidden states, of as many tokens as this form is for."""
         between = layer.post_attention_layernorm
         rows = self.add(self.begin(x, between), layer.self_attn.o_proj, mixed, between)
         return self.end(self.feed(rows, between, layer.mlp, norm), norm)
