@@ -24,6 +24,10 @@ TINY: dict[str, Any] = {
 }
 
 
+STEPS_AHEAD = (pytest.param(0, marks=pytest.mark.slow), 1)
+"""For what does not depend on the order of steps: as users have it; the other way where all tests run."""
+
+
 class TinyModel:
     """A random model of transformers, saved in a directory."""
 

@@ -12,7 +12,7 @@ from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.stepping import shared_prefix
 from ostinato.graphs import GraphKey
 
-from .conftest import TinyModel, prompts_of
+from .conftest import STEPS_AHEAD, TinyModel, prompts_of
 from .test_engine_greedy import assert_all_back
 
 LARGE = 3.0e4
@@ -64,7 +64,7 @@ def cascade_keys(llm: LLM) -> list[GraphKey]:
     return [key for key in llm.engine.core.runner.graphs.graphs if key.descriptor.cascade]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 @pytest.mark.parametrize("mode", ["full", "full-and-piecewise", "full-decode-only"])
 def test_tokens_are_those_of_transformers_and_cascades_are_replayed(
     tiny: TinyModel, mode: str, ahead: int

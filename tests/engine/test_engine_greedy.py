@@ -14,7 +14,7 @@ from models.small_models import FAMILIES, saved_model
 from ostinato.engine.llm import LLM
 from ostinato.engine.parameters.sampling_params import SamplingParams
 
-from .conftest import TinyModel, prompts_of
+from .conftest import STEPS_AHEAD, TinyModel, prompts_of
 from .expected_steps import Setup, computed_tokens, sampling_of, service_of
 
 LENGTHS = (3, 21, 1, 40, 17)
@@ -85,8 +85,16 @@ def found_in_cache(prompts: list[dict[str, list[int]]]) -> list[int]:
     return [(len(prompt["prompt_token_ids"]) - 1) // 16 * 16 for prompt in prompts]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("setup", [Setup(), WHOLE], ids=["chunked", "whole"])
+@pytest.mark.parametrize(
+    ("mode", "setup"),
+    [
+        *(pytest.param(mode, Setup(), id=f"chunked-{mode}") for mode in MODES),
+        *(
+            pytest.param(mode, WHOLE, id=f"whole-{mode}", marks=() if mode == "full" else pytest.mark.slow)
+            for mode in MODES
+        ),
+    ],
+)
 def test_every_mode_batched_and_one_by_one(tiny: TinyModel, mode: str, setup: Setup) -> None:
     setup = replace(setup, mode=mode)
     with LLM(tiny.directory, **setup.options) as llm:
@@ -129,7 +137,7 @@ def test_preemption_changes_nothing(tiny: TinyModel, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "full-and-piecewise"])
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 def test_preemption_with_prefix_hits_and_one_step_ahead(tiny: TinyModel, mode: str, ahead: int) -> None:
     setup = Setup(mode=mode, pages=7, ahead=ahead)
     with LLM(tiny.directory, **setup.options) as llm:

@@ -10,7 +10,7 @@ from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import RequestOutput
 from ostinato.engine.parameters.sampling_params import SamplingParams
 
-from .conftest import TinyModel, prompts_of
+from .conftest import STEPS_AHEAD, TinyModel, prompts_of
 from .expected_steps import Setup, sampling_of, service_of
 from .reserved_state import tensors_with
 from .test_engine_greedy import assert_all_back
@@ -103,7 +103,7 @@ def test_row_0_is_untouched_after_150_padded_steps(tiny: TinyModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 def test_row_0_is_untouched_after_10000_padded_steps(tiny: TinyModel, ahead: int) -> None:
     assert check_row_zero(tiny, calls=102, tokens=100, ahead=ahead) >= 10_000
 

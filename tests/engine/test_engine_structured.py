@@ -13,7 +13,7 @@ from ostinato.engine.scheduling.decode_batch import DecodeBatch
 from ostinato.text.errors import GrammarError
 from ostinato.text.structured import StructuredOutputs
 
-from .conftest import TinyModel
+from .conftest import STEPS_AHEAD, TinyModel
 
 SCHEMA = {
     "type": "object",
@@ -34,7 +34,7 @@ def params(wanted: StructuredOutputs, **more: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "max_tokens": 60, "structured_outputs": wanted, **more})
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 def test_schemas_and_expressions_are_kept_beside_free_requests(tiny_text: TinyModel, ahead: int) -> None:
     wanted = [
         params(StructuredOutputs(json=SCHEMA), seed=1),
@@ -71,7 +71,7 @@ def test_a_row_is_free_again_after_a_grammar(tiny_text: TinyModel) -> None:
         assert llm.generate("hello", free)[0].outputs[0].token_ids == before
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 def test_preempted_requests_go_on_in_their_grammar(tiny_text: TinyModel, ahead: int) -> None:
     wanted = [params(StructuredOutputs(regex="[0-9]{40}"), seed=at) for at in range(4)]
     with LLM(tiny_text.directory, steps_ahead=ahead, **{**SMALL, "num_pages": 9}) as llm:
@@ -96,7 +96,7 @@ def test_what_cannot_be_followed_is_refused(tiny_text: TinyModel, tiny: TinyMode
         StructuredOutputs(json_object=True, regex="x")
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 def test_parameters_that_leave_no_allowed_token_end_in_an_error(tiny_text: TinyModel, ahead: int) -> None:
     digits = {ord(digit): -100.0 for digit in "0123456789"}
     free = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -130,7 +130,7 @@ def served_in_turns(llm: LLM, wanted: list[SamplingParams]) -> tuple[list[list[i
     return [output.outputs[0].token_ids for output in outputs], last
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_request_under_a_grammar_gets_a_token_in_every_step(
     tiny_text: TinyModel, mode: str, ahead: int
@@ -170,7 +170,7 @@ def test_a_batch_with_a_grammar_in_it_is_steady(tiny_text: TinyModel) -> None:
         assert num_sent == 1, "forty digits have one mask, until the last of them"
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 def test_what_ends_a_request_under_a_grammar_ends_it_in_time(tiny_text: TinyModel, ahead: int) -> None:
     """The grammar, a stop string, a length, an abort: nobody gets a token of the step that was too much."""
     digits = StructuredOutputs(regex="[0-9]{12}")

@@ -24,7 +24,7 @@ from ostinato.graphs import InputBuffers
 from ostinato.kernels.sampling.plain import return_tokens
 from ostinato.kernels.sampling.token_lines import LogprobLines
 
-from .conftest import TinyModel, prompts_of
+from .conftest import STEPS_AHEAD, TinyModel, prompts_of
 from .expected_steps import sampling_of
 from .test_engine_greedy import MODES, SMALL, assert_all_back
 
@@ -90,7 +90,7 @@ def sampled_rows(llm: LLM) -> int:
     return round(sum(row.replays * row.num_tokens * (1 - row.padding_waste) for row in report.graphs))
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 def test_only_those_who_ask_for_more_are_served_by_another_graph(shallow: TinyModel, ahead: int) -> None:
     """Four tokens of one request, in company that goes on for longer."""
     with engine(shallow, steps_ahead=ahead) as llm:
@@ -201,7 +201,7 @@ def test_embeddings_beside_generation_write_no_line(shallow: TinyModel) -> None:
 # -- the ring --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", STEPS_AHEAD)
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_interrupt_while_tokens_are_waited_for_leaves_an_engine_that_works(
     shallow: TinyModel, monkeypatch: pytest.MonkeyPatch, at: int, ahead: int
