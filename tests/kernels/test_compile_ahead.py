@@ -70,7 +70,7 @@ def test_the_longest_jobs_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {log[0] for log in children} == {9, 8}
 
 
-def test_a_source_is_as_long_as_all_that_is_compiled_for_it(
+def test_a_source_takes_as_long_as_all_that_is_compiled_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = {
@@ -83,7 +83,14 @@ def test_a_source_is_as_long_as_all_that_is_compiled_for_it(
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(compiled, "_FOLDER", tmp_path)
     kernel = compiled.CudaKernel("a.cu", "a", {})
-    assert kernel.source_length == sum(len(texts[name]) for name in ("a.cu", "b.cuh", "c.cuh"))
+    length = sum(len(texts[name]) for name in ("a.cu", "b.cuh", "c.cuh"))
+    assert kernel.compile_cost == length
+    monkeypatch.setitem(compiled._UNROLLED, "a.cu", 3)
+    assert kernel.compile_cost == 3 * length, "what the compiler unrolls takes longer"
+
+
+def test_what_takes_longest_to_compile_is_there() -> None:
+    assert all((compiled._FOLDER / name).is_file() for name in compiled._UNROLLED)
 
 
 def test_children_build_the_launchers_of_triton_kernels_too_one_for_each_list_of_types(

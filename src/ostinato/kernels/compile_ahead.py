@@ -52,7 +52,7 @@ class _Job(NamedTuple):
     """A compilation whose result stays on disk."""
 
     cost: int
-    """How long it takes, compared with others: the length of its source."""
+    """How long it takes, compared with others: mostly the length of its source."""
     compile: Callable[[], Any]
 
 
@@ -139,7 +139,7 @@ def _triton_kernels_compiled_only(device: torch.device, cuda_kernels: Iterable[C
             triton_is_ready()
         capability = torch.cuda.get_device_capability(device)
         beside = [
-            _Job(kernel.source_length, functools.partial(kernel.compile, capability))
+            _Job(kernel.compile_cost, functools.partial(kernel.compile, capability))
             for kernel in cuda_kernels
         ]
         collector.run(_num_on_disk(triton), beside)
