@@ -1,8 +1,10 @@
 """What the library is never shown is refused by name; what only looks like it is not."""
 
 import json
+import random
 from typing import Any
 
+import jsonschema
 import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string
@@ -10,7 +12,7 @@ from xgrammar.testing import _is_grammar_accept_string
 from ostinato.grammars.library import plain_words
 from ostinato.grammars.specification import check
 from ostinato.text.errors import GrammarError
-from ostinato.text.schema_keywords import held_part
+from ostinato.text.schema_keywords import FORMATS, first_unheld, held_part
 
 DEEP: Any = {"type": "object"}
 for _ in range(300):
@@ -29,6 +31,7 @@ for _ in range(300):
         ({"properties": {"enum": {"$ref": "file:///x"}}}, "leads outside"),
         ({"properties": {"$ref": {"$ref": "file:///x"}}}, "leads outside"),
         ({"pattern": "(a{900}){2000}"}, "1,800,000 times"),
+        ({"patternProperties": {"(a{900}){2000}": True}}, "1,800,000 times"),
         ({"enum": ["\ud800"]}, "surrogate"),
         (DEEP, "levels deep"),
     ],
@@ -58,6 +61,14 @@ def test_schemas_that_only_look_like_it(schema: Any) -> None:
 
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+INTEGER = {"type": "integer"}
+
+
+def named(rules: dict[str, Any], known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An object with rules for its names."""
+    return {"type": "object", **({} if known is None else {"properties": known}), **rules}
+
+
 UNHELD = [
     ({"not": {"type": "string"}}, '"x"', "not cannot"),
     ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]", "uniqueItems cannot"),
@@ -70,12 +81,94 @@ UNHELD = [
     ({"allOf": [OBJECT, OBJECT | {"required": ["a"]}]}, "{}", "allOf of several"),
     ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n", "minimum": 5}, "1", "minimum is not held"),
     ({"type": "number", "multipleOf": 2}, "3", "multipleOf is held to for integers only"),
+    ({"type": "integer", "multipleOf": 7, "minimum": 10}, "11", "multipleOf is not held to beside bounds"),
+    ({"type": "integer", "multipleOf": 2, "exclusiveMaximum": 5}, "1", "multipleOf is not held to beside"),
+    (
+        {"type": "array", "unevaluatedItems": {"type": "number", "multipleOf": 5}},
+        "[1]",
+        "multipleOf is held to for integers only",
+    ),
+    ({"enum": [2.5, 1], "type": "integer"}, "2.5", "enum has '2.5', which is not of the type"),
+    ({"const": None, "type": "string"}, "null", "const has 'None', which is not of the type"),
+    ({"enum": [True, 1], "type": "integer"}, "true", "enum has 'True'"),
+    ({"enum": [1, 5], "minimum": 3}, "1", "minimum is not held to beside enum"),
+    ({"const": {"b": 1}, "type": "object", "required": ["a"]}, '{"b":1}', "required"),
     ({"type": "string", "pattern": "^a+$", "maxLength": 2}, '"aaaa"', "maxLength is not held to beside"),
+    (
+        {"type": "string", "format": "date", "maxLength": 3},
+        '"2020-01-02"',
+        "maxLength is not held to beside format",
+    ),
+    (
+        {"type": "string", "format": "ipv4", "pattern": "^a"},
+        '"1.2.3.4"',
+        "pattern is not held to beside format",
+    ),
     ({"minimum": 5}, "1", "without a type"),
     ({"type": "string", "pattern": "^(?!a)[ab]$"}, '"a"', "pattern with a lookahead"),
     ({"type": "string", "pattern": '^a"$'}, '"a""', "inside JSON"),
     ({"type": "string", "pattern": r"^[\\]$"}, '"\\"', "inside JSON"),
     ({"type": "string", "pattern": r"^a\n$"}, '"a\n"', "inside JSON"),
+    (
+        named({"patternProperties": {"^a$b": INTEGER}}),
+        '{"ab": 1}',
+        "before the end of an expression",
+    ),
+    (named({"patternProperties": {"^(?!a)[ab]$": INTEGER}}), '{"a": 1}', "a name with a lookahead"),
+    (
+        named({"patternProperties": {'^a"$': INTEGER}}),
+        '{"a"": 1}',
+        'a name with " cannot be held to inside JSON',
+    ),
+    (
+        named({"patternProperties": {"^a": INTEGER}, "additionalProperties": True}, {"b": INTEGER}),
+        '{"ac": "x"}',
+        "patternProperties is not held to beside properties",
+    ),
+    (
+        named(
+            {"patternProperties": {"^a": INTEGER}, "unevaluatedProperties": {"type": "string"}},
+            {"b": INTEGER},
+        ),
+        '{"ac": "x"}',
+        "patternProperties is not held to beside properties",
+    ),
+    (named({"patternProperties": {"^a": INTEGER}, "required": ["ab"]}), "{}", "required has 'ab'"),
+    (
+        named({"patternProperties": {"^a": INTEGER}, "required": ["ab"]}, {"b": INTEGER}),
+        '{"b": 1}',
+        "required has 'ab'",
+    ),
+    (
+        named({"patternProperties": {"^a": INTEGER}, "propertyNames": {"minLength": 2}}),
+        '{"a": 1}',
+        "propertyNames is not held to beside patternProperties",
+    ),
+    (
+        named({"patternProperties": {"^a": {"type": "string"}}}, {"ab": INTEGER}),
+        '{"ab": 1}',
+        "by properties that are listed",
+    ),
+    (
+        named({"patternProperties": {"^[ab]$": INTEGER, "^a": {"type": "string"}}}),
+        '{"a": 1}',
+        "where a name may match two",
+    ),
+    (
+        named({"propertyNames": {"enum": ["a"]}, "additionalProperties": False}),
+        '{"a": 1}',
+        "additionalProperties is not held to beside propertyNames",
+    ),
+    (named({"propertyNames": {"pattern": "^a$b"}}), '{"ab": 1}', "before the end of an expression"),
+    (named({"propertyNames": {"pattern": "^(?=b)[ab]$"}}), '{"a": 1}', "pattern with a lookahead"),
+    (named({"propertyNames": {"pattern": "^a+$", "maxLength": 2}}), '{"aaa": 1}', "maxLength is not held to"),
+    (named({"propertyNames": {"not": {"const": "a"}}}), '{"a": 1}', "not cannot"),
+    (
+        named({"propertyNames": {"pattern": "^[a-z]$"}}, {"B": INTEGER}),
+        '{"B": 1}',
+        "propertyNames is not held",
+    ),
+    (named({"propertyNames": {"format": "date"}}, {"B": INTEGER}), '{"B": 1}', "propertyNames is not held"),
 ]
 """Schemas, what is against them, and the words of their refusal."""
 
@@ -100,18 +193,27 @@ def test_what_the_library_reads_over_is_refused(schema: Any, against: str, reaso
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "integer", "multipleOf": 7, "minimum": 10},
+        {"type": "integer", "multipleOf": 7},
         {"type": ["integer", "null"], "multipleOf": 7.0},
+        {"enum": [1, None, 2.5], "type": ["number", "null"]},
+        {"type": "integer", "enum": [1.0, 2], "description": "d"},
         {"title": "A", "anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "description": "d"},
         {"$defs": {"n": OBJECT}, "allOf": [{"$ref": "#/$defs/n"}, {"description": "d"}], "title": "N"},
         {"$defs": {"n": OBJECT}, "type": "object", "oneOf": [{"$ref": "#/$defs/n"}, OBJECT]},
         {"properties": {"not": {"type": "string"}, "if": {"type": "null"}}, "required": ["not", "if"]},
         {"type": "object", "propertyNames": {"pattern": "^x+$"}},
+        named({"propertyNames": {"maxLength": 3}}),
+        named({"propertyNames": {"pattern": "^x+$", "description": "d"}}, {"xx": INTEGER}),
+        named({"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER}),
+        named({"patternProperties": {"^a[0-9]+$": INTEGER}, "additionalProperties": False}),
+        named({"patternProperties": {"^S_": {"type": "string"}, "^I_": INTEGER}}),
+        named({"patternProperties": {"^a": INTEGER}, "required": ["b"]}, {"b": INTEGER}),
         {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
         {"type": "string", "example": {"not": 1, "pattern": "x"}, "x-note": {"required": ["y"]}},
         {"type": "string", "pattern": r'^[^"\\\n]+\(\?=\.x\]$'},
         {"const": {"not": 1, "required": ["a"]}},
         {"type": "string", "format": "int64", "enum": ["a"]},
+        {"type": "string", "format": "password", "minLength": 8},
         True,
     ],
 )
@@ -183,3 +285,61 @@ def test_expressions_that_would_be_read_as_something_else_are_refused(expression
 )
 def test_expressions_that_only_look_like_it(expression: str) -> None:
     check("regex", expression)
+
+
+@pytest.mark.parametrize("form", [*sorted(FORMATS), "int64", "password", "regex"])
+def test_formats_that_the_library_knows(form: str) -> None:
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "format": form}))
+    holds = not all(_is_grammar_accept_string(grammar, json.dumps(text)) for text in ("%", "", "{", "x y"))
+    assert holds == (form in FORMATS)
+
+
+RULES = [{"type": "integer"}, {"type": "string"}]
+EXPRESSIONS = ["^a", "b$", "^[a-z]$", "^a+$", "^x[0-9]$", "a", "^ab", "^a?b", "^b|^x", "^(a|b)$"]
+FOR_NAMES = [{"pattern": "^a"}, {"pattern": "b$"}, {"enum": ["a", "b", "x1"]}, {"const": "a"}]
+FOR_NAMES += [{"maxLength": 1}, {"minLength": 2}]
+NAMES = ["a", "b", "ab", "B", "x1", "aa", "q", "xab", ""]
+
+
+def random_object(chance: random.Random) -> dict[str, Any]:
+    """A schema of rules for names that may contradict each other."""
+
+    def rules(names: list[str]) -> dict[str, Any]:
+        return {name: chance.choice(RULES) for name in chance.sample(names, chance.randint(1, 2))}
+
+    found = {
+        "properties": rules(NAMES[:5]),
+        "patternProperties": rules(EXPRESSIONS),
+        "propertyNames": chance.choice(FOR_NAMES),
+        "additionalProperties": chance.choice([*RULES, True, False]),
+        "unevaluatedProperties": chance.choice([*RULES, True, False]),
+        "required": chance.sample(NAMES, 1),
+        "minProperties": chance.randint(0, 2),
+        "maxProperties": chance.randint(1, 2),
+    }
+    kept = chance.sample(sorted(found), chance.randint(1, 4))
+    return {"type": "object"} | {name: found[name] for name in kept}
+
+
+@pytest.mark.parametrize("number", [150, pytest.param(3000, marks=pytest.mark.slow)])
+def test_objects_that_are_not_refused_are_held_to_all_rules_for_names(number: int) -> None:
+    """What the library lets through is what the schema says, or less."""
+    chance, num_held, num_accepted = random.Random(0), 0, 0
+    texts = [{}] + [
+        {name: chance.choice((1, "x")) for name in chance.sample(NAMES, count)} for count in (1, 2, 3) * 30
+    ]
+    while num_held < number:
+        schema = random_object(chance)
+        if first_unheld(schema) is not None:
+            continue
+        try:
+            grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema))
+        except RuntimeError:  # the library sees that nothing can follow it
+            continue
+        num_held += 1
+        right = jsonschema.Draft202012Validator(schema)
+        for value in chance.sample(texts, 50):
+            if _is_grammar_accept_string(grammar, json.dumps(value)):
+                num_accepted += 1
+                assert right.is_valid(value), json.dumps((schema, value))
+    assert num_accepted > 300

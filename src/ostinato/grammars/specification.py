@@ -76,6 +76,9 @@ def _check_schema(schema: Any) -> None:
             _check_reference(schema, reference)
         if isinstance(inner.get("pattern"), str):
             _check_expression(inner["pattern"])
+        if isinstance(names := inner.get("patternProperties"), dict):
+            for expression in names:
+                _check_expression(expression)
     if (reason := first_unheld(schema)) is not None:
         raise GrammarError(reason)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .misread_expressions import misread
@@ -12,6 +13,8 @@ _PARTS_OF_PATTERNS = re.compile(
     r"(?P<lookahead>\(\?[=!])|\[\^(?:\\.|[^\]\\])*\]|(?P<raw>\\[\\\"nrtfv]|\")|\\.", re.DOTALL
 )
 """Classes of what may not come are passed over whole."""
+_BEGINNING = re.compile(r"\^((?:[\w-](?![*?{|]))+)(?!.*\|)", re.ASCII | re.DOTALL)
+"""Letters that an expression without alternatives begins with."""
 _UNKNOWN = frozenset(
     ("not", "if", "contains", "dependentRequired", "dependentSchemas", "dependencies", "uniqueItems")
 )
@@ -24,7 +27,26 @@ _OF_PARTS = frozenset(
     ("properties", "patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
 ) | {"items", "prefixItems", "unevaluatedItems"}
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-_SCHEMAS = frozenset(("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"))
+_OTHERS = frozenset(("additionalProperties", "unevaluatedProperties", "unevaluatedItems"))
+_SCHEMAS = frozenset(("items", "prefixItems", "propertyNames")) | _OTHERS | {*_WHOLE[1:]}
+_BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+FORMATS = frozenset(
+    ("date", "time", "date-time", "duration", "email", "uuid", "ipv4", "ipv6", "hostname")
+) | {
+    *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+}
+"""What the library knows; any other is a note."""
+_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "integer": lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+    ),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "string": lambda value: isinstance(value, str),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
 _TYPED = _OF_PARTS | {*_WHOLE, "type", "enum", "const"}
 _HOLDING = _TYPED | _OF_VALUES | _UNKNOWN
 """What says something about a value; all else are notes, such as titles."""
@@ -32,22 +54,28 @@ _HOLDING = _TYPED | _OF_VALUES | _UNKNOWN
 
 def first_unheld(schema: Any) -> str | None:
     """The first keyword in a schema that the library reads over, and why; None if there is none."""
-    level = [schema] if isinstance(schema, dict) else []
+    level = [(schema, False)]
     while level:
         below = []
-        for each in level:
-            for name, reason in _unheld(each, schema).items():
+        for each, is_name in level:
+            if not isinstance(each, dict):
+                continue
+            for name, reason in _unheld(each, schema, is_name=is_name).items():
                 return f"{name} {reason}"
-            below += [inner for name in each for inner in _schemas_below(each, name)]
-        level = [each for each in below if isinstance(each, dict)]
+            for name in each:
+                below += [(inner, name == "propertyNames") for inner in _schemas_below(each, name)]
+        level = below
     return None
 
 
-def held_part(schema: Any, root: Any) -> Any:
-    """A schema without what the library reads over; for a shape that is wished and not promised."""
+def held_part(schema: Any, root: Any, *, is_name: bool = False) -> Any:
+    """A schema without what the library reads over; for a shape that is wished and not promised.
+
+    `is_name`: it is one of the names of properties, which are strings.
+    """
     if not isinstance(schema, dict):
         return schema
-    ignored = _unheld(schema, root)
+    ignored = _unheld(schema, root, is_name=is_name)
     return {name: _held_below(name, inner, root) for name, inner in schema.items() if name not in ignored}
 
 
@@ -56,7 +84,9 @@ def _held_below(name: str, inner: Any, root: Any) -> Any:
         return {key: held_part(value, root) for key, value in inner.items()}
     if name not in _SCHEMAS:
         return inner
-    return [held_part(each, root) for each in inner] if isinstance(inner, list) else held_part(inner, root)
+    if isinstance(inner, list):
+        return [held_part(each, root) for each in inner]
+    return held_part(inner, root, is_name=name == "propertyNames")
 
 
 def _schemas_below(schema: Mapping[str, Any], name: str) -> list[Any]:
@@ -68,26 +98,112 @@ def _schemas_below(schema: Mapping[str, Any], name: str) -> list[Any]:
     return []
 
 
-def _unheld(schema: Mapping[str, Any], root: Any) -> dict[str, str]:
+def _unheld(schema: Mapping[str, Any], root: Any, *, is_name: bool) -> dict[str, str]:
     """Keywords of one (sub)schema that the library reads over, each with the reason."""
     found = {name: "cannot be held to" for name in _UNKNOWN & schema.keys() if schema[name] is not False}
     found.update(_beside_whole(schema, root))
-    if not schema.keys() & _TYPED:
+    if not is_name and not schema.keys() & _TYPED:
         found.update(dict.fromkeys(schema.keys() & _OF_VALUES, "is not held to without a type"))
     if isinstance(schema.get("pattern"), str) and (why_not := _unheld_pattern(schema["pattern"])):
         found["pattern"] = why_not
     if "pattern" in schema:
         beside = {"minLength", "maxLength"} & schema.keys()
         found.update(dict.fromkeys(beside, "is not held to beside a pattern, which can say the same"))
+    if isinstance(form := schema.get("format"), str) and form in FORMATS:
+        beside = {"minLength", "maxLength", "pattern"} & schema.keys()
+        found.update(dict.fromkeys(beside, f"is not held to beside format {form!r}"))
     if "multipleOf" in schema and not _is_integral(schema):
         found["multipleOf"] = "is held to for integers only"
+    elif "multipleOf" in schema and schema.keys() & _BOUNDS:
+        found["multipleOf"] = "is not held to beside bounds"
+    found.update(_beside_values(schema))
+    return dict(_of_properties(schema)) | found
+
+
+def _of_properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What of an object's properties and their names is read over."""
     known = schema.get("properties")
-    named = schema.get("required")
-    if "required" not in found and "patternProperties" not in schema and isinstance(named, list):
-        missing = [name for name in named if not isinstance(known, dict) or name not in known]
+    known = known if isinstance(known, dict) else {}
+    if isinstance(named := schema.get("required"), list):
+        missing = [name for name in named if not isinstance(name, str) or name not in known]
         if missing:
-            found["required"] = f"has {str(missing[0])[:100]!r}, which is not among the properties"
-    return found
+            yield "required", f"has {str(missing[0])[:100]!r}, which is not among the properties"
+    if isinstance(patterns := schema.get("patternProperties"), dict) and patterns:
+        if why_not := _unheld_patterns(patterns, known, schema):
+            yield "patternProperties", why_not
+        if "propertyNames" in schema:
+            yield "propertyNames", "is not held to beside patternProperties"
+    for name in ("additionalProperties", "unevaluatedProperties", "minProperties", "maxProperties"):
+        if "propertyNames" in schema and name in schema and (known or schema[name] is False):
+            yield name, "is not held to beside propertyNames"
+    if any(not _is_name(name, schema.get("propertyNames")) for name in known):
+        yield "propertyNames", "is not held to by properties that are listed"
+
+
+def _unheld_patterns(
+    patterns: Mapping[str, Any], known: Mapping[str, Any], schema: Mapping[str, Any]
+) -> str | None:
+    """Of a name that two rules are for, the library knows one."""
+    for pattern in patterns:
+        if (why_not := _unheld_pattern(pattern)) is not None:
+            return f"{pattern[:100]!r}: a name {why_not}"
+    others = (schema.get(name, False) for name in ("additionalProperties", "unevaluatedProperties"))
+    if known and any(each is not False for each in others):
+        return "is not held to beside properties, where others may come"
+    if any(_may_match(pattern, name) for pattern in patterns for name in known):
+        return "is not held to by properties that are listed"
+    if any(_may_overlap(*pair) for pair in itertools.combinations(patterns, 2)):
+        return "is not held to where a name may match two: begin them with ^ and different letters"
+    return None
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # the library knows other expressions than Python
+        return True
+
+
+def _may_overlap(one: str, other: str) -> bool:
+    """Unless they begin with different letters."""
+    begin, beginning = (found[1] if (found := _BEGINNING.match(each)) else "" for each in (one, other))
+    return begin.startswith(beginning) or beginning.startswith(begin)
+
+
+def _is_name(name: str, rule: Any) -> bool:
+    """Whether it surely follows the rule for names."""
+    if not isinstance(rule, dict):
+        return rule is None
+    checks = {
+        "type": lambda kind: kind == "string",
+        "const": lambda value: name == value,
+        "enum": lambda values: name in values,
+        "minLength": lambda least: len(name) >= least,
+        "maxLength": lambda most: len(name) <= most,
+        "pattern": lambda pattern: re.search(pattern, name) is not None,
+    }
+    try:
+        return all(keyword in checks and checks[keyword](rule[keyword]) for keyword in rule.keys() & _HOLDING)
+    except (TypeError, re.error):  # the library says what is wrong
+        return False
+
+
+def _beside_values(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Where values are listed, the library reads them and nothing beside."""
+    listed = next((name for name in ("const", "enum") if name in schema), None)
+    if listed is None:
+        return
+    for name in schema.keys() & (_OF_VALUES - {"format"} | _OF_PARTS):
+        yield name, f"is not held to beside {listed}"
+    kinds = schema.get("type")
+    checks = [
+        _TYPES.get(kind) for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
+    ]
+    values = schema[listed] if listed == "enum" else [schema[listed]]
+    if checks and all(checks) and isinstance(values, list):
+        for value in values:
+            if not any(check(value) for check in checks if check is not None):
+                yield listed, f"has {str(value)[:100]!r}, which is not of the type"
 
 
 def _beside_whole(schema: Mapping[str, Any], root: Any) -> Iterator[tuple[str, str]]:
