@@ -311,10 +311,11 @@ def test_an_attribute_set_before_anything_was_captured_is_no_change(device):
     assert (reasons(f), f.report().replays) == ({}, 1)
 
 
+@pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("part", ["module", "submodule"])
-def test_debug_mode_finds_an_attribute_set_on_the_original(device, part):
+def test_an_attribute_set_on_the_original_runs_eagerly_until_it_is_captured_again(device, part, debug):
     model = Scaled()
-    f = wrap(model, debug=True)
+    f = wrap(model, debug=debug)
     x = randn(3, WIDTH, device=device)
     assert same(f(x).clone(), x * 2 + 1)
     assert same(f(x).clone(), x * 2 + 1)
@@ -330,9 +331,10 @@ def test_debug_mode_finds_an_attribute_set_on_the_original(device, part):
     assert f.report().replays == replays + 1
 
 
-def test_debug_mode_finds_a_changed_number_in_a_closure(device):
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_changed_number_in_a_closure_runs_eagerly_until_it_is_captured_again(device, debug):
     scale = 2.0
-    f = wrap(lambda x: x * scale, debug=True)
+    f = wrap(lambda x: x * scale, debug=debug)
     x = randn(3, WIDTH, device=device)
     assert same(f(x).clone(), x * 2)
     scale = 3.0
@@ -342,12 +344,42 @@ def test_debug_mode_finds_a_changed_number_in_a_closure(device):
     assert reasons(f) == {"attribute-changed": 1}
 
 
-def test_debug_mode_finds_a_changed_global(device, monkeypatch):
-    f = wrap(scaled_by_a_global, debug=True)
+def test_a_changed_global_is_named(device, monkeypatch, caplog):
+    f = wrap(scaled_by_a_global)
     x = randn(3, WIDTH, device=device)
     assert same(f(x).clone(), x * 2)
     monkeypatch.setitem(scaled_by_a_global.__globals__, "FACTOR", 3.0)
     assert changed(f, x * 3, x)
+    assert "FACTOR" in caplog.text
+
+
+def test_a_number_that_was_set_back_and_equal_ones_are_no_change(device):
+    model = Scaled()
+    f = wrap(model)
+    x = randn(3, WIDTH, device=device)
+    f(x)
+    model.scale = 3.0
+    assert changed(f, x * 3 + 1, x)
+    for equal in (2.0, float("2"), np.float64(4) / 2):
+        model.scale = equal
+        before = f.report().replays
+        for _ in range(2):
+            assert same(f(x).clone(), x * 2 + 1)
+        assert f.report().replays == before + (2 if type(equal) is float else 0)
+    assert model.scale == 2.0
+
+
+def test_what_no_code_mentions_may_change(device):
+    """A trainer's notes beside a model, made anew and growing; graphs go on."""
+    model = Scaled()
+    f = wrap(model)
+    x = randn(3, WIDTH, device=device)
+    f(x)
+    for number in range(3):
+        model.history = [*getattr(model, "history", []), number]
+        model.epoch = number
+        assert same(f(x).clone(), x * 2 + 1)
+    assert (reasons(f), f.report().replays) == ({}, 4)
 
 
 def scaled_by_a_global(x):

@@ -1,5 +1,6 @@
 """`graphed` on functions: any pytree in and out, decisions per call, and what stays as it was."""
 
+import os
 from collections import namedtuple
 
 import pytest
@@ -550,13 +551,25 @@ def test_report_and_verify_cover_every_rung(device):
     assert f.report().replays == 1, "verification is not service"
 
 
-def test_verify_finds_a_graph_that_no_longer_agrees_with_the_function(device):
+def test_verify_finds_a_graph_that_no_longer_agrees_with_the_function(device, monkeypatch):
+    """For a reason that no call notices: it is outside of Python."""
+    monkeypatch.setenv("SCALE", "2")
+    f = graphed(lambda x: x * float(os.environ["SCALE"]), ladder=[2, 4])
+    f(randn(2, WIDTH, device=device))
+    monkeypatch.setenv("SCALE", "3")
+    with pytest.raises(VerifyError, match="decode 4x1"):
+        f.verify()
+
+
+def test_nothing_is_verified_while_python_values_are_others(device):
     scale = [2.0]
     f = graphed(lambda x: x * scale[0], ladder=[2, 4])
     f(randn(2, WIDTH, device=device))
     scale[0] = 3.0
-    with pytest.raises(VerifyError, match="decode 4x1"):
+    with pytest.raises(VerifyError, match="attribute-changed"):
         f.verify()
+    f.recapture()
+    f.verify()
 
 
 def test_a_call_without_any_batched_tensor_is_refused(device):

@@ -294,7 +294,7 @@ def test_a_tensor_of_the_file_that_a_method_uses_is_watched(device):
         f(x)
 
 
-def test_debug_mode_finds_any_attribute_that_is_another_one(device):
+def test_any_attribute_that_is_another_one_is_noticed(device):
     class Settings(nn.Module):
         def __init__(self):
             super().__init__()
@@ -306,7 +306,7 @@ def test_debug_mode_finds_any_attribute_that_is_another_one(device):
     x = randn(3, WIDTH, device=device)
     for name, value in {"act": F.gelu, "config": {"scale": 3.0}, "dims": (1, 0)}.items():
         module = Settings()
-        f = graphed(module, ladder=LADDER, debug=True)
+        f = graphed(module, ladder=LADDER)
         f(x)
         setattr(module, name, value)
         assert torch.allclose(f(x), module(x)), name

@@ -39,8 +39,8 @@ def graphed(
     names of arguments that have no batch dimension. `pads`: what padded rows of an argument hold, default
     0. `pool`: memory shared with other wrappers. `compile_up_to`: torch.compile for rungs up to this size.
     `threads`: let several threads call; they take turns, and results are copies. Without it a wrapper belongs
-    to the thread that calls it first. `debug`: also notice changed Python values that the function reaches,
-    check addresses before every replay, and detect the use of overwritten results.
+    to the thread that calls it first. `debug`: check addresses before every replay, and detect the use of
+    overwritten results.
     """
     mode = GraphMode.parse(mode)
     if not mode.is_runtime:

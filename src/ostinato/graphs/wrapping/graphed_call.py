@@ -53,7 +53,7 @@ class Settings:
     debug: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Entry:
     """The graphs of one call signature, and the surroundings they were captured in."""
 
@@ -64,6 +64,8 @@ class _Entry:
     first: FirstRun
     reached: Reached
     surroundings: tuple[Any, ...]
+    is_standing: Callable[[], bool]
+    """Whether all that `reached` looks at is surely as it was; if not, it has to be looked at one by one."""
 
 
 class GraphedCall:
@@ -136,16 +138,19 @@ class GraphedCall:
         except EmptyBatchError:
             return self._eagerly(Reason.EMPTY_BATCH, args, kwargs)
         entry, batch, shape = found
-        why_not = self._why_not(entry)
+        is_standing = entry.is_standing()
+        why_not = self._why_not(entry, is_standing)
         if why_not is not None:
-            self._warn_once(why_not, f"{why_not} since the capture: set it back, or call recapture()")
+            self._warn_of(why_not, entry)
         if why_not is None:
             decision = entry.runner.decide(shape)
             why_not = decision.reason if decision.is_eager else None
         if why_not is not None:
             return self._eagerly(why_not, args, kwargs)
-        if not (entry.reached.is_unchanged() and entry.runner.reads_hold()):
+        if not ((is_standing or entry.reached.is_unchanged()) and entry.runner.reads_hold()):
             self.check_addresses()
+        if not is_standing:  # equal numbers, only other objects; something that no code mentions came to it
+            entry.is_standing = entry.reached.standing(of_wrapper=True)
         if entry.first.written:
             refuse_overlap(batch, entry.first.written)
         if self.settings.mode is GraphMode.FULL:
@@ -204,8 +209,8 @@ class GraphedCall:
         if not self._entries:
             raise VerifyError("nothing to verify: no call has been captured yet")
         self.check_addresses()
-        for reason in map(self._why_not, self._entries):
-            if reason is not None:
+        for entry in self._entries:
+            if (reason := self._why_not(entry, entry.is_standing())) is not None:
                 raise VerifyError(f"not as it was captured ({reason}): set it back, or recapture()")
         before = [Reached(self.function, *entry.signature.functions) for entry in self._entries]
         try:
@@ -259,18 +264,24 @@ class GraphedCall:
                 return entry, *matched
         return None
 
-    def _why_not(self, entry: _Entry) -> Reason | None:
+    def _why_not(self, entry: _Entry, is_standing: bool) -> Reason | None:
         """What about the surroundings of a call keeps it from the graphs of its signature."""
-        autocast, training = _surroundings(entry.runner.pool.device, entry.reached)
-        if autocast != entry.surroundings[0]:
+        if _autocast(entry.runner.pool.device) != entry.surroundings[0]:
             return Reason.AUTOCAST_CHANGED
-        if training != entry.surroundings[1]:
+        if is_standing and not self.attributes_changed:
+            return None
+        if entry.reached.training() != entry.surroundings[1]:
             return Reason.TRAINING_MODE_CHANGED
         if self.attributes_changed or not entry.reached.is_same_code():
             return Reason.ATTRIBUTE_CHANGED
-        if self.settings.debug and entry.reached.changed_values():
-            return Reason.ATTRIBUTE_CHANGED
-        return None
+        # Where a tensor was replaced, too, that is an error, whatever else has changed with it.
+        has_changed = entry.reached.changed_values() and entry.reached.is_unchanged()
+        return Reason.ATTRIBUTE_CHANGED if has_changed else None
+
+    def _warn_of(self, reason: Reason, entry: _Entry) -> None:
+        names = entry.reached.changed_values() if reason is Reason.ATTRIBUTE_CHANGED else []
+        which = f": {', '.join(names[:5])}" if names else ""
+        self._warn_once(reason, f"{reason} since the capture{which}: set it back, or call recapture()")
 
     def _eagerly(
         self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], *, differentiable: bool = False
@@ -313,8 +324,9 @@ class GraphedCall:
             logger.log(level, "the function changes %d values in Python: replays do not", len(first.changes))
         runner.ignore_reads(reached.tensors)
         kept = {name: tensor.detach().clone() for name, tensor in batch.items()}
-        surroundings = _surroundings(runner.pool.device, reached)
-        self._entries.append(_Entry(signature, runner, kept, first, reached, surroundings))
+        surroundings = _autocast(runner.pool.device), reached.training()
+        standing = reached.standing(of_wrapper=True)
+        self._entries.append(_Entry(signature, runner, kept, first, reached, surroundings, standing))
         self.attributes_changed = False
         return first
 
@@ -371,6 +383,6 @@ class GraphedCall:
         return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
-def _surroundings(device: torch.device, reached: Reached) -> tuple[Any, ...]:
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return autocast, reached.training()
+def _autocast(device: torch.device) -> Any:
+    """The type that it computes in, or False."""
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)

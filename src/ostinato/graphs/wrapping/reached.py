@@ -6,7 +6,8 @@ geometry, the tensors that trial runs were seen to read, wherever the function r
 closures, partials, defaults, the object of a bound method, globals that its code loads), the containers and
 modules on the way to them, and the hooks of modules. These are a few comparisons in C for every tensor, where
 replaying a kernel on it takes a microsecond. Everything else that Python code may look at (numbers,
-functions, settings) is compared in debug mode only.
+functions, settings) is compared by identity, and if that has changed by value. All of it is one compiled
+expression (`standing`); only where that does not hold things are looked at one by one.
 
 Note [What was added]
 What stands where it stood says nothing about what came to stand beside it: a layer that was appended, a
@@ -97,7 +98,7 @@ class Reached:
         return list(map(_training, self.modules))
 
     def changed_values(self) -> list[str]:
-        """The names of other Python values that are others now: in debug mode, and of training steps."""
+        """The names of other Python values that are others now."""
         try:
             found = chain.from_iterable([look() for look, _ in self._value_looks])
             if all(map(is_, found, self._values_then)):
@@ -110,20 +111,23 @@ class Reached:
             if not same_constant(item_of(h, key), value) and not self._is_kept(h, key, value)
         ]
 
-    # -- before every replay of a training step ----------------------------------------------------
+    # -- before every replay, all at once ----------------------------------------------------------
 
-    def standing(self, without: Collection[int] = ()) -> Callable[[], bool]:
+    def standing(self, without: Collection[int] = (), *, of_wrapper: bool = False) -> Callable[[], bool]:
         """A function that tells, in a few ten microseconds, whether all that Python code may look at is as
         it is now: values, tensors by identity and address, modules with their kinds, hooks and modes.
-        `without`: dictionaries, by identity, that somebody else looks after."""
+        `without`: dictionaries, by identity, that somebody else looks after. `of_wrapper`: the geometry of
+        tensors counts as well, and those that an object keeps as its results."""
         found = Comparison()
         found.add_places(
             (h, key, value) for h, key, value, _ in self._values if not self._is_kept(h, key, value)
         )
-        used = self._used(without)
+        used = self._watched if of_wrapper else self._used(without)
         found.add_places((holder, key, value) for holder, key, value, _ in used)
         tensors = [value for _, _, value, _ in used if isinstance(value, torch.Tensor) and has_memory(value)]
-        if tensors:
+        if tensors and of_wrapper:
+            found.add_equal(lambda: _geometry_of(tensors))
+        elif tensors:
             found.add_equal(lambda: list(map(_address, tensors)))
         for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
             found.add_equal(functools.partial(list, table.values()))
