@@ -97,10 +97,10 @@ def test_a_json_object_becomes_ours() -> None:
         ("--max-num-seqs 4 --max-num-seqs", "needs a value"),
         ("--enforce-eager=maybe", "--enforce-eager is true or false, not 'maybe'"),
         ("--gpu-memory-utilization 0.5 --mem-fraction-static 0.6", "not both: they mean the same"),
-        ("--mem-fraction 0.5 --gpu-memory-utilization 0.5", "--mem-fraction is given twice, once as --gpu-"),
+        ("--mem-fraction 0.5 --gpu-memory-utilization 0.5", "--mem-fraction was given twice, once as --gpu-"),
         ("-cc.splitting=1", "compilation_config: 'splitting' is not supported"),
         ("--enable-lora-bias", "--enable-lora-bias is not supported: adapters with biases"),
-        ("--stream-interval 2", "--stream-interval is no option of this command"),
+        ("--stream-interval 2", "--stream-interval is not an option of this command"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(given: str, message: str) -> None:

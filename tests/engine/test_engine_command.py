@@ -114,7 +114,7 @@ def test_every_sampling_parameter_is_a_flag(tiny_text: TinyModel, llm: LLM) -> N
     [
         (["--logit-bias", "seven"], "TOKEN_ID=BIAS"),
         (["--cuda-graph-bs", "1,two"], "1,2,4"),
-        (["--speculative-config", "{bad"], "'{bad' cannot be read (as a JSON object)"),
+        (["--speculative-config", "{bad"], "'{bad' cannot be parsed (as a JSON object)"),
         (["--no-such-flag", "1"], "No such option"),
         (["--logprobs", "1"], "No such option: --logprobs"),
         (["--no-detokenize"], "No such option: --no-detokenize"),
@@ -183,7 +183,7 @@ def test_a_chat_forgets_its_first_turns_before_it_runs_out_of_room(tiny_text: Ti
     said = "".join(f"Tell me number {number}\n" for number in range(6))
     result = run(tiny_text, "--max-tokens", "20", command="chat", said=said)
     assert result.exit_code == 0, result.output
-    assert "the conversation is too long; the first 1 of its turns are forgotten" in result.stderr
+    assert "the conversation is too long: dropped the oldest turns (1)" in result.stderr
 
 
 def test_a_prompt_comes_from_standard_input(tiny_text: TinyModel, llm: LLM) -> None:

@@ -119,7 +119,7 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "repetition": ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
     "presence": ({"presence_penalty": 2.5}, "presence_penalty must be from -2 to 2"),
     "logprobs": ({"logprobs": -2}, "logprobs must be at least 0, -1 for all, or None"),
-    "stop": ({"stop": [""]}, "a stop string must be a text that is not empty"),
+    "stop": ({"stop": [""]}, "a stop string must be a non-empty text"),
     "logit_bias": ({"logit_bias": {3: 101.0}}, "logit_bias of token 3 must be from -100 to 100"),
 }
 

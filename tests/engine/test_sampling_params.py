@@ -47,7 +47,7 @@ from ostinato.text.errors import GrammarError
         ("logit_bias", [1], "logit_bias maps token ids to numbers"),
         ("seed", 2**63, "seed must be a 64-bit integer"),
         ("seed", 0.5, "seed must be"),
-        ("stop", "", "a stop string must be a text that is not empty"),
+        ("stop", "", "a stop string must be a non-empty text"),
         ("stop", ["a", 3], "a stop string must be a text"),
         ("stop_token_ids", [-1], "a stop token id must be a token id"),
         ("stop_token_ids", ["x"], "a stop token id must be a token id"),

@@ -111,7 +111,7 @@ def test_a_client_that_leaves_is_logged_with_the_id_it_got(server: ServerProcess
     [
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size can only be 1, not 2: one engine uses"),
         (["--chat-template", "nowhere.jinja"], "chat_template: there is no chat template 'nowhere.jinja'"),
-        (["--model", "other"], "two models are named"),
+        (["--model", "other"], "two models were given"),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line(model: Path, flags: list[str], message: str) -> None:

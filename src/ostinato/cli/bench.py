@@ -1,4 +1,4 @@
-"""`ostinato bench`: one command per benchmark; a table on standard output, JSON and PNG where asked for."""
+"""`ostinato bench`: one command per benchmark; prints a table, and writes JSON and PNG on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ostinato.tools.bench.subject import Subject
 
 app = typer.Typer(
-    help="Measure, check what came out, and write results with the machine they were measured on.",
+    help="Run benchmarks, check their output, and write results with a description of the machine.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -23,26 +23,26 @@ app = typer.Typer(
 ENGINE = flags_of("engine/config.py", "EngineConfig")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
-PngFile = Annotated[Path | None, typer.Option("--png", help="Draw the result into this file.")]
-BatchSizes = Annotated[str | None, typer.Option(help="Requests at once, as 1,8,32.", metavar=NUMBERS)]
-OutputLen = Annotated[int | None, typer.Option(help="Tokens per answer.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Measurements; their median counts.")]
+PngFile = Annotated[Path | None, typer.Option("--png", help="Plot the result to this file.")]
+BatchSizes = Annotated[str | None, typer.Option(help="Batch sizes in requests, as 1,8,32.", metavar=NUMBERS)]
+OutputLen = Annotated[int | None, typer.Option(help="Output tokens per request.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Number of measurements; the median is reported.")]
 PeerName = Annotated[
     str | None,
-    typer.Option("--peer", help="Run the same on transformers, vllm or sglang, in a process of its own."),
+    typer.Option("--peer", help="Also run transformers, vllm or sglang, in a separate process."),
 ]
 PeersFile = Annotated[
     Path | None,
-    typer.Option(help="Figures of peers to show beside ours [default: those of benchmarks/results]."),
+    typer.Option(help="Figures of other engines to show [default: those in benchmarks/results]."),
 ]
 
 
-@app.command("graphs", cls=EngineCommand, short_help="What a replay costs: ops, CPU time, memory.")
+@app.command("graphs", cls=EngineCommand, short_help="Cost of a replay: ops, CPU time, memory.")
 def graphs(
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if available.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """What a replay costs: chains of small ops, CPU time of run(), capture time and memory."""
+    """Cost of a replay: chains of small ops, CPU time of run(), capture time and memory."""
     import torch
 
     from ostinato.tools.bench.graphs import as_tables, bench_graphs
@@ -57,7 +57,7 @@ def graphs(
 def decode(
     batch_sizes: BatchSizes = None,
     input_len: Annotated[
-        str | None, typer.Option(help="Tokens per prompt; several as 128,1024.", metavar=NUMBERS)
+        str | None, typer.Option(help="Tokens per prompt, as 128 or 128,1024.", metavar=NUMBERS)
     ] = None,
     output_len: OutputLen = None,
     repeats: Repeats = 3,
@@ -68,7 +68,7 @@ def decode(
     *,
     engine: Mapping[str, Any],
 ) -> None:
-    """Time per output token by batch size, beside the limit of the memory.
+    """Time per output token by batch size, compared with the limit set by memory bandwidth.
 
     Defaults: batch 1,8,32,128,256 with 128 tokens in and out on a GPU; batch 1,16 with 32 in and out on a
     CPU.
@@ -90,15 +90,15 @@ def decode(
     _deliver(result, decode_tables, json_file, png_file)
 
 
-@app.command("prefill", cls=EngineCommand)
+@app.command("prefill", cls=EngineCommand, short_help="Prompt tokens per second.")
 @with_flags(engine=ENGINE)
 def prefill(
     input_len: Annotated[
-        str | None, typer.Option(help="Tokens per prompt; several as 512,4096.", metavar=NUMBERS)
+        str | None, typer.Option(help="Tokens per prompt, as 512 or 512,4096.", metavar=NUMBERS)
     ] = None,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Prompt tokens of a batch. [default: 16384 on a GPU, 512 on a CPU]"),
+        typer.Option(min=1, help="Prompt tokens per batch. [default: 16384 on a GPU, 512 on a CPU]"),
     ] = None,
     repeats: Repeats = 3,
     peer: PeerName = None,
@@ -107,7 +107,7 @@ def prefill(
     *,
     engine: Mapping[str, Any],
 ) -> None:
-    """Prompt tokens per second, of one prompt and of a batch.
+    """Prompt tokens per second, for one prompt and for a batch of prompts.
 
     Defaults: 512, 4096 and 16384 tokens on a GPU, 64 and 256 on a CPU.
     """
@@ -125,14 +125,15 @@ def prefill(
     _deliver(result, prefill_tables, json_file, png_file)
 
 
-@app.command("throughput", cls=EngineCommand, short_help="Output tokens per second, all at once.")
+@app.command("throughput", cls=EngineCommand, short_help="Output tokens per second, offline.")
 @with_flags(engine=ENGINE)
 def throughput(
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Requests. [default: 256 on a GPU, 16 on a CPU]")
+        int | None, typer.Option(min=1, help="Number of requests. [default: 256 on a GPU, 16 on a CPU]")
     ] = None,
     scale: Annotated[
-        float | None, typer.Option(min=0, help="All lengths times this. [default: 1 on a GPU, 0.1 on a CPU]")
+        float | None,
+        typer.Option(min=0, help="Multiply all lengths by this. [default: 1 on a GPU, 0.1 on a CPU]"),
     ] = None,
     repeats: Repeats = 1,
     peer: PeerName = None,
@@ -142,7 +143,7 @@ def throughput(
     *,
     engine: Mapping[str, Any],
 ) -> None:
-    """Output tokens per second over requests with 100 to 1024 tokens in and out, all at once."""
+    """Output tokens per second for requests with 100 to 1024 tokens in and out, submitted all at once."""
     from ostinato.tools.bench.peer_figures import peer_figures
     from ostinato.tools.bench.throughput import bench_throughput, throughput_tables
 
@@ -158,12 +159,14 @@ def throughput(
     _deliver(result, throughput_tables, json_file, png_file)
 
 
-@app.command("startup", cls=EngineCommand, short_help="From process start to the first token.")
+@app.command("startup", cls=EngineCommand, short_help="Time from process start to the first token.")
 @with_flags(engine=ENGINE)
 def startup(
     rungs: Annotated[
         str | None,
-        typer.Option(help="Also capture with so many decode and prefill graphs, as 4,9,18.", metavar=NUMBERS),
+        typer.Option(
+            help="Also capture with these numbers of decode and prefill graphs, as 4,9,18.", metavar=NUMBERS
+        ),
     ] = None,
     peers_file: PeersFile = None,
     json_file: JsonFile = None,
@@ -171,7 +174,7 @@ def startup(
     *,
     engine: Mapping[str, Any],
 ) -> None:
-    """From the start of a process to its first token, with an empty and with a filled kernel cache."""
+    """Time from process start to the first token, with an empty and with a filled kernel cache."""
     from ostinato.tools.bench.peer_figures import peer_figures
     from ostinato.tools.bench.startup import bench_startup, startup_tables
 
@@ -192,7 +195,7 @@ def host(
     *,
     engine: Mapping[str, Any],
 ) -> None:
-    """CPU time of a steady decode step by part; on a GPU also its idle time and the launches.
+    """CPU time of a steady decode step by part; on a GPU also idle time and launches.
 
     Defaults: batch 1 to 512 and 128 tokens on a GPU, batch 1,4,16 and 32 tokens on a CPU.
     """
@@ -222,7 +225,7 @@ def graphs_on_off(
     *,
     engine: Mapping[str, Any],
 ) -> None:
-    """What graphs give: the same engine with and without them.
+    """Effect of graphs: the same engine with and without them.
 
     Defaults: batch 1,8,32,128 with 128 tokens in and out on a GPU; batch 1,4,16 with 32 in and 16 out on a
     CPU.
@@ -245,10 +248,10 @@ def graphs_on_off(
 
 @app.command("plot")
 def plot(
-    results: Annotated[list[Path], typer.Argument(help="JSON files that the other commands wrote.")],
-    out: Annotated[Path, typer.Option(help="The folder for the pictures.")] = Path("docs/plots"),
+    results: Annotated[list[Path], typer.Argument(help="JSON files written by the other commands.")],
+    out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("docs/plots"),
 ) -> None:
-    """Draw result files, each into a PNG of the same name."""
+    """Plot result files, each to a PNG of the same name."""
     from ostinato.tools.bench.plots import write_plots
 
     for picture in write_plots(results, out):
@@ -266,13 +269,13 @@ def _subject(engine: Mapping[str, Any], png_file: Path | None) -> Subject:
 
 
 def numbers(flag: str, given: str) -> list[int]:
-    """A list of numbers as a flag has them."""
+    """Parse the value of a flag that takes a list of numbers."""
     try:
         numbers = [int(part) for part in given.replace(",", " ").split()]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise typer.BadParameter(f"{flag}: {given!r} is not a list of numbers of at least 1, as 1,8,32")
+        raise typer.BadParameter(f"{flag}: {given!r} is not a list of positive integers such as 1,8,32")
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""`ostinato bench serving` and `ostinato bench http`: load on a server, and what HTTP costs."""
+"""`ostinato bench serving` and `ostinato bench http`: load on a server, and the cost of HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bench_serving(
     *,
     load: Mapping[str, Any],
 ) -> None:
-    """Open-loop load on any OpenAI-compatible server: latencies, throughput, goodput."""
+    """Send open-loop load to any OpenAI-compatible server: latencies, throughput, goodput."""
     from ostinato.graphs.errors import ConfigError
     from ostinato.tools.bench.results import head, write_json
     from ostinato.tools.bench_serving import ServingLoad, as_table, send_load, write_plot
@@ -33,7 +33,7 @@ def bench_serving(
         result = send_load(ServingLoad(**load))
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{error.name} is missing: pip install -e '.[bench]' in Ostinato's folder"
+            f"{error.name} is not installed: run pip install -e '.[bench]' in Ostinato's folder"
         ) from error
     show(as_table(result))
     if json_file is not None:
@@ -46,7 +46,7 @@ def bench_serving(
 
 @with_flags(engine=ENGINE, load=HTTP_LOAD)
 def bench_http(json_file: JsonFile = None, *, engine: Mapping[str, Any], load: Mapping[str, Any]) -> None:
-    """Throughput of a server against that of the engine inside it, at so many streams."""
+    """Compare the throughput of a server with that of the engine alone, at a number of streams."""
     from ostinato.tools.bench.results import write_json
     from ostinato.tools.bench.subject import Subject
     from ostinato.tools.bench_http import HttpLoad, as_tables

@@ -1,7 +1,7 @@
-"""Flags made from the fields of a dataclass, whose docstrings are the help.
+"""Flags generated from the fields of a dataclass; the fields' docstrings are the help text.
 
-The source is read, not imported: the dataclasses live beside code that needs torch, and --help must answer at
-once.
+The source is parsed, not imported: the dataclasses live beside code that needs torch, and --help must answer
+at once.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _SHAPES = (
     ("[str", "texts"),
     ("tuple[Any", "texts"),
 )
-"""How a value is typed, by what stands in the type of a field."""
+"""How a value is written on the command line, by a part of the field's type."""
 
 NUMBERS = "N,N,..."
-"""How a list of numbers is shown in the help; blanks do as well."""
+"""How the help shows a list of numbers; spaces work as separators too."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One field as a flag."""
+    """The flag of one field."""
 
     name: str
     kind: str
     """The field's type as written in the source."""
     default: str
-    """Its default as written in the source."""
+    """The field's default as written in the source."""
     help: str
     group: str = "Options"
-    """The section of the help it stands in."""
+    """The help section it belongs to."""
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """The parameter of a command. None stands for: not given."""
+        """The parameter of a command; None means not given."""
         flag = "--" + self.name.replace("_", "-")
         if self.kind == "bool":
             flag += "/--no-" + self.name.replace("_", "-")
@@ -73,7 +73,7 @@ class Flag:
 
     @property
     def _default(self) -> str:
-        """Unless the text says it."""
+        """The default, unless the help text states it."""
         value = ast.literal_eval(self.default)
         if "efault: " in self.help or value is None or value == ():
             return ""
@@ -104,7 +104,7 @@ class Flag:
         return {"int": int, "float": float, "bool": bool, "str": str}[plain] | None
 
     def value(self, given: Any) -> Any:
-        """What the field gets for what was typed."""
+        """The field's value for what was given on the command line."""
         try:
             if self._shape == "numbers":
                 return tuple(int(part) for part in given.replace(",", " ").split())
@@ -117,13 +117,13 @@ class Flag:
         except (ValueError, TypeError):
             flag = "--" + self.name.replace("_", "-")
             how = _HOW_TO_WRITE[self._shape]
-            raise typer.BadParameter(f"{flag}: {given!r} cannot be read {how}") from None
+            raise typer.BadParameter(f"{flag}: {given!r} cannot be parsed {how}") from None
         return tuple(given) if self.kind.startswith("tuple[str") else given
 
 
 _HOW_TO_WRITE = {
     "numbers": "(as 1,2,4)",
-    "biases": "(as TOKEN_ID=BIAS, may be repeated)",
+    "biases": "(as TOKEN_ID=BIAS; may be repeated)",
     "texts": "(may be repeated)",
     "json": "(as a JSON object)",
 }
@@ -133,7 +133,7 @@ _METAVARS = {"numbers": NUMBERS, "biases": "TOKEN_ID=BIAS", "json": "JSON"}
 
 @cache
 def flags_of(file: str, class_name: str) -> tuple[Flag, ...]:
-    """The fields of a dataclass in `file`, relative to the package."""
+    """The flags for the fields of a dataclass in `file`, a path relative to the package."""
     tree = ast.parse((_PACKAGE / file).read_text())
     [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name]
     flags = []
@@ -148,7 +148,7 @@ def flags_of(file: str, class_name: str) -> tuple[Flag, ...]:
 
 
 def with_flags(**groups: Sequence[Flag]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command these flags; those given arrive as one dictionary per group, under the group's name."""
+    """Add these flags to a command, which gets the given ones as one dictionary per group."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own = [

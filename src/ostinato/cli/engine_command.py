@@ -1,4 +1,4 @@
-"""A command with many flags: help in groups that fits 80 columns, and command lines of vLLM and SGLang."""
+"""A command with many flags: grouped help that fits 80 columns, and flags of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .dataclass_flags import NUMBERS
 from .peer_flags import OwnFlag, rewritten
 
 HELP_INDENT = 4
-"""Every flag has a line of its own and its help below: names are long, and none is cut."""
+"""Each flag has its own line with the help below it: names are long and must not be cut."""
 
 
 class EngineCommand(TyperCommand):
@@ -20,7 +20,7 @@ class EngineCommand(TyperCommand):
     for_server = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Peers' flags become ours before anything else looks at them."""
+        """Translate flags of vLLM and SGLang before anything else sees them."""
         return super().parse_args(ctx, rewritten(args, self._own_flags(), for_server=self.for_server))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -51,7 +51,7 @@ class EngineCommand(TyperCommand):
 
 
 class ServerCommand(EngineCommand):
-    """The command that also has a server."""
+    """Base of commands that also start a server."""
 
     for_server = True
 

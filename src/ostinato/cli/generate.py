@@ -1,4 +1,4 @@
-"""`ostinato generate` and `ostinato chat`: text to standard output, everything else to standard error."""
+"""`ostinato generate` and `ostinato chat`: text goes to standard output, all else to standard error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
 SAMPLING = flags_of("engine/parameters/sampling_params.py", "SamplingParams")
-# Not about one text on a terminal, or nothing that can be typed.
+# Fields without a meaning for one text on a terminal, or with values that cannot be typed.
 NO_FLAGS = {
     *("structured_outputs", "logits_processors", "extra_args", "output_kind", "stream_interval"),
     *("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs"),
@@ -32,13 +32,13 @@ SAMPLING = tuple(flag for flag in SAMPLING if flag.name not in NO_FLAGS)
 ENGINE = tuple(flag for flag in ENGINE if flag.name != "seed")
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
+"""The exit code after Ctrl-C, as in shells."""
 
 ONE_ANSWER = {"temperature": 0.0, "max_tokens": 256}
-"""Where `generate` differs from the model's own sampling: repeatable, and long enough to be an answer."""
+"""Where `generate` differs from the model's own sampling: repeatable, and long enough for an answer."""
 
 A_TURN = {"max_tokens": 1024}
-"""What `chat` adds to it where the model's files do not say: an answer ends."""
+"""What `chat` uses if the model's files set no limit, so that answers end."""
 
 THE_MODELS = dict.fromkeys(
     ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"), "the model's own"
@@ -46,7 +46,7 @@ THE_MODELS = dict.fromkeys(
 
 
 def _with_defaults(flags: Sequence[Flag], defaults: Mapping[str, Any]) -> tuple[Flag, ...]:
-    """The same flags; their help says what the command does, where `SamplingParams` alone would do else."""
+    """The same flags, with the command's defaults in the help where they differ from `SamplingParams`."""
     told = {name: f"[default: {value}]" for name, value in defaults.items()}
     return tuple(
         replace(flag, help=f"{flag.help} {told[flag.name]}") if flag.name in told else flag for flag in flags
@@ -61,15 +61,22 @@ OF_CHAT = _with_defaults(
 
 @with_flags(engine=ENGINE, sampling=OF_GENERATE)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads standard input.")],
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
-    graph_report: Annotated[bool, typer.Option("--graph-report", help="Show the graphs at the end.")] = False,
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
+    ] = False,
+    graph_report: Annotated[
+        bool, typer.Option("--graph-report", help="Print the graph report at the end.")
+    ] = False,
     *,
     engine: Mapping[str, Any],
     sampling: Mapping[str, Any],
 ) -> None:
-    """Answer a prompt. Temperature is 0 and max-tokens 256 unless said otherwise; what else is not said is
-    the model's own (--generation-config)."""
+    """Answer a prompt.
+
+    Unless given, --temperature is 0 and --max-tokens 256; other sampling parameters default to the model's
+    own (--generation-config).
+    """
     said = sys.stdin.read().strip() if prompt == "-" else prompt
     with _llm(engine, sampling, running=sampling.get("n", 1)) as llm:
         params = _params(llm, sampling, always=ONE_ANSWER)
@@ -88,13 +95,16 @@ def generate(
 @with_flags(engine=ENGINE, sampling=OF_CHAT)
 def chat(
     model_name: ModelArgument = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message at the start of the chat.")] = None,
     *,
     engine: Mapping[str, Any],
     sampling: Mapping[str, Any],
 ) -> None:
-    """Talk with the model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer. What is not said about
-    sampling is the model's own (--generation-config); max-tokens is 1024 unless somebody says."""
+    """Chat with a model. An empty line or Ctrl-D ends the chat, Ctrl-C stops an answer.
+
+    Sampling parameters default to the model's own (--generation-config), and --max-tokens to 1024 if the
+    model has no value for it.
+    """
     from ostinato.engine.parameters.sampling_params import RequestError
 
     first = [{"role": "system", "content": system}] if system else []
@@ -120,8 +130,9 @@ def _params(
     always: Mapping[str, Any] = MappingProxyType({}),
     otherwise: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
-    """What was asked for, before what the command does `always`, before what the model's files say, before
-    what it does `otherwise`. Unless asked for more, an answer leaves half of the context to the prompt."""
+    """Sampling parameters, by precedence: `asked`, `always` of the command, the model's files, `otherwise`.
+
+    Unless more is asked for, an answer takes at most half of the context."""
     from ostinato.engine.parameters.sampling_params import SamplingParams
 
     found = {**otherwise, **llm.engine.core.loaded.default_sampling, **always}
@@ -130,7 +141,7 @@ def _params(
 
 
 def _show(pieces: Iterator[str], ctrl_c: CtrlC) -> str:
-    """Print the pieces as they come, until the last or until Ctrl-C; the text."""
+    """Print the pieces as they come, until the last one or Ctrl-C, and return the text."""
     text = ""
     for piece in pieces:
         text += piece
@@ -142,7 +153,7 @@ def _show(pieces: Iterator[str], ctrl_c: CtrlC) -> str:
 
 
 def _show_all(llm: LLM, request: Any, params: SamplingParams, ctrl_c: CtrlC) -> None:
-    """Print several completions, as far as they are at the end or at Ctrl-C."""
+    """Print several completions when all are finished, or as far as they are at Ctrl-C."""
     from ostinato.engine.parameters.sampling_params import RequestError
 
     output = llm.engine.add(request, params)
@@ -156,7 +167,7 @@ def _show_all(llm: LLM, request: Any, params: SamplingParams, ctrl_c: CtrlC) -> 
 
 
 def _ask() -> str:
-    """What the user says; nothing at the end of the input and after Ctrl-C."""
+    """The user's next line; empty at the end of the input and after Ctrl-C."""
     print("> ", end="", file=sys.stderr, flush=True)
     try:
         return sys.stdin.readline().strip()
@@ -175,20 +186,20 @@ def _forget_what_does_not_fit(
         del turns[:2]
         dropped += 1
     if dropped:
-        _note(f"the conversation is too long; the first {dropped} of its turns are forgotten")
+        _note(f"the conversation is too long: dropped the oldest turns ({dropped})")
 
 
 def _llm(engine: Mapping[str, Any], sampling: Mapping[str, Any], *, running: int) -> LLM:
-    """An engine for as many requests as there are: what never runs need not be captured."""
+    """An engine for exactly this many requests: larger batches need not be captured."""
     from ostinato.engine.llm import LLM
     from ostinato.engine.parameters.sampling_params import SamplingParams
 
-    SamplingParams(**sampling)  # what is wrong with it is told before a model is loaded
+    SamplingParams(**sampling)  # reports invalid values before the model is loaded
     if engine.get("cuda_graph_debug_log"):
         logging.getLogger("ostinato.graphs").setLevel(logging.INFO)
-    # An engine's own seed is not negative: -1 stands for none.
+    # An engine's seed is not negative: -1 means no seed.
     options = {"max_running_requests": running, "seed": max(0, sampling.get("seed", 0)), **engine}
-    _note("loading and capturing")
+    _note("loading the model and capturing graphs")
     llm = LLM(options.pop("model", None), **options)
     report = llm.graph_report()
     _note(

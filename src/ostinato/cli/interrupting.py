@@ -1,4 +1,4 @@
-"""Ctrl-C while a model answers: the answer ends between two steps, nothing is torn out of one."""
+"""Ctrl-C while a model answers: the answer ends between two steps, never in the middle of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class CtrlC:
-    """Takes the first Ctrl-C as a wish, which is `asked`; a second one interrupts as usual."""
+    """Records the first Ctrl-C in `asked`; a second one interrupts as usual."""
 
     def __init__(self) -> None:
         self.asked = False

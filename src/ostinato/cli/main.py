@@ -1,4 +1,4 @@
-"""`ostinato`: the commands. Heavy imports stay inside them, so that --help answers at once."""
+"""The `ostinato` commands. Heavy imports stay inside them, so that --help answers at once."""
 
 import logging
 from typing import Annotated
@@ -14,8 +14,8 @@ from .tune import tune
 from .verify import verify
 
 app = typer.Typer(
-    help="Run language models from CUDA graphs: answer, chat, serve, measure, verify.",
-    epilog="Flags of vLLM and SGLang are understood too. `ostinato COMMAND -h` tells more.",
+    help="Run language models from CUDA graphs: generate, chat, serve, benchmark, verify.",
+    epilog="Flags of vLLM and SGLang work too. See `ostinato COMMAND -h` for details.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,15 +24,17 @@ app = typer.Typer(
 )
 
 app.command(cls=EngineCommand, short_help="Answer a prompt.")(generate)
-app.command(cls=EngineCommand, short_help="Talk with a model.")(chat)
-app.command(cls=ServerCommand, short_help="Serve a model as the OpenAI API does, with a live page.")(serve)
+app.command(cls=EngineCommand, short_help="Chat with a model.")(chat)
+app.command(cls=ServerCommand, short_help="Serve a model over the OpenAI API, with a live page.")(serve)
 app.command(cls=EngineCommand, short_help="Check every graph of a model against a reference.")(verify)
-app.add_typer(bench, name="bench", short_help="Measure; see `ostinato bench -h`.")
+app.add_typer(bench, name="bench", short_help="Run benchmarks; see `ostinato bench -h`.")
 app.command(short_help="Find the fastest kernels for a model on this GPU.")(tune)
-bench.command("serving", cls=EngineCommand, short_help="Load on any OpenAI-compatible server.")(bench_serving)
-bench.command("http", cls=EngineCommand, short_help="What HTTP costs, against the engine alone.")(bench_http)
+bench.command("serving", cls=EngineCommand, short_help="Send load to an OpenAI-compatible server.")(
+    bench_serving
+)
+bench.command("http", cls=EngineCommand, short_help="Cost of HTTP, against the engine alone.")(bench_http)
 
-Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if available.")]
 
 
 def _show_version(asked: bool) -> None:
@@ -50,9 +52,9 @@ def _common(
     pass
 
 
-@app.command(short_help="See the runtime work on a small model.")
+@app.command(short_help="Show the graph runtime on a small model.")
 def demo(device: Device = None) -> None:
-    """Capture a small model, serve random batches from graphs, verify, and print the report."""
+    """Capture a small model, serve random batches from graphs, verify them and print the report."""
     from rich.console import Console
 
     from ostinato.tools.demo import demo as run_demo
@@ -77,7 +79,7 @@ def _device(name: str | None):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """The entry point: errors of ours are told in one line."""
+    """The entry point. Errors of Ostinato's own types are printed as one line."""
     told = logging.StreamHandler()
     told.setFormatter(logging.Formatter("ostinato: %(message)s"))
     logging.getLogger("ostinato").addHandler(told)

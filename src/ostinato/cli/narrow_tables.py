@@ -1,4 +1,4 @@
-"""Tables on a terminal: one with more columns than fit is shown in parts, its first column with each."""
+"""Tables on a terminal: one that is too wide is shown in parts, each with its first column."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rich.measure import Measurement
 from rich.table import Table
 
 WIDTH_OF_FILES = 160
-"""Columns where the output is no terminal."""
+"""Width of the output if it is not a terminal."""
 
 
 def show(renderable: Any, *, stderr: bool = False) -> None:
-    """Print, cutting nothing off."""
+    """Print without cutting anything off."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     console = Console(width=None if is_terminal else WIDTH_OF_FILES, stderr=stderr, highlight=False)
     console.print(fitting(renderable, console))
 
 
 def fitting(renderable: Any, console: Console) -> Any:
-    """The same with its tables in parts that fit the console."""
+    """The renderable with its tables split into parts that fit the console."""
     if isinstance(renderable, Group):
         return Group(*(fitting(part, console) for part in renderable.renderables))
     if not isinstance(renderable, Table) or _width(renderable, console) <= console.width:
@@ -34,7 +34,7 @@ def _parts(table: Table, console: Console) -> Iterator[Table]:
     left = list(range(1, len(table.columns)))
     while left:
         count = len(left)
-        # One column beside the first is shown in any case.
+        # At least one column is shown beside the first.
         while count > 1 and _width(_of_columns(table, [0, *left[:count]]), console) > console.width:
             count -= 1
         yield _of_columns(table, [0, *left[:count]])
@@ -53,7 +53,7 @@ def _of_columns(table: Table, numbers: list[int]) -> Table:
 
 
 def _width(table: Table, console: Console) -> int:
-    """As wide as it wants to be; a title folds."""
+    """The width of a table without folded cells; its title may fold."""
     options = console.options.update(max_width=10_000)
     title, table.title = table.title, None
     wanted = Measurement.get(console, options, table).maximum

@@ -1,7 +1,7 @@
-"""Command lines as people of vLLM and SGLang write them, as the commands here take them.
+"""Translates command lines written for vLLM and SGLang into those of Ostinato.
 
-Their flags become ours by the table of `engine/peer_options`; lists may be written with blanks or commas,
-names with dashes or underscores, numbers as 4k or 4K.
+The table in `engine/peer_options` maps their flags to ours. Lists may be written with spaces or commas, names
+with dashes or underscores, numbers as 4k or 4K.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ _NUMBERS = re.compile(r"\[?[\d\s,]+\]?")
 
 @dataclass(frozen=True)
 class OwnFlag:
-    """What must be known of a flag that the command has itself."""
+    """A flag of the command itself."""
 
     takes_value: bool = True
     is_numbers: bool = False
-    """Whether its value is a list of numbers, which one text holds: 1,2,4."""
+    """Whether its value is a list of numbers in one argument: 1,2,4."""
     may_repeat: bool = False
-    """Whether it takes several values, each behind a flag of its own."""
+    """Whether it may be repeated, with one value each time."""
 
 
 def rewritten(arguments: Sequence[str], own: Mapping[str, OwnFlag], *, for_server: bool = False) -> list[str]:
-    """The same command line in flags of `own`; ConfigError for a peer's flag that cannot be served."""
+    """The same command line in flags of `own`. ConfigError for a peer's flag that is not supported."""
     reader = _Reader(arguments, own, names_model=for_server)
     reader.read()
     found = translated(reader.theirs, for_server=for_server, spelled=reader.spelled)
     for name, value in found.items():
         flag = f"--{name.replace('_', '-')}"
         if flag not in own:
-            raise ConfigError(f"{flag} is no option of this command")
+            raise ConfigError(f"{flag} is not an option of this command")
         if flag in reader.own_given:
             names = [each for each in reader.spelled.values() if each != flag]
-            raise ConfigError(f"{flag} is given twice, once as {' or '.join(names)}")
+            raise ConfigError(f"{flag} was given twice, once as {' or '.join(names)}; give it once")
         reader.rest[reader.insert_at : reader.insert_at] = _written(flag, value)
     return reader.rest
 
 
 class _Reader:
-    """Takes the arguments apart: what the command understands itself, and what is a peer's."""
+    """Separates the command's own arguments from those of a peer."""
 
     def __init__(self, arguments: Sequence[str], own: Mapping[str, OwnFlag], *, names_model: bool) -> None:
-        """`names_model`: whether the one word that stands alone is a model, which a flag may name too."""
+        """`names_model`: whether the positional argument is a model, which a flag may name too."""
         self._words = list(arguments)
         self._own = own
         self._model_flags = ("--model", "--model-path") if names_model else ()
         self._has_subject = False
-        """Whether the word that stands alone has been seen, so that a list cannot swallow it."""
+        """Whether the positional argument has been seen, so that a list cannot swallow it."""
         self.rest: list[str] = []
         self.insert_at = 0
-        """Where flags may be put in: before a lone `--`."""
+        """Where flags can be inserted: before a lone `--`."""
         self.own_given: set[str] = set()
         self.theirs: dict[str, Any] = {}
         self.spelled: dict[str, str] = {}
@@ -117,7 +117,7 @@ class _Reader:
         return self._following("texts" if own.may_repeat else "text")
 
     def _following(self, kind: str) -> list[str]:
-        """The words that belong to a flag: one, or as many as its kind takes."""
+        """The values of a flag: one word, or as many as its kind takes."""
         values: list[str] = []
         while self._words and not _is_flag(self._words[0]):
             many = kind == "texts" and self._has_subject
@@ -130,12 +130,12 @@ class _Reader:
 
 
 def _is_flag(word: str) -> bool:
-    """Not a negative number, and not a lone dash, which stands for standard input."""
+    """Whether a word is a flag: not a negative number, nor a lone dash, which means standard input."""
     return len(word) > 1 and word[0] == "-" and not re.fullmatch(r"-\.?\d.*", word)
 
 
 def _apart(word: str) -> tuple[str, str | None]:
-    """Flag and value of one word; names may have underscores."""
+    """Split one word into flag and value; names may have underscores."""
     if found := re.fullmatch(r"(-O)(\d)", word):
         return found[1], found[2]
     flag, equals, given = word.partition("=")
@@ -145,7 +145,7 @@ def _apart(word: str) -> tuple[str, str | None]:
 
 
 def _row(flag: str) -> tuple[PeerOption | None, bool, str | None]:
-    """The row of a peer's flag, whether it is asked for or asked not to be, and the key behind a dot."""
+    """The row of a peer's flag, whether it is turned on or off, and the key after a dot."""
     if flag in BY_FLAG:
         return BY_FLAG[flag], True, None
     plain = BY_FLAG.get("--" + flag.removeprefix("--no-"))
@@ -159,7 +159,7 @@ def _row(flag: str) -> tuple[PeerOption | None, bool, str | None]:
 
 
 def _written(flag: str, value: Any) -> list[str]:
-    """A value of ours as a command line has it."""
+    """One of our values as command line arguments."""
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, Mapping):

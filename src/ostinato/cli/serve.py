@@ -17,11 +17,11 @@ SERVER = flags_of("server/config.py", "ServerConfig")
 
 @with_flags(engine=ENGINE, server=SERVER)
 def serve(model_name: ModelArgument = None, *, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
-    """Serve a model over HTTP, as the OpenAI API does; a live page is at /.
+    """Serve a model over the OpenAI API, with a live page at /.
 
-    Keys may also come from OSTINATO_API_KEY and OSTINATO_ADMIN_KEY, which no list of processes shows. Flags
-    of `vllm serve` and of SGLang's launch_server are understood: docs/flags.md. Without an admin key
-    VLLM_SERVER_DEV_MODE=1 means --open-admin.
+    Keys can also be set in the environment, as OSTINATO_API_KEY and OSTINATO_ADMIN_KEY, so that lists of
+    processes do not show them. Flags of `vllm serve` and of SGLang's launch_server work too: see
+    docs/flags.md. Without an admin key, VLLM_SERVER_DEV_MODE=1 means --open-admin.
     """
     from ostinato.graphs.errors import ConfigError
 
@@ -30,7 +30,7 @@ def serve(model_name: ModelArgument = None, *, engine: Mapping[str, Any], server
         from ostinato.server.serving import serve as run
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{error.name} is missing: pip install -e '.[server]' in Ostinato's folder"
+            f"{error.name} is not installed: run pip install -e '.[server]' in Ostinato's folder"
         ) from error
     keys = {name: os.environ.get(f"OSTINATO_{name.upper()}") for name in ("api_key", "admin_key")}
     given: dict[str, Any] = {**{name: key for name, key in keys.items() if key}, **server}

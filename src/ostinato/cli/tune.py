@@ -1,4 +1,4 @@
-"""`ostinato tune`: a table of kernels for this GPU and a model."""
+"""`ostinato tune`: writes a kernel table for this GPU and a model."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from .bench import numbers
 def tune(
     model: Annotated[
         str | None,
-        typer.Option("--model", "--model-path", help="A directory with a config.json, or a hub name."),
+        typer.Option(
+            "--model", "--model-path", help="Model to tune for: a directory with a config.json or a hub name."
+        ),
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Tokens of a step to measure at.")] = "1,8,16,32,64,128,256",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per step to measure at, as a list.")
+    ] = "1,8,16,32,64,128,256",
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Where the table goes, or is added to; default: the cache folder, where engines find it."
+            help="File to write the table to; an existing table is extended. Default: a file in the cache "
+            "folder, where engines find it."
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything that was measured to this file.")
+        Path | None, typer.Option("--json", help="Write all measurements to this file.")
     ] = None,
 ) -> None:
-    """Find the fastest kernels of a model's linear layers on this GPU, by timing them.
+    """Find the fastest kernels for a model's linear layers on this GPU, by timing them.
 
-    What is found for a number of tokens serves all from the one before it on. An engine uses the table
-    from its next start on.
+    The kernels found for a number of tokens are used for steps of up to that many tokens and of more than
+    the previous number in the list. Engines use the table from their next start on.
     """
     from ostinato.tools.bench.results import write_json
     from ostinato.tools.tune.tuning import tables

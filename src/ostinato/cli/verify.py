@@ -1,4 +1,4 @@
-"""`ostinato verify`: every graph of a model against a reference, before anybody relies on it."""
+"""`ostinato verify`: compares every graph of a model with a reference."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .dataclass_flags import flags_of, with_flags
 from .model_argument import ModelArgument, with_model
 
 ENGINE = tuple(flag for flag in flags_of("engine/config.py", "EngineConfig") if flag.name != "seed")
-"""One --seed, for the made-up requests."""
+"""Without the engine's seed: --seed is that of the made-up requests."""
 
 
 @with_flags(engine=ENGINE)
 def verify(
     model_name: ModelArgument = None,
-    seed: Annotated[int, typer.Option(help="Of the made-up requests.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the made-up requests.", min=0)] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every check to this file.")] = None,
     *,
     engine: Mapping[str, Any],
 ) -> None:
-    """Load a model as `serve` would, launch each of its graphs on made-up requests, compare with a reference.
+    """Load a model as `serve` would, launch each graph on made-up requests and compare with a reference.
 
-    The exit code is 0 if all graphs are right and 1 if one is not.
+    The exit code is 0 if all graphs are correct and 1 otherwise.
     """
     from rich.console import Console
 
@@ -34,9 +34,9 @@ def verify(
     from ostinato.engine.verifying.verification import verify as verify_engine
 
     options = with_model(engine, model_name)
-    print("ostinato: loading and capturing", file=sys.stderr, flush=True)
+    print("ostinato: loading the model and capturing graphs", file=sys.stderr, flush=True)
     with LLM(options.pop("model", None), **options) as llm:
-        print("ostinato: verifying", file=sys.stderr, flush=True)
+        print("ostinato: verifying graphs", file=sys.stderr, flush=True)
         outcome = verify_engine(llm.engine.core, seed=seed)
     if json_file is not None:
         outcome.write_json(json_file)

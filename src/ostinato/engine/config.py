@@ -1,4 +1,4 @@
-"""What can be set about an engine. Each field is a keyword of `LLM` and a flag; its docstring is the help."""
+"""Engine options. Each field is a keyword of `LLM` and a command-line flag; its docstring is the help."""
 
 from __future__ import annotations
 
@@ -45,135 +45,142 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """As the user asked; what depends on the model and the machine is filled in by `resolve`."""
+    """Options as the user gave them; `resolve` fills in what depends on the model and the machine."""
 
     model: str | None = None
-    """A directory, a GGUF file or a hub name; default: SmolLM2-135M-Instruct."""
+    """Model to load: a directory, a GGUF file or a hub name; default: SmolLM2-135M-Instruct."""
     dtype: str = "auto"
-    """float32, bfloat16, float16; auto: the model's own on a GPU, float32 on a CPU."""
+    """float32, bfloat16 or float16; auto: the model's own type on a GPU, float32 on a CPU."""
     tokenizer: str | None = None
-    """A directory or a hub name with the tokenizer's files; default: the model's own."""
+    """Directory or hub name with the tokenizer's files; default: the model's own."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the hub."""
+    """Branch, tag or commit of the model on the hub."""
     download_dir: str | None = None
-    """Where models of the hub are kept; default: as huggingface_hub does."""
+    """Directory for models downloaded from the hub; default: that of huggingface_hub."""
     hf_overrides: Mapping[str, Any] | None = None
-    """Values that go before those of the model's config.json."""
+    """Values that take precedence over those in the model's config.json."""
     load_format: str = "auto"
-    """auto, or dummy: random weights from a config.json alone."""
+    """auto, or dummy: random weights, from a config.json alone."""
     device: str = "auto"
-    """cuda, cpu; auto: the current GPU, where there is one."""
+    """cuda or cpu; auto: the current GPU if there is one, otherwise the CPU."""
     max_model_len: int | None = None
-    """Longest prompt plus output; default: the model's own limit, at most 8192 on a GPU, 2048 on a CPU."""
+    """Maximum length of prompt plus output, in tokens; default: the model's own limit, but at most 8192 on a
+    GPU and 2048 on a CPU."""
     max_running_requests: int | None = None
-    """Most requests in one step; default: 256 on a GPU, 16 on a CPU."""
+    """Maximum number of requests in one step; default: 256 on a GPU, 16 on a CPU."""
     chunked_prefill_size: int | None = None
-    """Most tokens in one step; longer prompts run in chunks. Default: 4096 on a GPU, 128 on a CPU."""
+    """Maximum number of tokens in one step; longer prompts run in chunks. Default: 4096 on a GPU, 128 on a
+    CPU."""
     enable_chunked_prefill: bool = True
-    """Split prompts over several steps; without it a step holds a prompt of max_model_len tokens."""
+    """Split prompts over several steps; if off, one step can hold a prompt of max_model_len tokens."""
     target_itl_ms: float | None = None
-    """Time between two tokens of a stream, in milliseconds, that prompts beside it are to keep: while streams
-    run, a step takes only as many tokens of prompts as fit. Default: as many as chunked_prefill_size says."""
+    """Target for the time between two tokens of a stream, in milliseconds: while streams run, a step takes
+    only as many prompt tokens as fit into it. Default: no target, up to chunked_prefill_size tokens."""
     mem_fraction: float = 0.9
-    """Share of the GPU's memory that weights, KV cache and graphs may take together."""
+    """Fraction of the GPU's memory that weights, KV cache and graphs may use together."""
     num_pages: int | None = None
-    """KV pages of 16 tokens, instead of as many as fit."""
+    """Number of KV cache pages, of 16 tokens each; default: as many as fit."""
     enable_prefix_caching: bool = True
-    """Share the KV pages of equal prompt beginnings."""
+    """Share KV cache pages between requests whose prompts begin alike."""
     enable_cascade_attention: bool = False
-    """Let decode batches whose requests all share a long prefix read its KV once a step, instead of once a
-    request: one more graph for each captured decode batch."""
+    """Read the KV cache of a long prefix that all requests of a decode batch share once per step instead of
+    once per request. Captures one more graph for each decode batch size."""
     steps_ahead: int | None = None
-    """Steps launched before the tokens of the last one are read, 0 or 1. Default: 1 on a GPU, 0 on a CPU."""
+    """Number of steps launched before the tokens of the previous one are read, 0 or 1. Default: 1 on a GPU, 0
+    on a CPU."""
     attention_backend: str = "auto"
     """torch or triton; auto: triton on a GPU."""
     kernel_table: str | None = None
-    """A file that `ostinato tune` wrote: which kernels linear layers run with; none: no table at all, rules
-    decide. Default: the one named by OSTINATO_KERNEL_TABLE, else the one in the cache folder for such GPUs;
-    then the package's own."""
+    """File written by `ostinato tune` that chooses the kernels of linear layers; none: no table, built-in
+    rules choose. Default: the file that OSTINATO_KERNEL_TABLE names, otherwise the one for this kind of GPU
+    in the cache folder, otherwise the package's own."""
     seed: int = 0
-    """For requests that bring no seed of their own."""
+    """Seed for requests without a seed of their own."""
     generation_config: str = "auto"
-    """Where requests that leave out temperature, top_p, top_k, min_p, repetition_penalty or max_tokens get
-    them: the generation_config.json of a folder; auto: that of the model; none: neutral values."""
+    """Where temperature, top_p, top_k, min_p, repetition_penalty and max_tokens come from if a request leaves
+    them out: a folder with a generation_config.json; auto: the model's own; none: neutral values."""
     override_generation_config: Mapping[str, Any] | None = None
-    """Values that go before those of generation_config."""
+    """Values that take precedence over those from generation_config."""
     max_logprobs: int = 20
-    """The most alternatives per token whose log probabilities a request may ask for; -1: the whole
+    """Maximum number of alternatives per token whose log probabilities a request may ask for; -1: the whole
     vocabulary."""
     logprobs_mode: str = "raw_logprobs"
-    """Log probabilities of tokens under the model itself (raw_logprobs), or under what they are drawn from,
-    with penalties, masks, temperature and filters (processed_logprobs)."""
+    """Which distribution log probabilities refer to: the model's own (raw_logprobs), or the one that tokens
+    are drawn from, after penalties, masks, temperature and filters (processed_logprobs)."""
     logits_processors: tuple[Any, ...] | None = None
-    """Classes that change the logits of a batch before tokens are drawn, as vLLM's are (docs/engine.md), or
-    their names: module:Class."""
+    """Classes, or their names as module:Class, that change the logits of a batch before tokens are drawn, by
+    vLLM's protocol (docs/engine.md)."""
     grammar_compile_seconds: float = 10.0
-    """Most time to compile the grammar of a structured output, a schema or an expression."""
+    """Time limit, in seconds, for compiling the grammar of a structured output."""
     grammar_mask_seconds: float = 2.0
-    """Most time for a grammar to say which tokens may come next; the second time it takes longer its request
-    ends. Other requests do not wait for it."""
+    """Time limit, in seconds, for a grammar to compute which tokens may come next. A request whose grammar
+    exceeds it twice ends with an error; other requests do not wait for it."""
     grammar_memory_mb: int = 512
-    """Most memory of the process in which one grammar is compiled and followed."""
+    """Memory limit, in MiB, of the process that compiles and follows one grammar."""
     grammar_processes: int = 64
-    """Most different grammars in use at the same time, each in a process; requests with further ones wait."""
+    """Maximum number of different grammars in use at the same time, one process each; requests with further
+    grammars wait."""
     cuda_graph_mode: str = "auto"
-    """none, piecewise, full, full-decode-only, full-and-piecewise; auto: full with triton attention, else
-    full-and-piecewise."""
+    """Which steps run from graphs: none, piecewise, full, full-decode-only or full-and-piecewise; auto: full
+    with triton attention, full-and-piecewise with torch attention."""
     disable_cuda_graph: bool = False
-    """The same as mode none."""
+    """Capture no graphs; the same as cuda_graph_mode none."""
     cuda_graph_max_bs: int | None = None
-    """Largest captured decode batch, in requests; default, and at most: max_running_requests. Larger ones run
-    from prefill graphs, or without a graph."""
+    """Largest captured decode batch, in requests. Default: max_running_requests, which is also the maximum.
+    Larger batches run from prefill graphs, or without a graph."""
     cuda_graph_bs: tuple[int, ...] | None = None
-    """Captured decode batches, in requests, instead of the default list."""
+    """Decode batch sizes to capture, in requests, instead of the default list."""
     cuda_graph_prefill_tokens: tuple[int, ...] | None = None
-    """Captured prefill sizes, in tokens, instead of the default list up to chunked_prefill_size. Larger steps
-    run without a graph: set chunked_prefill_size to the last size to have none."""
+    """Prefill sizes to capture, in tokens, instead of the default list up to chunked_prefill_size. Larger
+    steps run without a graph; to avoid them, set chunked_prefill_size to the last size."""
     cuda_graph_ladder: str = "auto"
-    """Default list of captured decode batches: sglang, vllm, dense (1 to 32, then by 32); auto: sglang on a
-    GPU, powers of two on a CPU."""
+    """Default list of decode batch sizes to capture: sglang, vllm, or dense (1 to 32, then by 32); auto:
+    sglang on a GPU, powers of two on a CPU."""
     disable_cuda_graph_padding: bool = False
-    """Replay only batches of exactly a captured size."""
+    """Replay a graph only for batches of exactly its size; other batches run without a graph."""
     enable_cudagraph_gc: bool = False
-    """Let the garbage collector run while capturing."""
+    """Let Python's garbage collector run during capture."""
     cuda_graph_memory_mb: int | None = None
-    """Most memory that graphs take together; those that save the least padding for it are given up."""
+    """Memory limit of all graphs together, in MiB. Graphs that save the least padding for their bytes are
+    dropped. Default: no limit."""
     cuda_graph_debug_log: bool = False
     """Log every graph as it is captured."""
     cudagraph_capture_sizes: tuple[int, ...] | None = None
-    """vLLM's list, in tokens: taken as cuda_graph_bs (as far as so many requests run) and
-    cuda_graph_prefill_tokens."""
+    """vLLM's list, in tokens. It sets cuda_graph_prefill_tokens and, for sizes up to max_running_requests,
+    cuda_graph_bs."""
     max_cudagraph_capture_size: int | None = None
-    """vLLM's limit, in tokens: cuts both default lists. Larger steps run without a graph."""
+    """vLLM's limit, in tokens, on the sizes in both default lists. Larger steps run without a graph."""
     enable_lora: bool = False
-    """Serve LoRA adapters beside the model: one more graph for each captured size."""
+    """Serve LoRA adapters. Captures one more graph for each size."""
     max_loras: int | None = None
-    """Different adapters in one step: slots on the device. Requests with further ones wait. Default: 4, or
-    max_cpu_loras if that is less."""
+    """Maximum number of different adapters in one step, which is the number of slots on the device. Requests
+    with further adapters wait. Default: 4, or max_cpu_loras if that is less."""
     max_lora_rank: int = 16
-    """The highest rank of an adapter, at most 256; every slot has room for it."""
+    """Maximum rank of an adapter, at most 256. Every slot has room for this rank."""
     max_cpu_loras: int | None = None
-    """Adapters kept on the host, those on the device among them; others are read again when they are asked
-    for. Default: max_loras, at least 8."""
+    """Maximum number of adapters kept in host memory, including those on the device. Others are read from
+    disk again when a request needs them. Default: max_loras, but at least 8."""
     lora_modules: tuple[str, ...] | None = None
-    """Adapters to load at the start: name=directory, or a JSON object with name, path and pinned. With some,
-    enable_lora is on."""
+    """Adapters to load at startup, each as name=directory or as a JSON object with name, path and pinned.
+    Turns enable_lora on."""
     cudagraph_specialize_lora: bool = True
-    """Keep graphs without adapters for steps without; otherwise all steps run from the graphs with."""
+    """Capture separate graphs for steps without adapters; if off, all steps run from the graphs with
+    adapters."""
     enable_sleep_mode: bool = False
-    """Allocate weights, KV cache and memory of graphs so that `sleep` can give them back to the device."""
+    """Allocate weights, KV cache and graph memory so that `sleep` can release them to the device."""
     hostile_wake: bool = False
-    """For debugging: fill all memory with NaNs and large integers at every wake_up, before what is restored
-    is restored. Needs enable_sleep_mode."""
+    """For debugging: at every wake_up, fill all memory with NaNs and large integers before restoring its
+    contents. Needs enable_sleep_mode."""
     worker_extension_cls: str | None = None
-    """A class, as package.module.Class, whose methods `collective_rpc` can call; see docs/memory.md."""
+    """Class, as package.module.Class, whose methods `collective_rpc` can call; see docs/memory.md."""
     weight_transfer_timeout: float = 300.0
-    """Seconds that a trainer's process has to come to a group, or to a broadcast of weights."""
+    """Seconds to wait for a trainer's process to join a group or a broadcast of weights."""
     speculative_config: Mapping[str, Any] | None = None
-    """Draft tokens and verify several of them in a step: vLLM's keys, see docs/speculation.md. What comes out
-    is what would without it."""
+    """Speculative decoding: draft tokens and verify several of them per step. Takes vLLM's keys, see
+    docs/speculation.md. The output is the same as without it."""
     batch_invariant: bool = False
-    """Give each request the same bits whatever runs beside it: one shape for every step. Slower."""
+    """Give each request the same bits regardless of what runs beside it, by using one shape for every step.
+    Slower."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -207,7 +214,7 @@ class EngineConfig:
         check_capture_sizes(self)
         self._check_adapters()
         if self.hostile_wake and not self.enable_sleep_mode:
-            raise ConfigError("hostile_wake is about memory that sleeps: it needs enable_sleep_mode")
+            raise ConfigError("hostile_wake has an effect on wake_up only: set enable_sleep_mode as well")
         if self.batch_invariant:
             self._check_batch_invariant()
         if self.speculative_config is not None:
@@ -217,11 +224,11 @@ class EngineConfig:
         if not 0 < target < float("inf"):
             raise ConfigError(f"target_itl_ms must be above 0, not {target}")
         if not self.enable_chunked_prefill:
-            raise ConfigError("target_itl_ms cuts prompts: it needs enable_chunked_prefill")
+            raise ConfigError("target_itl_ms splits prompts over steps: it needs enable_chunked_prefill")
         if self.batch_invariant:
             raise ConfigError(
-                "batch_invariant and target_itl_ms exclude each other: every step takes as long as the "
-                "largest; lower chunked_prefill_size"
+                "batch_invariant and target_itl_ms exclude each other: with batch_invariant every step takes "
+                "as long as the largest; lower chunked_prefill_size instead"
             )
 
     def _check_speculation(self) -> None:
@@ -229,13 +236,14 @@ class EngineConfig:
         SpeculativeConfig.parse(self.speculative_config)
         if self.batch_invariant:
             raise ConfigError(
-                "batch_invariant and speculative_config exclude each other: how many tokens a step computes "
-                "for a request depends on its drafts, and bits depend on that"
+                "batch_invariant and speculative_config exclude each other: the number of tokens that a step "
+                "computes for a request depends on its drafts, and the bits of its results depend on that "
+                "number"
             )
         if self.enable_cascade_attention:
             raise ConfigError(
-                "enable_cascade_attention and speculative_config exclude each other: a shared prefix is read "
-                "once for single tokens only"
+                "enable_cascade_attention and speculative_config exclude each other: cascade attention "
+                "computes one token per request, a step with drafts several"
             )
 
     def _check_adapters(self) -> None:
@@ -243,8 +251,8 @@ class EngineConfig:
             raise ConfigError(f"max_lora_rank must be at most {MAX_LORA_RANK}, not {self.max_lora_rank}")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.adapter_slots:
             raise ConfigError(
-                f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}): what is on the "
-                "device is on the host as well"
+                f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}): adapters on "
+                "the device are kept on the host as well"
             )
 
     def _check_types(self) -> None:
@@ -252,7 +260,7 @@ class EngineConfig:
             value = getattr(self, entry.name)
             kinds = _KINDS[str(entry.type).removesuffix(" | None")]
             is_missing = value is None and entry.default is None
-            # A bool is an int to Python, and a mistake here.
+            # A bool passes for an int in Python; here it is a mistake.
             is_wrong_bool = isinstance(value, bool) and bool not in kinds
             if not is_missing and (not isinstance(value, kinds) or is_wrong_bool):
                 raise ConfigError(f"{entry.name} must be of type {entry.type}, not {value!r}")
@@ -262,13 +270,13 @@ class EngineConfig:
             raise ConfigError("batch_invariant pads every step to one captured shape: it needs graphs")
         if self.enable_cascade_attention:
             raise ConfigError(
-                "batch_invariant and enable_cascade_attention exclude each other: what a request shares "
-                "depends on what runs beside it"
+                "batch_invariant and enable_cascade_attention exclude each other: the prefix that a request "
+                "shares depends on what runs beside it"
             )
 
     @property
     def grammar_limits(self) -> GrammarLimits:
-        """What a grammar may take."""
+        """Limits on time, memory and processes of grammars."""
         return GrammarLimits(
             compile_seconds=self.grammar_compile_seconds,
             mask_seconds=self.grammar_mask_seconds,
@@ -278,7 +286,7 @@ class EngineConfig:
 
     @property
     def adapter_slots(self) -> int:
-        """Of the device, where adapters are served."""
+        """Number of adapter slots on the device, if adapters are served."""
         return self.max_loras or min(4, self.max_cpu_loras or 4)
 
     @property
@@ -288,5 +296,5 @@ class EngineConfig:
 
     @property
     def is_eager(self) -> bool:
-        """Whether there are to be no graphs."""
+        """Whether no graphs are to be captured."""
         return self.disable_cuda_graph or self.cuda_graph_mode.lower() == "none"

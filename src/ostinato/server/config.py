@@ -1,4 +1,4 @@
-"""What can be set about a server. Each field is a flag of `ostinato serve`; its docstring is the help."""
+"""Server options. Each field is a flag of `ostinato serve`; its docstring is the help text."""
 
 from __future__ import annotations
 
@@ -18,71 +18,75 @@ TOOL_CALL_PARSERS = {
     "llama3_json": "llama",
     "llama4_json": "llama",
 }
-"""Names of layouts of tool calls, those of vLLM and SGLang among them, and what each is here."""
+"""Names of tool call formats, including those of vLLM and SGLang, and the format that each one selects."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The HTTP side; the engine has its own, `EngineConfig`."""
+    """Options of the HTTP server; those of the engine are in `EngineConfig`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all."""
+    """Address to listen on; 0.0.0.0 for all addresses."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one and says which."""
+    """Port to listen on; 0 picks a free one and prints it."""
     served_model_name: str | None = None
-    """The model's name in the API; default: the model as it was given, a path as it was written."""
+    """The model's name in the API; default: the model name or path exactly as given."""
     chat_template: str | None = None
-    """A file with a chat template, or the template itself; default: the model's own."""
+    """Chat template, as a file or as the template's text; default: the model's own."""
     trust_request_chat_template: bool = False
-    """Run chat templates that clients send, in a sandbox; a client can then keep a thread busy."""
+    """Accept chat templates from clients. They run in a sandbox, but can keep a thread busy."""
     api_key: Sequence[str] = ()
-    """A key that clients must send as a bearer token; without any, the API is open."""
+    """Key that clients must send as a bearer token; without any key the API is open to everyone."""
     admin_key: str | None = None
-    """The key of the admin endpoints; without one they answer to loopback only."""
+    """Key for the admin endpoints; without one they can be reached from loopback addresses only."""
     open_admin: bool = False
-    """Answer the admin endpoints to whoever may use the API, from wherever: a trainer on another machine
-    without a key of its own."""
+    """Allow everyone who may use the API to call the admin endpoints, from any address; for example a trainer
+    on another machine that has no admin key."""
     max_body_mb: float = 8.0
     """Largest request body, in MiB."""
     max_prompt_tokens: int | None = None
-    """Longest prompt, in tokens; default: what the model length leaves room for."""
+    """Longest prompt, in tokens; default: limited only by max_model_len."""
     max_queued_requests: int = 4096
-    """Completions that may wait for their turn; beyond that, requests are answered 429."""
+    """Maximum number of completions waiting to run; further requests get HTTP status 429."""
     max_connections: int = 8192
-    """Connections at once; beyond that, silent ones make room, and a reserve is for probes and admins."""
+    """Maximum number of open connections. Beyond it idle connections are closed to make room, and a few more
+    are accepted for probes and admin calls."""
     client_timeout: float = 30.0
-    """Seconds that a client may take for its headers, for its body, and for reading on."""
+    """Seconds that a client may take to send its headers, to send its body, and to continue reading an
+    answer."""
     request_timeout: float = 600.0
-    """Seconds after which an unfinished request is ended with an error."""
+    """Seconds after which an unfinished request ends with an error."""
     stream_interval: int = 1
-    """Tokens in a chunk of a stream behind the first; more make HTTP cheaper and streams coarser."""
+    """Tokens per chunk of a stream, after the first chunk; larger values make HTTP cheaper and streams
+    coarser."""
     grace_seconds: float = 30.0
-    """Seconds that running requests have to finish after SIGINT or SIGTERM."""
+    """Seconds that running requests get to finish after SIGINT or SIGTERM."""
     restart_engine: bool = False
-    """Start the engine again when its process dies or hangs, instead of exiting."""
+    """Restart the engine if its process dies or hangs, instead of exiting."""
     max_engine_restarts: int = 5
-    """Restarts in a row, without a minute of service between them, after which the server exits."""
+    """Number of restarts in a row, with less than a minute of service between them, after which the server
+    exits."""
     heartbeat_timeout: float = 10.0
-    """Seconds without a sign of life from the engine's process after which it counts as hung."""
+    """Seconds without a heartbeat from the engine's process after which it counts as hung."""
     step_timeout: float | None = None
     """Seconds that one step of the engine may take before it counts as hung; default: 120 on a GPU, 900 on a
     CPU."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls: qwen (or hermes, qwen25), llama (or llama3_json), none; auto: by its
-    chat template."""
+    """Format of the model's tool calls: qwen (or hermes, qwen25), llama (or llama3_json) or none; auto:
+    detected from its chat template."""
     enable_log_requests: bool = False
-    """Log a line for each request when it comes and when it has ended."""
+    """Log a line when a request arrives and when it ends."""
     disable_log_stats: bool = False
-    """Log no throughput, which is otherwise told every ten seconds while there is any."""
+    """Turn off the throughput log, otherwise written every ten seconds while requests run."""
     profile_dir: str = "profiles"
-    """Where /start_profile leaves its traces."""
+    """Directory where /start_profile writes its traces."""
     metrics_prefix: str = "ostinato"
-    """Prefix of the metrics that vLLM and SGLang have too; vllm, sglang or sglang_ suits their dashboards."""
+    """Prefix of the metrics that vLLM and SGLang have too; vllm, sglang or sglang_ match their dashboards."""
     per_request_spec_decode_metrics: str = "none"
-    """What an answer says about its drafts, in `metrics.speculative_decoding`: none, summary, or detailed,
-    step by step. As in vLLM, not with n above 1."""
+    """What an answer reports about its drafts in `metrics.speculative_decoding`: none, summary, or detailed
+    (step by step). As in vLLM, not available with n above 1."""
     allowed_origins: Sequence[str] = ()
-    """Origins whose web pages may use the API from a browser (CORS); * for all."""
+    """Origins whose web pages may use the API from a browser (CORS); * allows all."""
 
     def __post_init__(self) -> None:
         for name in ("api_key", "allowed_origins"):
@@ -92,7 +96,7 @@ class ServerConfig:
         if any(not key for key in keys) or self.admin_key == "":
             raise ConfigError("an API key must not be empty")
         if self.open_admin and self.admin_key is not None:
-            raise ConfigError("open_admin is for servers without an admin_key: give one of them")
+            raise ConfigError("open_admin and admin_key exclude each other: give only one of them")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
         for name in (

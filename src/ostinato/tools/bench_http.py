@@ -31,15 +31,15 @@ class HttpLoad:
     """What is sent. Each field is a flag; its docstring is the help."""
 
     streams: int = 64
-    """Requests at a time."""
+    """Number of requests at a time."""
     num_requests: int = 256
-    """Requests in all."""
+    """Total number of requests."""
     input_len: int = 128
     """Tokens per prompt."""
     output_len: int = 256
-    """Tokens per answer."""
+    """Output tokens per request."""
     repeats: int = 3
-    """Measurements; their median counts."""
+    """Number of measurements; the median is reported."""
 
     def serving(self, vocab_size: int, seed: int) -> ServingLoad:
         """The same as a load on a server; another seed has other prompts, which no prefix cache knows."""

@@ -55,46 +55,47 @@ WORDS = (
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """What is sent, when, and what counts as good. Each field is a flag; its docstring is the help."""
+    """What is sent, when, and what counts for goodput. Each field is a flag; its docstring is the help."""
 
     base_url: str = "http://127.0.0.1:8000"
-    """The server, without /v1."""
+    """Address of the server, without /v1."""
     model: str | None = None
     """The model's name; default: the first that /v1/models lists."""
     api_key: str | None = None
-    """Bearer key."""
+    """API key, sent as a bearer token."""
     endpoint: str = "completions"
-    """completions or chat."""
+    """Endpoint to use: completions or chat."""
     num_requests: int = 200
-    """Requests in all."""
+    """Total number of requests."""
     request_rate: float = 4.0
     """Requests per second on average; 0 sends all at once."""
     max_concurrency: int | None = None
-    """At most so many at the same time; the load is then no longer open-loop."""
+    """Maximum number of requests at the same time; with it the load is no longer open-loop."""
     input_len: int | None = None
-    """Prompt length in words (or token ids); default: drawn, like conversations of ShareGPT."""
+    """Prompt length in words (or token ids); default: random, distributed as in ShareGPT conversations."""
     output_len: int | None = None
-    """Output length in tokens; default: drawn likewise."""
+    """Output length in tokens; default: random, likewise."""
     max_len: int = 1024
-    """The longest prompt and the longest output that is drawn."""
+    """Upper limit of random prompt and output lengths."""
     long_share: float = 0.0
-    """Share of requests with a long prompt, among the others."""
+    """Fraction of requests with a long prompt."""
     long_len: int = 8192
     """Length of a long prompt."""
     token_ids: int | None = None
-    """Send random token ids below this instead of words; completions only."""
+    """Send random token ids below this number instead of words; completions only."""
     ignore_eos: bool = True
-    """Ask for exactly the output length; a field of vLLM, SGLang and Ostinato that others may refuse."""
+    """Ask for exactly the output length, with a field of vLLM, SGLang and Ostinato that other servers may
+    refuse."""
     temperature: float = 0.0
-    """Of every request."""
+    """Temperature of every request."""
     seed: int = 0
-    """Of arrivals, lengths and prompts."""
+    """Seed for arrivals, lengths and prompts."""
     slo_ttft_ms: float = 500.0
-    """A good request has its first token within this."""
+    """Maximum time to first token, in milliseconds, of a request that counts for goodput."""
     slo_tpot_ms: float = 50.0
-    """And takes no longer than this per token behind it."""
+    """Maximum time per token after the first, in milliseconds, of a request that counts for goodput."""
     warmups: int = 2
-    """Requests before the clock starts."""
+    """Number of requests before the measurement starts."""
 
     def __post_init__(self) -> None:
         if self.endpoint not in ("completions", "chat"):
@@ -219,7 +220,7 @@ async def _first_model(client: StreamingClient, load: ServingLoad) -> str:
         name: str = json.loads(body)["data"][0]["id"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         said = f"HTTP {status}: {body[:100].decode(errors='replace')}"
-        raise ConfigError(f"{load.base_url}/v1/models names no model ({said}): give --model") from error
+        raise ConfigError(f"{load.base_url}/v1/models lists no model ({said}): set --model") from error
     return name
 
 

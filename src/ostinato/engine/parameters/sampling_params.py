@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen and when it ends; names and their order are vLLM's."""
+"""How the tokens of a request are chosen and when it ends; the names and their order are vLLM's."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _FLAGS = (
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream (`AsyncLLM.generate`) has in it."""
+    """What each output of a stream (`AsyncLLM.generate`) contains."""
 
     CUMULATIVE = 0
-    """All there is so far."""
+    """Everything so far."""
     DELTA = 1
-    """What has come since the last one."""
+    """What is new since the previous output."""
     FINAL_ONLY = 2
     """Everything, once, at the end."""
 
@@ -65,78 +65,82 @@ class RequestOutputKind(Enum):
 @takes_peer_names
 @dataclass(slots=True)
 class SamplingParams:
-    """Sampling parameters of a request. Each field's text is its help.
+    """Sampling parameters of a request. Each field's docstring is its help text.
 
-    They may be changed at any time; a request has a copy of its own, checked when it is added. Fields that
-    do not exist cannot be set.
+    They may be changed at any time: each request gets a copy, which is checked when the request is added.
+    Fields that do not exist cannot be set.
     """
 
     n: int = 1
     """Completions per prompt."""
     presence_penalty: float = 0.0
-    """Lower (or raise, if negative) the logit of tokens that were generated already; -2 to 2."""
+    """Subtracted from the logits of tokens that were already generated; -2 to 2."""
     frequency_penalty: float = 0.0
-    """The same, for each time the token was generated; -2 to 2."""
+    """Subtracted from the logit of a token once for each time it was generated; -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divide positive and multiply negative logits of tokens in prompt or output by this; above 0."""
+    """Logits of tokens in the prompt or output are divided by this if positive and multiplied by it if
+    negative; above 0."""
     temperature: float = 1.0
-    """Randomness: 0 takes the likeliest token, 1 samples the model's distribution."""
+    """Randomness: 0 always takes the most likely token, 1 samples from the model's distribution."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that together reach this probability; 1 allows all."""
+    """Sample from the most likely tokens whose probabilities add up to this; 1 allows all tokens."""
     top_k: int = 0
-    """Sample among this many likeliest tokens; 0 or -1 allows all."""
+    """Sample from this many of the most likely tokens; 0 or -1 allows all tokens."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest one; 0 drops none."""
+    """Exclude tokens whose probability is below this fraction of the most likely token's; 0 excludes none."""
     seed: int | None = None
-    """Makes the draws repeatable: they depend on the seed and the position only. -1 is none."""
+    """Makes sampling repeatable: draws depend only on the seed and the position. -1: no seed."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the completion; they are not part of the text."""
+    """Strings that end the completion; they are not included in the text."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the completion."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     max_tokens: int | None = 16
-    """The most tokens of a completion; None leaves it to the model length."""
+    """Maximum number of tokens in a completion; None: as many as the model length allows."""
     min_tokens: int = 0
-    """No end-of-sequence token, stop token or stop string ends the completion before this many tokens."""
+    """Minimum number of tokens in a completion: before that, no end-of-sequence token, stop token or stop
+    string ends it."""
     logprobs: int | None = None
-    """Return log probabilities of the sampled token and of this many likeliest ones; -1: of all."""
+    """Return log probabilities of the sampled token and of this many of the most likely ones; -1: of all."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     logprob_token_ids: Sequence[int] | None = None
-    """Return log probabilities of the sampled token and of these instead of the likeliest ones."""
+    """Return log probabilities of the sampled token and of these tokens, not of the most likely ones."""
     flat_logprobs: bool = False
-    """Changes nothing: log probabilities are a list with a dictionary per token."""
+    """No effect: log probabilities are always a list with a dictionary per token."""
     detokenize: bool = True
-    """Turn the tokens into text; without it only token ids are returned."""
+    """Decode the tokens into text; if off, only token ids are returned."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Changes nothing: special tokens stand in the text as they are, without blanks of anybody's."""
+    """No effect: special tokens appear in the text as they are, without added spaces."""
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of a stream has in it: all so far, what is new, or one output at the end."""
+    """What each output of a stream contains: everything so far, only what is new, or everything once at the
+    end."""
     _: KW_ONLY
     stream_interval: int | None = None
-    """New tokens from one output of a stream to the next, behind the first; default: as they come."""
+    """Number of new tokens per output of a stream, after the first output; default: as they come."""
     structured_outputs: StructuredOutputs | None = None
-    """What the text must look like: a JSON schema, a regular expression, a grammar, a choice."""
+    """What the text must match: a JSON schema, a regular expression, a grammar or a list of choices."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids; -100 to 100."""
     allowed_token_ids: Sequence[int] | None = None
-    """Only these token ids may come."""
+    """Only these token ids may be generated."""
     bad_words: Sequence[str | Sequence[int]] | None = None
-    """Words that may not come: the last token of one is forbidden behind its others. Also as token ids."""
+    """Words, as text or as token ids, that must not be generated: the last token of a word is forbidden after
+    the others."""
     logits_processors: Any = None
     """Functions of (token ids so far, logits) or (prompt ids, token ids so far, logits) that return the
-    logits to sample from. They cost the request a wait on the device in every step."""
+    logits to sample from. With them the request waits for the device in every step."""
     truncate_prompt_tokens: int | None = None
-    """Cut the prompt to its last tokens; -1: to what leaves room for the answer."""
+    """Keep only this many tokens at the end of the prompt; -1: as many as leave room for the answer."""
     skip_reading_prefix_cache: bool = False
-    """Compute the whole prompt, whatever is cached of it."""
+    """Compute the whole prompt, even if parts of it are cached."""
     extra_args: dict[str, Any] | None = None
-    """Anything of the caller's; kept with the request and read by nobody here."""
+    """Arbitrary values of the caller, kept with the request; Ostinato itself does not read them."""
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else listed("stop", self.stop, "texts")
@@ -170,9 +174,9 @@ class SamplingParams:
     def _check_ending(self) -> None:
         for text in self.stop or ():
             if not isinstance(text, str) or not text:
-                raise RequestError(f"a stop string must be a text that is not empty, not {text!r}")
+                raise RequestError(f"a stop string must be a non-empty text, not {text!r}")
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings are searched in the text: they need detokenize=True")
+            raise RequestError("stop strings are searched for in the text: they need detokenize=True")
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, math.inf, "an integer of at least 1, or None")
         check_integer("min_tokens", self.min_tokens, 0, 2**30, f"an integer from 0 to {2**30}")
@@ -192,7 +196,10 @@ class SamplingParams:
             named = token_ids("logprob_token_ids", "an id of logprob_token_ids", self.logprob_token_ids)
             self.logprob_token_ids = named
             if self.logprobs not in (None, len(named)):
-                raise RequestError(f"logprob_token_ids are {len(named)}: logprobs must be that too, or None")
+                raise RequestError(
+                    f"logprob_token_ids has {len(named)} ids: logprobs must be {len(named)} or None, "
+                    f"not {self.logprobs}"
+                )
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
         if self.stream_interval is not None:
@@ -204,7 +211,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = token_ids("allowed_token_ids", "an id of allowed_token_ids", self.allowed_token_ids)
             if not allowed:
-                raise RequestError("allowed_token_ids is empty: no token could come; None allows all")
+                raise RequestError("allowed_token_ids is empty and allows no token; None allows all")
             self.allowed_token_ids = allowed
         if self.bad_words is not None:
             self.bad_words = [_bad_word(word) for word in listed("bad_words", self.bad_words, "texts")]
@@ -225,7 +232,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
     @property
@@ -239,12 +246,12 @@ class SamplingParams:
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing with this one but its functions."""
+        """A copy that shares only the functions with this one."""
         same = {id(each): each for each in self.logits_processors or ()}
         return copy.deepcopy(self, same)
 
     def verified(self, **changes: Any) -> SamplingParams:
-        """A copy for one request, checked as it is now; RequestError names what is wrong with it."""
+        """A copy for one request, checked as it is now. RequestError if a value is invalid."""
         if changes or type(self) is not SamplingParams:
             return replace(self, **changes)
         made = self._copied()
@@ -264,7 +271,7 @@ class SamplingParams:
         return made
 
     def seeded(self, number: int) -> SamplingParams:
-        """For one completion, with this number, of a prompt; the first is what n=1 would give."""
+        """Parameters for completion `number` of a prompt; number 0 is what n=1 would give."""
         made = self._copied()
         made.n = 1
         if self.seed is not None:
@@ -275,31 +282,31 @@ class SamplingParams:
 
     @staticmethod
     def from_optional(**given: Any) -> SamplingParams:
-        """As the constructor, where None stands for the default; of max_tokens it is a value."""
+        """Like the constructor, but None means the default, except for max_tokens, where it is a value."""
         kept = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
         return SamplingParams(**kept)
 
 
 _values_of = operator.attrgetter(*SamplingParams.__slots__)
 _LISTS = ("stop", "stop_token_ids")
-"""What is made a list of its own for each request."""
+"""Fields of which each request gets its own list."""
 _simple_values_of = operator.attrgetter(*(name for name in SamplingParams.__slots__ if name not in _LISTS))
 _UNCHANGING = {type(None), bool, int, float, RequestOutputKind}
 
 
 class _LastChecked:
-    """The values of parameters that passed last, if nobody can have changed something inside them since."""
+    """The values of the parameters that passed last, if nothing inside them can have changed since."""
 
     def __init__(self) -> None:
         self._values: tuple[Any, ...] = ()
 
     def note(self, params: SamplingParams) -> None:
-        """These have passed."""
+        """Remember parameters that passed."""
         values = _simple_values_of(params)
         self._values = values if _UNCHANGING.issuperset(map(type, values)) else ()
 
     def are(self, params: SamplingParams) -> bool:
-        """Whether these are the very same, and end with no text and no token of their own."""
+        """Whether these are the same objects, without stop strings or stop tokens."""
         if params.stop != [] or params.stop_token_ids != [] or not self._values:
             return False
         return all(map(operator.is_, _simple_values_of(params), self._values))
@@ -310,22 +317,22 @@ _last_checked = _LastChecked()
 
 @dataclass
 class BeamSearchParams:
-    """What a beam search keeps, and when it ends."""
+    """Parameters of a beam search."""
 
     beam_width: int
-    """Beams kept in every step, and returned."""
+    """Number of beams kept in every step and returned at the end."""
     max_tokens: int
-    """The most tokens of a beam."""
+    """Maximum number of tokens in a beam."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     temperature: float = 0.0
-    """There for vLLM's sake: beams are ranked by the model's own log probabilities, whatever it is."""
+    """No effect, for compatibility with vLLM: beams are ranked by the model's own log probabilities."""
     length_penalty: float = 1.0
     """Sums of log probabilities are divided by the length to this power."""
     include_stop_str_in_output: bool = False
     """Keep the end-of-sequence token in the text."""
     structured_outputs: StructuredOutputs | None = None
-    """What the text must look like."""
+    """What the text must match."""
 
     def __post_init__(self) -> None:
         check_integer("beam_width", self.beam_width, 1, math.inf, "an integer of at least 1")
@@ -339,9 +346,9 @@ class BeamSearchParams:
 def _bad_word(word: object) -> str | list[int]:
     if isinstance(word, str):
         if not word:
-            raise RequestError("bad_words must not have an empty text among them")
+            raise RequestError("bad_words must not contain an empty text")
         return word
     ids = [token_id("an id of bad_words", each) for each in listed("bad_words", word, "token ids")]
     if not ids:
-        raise RequestError("bad_words must not have an empty list among them")
+        raise RequestError("bad_words must not contain an empty list")
     return ids

@@ -31,7 +31,8 @@ def tune(
 ) -> tuple[Path, dict[str, Any]]:
     """Measure at each number of tokens and write the table; its file, and the raw result.
 
-    What was found for a number of tokens serves all from the one before it on. Weights are random.
+    What was found for a number of tokens also serves smaller ones down to the previous number in the list.
+    Weights are random.
     """
     if not torch.cuda.is_available():
         raise TuneError("tune times kernels on an NVIDIA GPU, and torch finds none on this machine")
