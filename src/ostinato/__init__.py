@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import graphs as graphs  # needs no torch until something of it is used
+from . import graphs as graphs  # does not load torch until one of its names is used
 from .engine.vllm_api.module_paths import install
 
 # Type checkers read imports, not the table below; `X as X` tells them that X is public.
@@ -81,7 +81,7 @@ install(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when first asked for: torch takes seconds to load."""
+    """Import public names on first use, because torch takes seconds to load."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = getattr(import_module(f".{_HOMES[name]}", __name__), name)

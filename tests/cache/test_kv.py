@@ -35,7 +35,7 @@ def test_pages_that_fit_is_exact() -> None:
 
 @pytest.mark.parametrize("free", [-(2**20), 0, 2 * SHAPE.bytes_per_page - 1])
 def test_too_little_memory_is_a_clear_error(free: int) -> None:
-    with pytest.raises(KVCacheError, match="raise the memory fraction"):
+    with pytest.raises(KVCacheError, match="raise mem_fraction"):
         SHAPE.pages_that_fit(free)
 
 

@@ -39,7 +39,7 @@ def match(pages: PageAllocator, token_ids: list[int], salt: bytes = b"") -> list
 def test_page_zero_is_never_handed_out() -> None:
     pages = PageAllocator(6, SIZE)
     assert sorted(pages.allocate(5)) == [1, 2, 3, 4, 5]
-    with pytest.raises(OutOfPages, match="1 pages were asked for, 0 of 5 are free"):
+    with pytest.raises(OutOfPages, match="1 pages were requested, 0 of 5 are free"):
         pages.allocate(1)
 
 

@@ -215,7 +215,7 @@ def test_a_padding_value_its_type_cannot_hold_is_refused(device, dtype, pad):
 
 
 def test_duplicated_names_no_fields_and_no_rows_are_refused(device):
-    with pytest.raises(ConfigError, match=r"must differ.*x, y, x"):
+    with pytest.raises(ConfigError, match=r"must be unique.*x, y, x"):
         InputBuffers([x_field(), Field("y", torch.int64), x_field()], max_tokens=2, device=device)
     with pytest.raises(ConfigError, match="at least one"):
         InputBuffers([], max_tokens=2, device=device)
@@ -257,7 +257,7 @@ def test_modes_are_parsed_wherever_they_are_given(device):
 
 def test_a_key_larger_than_the_buffers_is_refused_at_once(device):
     buffers = InputBuffers([x_field()], max_tokens=2, device=device)
-    with pytest.raises(ConfigError, match="does not fit buffers"):
+    with pytest.raises(ConfigError, match="does not fit into buffers"):
         CudaGraphRunner(lambda x: x, buffers, [key(4)])
 
 

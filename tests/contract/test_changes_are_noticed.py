@@ -593,7 +593,7 @@ def test_a_layer_that_is_appended_is_noticed(device):
         f(x)
         f(x)
         container.append(torch.nn.Tanh())
-        with pytest.raises(AddressError, match="a module that layers were added to"):
+        with pytest.raises(AddressError, match="a module to which layers were added"):
             f(x)
         f.recapture()
         assert close(f(x), model(x))

@@ -6,7 +6,7 @@ import torch
 from contract.steps import WIDTH, close, key, make_runner, randn, reasons, rng_state, same, strictly, wrap
 from ostinato.graphs import CaptureError, CaptureOptions
 
-HINT = "run it once before it is captured"
+HINT = "run the step once before the capture"
 
 
 # -- a first call that fails ---------------------------------------------------------------------------

@@ -234,10 +234,10 @@ def test_an_unseen_signature_runs_eagerly_with_the_reason(device):
 
 
 DIFFERENT = {
-    "x of float64[8] a row came where x of float32[8] a row was captured": lambda x: ((x.double(), 1.0), {}),
-    "x of float32[4] a row came where": lambda x: ((x[:, :4], 1.0), {}),
-    "2.0 came where 1.0 was captured": lambda x: ((x, 2.0), {}),
-    "another structure": lambda x: ((x,), {"scale": 1.0}),
+    "got x of float64[8] a row, but x of float32[8] a row was captured": lambda x: ((x.double(), 1.0), {}),
+    "got x of float32[4] a row, but": lambda x: ((x[:, :4], 1.0), {}),
+    "got 2.0, but 1.0 was captured": lambda x: ((x, 2.0), {}),
+    "a different structure": lambda x: ((x,), {"scale": 1.0}),
     "no tensor argument has a batch dimension": lambda x: ((3.0, 1.0), {}),
 }
 

@@ -261,7 +261,7 @@ def test_an_object_that_is_new_at_every_call_is_refused_by_name(device):
         y, holder = f(x)
         assert same([y, holder.h], [x * 2, x + 1])
     assert refused(f, "output[1]", calls=2)
-    assert "is a SimpleNamespace made anew in every call" in str(f.report().failures)
+    assert "is a SimpleNamespace that every call creates anew" in str(f.report().failures)
 
 
 def test_a_bare_object_that_is_new_at_every_call_keeps_its_own_tensors(device):

@@ -51,14 +51,14 @@ def drop_tensor(directory: Path) -> None:
 WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty-file": (lambda at: truncate(at, 0), r"model\.safetensors is not a readable safetensors file"),
     "cut-header": (lambda at: truncate(at, 100), r"model\.safetensors is not a readable safetensors file"),
-    "cut-weights": (lambda at: truncate(at, 30_000), r"not a readable safetensors file.*fetch it again"),
+    "cut-weights": (lambda at: truncate(at, 30_000), r"not a readable safetensors file.*download it again"),
     "garbage": (
         lambda at: (at / "model.safetensors").write_bytes(b"\x07" * 5000),
         r"model\.safetensors is not a readable safetensors file",
     ),
     "missing-tensor": (drop_tensor, r"missing from the checkpoint: layers\.1\.mlp\.up_proj\.weight"),
     "other-shape": (lambda at: edit_config(at, hidden_size=64), r"has shape .* config\.json asks for"),
-    "no-weights": (lambda at: (at / "model.safetensors").unlink(), r"no model\.safetensors"),
+    "no-weights": (lambda at: (at / "model.safetensors").unlink(), r"neither model\.safetensors nor"),
     "no-config": (lambda at: (at / "config.json").unlink(), r"config\.json"),
     "broken-config": (lambda at: (at / "config.json").write_text("{"), r"config\.json is not valid JSON"),
     "experts": (lambda at: edit_config(at, num_local_experts=8), "mixture of experts .* dense only"),

@@ -314,31 +314,35 @@ def _edited(place: Path, world: LoraWorld, change: Any, **fields: Any) -> str:
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "rank": (None, {"r": 9}, "rank 9, at most 8 are served: raise max_lora_rank"),
+    "rank": (None, {"r": 9}, "rank 9, but the maximum is 8: raise max_lora_rank"),
     "rank of tensors": (None, {"r": 5}, r"matrix A of layer .* has shape \[4, 32\], not \[5, 32\]"),
     "dora": (None, {"use_dora": True}, "use_dora is not supported"),
     "bias": (None, {"bias": "all"}, "bias 'all' is not supported"),
     "modules_to_save": (None, {"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
     "pissa": (None, {"init_lora_weights": "pissa"}, "'pissa' is not supported"),
-    "start": (None, {"init_lora_weights": "newly_found"}, "'newly_found' is not known here"),
+    "start": (None, {"init_lora_weights": "newly_found"}, "'newly_found' is unknown"),
     "output layer": (
         None,
         {"target_modules": ["q_proj", "v_proj", "lm_head"]},
-        "target_modules name lm_head, which no adapter can change here; target modules can be down_proj",
+        "target_modules contain lm_head, which adapters cannot change; target modules can be down_proj",
     ),
     "embeddings by a pattern": (
         None,
         {"target_modules": r".*\.(q_proj|v_proj|embed_tokens)"},
-        "target_modules name model.embed_tokens, which",
+        "target_modules contain model.embed_tokens, which",
     ),
-    "pattern of targets": (None, {"target_modules": "*_proj"}, r"'\*_proj' is no regular expression: noth"),
-    "pattern of ranks": (None, {"rank_pattern": {"(q": 4}}, r"'\(q' is no regular expression: missing \)"),
-    "switch": (None, {"use_rslora": "false"}, "a switch is true or false, not 'false'"),
-    "layers": (None, {"layers_to_transform": "01"}, "a layer is a number, not '0'"),
+    "pattern of targets": (
+        None,
+        {"target_modules": "*_proj"},
+        r"'\*_proj' is not a regular expression: noth",
+    ),
+    "pattern of ranks": (None, {"rank_pattern": {"(q": 4}}, r"'\(q' is not a regular expression: missing \)"),
+    "switch": (None, {"use_rslora": "false"}, "a switch must be true or false, not 'false'"),
+    "layers": (None, {"layers_to_transform": "01"}, "a layer must be a number, not '0'"),
     "not finite": (
         lambda t: t[f"{LAYER}.lora_A.weight"][3, 5].fill_(torch.nan),
         {},
-        "matrix A of layer .*q_proj has numbers not finite in torch.float32",
+        "matrix A of layer .*q_proj has numbers that are not finite in torch.float32",
     ),
     "too large once scaled": (
         lambda t: t[f"{LAYER}.lora_B.weight"].fill_(3e38),
@@ -348,20 +352,20 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "layer of the model": (
         lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.zeros(131, 32)}),
         {},
-        "PEFT saves a layer of the model beside adapters of embeddings and of the output layer",
+        "PEFT saves a layer of the model with adapters of embeddings and of the output layer",
     ),
     "kind": (None, {"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
     "unknown field": (None, {"new_feature": 3}, "new_feature is not supported"),
-    "field": (None, {"r": "four"}, "a rank is an integer"),
-    "alpha": (None, {"lora_alpha": None}, "an alpha is a number"),
-    "no tensors": (lambda t: [t.pop(name) for name in list(t)], {}, "has no matrices at all"),
+    "field": (None, {"r": "four"}, "a rank must be an integer"),
+    "alpha": (None, {"lora_alpha": None}, "an alpha must be a number"),
+    "no tensors": (lambda t: [t.pop(name) for name in list(t)], {}, "contains no matrices"),
     "half": (lambda t: t.pop(f"{LAYER}.lora_B.weight"), {}, "has no matrix B"),
     "layer": (
         lambda t: [t.pop(f"{LAYER}.lora_{which}.weight") for which in "AB"],
         {},
-        "1 layers that its target_modules name have no tensors",
+        "1 layers in its target_modules have no tensors",
     ),
-    "more layers": (None, {"target_modules": ["v_proj"]}, "are not among its target_modules"),
+    "more layers": (None, {"target_modules": ["v_proj"]}, "have tensors but are not in its target_modules"),
     "shape": (
         lambda t: t.update({f"{LAYER}.lora_A.weight": torch.zeros(4, 31)}),
         {},
@@ -375,7 +379,8 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown target": (
         lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}),
         {},
-        "lm_head is no layer of LlamaForCausalLM that an adapter can change; target modules can be down_proj",
+        "lm_head is not a layer of LlamaForCausalLM that an adapter can change; "
+        "target modules can be down_proj",
     ),
     "embeddings": (
         lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 32)}),

@@ -267,7 +267,7 @@ def test_what_is_wrong_is_said_before_anything_is_queued(
 
 
 def test_a_stream_of_several_completions_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="a stream is one completion: n must be 1, not 2"):
+    with pytest.raises(RequestError, match=r"stream\(\) yields one completion: n must be 1, not 2"):
         next(llm.stream("Once", SamplingParams(n=2)))
 
 

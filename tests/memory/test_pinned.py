@@ -54,6 +54,8 @@ def test_one_that_cannot_be_registered_leaves_none() -> None:
 
 
 def test_more_than_the_host_has_is_refused_before_it_is_touched() -> None:
-    with pytest.raises(SaverMemoryError, match=r"does not fit into the host's memory.*drop the data"):
+    with pytest.raises(
+        SaverMemoryError, match=r"bytes of host memory, but only .* are available: drop the data"
+    ):
         pinned_buffers([1 << 45], Counting(), nullcontext)
     pinned._refuse_more_than_there_is(MIB)

@@ -54,7 +54,7 @@ def test_unexpected_tensor(checkpoint: Path) -> None:
 
 def test_wrong_shape(checkpoint: Path) -> None:
     edit(checkpoint, lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:-1].clone()}))
-    refuse(checkpoint, rf"{WEIGHT} has shape \[79, 48\], config\.json asks for \[80, 48\]")
+    refuse(checkpoint, rf"{WEIGHT} has shape \[79, 48\], but config\.json requires \[80, 48\]")
 
 
 def test_unreadable_dtype(checkpoint: Path) -> None:
@@ -80,7 +80,7 @@ def test_index_and_shard_disagree(shards: Path) -> None:
     tensors = load_file(shard)
     name = sorted(tensors)[0]
     save_file({key: value for key, value in tensors.items() if key != name} or {"x": torch.ones(1)}, shard)
-    refuse(shards, rf"{shard.name}: tensor {name} is missing though")
+    refuse(shards, rf"{shard.name}: tensor {name} is missing, although")
 
 
 @pytest.mark.parametrize("content", ["{", "{}", json.dumps({"weight_map": ["a"]})])
@@ -91,12 +91,12 @@ def test_broken_index(shards: Path, content: str) -> None:
 
 def test_shards_without_an_index(shards: Path) -> None:
     (shards / "model.safetensors.index.json").unlink()
-    refuse(shards, "safetensors files but no model")
+    refuse(shards, "safetensors files, but no model")
 
 
 def test_no_weights_and_old_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
-    refuse(checkpoint, r"no model\.safetensors and no")
+    refuse(checkpoint, r"neither model\.safetensors nor")
     (checkpoint / "pytorch_model.bin").write_bytes(b"")
     refuse(checkpoint, r"pytorch_model\.bin is in an old format")
 
@@ -108,7 +108,7 @@ def test_an_output_layer_of_its_own_in_a_tied_model(tmp_path: Path) -> None:
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[embeddings] + 0}))
     load_model(tmp_path)
     edit(tmp_path, lambda tensors: tensors["lm_head.weight"][3, 4].add_(1))
-    told = 'lm_head.weight of the checkpoint is another matrix than theirs: with hf_overrides={"tie_'
+    told = 'lm_head.weight in the checkpoint differs from them; to use it, set hf_overrides={"tie_'
     refuse(tmp_path, told)
     config = ModelConfig.load(tmp_path, {"tie_word_embeddings": False})
     assert load_model(tmp_path, config=config).lm_head is not None
@@ -121,16 +121,16 @@ def test_files_of_two_savings(tmp_path: Path) -> None:
     load_model(tmp_path)
     saved_model("llama", tmp_path, max_shard_size="40KB")  # leaves the single file
     assert (tmp_path / "model.safetensors").is_file()
-    refuse(tmp_path, "of two savings: remove the older one")
+    refuse(tmp_path, "that lists other files; remove the older of the two")
     (tmp_path / "model.safetensors").unlink()
     load_model(tmp_path)
 
 
 def test_no_directory_at_all(checkpoint: Path) -> None:
-    with pytest.raises(WeightsError, match="nowhere is no directory of this machine"):
+    with pytest.raises(WeightsError, match="nowhere is not a directory on this machine"):
         load_weights(load_model(checkpoint), checkpoint / "nowhere")
 
 
 def test_unknown_load_format(checkpoint: Path) -> None:
-    with pytest.raises(WeightsError, match="'pickle' is unknown; choose safetensors or dummy"):
+    with pytest.raises(WeightsError, match="unknown load_format 'pickle': use safetensors or dummy"):
         load_model(checkpoint, load_format="pickle")  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ def test_overrides_of_rope_act_in_whichever_style_they_and_the_file_are(
 
 def test_two_styles_at_once_must_agree() -> None:
     assert config(**NEW, rope_scaling={"type": "llama3", **LLAMA3}).rope == config(**NEW).rope
-    with pytest.raises(ModelError, match="rope_parameters and rope_scaling say different things"):
+    with pytest.raises(ModelError, match="rope_parameters and rope_scaling contradict each other"):
         config(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rope_scaling=LINEAR)
 
 
@@ -127,7 +127,7 @@ def test_qwen_windows_start_at_a_layer_or_are_listed() -> None:
     ("fields", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported; .*Qwen3ForCausalLM"),
-        ({"architectures": None, "model_type": "bert"}, r"'bert' with no architecture .*LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "bert"}, r"'bert' without an architecture .*LlamaForCausalLM"),
         ({"num_local_experts": 8}, r"mixture of experts \(num_local_experts=8\)"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, r"'longrope' is not supported; .*llama3"),
         (
@@ -181,7 +181,7 @@ def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
         ModelConfig.load(file)
     file.write_text("[]")
-    with pytest.raises(ModelError, match="holds a list"):
+    with pytest.raises(ModelError, match="contains a list"):
         ModelConfig.load(file)
     file.write_text(json.dumps({**BASE, "architectures": ["MixtralForCausalLM"]}))
     with pytest.raises(UnsupportedModelError, match=r"config\.json: architecture MixtralForCausalLM"):

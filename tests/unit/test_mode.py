@@ -95,7 +95,7 @@ def test_the_explanation_names_what_is_missing() -> None:
     explanation = lower(FULL, UNIFORM).explanation or ""
     assert "mixed batches need ALWAYS" in explanation
     assert "UNIFORM_BATCH" in explanation
-    assert "ask for PIECEWISE" in (lower(FULL_DECODE_ONLY, NEVER).explanation or "")
+    assert "use PIECEWISE" in (lower(FULL_DECODE_ONLY, NEVER).explanation or "")
 
 
 def test_a_query_length_below_one_is_refused() -> None:

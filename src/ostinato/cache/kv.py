@@ -12,7 +12,7 @@ from .pages import PAGE_SIZE
 
 
 class KVCacheError(ValueError):
-    """The KV cache cannot be built as asked."""
+    """The KV cache cannot be built as requested."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class KVShape:
         return elements * self.dtype.itemsize
 
     def pages_that_fit(self, free_bytes: int) -> int:
-        """How many pages, page 0 among them, fit into `free_bytes`; an error if not even two do."""
+        """How many pages, including page 0, fit into `free_bytes`; raises if fewer than two do."""
         pages = free_bytes // self.bytes_per_page
         if pages < 2:
             raise KVCacheError(
                 f"{max(free_bytes, 0) / 2**20:.1f} MiB are free for the KV cache, but two pages (one of them "
-                f"reserved) take {2 * self.bytes_per_page / 2**20:.1f} MiB: raise the memory fraction, "
-                "or use a smaller model or fewer captured sizes"
+                f"reserved) take {2 * self.bytes_per_page / 2**20:.1f} MiB: raise mem_fraction, or use a "
+                "smaller model or fewer captured sizes"
             )
         return pages
 
@@ -66,9 +66,9 @@ class KVCache:
         allocate: Allocate | None = None,
         name: str = "kv",
     ) -> None:
-        """Allocate `num_pages` pages on `device`; `allocate` gives the memory, if not torch.
+        """Allocate `num_pages` pages on `device`, from `allocate` or, by default, from torch.
 
-        `name`: what the names of its tensors begin with.
+        `name`: prefix of the names of its tensors.
         """
         if num_pages < 2:
             raise KVCacheError(f"a KV cache needs at least 2 pages (page 0 is reserved), not {num_pages}")

@@ -89,7 +89,7 @@ class PageAllocator:
         if num_pages < 2:
             raise ValueError(f"a KV cache needs at least 2 pages (page 0 is reserved), not {num_pages}")
         if page_size < 1:
-            raise ValueError(f"a page holds at least one token, not {page_size}")
+            raise ValueError(f"a page must hold at least one token, not {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
         self._owners = np.zeros(num_pages, dtype=np.int32)
@@ -136,7 +136,7 @@ class PageAllocator:
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, each with one owner: empty pages first, then the least recently used."""
         if count > self.num_free:
-            raise OutOfPages(f"{count} pages were asked for, {self.num_free} of {self.num_usable} are free")
+            raise OutOfPages(f"{count} pages were requested, {self.num_free} of {self.num_usable} are free")
         kept = max(0, len(self._empty) - count)
         taken = self._empty[kept:][::-1]
         del self._empty[kept:]
@@ -294,7 +294,7 @@ class PageAllocator:
         empty, evictable = self._counted(self._empty), self._counted(self._in_order())
         if evictable.sum() != self._num_evictable:
             raise PageIntegrityError(
-                f"{self._num_evictable} pages are said to be evictable, {evictable.sum()} are"
+                f"{self._num_evictable} pages are counted as evictable, but {evictable.sum()} are"
             )
         for page in np.flatnonzero(held != self._owners).tolist():
             word = "leaked" if held[page] < self._owners[page] else "owned without a reference"
@@ -304,8 +304,8 @@ class PageAllocator:
         places = empty + evictable + (held > 0)
         for page in np.flatnonzero(places != (np.arange(self.num_pages) != RESERVED_PAGE)).tolist():
             raise PageIntegrityError(
-                f"page {page} is in {places[page]} places: {held[page]} owners, "
-                f"{empty[page]} times empty, {evictable[page]} times evictable"
+                f"page {page} is in {places[page]} places: {held[page]} owners, listed as empty "
+                f"{empty[page]} times and as evictable {evictable[page]} times"
             )
         self._check_keys()
         in_wrong_list = np.flatnonzero(((empty > 0) & self._is_cached) | ((evictable > 0) & ~self._is_cached))
@@ -318,7 +318,7 @@ class PageAllocator:
         if not self._index.is_sound():
             raise PageIntegrityError("the parts of the index of cached pages disagree")
         if np.flatnonzero(self._is_cached).tolist() != sorted(self._index.pages):
-            raise PageIntegrityError("some pages are marked as cached and are not, or the other way round")
+            raise PageIntegrityError("some pages are marked as cached but are not, or the other way round")
         if self._num_entries != sum(len(unused.pages) for unused in self._evictable):
             raise PageIntegrityError("entries of evictable pages are counted wrongly")
 
@@ -327,9 +327,11 @@ class PageAllocator:
         for page in self._index.pages:
             parent = self._index.parent_of(page)
             if parent is None:
-                raise PageIntegrityError(f"page {page} is cached behind a page which is not")
+                raise PageIntegrityError(f"page {page} is cached behind a page that is not")
             if parent in age and not age.get(page, self.num_pages) < age[parent]:
-                raise PageIntegrityError(f"page {parent} would be evicted before page {page} behind it")
+                raise PageIntegrityError(
+                    f"page {parent} would be evicted before page {page}, which follows it"
+                )
 
     def _counted(self, pages: list[int]) -> IntArray:
         """How often each page is among these."""

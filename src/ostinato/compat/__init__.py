@@ -1,1 +1,1 @@
-"""Ostinato under the names of others, for programs that cannot be told to import something else."""
+"""Ostinato under the names of other packages, for programs whose imports cannot be changed."""

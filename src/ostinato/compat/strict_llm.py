@@ -1,4 +1,4 @@
-"""`vllm.LLM`: ours, with vLLM's answer to a prompt that cannot be served."""
+"""`vllm.LLM`: Ostinato's, but handling prompts that cannot be served as vLLM does."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ostinato.engine.parameters.sampling_params import RequestError
 
 
 class LLM(_LLM):
-    """As `ostinato.LLM`; but one bad prompt of a list fails the call. Callers written for vLLM do not look
-    for `error` in an output, and would go on with an empty one."""
+    """As `ostinato.LLM`, except that one bad prompt in a list fails the whole call. Callers written for vLLM
+    do not check `error` in outputs, and would continue with an empty one."""
 
     def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
-        """As `ostinato.LLM.generate`; RequestError, a ValueError, if one prompt could not be served."""
+        """As `ostinato.LLM.generate`, but raises RequestError, a ValueError, if a prompt cannot be served."""
         return _all_served(super().generate(*args, **kwargs))
 
     def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
@@ -22,7 +22,7 @@ class LLM(_LLM):
         return _all_served(super().chat(*args, **kwargs))
 
     def wait_for_completion(self, **kwargs: Any) -> list[RequestOutput]:
-        """The same for what was queued."""
+        """The same for queued prompts."""
         return _all_served(super().wait_for_completion(**kwargs))
 
 

@@ -1,9 +1,9 @@
-"""`import ostinato.compat.vllm`: from here on `import vllm` finds Ostinato.
+"""`import ostinato.compat.vllm`: after this, `import vllm` finds Ostinato.
 
-For trainers that import vLLM by name, TRL's above all: import this before them. `vllm` and the module paths
-of `engine/vllm_api/module_paths.py` are then Ostinato's, and `importlib.metadata` knows a distribution `vllm`
-of the version whose interface this is. What is not covered cannot be imported, and the error says so. A vLLM
-that is installed is not hidden unless OSTINATO_HIDES_VLLM=1 is in the environment.
+For trainers that import vLLM by name, such as TRL's: import this module before them. `vllm` and the module
+paths in `engine/vllm_api/module_paths.py` then belong to Ostinato, and `importlib.metadata` finds a
+distribution `vllm` with the version whose interface is provided. Importing anything else from it raises an
+error that says so. An installed vLLM is not hidden unless OSTINATO_HIDES_VLLM=1 is set in the environment.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import ostinato
 from ostinato.engine.vllm_api.module_paths import PATHS, PathFinder
 
 INTERFACE = "0.28.0"
-"""The version of vLLM whose names and calls these are."""
+"""The version of vLLM whose names and calls are provided."""
 VERSION = f"{INTERFACE}+ostinato"
 _HIDES = "OSTINATO_HIDES_VLLM"
 _TOO_LATE = ("trl.generation.vllm_client", "trl.generation.vllm_generation")
-"""Modules that have looked for vLLM when they were imported, and do not look again."""
+"""Modules that look for vLLM once, when they are imported."""
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` is told."""
+    """The distribution that `importlib.metadata` sees."""
 
     def read_text(self, filename: str) -> str | None:
         texts = {
@@ -45,12 +45,12 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(PathFinder):
-    """Finds `vllm` and what is inside, and tells what is not."""
+    """Finds `vllm` and the modules inside that exist here, and raises for others."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """All are packages, so that whatever is imported from one and missing is asked for here."""
+        """All modules are packages, so that missing names imported from them are looked up here."""
         top, _, inside = name.partition(".")
         if top != "vllm":
             return None
@@ -58,8 +58,8 @@ class _Finder(PathFinder):
             return ModuleSpec(name, self, origin=__file__, is_package=True)
         # Without `name=`: the import system would take that for a mere absence, and leave our words out.
         raise ModuleNotFoundError(
-            f"No module or name {name!r}: Ostinato stands in vLLM's place here (ostinato.compat.vllm) and "
-            "does not cover it; docs/trl.md lists what it does"
+            f"No module or name {name!r}: Ostinato replaces vLLM here (ostinato.compat.vllm) and does not "
+            "provide it; docs/trl.md lists what it provides"
         )
 
     def exec_module(self, module: ModuleType) -> None:
@@ -70,7 +70,7 @@ class _Finder(PathFinder):
         module.__file__ = __file__  # so that the error of a missing name says whose module it is
 
     def _fill(self, module: ModuleType) -> None:
-        """The names that vLLM has at its top are those that `ostinato` has there."""
+        """Give the top-level module `vllm` the names of `ostinato`."""
         names = [
             name for name in ostinato.__all__ if name not in ostinato.graphs.__all__ and name != "graphs"
         ]
@@ -78,7 +78,7 @@ class _Finder(PathFinder):
         def get(name: str) -> Any:
             if name not in names:
                 raise AttributeError(
-                    f"module 'vllm' has no attribute {name!r}: Ostinato stands in its place "
+                    f"module 'vllm' has no attribute {name!r}: Ostinato replaces it here "
                     "(ostinato.compat.vllm)"
                 )
             return self.lookup("engine.llm", name) if name == "LLM" else getattr(ostinato, name)
@@ -93,7 +93,7 @@ class _Finder(PathFinder):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context
     ) -> Iterable[importlib.metadata.Distribution]:
-        """For `importlib.metadata`, which asks everybody on `sys.meta_path`."""
+        """For `importlib.metadata`, which asks every finder on `sys.meta_path`."""
         return [_Distribution()] if context.name in (None, "vllm") else []
 
 
@@ -102,11 +102,11 @@ def _install() -> None:
         return  # this module was loaded again
     late = [name for name in ("vllm", *_TOO_LATE) if name in sys.modules]
     if late:
-        raise ImportError(f"import ostinato.compat.vllm before {late[0]}: that was imported already")
+        raise ImportError(f"{late[0]} was already imported: import ostinato.compat.vllm before it")
     if os.environ.get(_HIDES) != "1" and (real := importlib.util.find_spec("vllm")) is not None:
         raise ImportError(
-            f"vLLM is installed ({real.origin}), and ostinato.compat.vllm would hide it: set {_HIDES}=1 if "
-            "that is what you want"
+            f"vLLM is installed ({real.origin}), and ostinato.compat.vllm would hide it: set {_HIDES}=1 to "
+            "allow that"
         )
     sys.meta_path.insert(0, _Finder("vllm", "ostinato"))
     importlib.invalidate_caches()

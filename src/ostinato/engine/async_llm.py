@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the same engine for asyncio. One thread steps it; coroutines add, await and abort."""
+"""`AsyncLLM`: the same engine for asyncio. One thread runs its steps; coroutines add, await and abort."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ _Found = TypeVar("_Found")
 
 
 def listed_names(given: object) -> list[str]:
-    """Ids of requests; RequestError for what is none."""
+    """A list of request ids. RequestError if one is not a text."""
     names = []
     for name in given if isinstance(given, list | tuple | set | frozenset) else [given]:
         if not isinstance(name, str):
-            raise RequestError(f"a request id is a text, not {type(name).__name__}")
+            raise RequestError(f"a request id must be a text, not {type(name).__name__}")
         names.append(name)
     return names
 
 
 class AsyncLLM(AsyncTrainerServices):
-    """A model that serves many coroutines at once. Use it from one or more event loops."""
+    """A model that serves many coroutines at once, from one or more event loops."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        """As `LLM`."""
+        """Takes the arguments of `LLM`."""
         self._llm = LLM(model, **options)
         self._turn = self._llm.engine.turn
         self._inboxes = Inboxes()
@@ -66,7 +66,7 @@ class AsyncLLM(AsyncTrainerServices):
     def from_engine_args(
         cls, engine_args: AsyncEngineArgs, usage_context: object = None, stat_loggers: None = None
     ) -> AsyncLLM:
-        """From options as one object. Nobody counts usage, so its context says nothing."""
+        """Create an `AsyncLLM` from options in one object. Usage is not tracked, so its context is unused."""
         refuse_given(stat_loggers=stat_loggers)
         return cls(**engine_args.keywords())
 
@@ -80,11 +80,11 @@ class AsyncLLM(AsyncTrainerServices):
         tokenization_kwargs: None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The request's output as it grows, ending with the finished one; `sampling_params.output_kind` says
-        whether each time all is shown, what is new, or nothing before the end.
+        """Yield the request's output as it grows, at last the finished one; `sampling_params.output_kind`
+        selects whether each contains everything so far or only what is new, or only the final one is yielded.
 
-        Leaving the loop early, or cancelling the task, aborts the request. RequestError if it is refused or
-        fails.
+        Leaving the loop early, or cancelling the task, aborts the request. Raises RequestError if the request
+        is refused or fails.
         """
         refuse_given(tokenization_kwargs=tokenization_kwargs, priority=priority)
         loop = asyncio.get_running_loop()
@@ -129,7 +129,7 @@ class AsyncLLM(AsyncTrainerServices):
         lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """The answer to one conversation, as `generate`; `options` are those of `LLM.chat`."""
+        """Like `generate`, for the answer to one conversation; `options` are those of `LLM.chat`."""
         prompt = self._llm.chat_prompt(messages, **options)
         work = self.generate(prompt, sampling_params, request_id, lora_request=lora_request)
         async with contextlib.aclosing(work) as outputs:
@@ -143,9 +143,9 @@ class AsyncLLM(AsyncTrainerServices):
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """What `LLM.encode` finds, once; `pooling_params.task` says what is wanted (default: embed)."""
+        """Yield the result of `LLM.encode` once; `pooling_params.task` selects the task (default: embed)."""
         if not isinstance(pooling_params, PoolingParams):
-            raise RequestError(f"pooling_params are PoolingParams, not {pooling_params!r}")
+            raise RequestError(f"pooling_params must be PoolingParams, not {pooling_params!r}")
         wanted = pooling_params if pooling_params.task else replace(pooling_params, task="embed")
         reader = self._llm.reader()
         reader.check(wanted)
@@ -172,8 +172,8 @@ class AsyncLLM(AsyncTrainerServices):
         yield reader.pooled(served, wanted)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """End requests now; their coroutines get the output as far as it got. There is one kind of ids: with
-        `internal`, which vLLM has for its own, they are the same."""
+        """End requests now; their coroutines get the output so far. `internal` exists for compatibility with
+        vLLM and has no effect: Ostinato has only one kind of request ids."""
         names = [request_id] if isinstance(request_id, str) else listed_names(request_id)
 
         def abort(engine: TextEngine) -> None:
@@ -183,15 +183,15 @@ class AsyncLLM(AsyncTrainerServices):
         self._thread.do(abort)
 
     def pause(self) -> None:
-        """Run no further step until `resume`; requests keep their place, and new ones are taken in."""
+        """Stop taking steps until `resume`. Requests keep their place, and new ones are accepted."""
         self._thread.do(lambda engine: engine.core.scheduler.pause())
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._thread.do(lambda engine: engine.core.resume())
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
-        """As `LLM.sleep`; requests that are kept, and those that come meanwhile, wait for `wake_up`."""
+        """As `LLM.sleep`; kept requests, and new ones that arrive meanwhile, wait for `wake_up`."""
         await self._thread.call(lambda engine: engine.core.sleeper.check(level, mode))
         mode = await self._drained(mode)
 
@@ -213,15 +213,15 @@ class AsyncLLM(AsyncTrainerServices):
     async def update_weights(self, weights: PartOfUpdate, *, version: None = None) -> None: ...
 
     async def update_weights(self, weights: Any, *, version: str | None = None) -> WeightsReport | None:
-        """As `LLM.update_weights`; requests under way go on."""
+        """As `LLM.update_weights`; running requests continue."""
         if is_part_of_update(weights):
             await self._operated(self._llm.trainer_link.receive(inside(weights, "update_info")))
             return None
         return await self._thread.call(lambda _: self._llm.update_weights(weights, version=version))
 
     async def _read(self, asked: LoRARequest, arrived: Inbox | None = None) -> Adapter | None:
-        """What has to be read for this adapter, beside the engine's steps; None: nothing. The request of
-        `arrived`, if it is for one, has come with this call."""
+        """Read this adapter's files, if needed, while the engine runs steps; None if nothing has to be read.
+        `arrived`: the inbox of the request that this call is for, if it is for one."""
         if not isinstance(asked, LoRARequest):
             raise RequestError(f"lora_request must be a LoRARequest, not {type(asked).__name__}")
 
@@ -237,7 +237,7 @@ class AsyncLLM(AsyncTrainerServices):
         return await asyncio.to_thread(self._llm.engine.adapters.read, path)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLM.add_lora`; requests go on while it is read."""
+        """As `LLM.add_lora`; requests continue while the adapter is read."""
         read = await self._read(lora_request)
         return await self._thread.call(lambda engine: engine.adapters.load(lora_request, read))
 
@@ -264,7 +264,7 @@ class AsyncLLM(AsyncTrainerServices):
         wait_for_inflight_requests: bool | None = None,
         clear_cache: bool = True,
     ) -> None:
-        """As `LLM.pause_generation`; requests that come meanwhile wait for `resume_generation`."""
+        """As `LLM.pause_generation`; requests that arrive meanwhile wait for `resume_generation`."""
         chosen = "wait" if wait_for_inflight_requests else mode
         check_mode(chosen)
         chosen = await self._drained(chosen)
@@ -283,14 +283,14 @@ class AsyncLLM(AsyncTrainerServices):
         return await self._thread.call(lambda engine: engine.core.is_paused)
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
-        """Wait until no request is unfinished; whoever comes meanwhile is waited for too. TimeoutError."""
+        """Wait until all requests are finished, including those that arrive meanwhile, or TimeoutError."""
         async with asyncio.timeout(drain_timeout):
             while await self._thread.call(lambda engine: engine.has_work):
                 await asyncio.sleep(0.001)
 
     async def _between_tokens(self, function: Callable[[TextEngine], _Found], *, takes_pages: bool) -> _Found:
-        """Have the engine's thread do this; what `takes_pages` of all requests waits until those of the last
-        time have brought somebody on."""
+        """Run `function` on the engine's thread. If it `takes_pages` from all requests, it waits until some
+        request has advanced since the last such call."""
         is_due = False
 
         def if_due(engine: TextEngine) -> _Found | None:
@@ -305,8 +305,8 @@ class AsyncLLM(AsyncTrainerServices):
             await asyncio.sleep(0.001)
 
     async def _drained(self, mode: str) -> str:
-        """Wait for requests under way, if that is the mode, while others are held and any may be aborted;
-        what is left to be done with requests. Who is cancelled meanwhile leaves things as they were."""
+        """In mode wait, wait for running requests, while new ones are held and any may be aborted. Returns
+        what is left to do with requests. Cancellation meanwhile leaves everything as it was."""
         if mode != "wait":
             return mode
         undo: list[Callable[[], None]] = []
@@ -372,7 +372,7 @@ class AsyncLLM(AsyncTrainerServices):
         return await self._thread.call(lambda _: self._llm.stop_profile())
 
     async def check_health(self) -> None:
-        """RequestError if the engine has stopped."""
+        """Raise RequestError if the engine has stopped."""
         if not self.is_running:
             raise RequestError("this AsyncLLM is closed")
 
@@ -383,11 +383,11 @@ class AsyncLLM(AsyncTrainerServices):
 
     @property
     def errored(self) -> bool:
-        """Whether they are not."""
+        """Whether the engine no longer serves requests."""
         return not self.is_running
 
     def shutdown(self) -> None:
-        """The same as `close`."""
+        """Same as `close`."""
         self.close()
 
     def graph_report(self) -> Report:
@@ -399,8 +399,8 @@ class AsyncLLM(AsyncTrainerServices):
         return self._llm.speculation_report()
 
     def close(self) -> None:
-        """Stop serving and free everything; requests under way end with RequestError. In a forked child all
-        that is the parent's: nothing happens."""
+        """Stop serving and free everything; running requests end with RequestError. Does nothing in a forked
+        child, because everything is the parent's."""
         if self._turn.is_elsewhere:
             return
         self._thread.stop()
@@ -414,4 +414,4 @@ class AsyncLLM(AsyncTrainerServices):
 
 
 AsyncLLMEngine = AsyncLLM
-"""Its older name."""
+"""The older name of `AsyncLLM`."""

@@ -214,7 +214,7 @@ class EngineConfig:
         check_capture_sizes(self)
         self._check_adapters()
         if self.hostile_wake and not self.enable_sleep_mode:
-            raise ConfigError("hostile_wake has an effect on wake_up only: set enable_sleep_mode as well")
+            raise ConfigError("hostile_wake acts only at wake_up: it needs enable_sleep_mode")
         if self.batch_invariant:
             self._check_batch_invariant()
         if self.speculative_config is not None:

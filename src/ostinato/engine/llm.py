@@ -55,14 +55,16 @@ logger = logging.getLogger("ostinato.engine")
 
 
 class LLM(EngineServices, TrainerServices):
-    """A model ready to generate. As a context manager it frees everything at the end."""
+    """A model ready to generate. As a context manager it frees everything when it exits."""
 
     def __init__(self, model: str | None = None, *, progress: bool | None = None, **options: Any) -> None:
-        """`model`: a directory, a GGUF file, a hub name; none: SmolLM2-135M-Instruct.
+        """Load a model and capture its graphs.
 
-        `options` are the fields of `EngineConfig` and `LLMOptions`, also under the names that vLLM and SGLang
-        have for them (docs/flags.md). `progress` shows a bar while capturing (default: when standard error is
-        a terminal).
+        Args:
+            model: a directory, a GGUF file or a hub name; default: SmolLM2-135M-Instruct.
+            progress: show a progress bar while capturing (default: when standard error is a terminal).
+            options: the fields of `EngineConfig` and `LLMOptions`; the names that vLLM and SGLang have for
+                them work too (docs/flags.md).
         """
         self.config, self._options = llm_options(model, options)
         self._template = self._options.template
@@ -73,12 +75,12 @@ class LLM(EngineServices, TrainerServices):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
-        """From options as one object."""
+        """Create an `LLM` from options in one object."""
         return cls(**engine_args.keywords())
 
     @property
     def engine(self) -> TextEngine:
-        """The engine inside."""
+        """The underlying engine."""
         if self._engine is None:
             raise RequestError("this LLM is closed")
         return self._engine
@@ -94,14 +96,16 @@ class LLM(EngineServices, TrainerServices):
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
-        """Complete the prompts; outputs in their order. Without `sampling_params` the model's own are used
-        (`get_default_sampling_params`).
+        """Complete the prompts and return one output per prompt, in the same order.
 
-        Of a list, a prompt that cannot be served comes back with `error` set, which is logged, and the others
-        are served; a single prompt raises RequestError. `use_tqdm` (vLLM's name) shows a bar over the
-        prompts, or is what makes one; default: for lists, when standard error is a terminal. `lora_request`:
-        an adapter for all prompts, or a list with one or None for each. The last three are vLLM's and refused
-        by name, priorities unless they are 0.
+        Without `sampling_params` the model's own are used (`get_default_sampling_params`). In a list, a
+        prompt that cannot be served returns an output with `error` set, which is also logged, and the others
+        are served; a single such prompt raises RequestError.
+
+        `use_tqdm` (vLLM's name): whether to show a progress bar over the prompts, or a function that makes
+        one; default: for lists, when standard error is a terminal. `lora_request`: an adapter for all
+        prompts, or a list with an adapter or None for each. The last three parameters exist for vLLM's
+        signature and are refused by name; a `priority` of 0 is accepted.
         """
         refuse_given(
             priority=priority,
@@ -129,12 +133,13 @@ class LLM(EngineServices, TrainerServices):
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, as `generate` completes prompts.
+        """Answer one conversation or several; otherwise like `generate`.
 
-        `chat_template`: a file or a source instead of the model's own. `add_generation_prompt=False` with
-        `continue_final_message=True` goes on with the last message. `tools` are refused where the template
-        has no place for them; `chat_template_kwargs` are variables for it. Contents that are lists of parts
-        are joined to one text, unless `chat_template_content_format` is openai.
+        `chat_template`: a file or the template's text, instead of the model's own.
+        `add_generation_prompt=False` with `continue_final_message=True` continues the last message. `tools`
+        are refused if the template does not use them; `chat_template_kwargs` are variables for the template.
+        Message contents that are lists of parts are joined into one text, unless
+        `chat_template_content_format` is openai.
         """
         refuse_given(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         conversations, alone = listed_conversations(messages)
@@ -160,7 +165,7 @@ class LLM(EngineServices, TrainerServices):
         lora_request: AskedAdapters = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt, `params.beam_width` of them, best first."""
+        """The `params.beam_width` most likely continuations of each prompt, best first."""
         engine = self.engine
         listed, _ = listed_prompts(prompts)
         # Loaded once: what is asked for step by step is then there.
@@ -192,8 +197,8 @@ class LLM(EngineServices, TrainerServices):
         *,
         lora_request: AskedAdapters = None,
     ) -> list[str]:
-        """Queue prompts for `wait_for_completion`; their ids. RequestError, and nothing is queued, if one of
-        them cannot be served."""
+        """Queue prompts for `wait_for_completion` and return their ids. Raises RequestError, and queues
+        nothing, if one of them cannot be served."""
         listed, _ = listed_prompts(prompts)
         params = one_each(self._chosen(sampling_params), len(listed))
         adapters = one_adapter_each(lora_request, len(listed))
@@ -208,7 +213,7 @@ class LLM(EngineServices, TrainerServices):
         return [output.request_id for output in outputs]
 
     def wait_for_completion(self, *, use_tqdm: Shown = None) -> list[RequestOutput]:
-        """The outputs of all that was queued, in its order."""
+        """Wait for all queued prompts and return their outputs in the same order."""
         queued, self._queued = self._queued, []
         with HeldSignals() as signals, self.engine.awaiting() as unfinished:
             engine = self.engine
@@ -224,10 +229,10 @@ class LLM(EngineServices, TrainerServices):
         *,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[str]:
-        """The text of one completion, piece by piece. Leaving the loop early aborts the request."""
+        """Yield the text of one completion piece by piece. Leaving the loop early aborts the request."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if getattr(params, "n", 1) != 1:
-            raise RequestError(f"a stream is one completion: n must be 1, not {params.n}")
+            raise RequestError(f"stream() yields one completion: n must be 1, not {params.n}")
         engine, sent = self.engine, 0
         name = engine.new_id()
         try:
@@ -260,8 +265,9 @@ class LLM(EngineServices, TrainerServices):
         tokenization_kwargs: None = None,
         pooling: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Vectors, in `outputs.embedding`: of the last token (`pooling="last"`) or the mean of all
-        (`"mean"`), of length 1 unless `pooling_params` say otherwise."""
+        """Embed the prompts; the vectors are in `outputs.embedding`. They are the state of the last token
+        (`pooling="last"`) or the mean over all tokens (`"mean"`), normalised to length 1 unless
+        `pooling_params` turn that off."""
         refuse_given(tokenization_kwargs=tokenization_kwargs)
         return self.reader(use_tqdm, pooling, lora_request).embed(prompts, pooling_params)
 
@@ -275,7 +281,7 @@ class LLM(EngineServices, TrainerServices):
         pooling_task: str | None = None,
         tokenization_kwargs: None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What `embed` or `classify` find (`pooling_task`), as tensors in `outputs.data`."""
+        """The results of `embed` or `classify` (`pooling_task`) as tensors, in `outputs.data`."""
         refuse_given(tokenization_kwargs=tokenization_kwargs)
         return self.reader(use_tqdm, lora_request=lora_request).encode(prompts, pooling_params, pooling_task)
 
@@ -288,7 +294,7 @@ class LLM(EngineServices, TrainerServices):
         lora_request: AskedAdapters = None,
         tokenization_kwargs: None = None,
     ) -> list[ClassificationRequestOutput]:
-        """How likely each class is, in `outputs.probs`; for models with such a head."""
+        """Class probabilities, in `outputs.probs`; for models with a classification head."""
         refuse_given(tokenization_kwargs=tokenization_kwargs)
         return self.reader(use_tqdm, lora_request=lora_request).classify(prompts, pooling_params)
 
@@ -304,19 +310,19 @@ class LLM(EngineServices, TrainerServices):
         tokenization_kwargs: None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together, one with all or pair by pair, in `outputs.score`: what a model with a
-        head of one label says of each pair, otherwise the cosine of the texts' vectors."""
+        """Similarity of texts, of one text with all others or pair by pair, in `outputs.score`: the score
+        that a model whose head has one label gives a pair, otherwise the cosine of the texts' vectors."""
         refuse_given(tokenization_kwargs=tokenization_kwargs)
         reader = self.reader(use_tqdm, lora_request=lora_request)
         return reader.score(data_1, data_2, pooling_params, chat_template)
 
     def reward(self, prompts: Prompt | Sequence[Prompt], **_: Any) -> None:
-        """vLLM's, of single tokens: refused, with what to use instead."""
+        """vLLM's scores of single tokens: refused, with the alternative."""
         self.reader().encode(prompts, None, "reward")
 
     @functools.cached_property
     def llm_engine(self) -> LLMEngine:
-        """The engine step by step."""
+        """The engine behind vLLM's step-by-step interface."""
         return LLMEngine(self)
 
     def graph_report(self) -> Report:
@@ -324,19 +330,19 @@ class LLM(EngineServices, TrainerServices):
         return self.engine.core.report()
 
     def sampling_report(self) -> Report | None:
-        """The same for sampling that is not in decode graphs; None for a model that only embeds."""
+        """The same for sampling outside of decode graphs; None for a model that only embeds."""
         sampler = self.engine.core.sampler
         return None if sampler is None else sampler.report()
 
     def speculation_report(self) -> SpeculationReport | None:
-        """What drafts brought, and why there were none; None without speculation."""
+        """How many drafts were accepted, and why steps had none; None without speculation."""
         speculation = self.engine.core.runner.speculation
         return None if speculation is None else speculation.summary()
 
     def step_times(self, *, reset: bool = False) -> StepTimes:
         """CPU time of the steps so far, by part, and on a GPU how long the device waited for a decode step.
 
-        `reset` begins to count anew.
+        `reset` restarts the counters.
         """
         clock = self.engine.core.clock
         times = clock.read()
@@ -345,23 +351,23 @@ class LLM(EngineServices, TrainerServices):
         return times
 
     def startup_times(self) -> dict[str, float]:
-        """Seconds of the start by phase, in order, and in `total`."""
+        """Seconds that each phase of the startup took, in order, and their `total`."""
         return self.engine.core.startup.read()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes by what they are for: weights, adapters (where they are served), kv, inputs, outputs,
-        sampling, activations (of all graphs, in their shared pool), workspace (of libraries, counters of
-        kernels) and graphs (what the driver holds for them). Where a rehearsal has sized the KV cache, also
-        what it had predicted of the last three."""
+        """Bytes by purpose: weights, adapters (if they are served), kv, inputs, outputs, sampling,
+        activations (of all graphs, in their shared pool), workspace (of libraries, and counters of kernels)
+        and graphs (held by the driver). If a rehearsal sized the KV cache, also its predictions of the last
+        three."""
         return self.engine.core.parts.memory()
 
     def verify(self, seed: int = 0, *, progress: bool | None = None) -> EngineVerification:
-        """Launch every graph on made-up requests and compare all it leaves with a slow computation that
-        shares nothing with it; VerifyError names the graphs that are wrong.
+        """Launch every graph on made-up requests and compare everything it writes with a slow, independent
+        computation. Raises VerifyError, which names the wrong graphs.
 
-        Takes seconds to a minute and leaves everything as it was, cached prefixes included.
-        EngineBusyError while requests are served. `progress` shows a bar over the graphs (default: when
-        standard error is a terminal).
+        Takes seconds to a minute and leaves everything as it was, including cached prefixes. Raises
+        EngineBusyError while requests are served. `progress` shows a progress bar over the graphs (default:
+        when standard error is a terminal).
         """
         from .verifying.verification import verify
 
@@ -371,19 +377,22 @@ class LLM(EngineServices, TrainerServices):
         return outcome
 
     def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
-        """Give memory back to the device; graphs and addresses stay. See `EngineConfig.enable_sleep_mode`.
+        """Release memory to the device; graphs and addresses stay. See `EngineConfig.enable_sleep_mode`.
 
-        `level` 0: only take no steps. 1: weights go to the host, the KV cache is dropped. 2: both are
-        dropped. `mode`: requests that are not finished end now (abort), before (wait), or after `wake_up`,
-        computed again (keep). SaverMemoryError: the host has no room for the weights; nothing has changed.
+        `level` 0: only stop taking steps; 1: move the weights to the host and drop the KV cache; 2: drop
+        both. `mode`: what happens to unfinished requests: abort ends them now, wait finishes them first, keep
+        computes them again after `wake_up`. Raises SaverMemoryError if the host has no room for the weights;
+        nothing has changed then.
         """
         return self.engine.sleep(level, mode, lambda outputs: None)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> SleepReport:
-        """Take memory back: all, or of the tags weights, kv_cache (with graphs), graphs, scheduling.
+        """Restore memory: all of it, or that of the tags weights, kv_cache (includes graphs), graphs,
+        scheduling.
 
-        SaverMemoryError: there is too little, and they stay away; call it again. After level 2 nothing is
-        generated until weights are loaded. When all is back, a pause is over too.
+        Raises SaverMemoryError if there is too little memory; the tags stay released, and the call can be
+        repeated. After level 2 nothing is generated until weights are loaded. When everything is restored, a
+        pause ends too.
         """
         return self.engine.wake_up(tags)
 
@@ -396,14 +405,15 @@ class LLM(EngineServices, TrainerServices):
     def update_weights(self, weights: PartOfUpdate, *, version: None = None) -> None: ...
 
     def update_weights(self, weights: Any, *, version: str | None = None) -> WeightsReport | None:
-        """New weights in place of the old: graphs and addresses stay, cached prefixes are forgotten.
+        """Replace weights in place: graphs and addresses stay, cached prefixes are dropped.
 
-        `weights`: a checkpoint's directory, or tensors by the names it would have, in a mapping, a list of
-        pairs or an iterator; not necessarily all. All that are given are written or, if one does not fit or
-        reading fails, none: WeightsError. Requests under way go on with the KV that they have.
+        `weights`: the directory of a checkpoint, or tensors by the names that a checkpoint gives them, as a
+        mapping, a list of pairs or an iterator; not necessarily all weights. Either all of them are written
+        or, if one does not fit or cannot be read, none: WeightsError. Running requests continue with the KV
+        that they have.
 
-        {"update_info": {...}} is a part of an update that a trainer sends, as with vLLM; it is written by
-        `finish_weight_update`.
+        {"update_info": {...}} is one part of an update that a trainer sends, as with vLLM;
+        `finish_weight_update` writes it.
         """
         if is_part_of_update(weights):
             done_here(self.trainer_link.receive(inside(weights, "update_info")))
@@ -412,22 +422,22 @@ class LLM(EngineServices, TrainerServices):
 
     @property
     def weight_version(self) -> str:
-        """Of the weights: "0" as loaded, then what `update_weights` was given or counted."""
+        """The version of the weights: "0" as loaded, then what `update_weights` was given or counted."""
         return self.engine.core.weights.version
 
     def shared_weights(self) -> dict[str, torch.Tensor]:
-        """The weights by the names of the checkpoint, at the addresses that graphs read: a trainer in this
-        process may train these very tensors. Call `update_weights({})` when they have changed, and nothing is
-        copied. They are there as long as the tag weights is."""
+        """The weights by their names in the checkpoint, at the addresses that graphs read: a trainer in this
+        process can train these tensors directly. After changing them, call `update_weights({})`, which copies
+        nothing. They are valid while the tag weights has its memory."""
         self.engine.core.sleeper.refuse_without_weights()
         return shared_weights(self.engine.core.loaded.model)
 
     def is_sleeping(self) -> bool:
-        """True from `sleep` until everything is back."""
+        """True from `sleep` until everything is restored."""
         return self.engine.core.sleeper.is_sleeping
 
     def close(self) -> None:
-        """Free weights, KV cache and graphs. In a forked child they are the parent's: nothing happens."""
+        """Free weights, KV cache and graphs. Does nothing in a forked child: they are the parent's."""
         if self._engine is None or self._engine.turn.is_elsewhere:
             return
         if "trainer_link" in vars(self):
@@ -460,7 +470,7 @@ class LLM(EngineServices, TrainerServices):
         return self.get_default_sampling_params() if params is None else params
 
     def chat_prompt(self, messages: Messages, **options: Any) -> dict[str, Any]:
-        """The prompt of a conversation, as `chat` would write it with these `ChatOptions`."""
+        """The prompt that `chat` would make of a conversation with these `ChatOptions`."""
         [conversation], _ = listed_conversations(messages)
         return self._writer(**options).prompt(conversation)
 

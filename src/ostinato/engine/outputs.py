@@ -1,4 +1,4 @@
-"""What a caller gets back, in the shape vLLM's users know."""
+"""Outputs of requests, with vLLM's names and structure."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ class Logprob:
 
 
 class TextSoFar(Protocol):
-    """A text that is made when it is read."""
+    """A text that is decoded when it is read."""
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
 
     def since(self, start: int) -> str:
-        """What is behind the first `start` characters; takes as long as that is, not as all of it."""
+        """The text after the first `start` characters; the cost depends on its length only."""
 
 
 class TextInTheMaking(TextSoFar, Protocol):
-    """A text that grows; `text` is as far as it goes."""
+    """A growing text; `text` is what there is so far."""
 
     def so_far(self) -> TextSoFar:
-        """The text as it is now, which stays as it is."""
+        """The text as it is now; does not change later."""
 
 
 class ReadLater:
-    """Has fields that are made when somebody reads them. The class must give these fields no value."""
+    """Base of classes with fields that are computed on first read. The class must not assign them a value."""
 
     def read_later(self, **makers: Callable[[], Any]) -> None:
-        """What these fields are, instead of what they are now. Each may be called more than once."""
+        """Compute these fields when they are read, by functions that may be called more than once."""
         for name in makers:
             self.__dict__.pop(name, None)
         self.__dict__["_makers"] = makers
@@ -64,7 +64,7 @@ class ReadLater:
 
 
 class GrowingText:
-    """A field that is read as a text, and set to one or to something that has one at any time."""
+    """A field that reads as a text; it may be set to a text or to a `TextSoFar`."""
 
     def __set_name__(self, kind: type, name: str) -> None:
         self._kept_as = f"_{name}"
@@ -79,7 +79,7 @@ class GrowingText:
 
 @dataclass
 class CompletionOutput(ReadLater):
-    """One of a request's completions."""
+    """One completion of a request."""
 
     index: int
     text: GrowingText = GrowingText()
@@ -92,7 +92,7 @@ class CompletionOutput(ReadLater):
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The logarithm of how likely the tokens are together; None if no logprobs were asked for."""
+        """Log probability of all tokens together; None if no logprobs were requested."""
         if self.logprobs is None:
             return None
         pairs = zip(self.token_ids, self.logprobs, strict=False)
@@ -103,17 +103,17 @@ class CompletionOutput(ReadLater):
         return self.finish_reason is not None
 
     def text_since(self, start: int) -> str:
-        """The text behind the first `start` characters.
+        """The text after the first `start` characters.
 
-        Takes as long as that is: whoever shows a long text piece by piece reads all of it once.
+        The cost depends on its length only, so showing a long text piece by piece reads all of it once.
         """
         kept: str | TextSoFar = self.__dict__["_text"]
         return kept[start:] if isinstance(kept, str) else kept.since(start)
 
     def snapshot(self) -> CompletionOutput:
-        """A copy that stays as it is while this one grows. Takes the same time for any length.
+        """A copy that does not change while this one grows. Takes the same time for any length.
 
-        Lists are only ever appended to, so a copy is made of as much as is there now, by whoever reads it.
+        Lists are only ever appended to, so the copy records their lengths and is built when it is read.
         """
         taken = CompletionOutput(self.index, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
         kept: str | TextInTheMaking = self.__dict__["_text"]
@@ -143,18 +143,18 @@ class RequestOutput(ReadLater):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per prompt token, None for the first; None if not asked for."""
+    """Log probabilities per prompt token, None for the first; None if they were not requested."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was found in the prefix cache."""
+    """Number of prompt tokens whose KV was found in the prefix cache."""
     error: str | None = None
     """Why the request was refused or failed, if it was."""
     metrics: RequestTimes | None = None
-    """When it arrived, began and ended; None for one that was refused."""
+    """When the request arrived, started and ended; None if it was refused."""
     lora_request: LoRARequest | None = None
-    """The adapter that was asked for."""
+    """The requested adapter."""
 
     def snapshot(self) -> RequestOutput:
-        """A copy that stays as it is while this one grows. Takes the same time for any length."""
+        """A copy that does not change while this one grows. Takes the same time for any length."""
         taken = RequestOutput(
             self.request_id,
             self.prompt,

@@ -1,7 +1,7 @@
 """A CUDA Graph runtime for any PyTorch step with a varying batch.
 
-`graphed` is the one-line door; `CudaGraphRunner` is what an engine builds on. The same contract holds on a
-GPU (CUDA graphs) and on a CPU (the tape).
+`graphed` wraps any function or module in one line; `CudaGraphRunner` is for engines. Both work the same way
+on a GPU (CUDA graphs) and on a CPU (the tape).
 """
 
 from importlib import import_module
@@ -72,7 +72,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when first asked for: who needs an exception only need not load torch."""
+    """Import public names on first use, so that code which needs only an exception does not load torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,4 +1,4 @@
-"""The stream that work is queued on, found without the dozen microseconds that torch takes to name it."""
+"""The current stream, without the dozen microseconds that torch takes to return it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CurrentStream:
         self._stream: torch.cuda.Stream | None = None
 
     def get(self) -> torch.cuda.Stream:
-        """The stream; the same object as before while it is the same stream."""
+        """The stream; the same object as long as the stream is the same."""
         if self._index is None:
             self._index = torch.cuda.current_device()
         raw = torch._C._cuda_getCurrentRawStream(self._index)  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ class DispatchMode(TorchDispatchMode):
                 with self:
                     return plain(*args, **kwargs)
             self.pass_unseen(
-                f"torch's operator {operator.name()!r} decides on the host what runs, by values: keep the "
+                f"torch's operator {operator.name()!r} decides by values, on the host, what runs: keep the "
                 f"decision in tensors (torch.where), or make it outside of the step (at {calling_line()})"
             )
             return operator(*args, **kwargs)

@@ -1,12 +1,12 @@
-"""Every exception the runtime raises for its users. Asserts elsewhere are for our own invariants."""
+"""All exceptions that the runtime raises for its users. Asserts elsewhere check internal invariants."""
 
 
 class OstinatoError(Exception):
-    """The base of all errors of ours."""
+    """Base class of all errors of Ostinato."""
 
 
 class ConfigError(OstinatoError, ValueError):
-    """A setting is unknown, empty or contradicts another one."""
+    """A setting is unknown, invalid or contradicts another one."""
 
 
 class BatchError(OstinatoError, ValueError):
@@ -14,7 +14,7 @@ class BatchError(OstinatoError, ValueError):
 
 
 class CaptureError(OstinatoError, RuntimeError):
-    """Something cannot be captured. Carries the line of user code at fault when there is one."""
+    """Something cannot be captured. Has the line of user code at fault, if there is one."""
 
     def __init__(self, message: str, *, where: str | None = None) -> None:
         super().__init__(f"{message} (at {where})" if where else message)
@@ -22,7 +22,7 @@ class CaptureError(OstinatoError, RuntimeError):
 
 
 class ColdKernelError(CaptureError):
-    """A kernel was compiled while recording: it was not warmed up for what it is captured with."""
+    """A kernel was compiled during recording: it was not warmed up for the captured arguments."""
 
 
 class AddressError(OstinatoError, RuntimeError):

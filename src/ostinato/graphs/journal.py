@@ -238,7 +238,7 @@ class WriteJournal(SavedWrites, WatchingMode):
         for tensor in given:
             if tensor.layout is not torch.strided or tensor.is_nested:
                 kind = "nested" if tensor.is_nested else str(tensor.layout)
-                self.obstacle = f"the step works with {kind} tensors: graphs know dense ones only"
+                self.obstacle = f"the step uses {kind} tensors, but graphs support dense tensors only"
                 return func(*args, **kwargs)
         if func.namespace != "profiler":
             is_made_of_numbers = func in _LIFTS and args[0].device.type == "cpu" and args[0].numel() < 64

@@ -11,32 +11,32 @@ ERROR_MODES = ("thread_local", "global", "relaxed")
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """Settings of a capture; the same for every graph of a runner."""
+    """Settings for capturing; the same for every graph of a runner."""
 
     warmups: int = 2
-    """Eager runs before recording, so that every kernel is compiled and tuned. They leave no trace."""
+    """Eager runs before recording, so that all kernels are compiled and tuned. Their effects are undone."""
 
     freeze_gc: bool = True
-    """Collect, then freeze Python's garbage collector while capturing; off: leave it alone."""
+    """Run Python's garbage collector, then freeze it while capturing; if off, leave it alone."""
 
     debug_log: bool = False
     """Log every graph as it is captured: descriptor, nodes, bytes, time."""
 
     weak_output: bool = True
-    """Outputs share the pool's memory and are overwritten by the next replay of any graph.
-    Off: each graph's outputs keep memory of their own until that graph's next replay."""
+    """Outputs share the pool's memory and are overwritten by the next replay of any graph. If off, each graph
+    has its own memory for outputs, overwritten only by its own next replay."""
 
     keep_graph: bool = False
     """Keep the raw graph for inspection or editing (`CapturedGraph.raw`)."""
 
     error_mode: str = "thread_local"
-    """CUDA's capture error mode. `thread_local` is what a server needs: other threads may use CUDA."""
+    """CUDA's capture error mode. With `thread_local`, other threads may use CUDA during capture."""
 
     generators: tuple[torch.Generator, ...] = ()
-    """Random generators besides the device's default one that the step draws from."""
+    """Random generators that the step draws from, besides the device's default one."""
 
     strict: bool = False
-    """Raise when a rung cannot be captured, instead of reporting it and running its batches eagerly."""
+    """Raise if a rung cannot be captured, instead of reporting it and running its batches eagerly."""
 
     def __post_init__(self) -> None:
         if self.warmups < 0:

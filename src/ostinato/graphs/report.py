@@ -1,4 +1,4 @@
-"""What the graphs are and what they did, for people (a table) and for programs (JSON)."""
+"""What the graphs are and what they did, as a table for people and as JSON for programs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,25 +24,25 @@ class GraphRow:
     segments: int
     """Captured pieces; more than one for a piecewise graph."""
     nodes: int | None
-    """Graph nodes; on the tape recorded calls."""
+    """Graph nodes; on the tape, recorded calls."""
     bytes: int
-    """How much the pool grew for this graph, bridges and results with memory of their own included."""
+    """How much the pool grew for this graph, including its own bridges and results."""
     capture_ms: float
     """Time of the recording."""
     total_ms: float
-    """Time of the recording and of the warm-ups before it."""
+    """Time of the recording and the warm-ups before it."""
     replays: int
     padding_waste: float
-    """Share of replayed token rows that were padding."""
+    """Fraction of replayed token rows that were padding."""
     predicted_bytes: int | None = None
-    """How much the pool was expected to grow for it; None where nobody had to know."""
+    """How much the pool was expected to grow for this graph; None if no budget required a prediction."""
     padding_saved: float = 0.0
-    """Tokens of padding that it saves in a step on average, if all sizes are equally frequent. Where no
-    larger graph of its kind would serve a step, that counts as padded to twice the largest size."""
+    """Average tokens of padding that the graph saves per step, if all sizes are equally frequent. A step that
+    no larger graph of the same kind would serve counts as padded to twice the largest size."""
 
 
 def describe(graph: "CapturedGraph") -> GraphRow:
-    """One graph's row."""
+    """The report's row for one graph."""
     descriptor, recorded = graph.descriptor, graph.recorded
     return GraphRow(
         mode=str(graph.key.mode),
@@ -61,16 +61,16 @@ def describe(graph: "CapturedGraph") -> GraphRow:
 
 @dataclass(frozen=True)
 class Report:
-    """A snapshot of a runner."""
+    """A snapshot of a runner's graphs and counters."""
 
     backend: str
     device: str
     mode: str
     lowered: str | None
-    """Why the mode is lower than asked for, if it is."""
+    """Why the mode is lower than requested; None if it is not."""
     graphs: tuple[GraphRow, ...]
     failures: Mapping[str, str]
-    """Graphs that were given up, with the cause."""
+    """Graphs that were dropped or could not be captured, with the cause."""
     eager_steps: Mapping[str, int]
     """Steps that ran without a graph, by reason."""
     pool_bytes: int
@@ -78,13 +78,13 @@ class Report:
 
     @classmethod
     def of_nothing(cls, mode: GraphMode, eager_steps: Mapping[Any, int]) -> "Report":
-        """The report where nothing has been captured."""
+        """The report if nothing has been captured."""
         eager = {str(reason): count for reason, count in eager_steps.items()}
         return cls("none", "none", str(mode), None, (), {}, eager, pool_bytes=0, input_bytes=0)
 
     @classmethod
     def joined(cls, reports: Sequence["Report"]) -> "Report":
-        """One report over runners that share a pool and a count of eager steps."""
+        """One report for runners that share a pool and the counts of eager steps."""
         first = reports[0]
         return replace(
             first,
@@ -109,13 +109,13 @@ class Report:
 
     @property
     def padding_waste(self) -> float:
-        """Share of all replayed token rows that were padding."""
+        """Fraction of all replayed token rows that were padding."""
         rows = [row.replays * row.num_tokens for row in self.graphs]
         padded = sum(n * row.padding_waste for n, row in zip(rows, self.graphs, strict=True))
         return padded / sum(rows) if any(rows) else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, totals included, as plain values."""
+        """The whole report, including totals, as plain values."""
         totals = {
             "graphs": len(self.graphs),
             "replays": self.replays,
@@ -130,11 +130,11 @@ class Report:
         return json.dumps(self.as_dict(), indent=indent)
 
     def table(self) -> "Group":
-        """The report as something `rich` prints, narrow enough for 80 columns.
+        """The report as a `rich` renderable, narrow enough for 80 columns.
 
-        `seg` are segments, MiB how much the pool grew and `plan` how much it was expected to, ms the time of
-        the recording, `saves` the padded tokens that the graph saves in an average step, `runs` its replays
-        and `waste` the share of padding in them.
+        Columns: `seg`: segments; `MiB`: how much the pool grew; `plan`: how much it was expected to grow;
+        `ms`: time of the recording; `saves`: tokens of padding that the graph saves in an average step;
+        `runs`: replays; `waste`: fraction of padding in them.
         """
         from rich.console import Group
         from rich.table import Table
@@ -169,13 +169,13 @@ class Report:
             f"eager steps: {eager or 'none'}",
         ]
         lines += [f"lowered: {self.lowered}"] if self.lowered else []
-        lines += [f"given up: {key}: {cause}" for key, cause in self.failures.items()]
+        lines += [f"no graph for {key}: {cause}" for key, cause in self.failures.items()]
         return Group(table, *(Text(line) for line in lines))
 
     def __str__(self) -> str:
         from rich.console import Console
 
-        # Rows of usual graphs need fewer than 80; what needs more is not cut off.
+        # Usual rows fit into 80 columns; longer ones are not cut off.
         console = Console(width=100, no_color=True)
         with console.capture() as capture:
             console.print(self.table())

@@ -1,4 +1,4 @@
-"""Capture a step at every rung, then run each batch from the graph that fits, or eagerly with a reason."""
+"""Captures a step at every rung, then runs each batch from the graph that fits, or eagerly with a reason."""
 
 import logging
 from collections import Counter
@@ -35,32 +35,33 @@ from .trimming import Trimmer
 logger = logging.getLogger("ostinato.graphs")
 
 Standing = tuple[dict[GraphKey, tuple[int, int]], dict[GraphKey, tuple[int, int]]]
-"""Graphs that were taken down, in service and new, with their replays and the tokens of these."""
+"""Graphs that were taken down, in service and new, each with its replays and their real tokens."""
 
 _MOST_READY = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ready:
-    """What serves one shape. The dispatcher's decision, so to speak, already carried out."""
+    """Everything needed to serve one shape: the dispatcher's decision, carried out in advance."""
 
     graph: CapturedGraph
     plan: FillPlan
     leaves: list[Any]
     """The outputs without padded rows."""
     volatile: list[torch.Tensor]
-    """Those that the next replay overwrites, or that of the same graph if they are strong."""
+    """Outputs that the next replay overwrites (with strong outputs: the next replay of the same graph)."""
 
 
 class CudaGraphRunner:
     """Runs a step of varying batch size from captured graphs.
 
     `step(**inputs)` gets one tensor per declared field and returns any pytree. It must do all its device
-    work on the current stream and find everything else it reads at unchanging addresses (see `watch`). If
-    it has a parameter named `descriptor`, it is told what it is captured for (or, eagerly, what it runs):
-    the one thing besides tensors that may shape its work.
-    One thread at a time: captures and replays of all runners take turns, but what a replay returns is
-    overwritten by the next one, whoever asks for that.
+    work on the current stream, and everything else it reads must stay at the same addresses (see `watch`).
+    If it has a parameter named `descriptor`, that is the batch it is captured for, or in an eager step the
+    batch it runs: the only value besides tensors that may decide what work it does.
+
+    Use it from one thread at a time: captures and replays of all runners take turns, but the next replay of
+    any runner on the same pool overwrites what a replay returned.
     """
 
     def __init__(
@@ -86,29 +87,33 @@ class CudaGraphRunner:
         warmups_give_back: bool = False,
         debug: bool = False,
     ) -> None:
-        """Nothing is captured yet; see `capture`.
+        """Captures nothing yet; see `capture`.
 
-        `keys`: what to capture; `capture_keys` makes them from ladders.
-        `dispatcher`: who decides; default: mode FULL.
-        `pool`: memory shared with other runners; default: one of its own.
-        `state`: tensors that the step changes and that trial runs must not; default: a journal finds them.
-        `sinks`: the memory that padded rows may read and write.
-        `dummy`: representative inputs for warm-up and recording; default: padding only.
-        `record_dummy`: inputs for the recording alone, where they differ from those of the warm-up.
-        `make_batch`: fresh inputs for `verify`; default: random.
-        `output_dim`: where outputs count their rows, if their sizes do not tell.
-        `rows_per_request`: outputs may have so many rows for each request.
-        `rows_are_independent`: taken for granted; if False, graphs are tried with few of their rows after a
-        capture, and all are given up if real rows are grossly others than without padding.
-        `agree`: called with the keys captured here after every capture (with none if that raised), on all
-        ranks; returns those that all ranks have. The others are given up.
-        `compile_up_to`: rungs of at most this many tokens go through torch.compile.
-        `kernels_of`: keys for which it returns equal values run the same kernels, so the first of them (of
-        its size the last, if `state` is given) is warmed up for all; one that meets a cold kernel
-        nevertheless is warmed up itself. Default: each is.
-        `warmups_give_back`: return the memory of warm-ups to the device before a recording, which takes a
-        pool's own, and have all of them before the first: slower, and for steps that take much.
-        `debug`: check addresses before every replay, and mark outputs so that late use is detected.
+        Args:
+            step: the function to run.
+            buffers: the static inputs.
+            keys: what to capture; `capture_keys` makes them from ladders.
+            dispatcher: chooses the graph for each step; default: mode FULL.
+            pool: memory to share with other runners; default: a new pool.
+            state: tensors that the step changes and trial runs must not; default: a journal finds them.
+            sinks: memory that padded rows may read and write.
+            dummy: representative inputs for warm-up and recording; default: padding only.
+            record_dummy: inputs for the recording, if they differ from those of the warm-up.
+            make_batch: makes inputs for `verify`; default: random ones.
+            output_dim: the dimension that counts the rows of outputs, if their sizes leave that open.
+            rows_per_request: number of rows that outputs may have per request.
+            rows_are_independent: whether rows can be assumed independent of each other. If False, graphs are
+                tried after capture with only some of their rows real; all are dropped if real rows differ
+                grossly from those without padding.
+            agree: called on every rank after every capture, with the keys captured here (none if the capture
+                raised); returns those that all ranks have. The others are dropped.
+            compile_up_to: rungs of at most this many tokens go through torch.compile.
+            kernels_of: keys for which it returns equal values run the same kernels, so one warm-up serves
+                all of them: that of the first key (with `state`, of the last key of that size). A key that
+                meets a cold kernel anyway is warmed up itself. Default: each key is.
+            warmups_give_back: run all warm-ups before the first recording and return their memory to the
+                device, because recordings use the pool's own. Slower; for steps that take much memory.
+            debug: check addresses before every replay, and mark outputs so that late use is detected.
         """
         self.step = step
         self.buffers = buffers
@@ -121,9 +126,9 @@ class CudaGraphRunner:
         """Replay in poison mode: padded rows, the sinks and dead outputs hold hostile values."""
         self.graphs: dict[GraphKey, CapturedGraph] = {}
         self._new: dict[GraphKey, CapturedGraph] = {}
-        """Those of a capture that is not over."""
+        """Graphs of a capture that is still running."""
         self.predicted: dict[GraphKey, int] = {}
-        """By how many bytes each graph was expected to make the pool grow, where somebody has found out."""
+        """By how many bytes each graph was expected to make the pool grow, if it was weighed."""
         self.failures: dict[GraphKey, str] = {}
         """Rungs that could not be captured, with the cause."""
         self.eager_steps: Counter[Reason] = Counter()
@@ -152,7 +157,7 @@ class CudaGraphRunner:
         self._ready_version = self.dispatcher.version
         self._check_keys(self.keys)
         if self.pool.device != buffers.device:
-            raise ConfigError(f"the pool is on {self.pool.device}, the buffers are on {buffers.device}")
+            raise ConfigError(f"the pool is on {self.pool.device}, but the buffers are on {buffers.device}")
 
     @property
     def backend(self) -> Backend:
@@ -164,18 +169,20 @@ class CudaGraphRunner:
     def capture(self, keys: Iterable[GraphKey] | None = None, *, progress: bool | None = None) -> Report:
         """Capture every key that has no graph yet, largest first. Returns the report.
 
-        `keys`: these instead, which may be further ones; between two steps of a serving engine, too: a batch
-        that lies in the buffers is there again afterwards.
-        Out of memory gives a rung up and goes on; so does any other failure, unless `options.strict`. Both
-        are in the report, and their batches run from a larger graph or eagerly. If it raises, none of the
-        graphs of this call serves. `progress`: show a bar (default: when standard error is a terminal).
+        `keys`: capture these keys instead; new ones are allowed. This also works between two steps of a
+        serving engine: the batch in the buffers is restored afterwards.
+
+        A rung that runs out of memory is skipped, and so is one that fails otherwise, unless
+        `options.strict`. The report has the cause, and batches of such rungs run from a larger graph or
+        eagerly. If this raises, none of the graphs of the call is used. `progress`: show a progress bar
+        (default: when standard error is a terminal).
         """
         if keys is not None:
             keys = tuple(keys)
             self._check_keys(keys)
             self.keys = tuple(sorted({*self.keys, *keys}, key=capture_order))
         if self.graphs:
-            self._addresses.check()  # further graphs must not make moved weights look right
+            self._addresses.check()  # more graphs must not make moved weights look right
         missing = [key for key in self.keys if key not in self.graphs and (keys is None or key in keys)]
         with turn, self.buffers.kept():
             self._capture(missing, progress)
@@ -190,7 +197,7 @@ class CudaGraphRunner:
             self.failures.pop(key, None)
         try:
             with capture_gate(), frozen_gc(self.options.freeze_gc), CaptureProgress(missing, progress) as bar:
-                logger.info("capture begins: %d graphs on %s", len(missing), self.pool.device)
+                logger.info("capturing %d graphs on %s", len(missing), self.pool.device)
                 kept = self._within_budget(missing, bar)
                 self._recorder.warm_up(kept)
                 for key in kept:
@@ -215,7 +222,7 @@ class CudaGraphRunner:
         self._addresses.renew()
         self._addresses.note_reads(self._recorder.take_reads())
         logger.info(
-            "capture ends: %d graphs, %d given up, %.2f s, %d bytes",
+            "captured %d graphs, %d failed or dropped, %.2f s, %d bytes",
             len(new),
             len(missing) - len(new),
             bar.seconds,
@@ -223,8 +230,8 @@ class CudaGraphRunner:
         )
 
     def _within_budget(self, missing: Sequence[GraphKey], bar: CaptureProgress) -> Sequence[GraphKey]:
-        """What the pool's budget pays for, in the order in which it takes the least memory; the rest is given
-        up. What cannot be weighed is tried: capturing it will tell why."""
+        """The keys that fit into the pool's budget, in the order that takes the least memory; the others are
+        dropped. A key that cannot be weighed is kept: capturing it shows why."""
         budget = self.pool.budget
         if budget is None:
             return missing
@@ -239,13 +246,13 @@ class CudaGraphRunner:
         self.predicted |= predicted_growth(kept, weights, held)
         for key in [key for key in weights if key not in kept]:
             takes = f"it takes {weights[key].total:,} bytes"
-            told = f"{takes}, and the budget of {budget:,} bytes does not pay for it"
+            told = f"{takes} and does not fit into the budget of {budget:,} bytes"
             self._give_up(key, Reason.OUT_OF_MEMORY, told)
             bar.done(self.pool.bytes)
         return [*(key for key in missing if key not in weights), *kept]
 
     def take_down(self) -> Standing:
-        """Let all graphs go until `put_up`, and with them what they have in the pool."""
+        """Drop all graphs until `put_up`, together with their memory in the pool."""
         self._ready.clear()
         self.buffers.holds = None
         counted = [{key: _count(of[key]) for key in of} for of in (self.graphs, self._new)]
@@ -255,7 +262,7 @@ class CudaGraphRunner:
         return counted[0], counted[1]
 
     def put_up(self, standing: Standing) -> None:
-        """Record them again; only inside `capture_gate()`. They go on counting where they were."""
+        """Record them again; only inside `capture_gate()`. Their counters continue."""
         with self.buffers.kept():
             for counts, captured in zip(standing, (self.graphs, self._new), strict=True):
                 for key, (replays, real_tokens) in counts.items():
@@ -270,11 +277,11 @@ class CudaGraphRunner:
         return self._recorder.capture(key, among=self.keys)
 
     def try_out(self, key: GraphKey) -> None:
-        """Run the step of a key once, on padding and without a trace."""
+        """Run the step of a key once, on padding, and undo its effects."""
         self._recorder.try_out(key)
 
     def drop(self, key: GraphKey | None = None) -> None:
-        """Forget one graph, or all of them; the memory of the last one goes at once."""
+        """Drop one graph, or all of them. Dropping the last one frees the memory at once."""
         if key is not None and key not in self.graphs:
             raise ConfigError(f"there is no {key.mode} graph for {key.descriptor} to drop")
         dropped = list(self.graphs) if key is None else [key]
@@ -284,18 +291,18 @@ class CudaGraphRunner:
             self._forget(dropped)
 
     def give_up(self, cause: str) -> None:
-        """Drop all graphs, because none of them can be right."""
+        """Drop all graphs because none of them can be correct."""
         for key in list(self.graphs):
             self._forget([key])
             self._give_up(key, Reason.CAPTURE_FAILED, cause)
 
     def refuse(self, cause: str) -> None:
-        """Capture nothing: say why, and run eagerly."""
+        """Capture nothing, record the cause, and run all steps eagerly."""
         for key in self.keys:
             self._give_up(key, Reason.CAPTURE_FAILED, cause)
 
     def trials(self) -> Trials:
-        """A way to run the step without a trace."""
+        """A way to run the step whose effects are undone."""
         return self._recorder.trials()
 
     def _check_keys(self, keys: Iterable[GraphKey]) -> None:
@@ -304,12 +311,12 @@ class CudaGraphRunner:
             descriptor, buffers = key.descriptor, self.buffers
             if descriptor.num_tokens > buffers.max_tokens or descriptor.num_reqs > buffers.max_reqs:
                 raise ConfigError(
-                    f"a graph for {descriptor} does not fit buffers for {buffers.max_tokens} tokens, "
+                    f"a graph for {descriptor} does not fit into buffers for {buffers.max_tokens} tokens, "
                     f"{buffers.max_reqs} requests"
                 )
 
     def _forget(self, keys: Iterable[GraphKey]) -> None:
-        """Let graphs go, with all that refers to them."""
+        """Drop graphs and everything that refers to them."""
         self._ready.clear()
         self.buffers.holds = None
         for key in keys:
@@ -357,14 +364,14 @@ class CudaGraphRunner:
         if self.pool.over_budget and self.pool.bytes > bytes_before:
             held, budget = self.pool.bytes, self.pool.budget
             del captured[key]
-            return Reason.OUT_OF_MEMORY, f"the pool would hold {held:,} bytes, its budget is {budget:,}"
+            return Reason.OUT_OF_MEMORY, f"the pool would hold {held:,} bytes, but its budget is {budget:,}"
         self.pool.graphs.add(captured[key])
         if self.options.debug_log:
             logger.info("captured %s", describe(captured[key]))
         return None
 
     def _settle_outputs(self, new: Sequence[GraphKey]) -> None:
-        """Know for every output which rows are real, or serve nothing from graphs."""
+        """Find out for every output which rows are real; if that fails, serve nothing from graphs."""
         works = self._recorder.take_works()
         descriptors = [key.descriptor for key in self.graphs]
         decode_only = all(descriptor.query_len == 1 for descriptor in descriptors)
@@ -390,9 +397,9 @@ class CudaGraphRunner:
         return [key for key in new if key in agreed]
 
     def _probe_outputs(self, largest: BatchDescriptor) -> None:
-        """One eager trial with other numbers of tokens and requests than any rung has.
+        """One eager trial with numbers of tokens and requests that no rung has.
 
-        A step may be made for one size only: then it fails here, and the likeliest reading stands.
+        A step that is made for one size only fails here, and the most likely interpretation stands.
         """
         reqs = max(1, largest.num_reqs - (1 if largest.is_uniform else 2))
         tokens = reqs * largest.query_len if largest.query_len else max(reqs, largest.num_tokens - 1)
@@ -416,9 +423,9 @@ class CudaGraphRunner:
         return not self.dispatcher.decide(shape).is_eager
 
     def run(self, batch: Batch, shape: BatchShape | None = None) -> Any:
-        """One step: decide, then replay or run eagerly. The decision is made before anything is written.
+        """Run one step: decide, then replay or run eagerly. The decision is made before anything is written.
 
-        What a replay returns lives in the pool and is overwritten by the next one.
+        What a replay returns lives in the pool and is overwritten by the next replay.
         """
         if shape is None:
             shape = self.buffers.shape_of(batch)
@@ -434,7 +441,7 @@ class CudaGraphRunner:
         return self._replay(batch, shape, ready)
 
     def replay(self, batch: Batch, shape: BatchShape, decision: Decision) -> Any:
-        """Fill the buffers and launch the decided graph."""
+        """Fill the buffers and launch the graph of this decision."""
         if decision == self.dispatcher.decide(shape) and not decision.is_eager:
             return self.run(batch, shape)
         return self._replay(batch, shape, self._make_ready(shape, decision))
@@ -445,12 +452,12 @@ class CudaGraphRunner:
         return ready is not None and ready is self.buffers.holds and not self.poison
 
     def rerun(self, shape: BatchShape) -> Any:
-        """One more step on the inputs of the last one, from the same graph: nothing is copied.
+        """Replay the last graph once more on the inputs that are in the buffers; nothing is copied.
 
-        For steps whose inputs say only where on the device the rest is. BatchError unless `can_rerun`.
+        For steps whose inputs only point to state on the device. BatchError unless `can_rerun`.
         """
         if not self.can_rerun(shape):
-            raise BatchError(f"the buffers do not hold a batch of {shape}: run() one first")
+            raise BatchError(f"the buffers do not hold a batch of {shape}: call run() with one first")
         return self._replay(None, shape, self._ready[shape])
 
     def _ready_for(self, shape: BatchShape) -> _Ready | None:
@@ -496,7 +503,7 @@ class CudaGraphRunner:
             graph.replay()
 
     def run_eagerly(self, batch: Batch, shape: BatchShape, reason: Reason) -> Any:
-        """Run the step on the batch as it is, and count why."""
+        """Run the step eagerly on the batch as it is, and count the reason."""
         inputs = self.buffers.on_device(batch, shape)
         self.buffers.holds = None
         self.eager_steps[reason] += 1
@@ -504,16 +511,19 @@ class CudaGraphRunner:
             return self.step(**self.arguments(inputs, shape.as_descriptor()))
 
     def arguments(self, inputs: Mapping[str, torch.Tensor], descriptor: BatchDescriptor) -> dict[str, Any]:
-        """What the step is called with: its inputs, and the descriptor if it wants to know."""
+        """The step's arguments: its inputs, and the descriptor if it has a parameter for it."""
         return self._recorder.arguments(inputs, descriptor)
 
     def _make_ready(self, shape: BatchShape, decision: Decision) -> _Ready:
-        """All that replaying this shape needs, looked up once."""
+        """Look up everything that replaying this shape needs."""
         if decision.descriptor is None:
-            raise BatchError(f"nothing to replay: the step runs eagerly ({decision.reason})")
+            raise BatchError(f"there is no graph to replay: the step runs eagerly ({decision.reason})")
         graph = self.graphs.get(GraphKey(decision.mode, decision.descriptor))
         if graph is None:
-            raise BatchError(f"there is no {decision.mode} graph for {decision.descriptor} (any more)")
+            raise BatchError(
+                f"there is no {decision.mode} graph for {decision.descriptor}, or it was dropped: call "
+                "decide() again"
+            )
         with torch.inference_mode(False), torch.no_grad():
             leaves = graph.trimmed(shape, self.outputs.trim)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -524,22 +534,22 @@ class CudaGraphRunner:
     # -- safety ------------------------------------------------------------------------------------
 
     def watch(self, tensors: Watched) -> None:
-        """Name tensors that graphs read besides their inputs: parameters, caches, tables.
+        """Watch tensors that graphs read besides their inputs: parameters, caches, tables.
 
-        A mapping, a module, or a function that returns a mapping.
+        `tensors`: a mapping from names, a module, or a function that returns a mapping.
         """
         self._addresses.watch(tensors)
 
     def storages_read(self) -> set[int]:
-        """Addresses of the storages that trial runs were seen to read, besides inputs."""
+        """Addresses of the storages that trial runs read, besides inputs."""
         return self._addresses.storages_read
 
     def reads_hold(self) -> bool:
-        """Whether what the step was seen to read besides what is watched by name is still there."""
+        """Whether the tensors that the step read, besides those watched by name, are still there."""
         return self._addresses.reads_hold
 
     def ignore_reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These, which the step was seen to read, are watched by somebody else."""
+        """Do not watch these tensors, which the step read: the caller watches them."""
         self._addresses.ignore_reads(tensors)
 
     def check_addresses(self) -> None:
@@ -590,7 +600,7 @@ class CudaGraphRunner:
     def verify(
         self, *, make_batch: MakeBatch | None = None, tolerance: float | None = None, seed: int = 0
     ) -> Verification:
-        """Every graph against the eager step; raises VerifyError where they disagree, AddressError where
+        """Compare every graph with the eager step. Raises VerifyError if they disagree, and AddressError if
         something that graphs read has moved."""
         self.check_addresses()
         return verify(self, make_batch=make_batch or self.make_batch, tolerance=tolerance, seed=seed)

@@ -40,17 +40,20 @@ class _Seen:
             if not now:
                 return (
                     f"has {self.first[dim]} rows along dimension {dim} at one size and {size} at another: "
-                    f"neither one per token, nor one per request, nor always as many, so padding cannot be "
+                    f"neither one per token, nor one per request, nor a fixed number, so padding cannot be "
                     f"cut off"
                 )
         return None
 
     def _differs(self, leaf: Any) -> str:
         before, now = "a tensor" if self.is_tensor else _shown(self.first), _shown(leaf)
-        how, instead = f"is {before} at one size and {now} at another", "work it out outside"
+        how, instead = f"is {before} at one size and {now} at another", "compute it outside of the step"
         if before == now:
-            how, instead = f"is {now} made anew in every call", "do without it (use_cache=False, say)"
-        return f"{how}: a replay would return what was captured. Return tensors, or {instead}"
+            how, instead = (
+                f"is {now} that every call creates anew",
+                "leave it out (for example use_cache=False)",
+            )
+        return f"{how}: a replay would return the captured one. Return tensors, or {instead}"
 
 
 class Trimmer:
@@ -89,7 +92,7 @@ class Trimmer:
             self._seen = [_Seen(leaf) for *_, leaf in named]
         if [f"output{name}" for _, name, _ in named] != self._names:
             self._refuse(
-                f"the structure of the output follows the batch: {len(self._names)} values at one size, "
+                f"the structure of the output depends on the batch: {len(self._names)} values at one size, "
                 f"{len(named)} at another ({', '.join(self._names[:3])}, ...)"
             )
             return

@@ -1,5 +1,5 @@
-"""Memory that can be given back and taken again at the same addresses: `MemorySaver`. Needs only torch, and
-on a GPU `cuda.bindings` and a C compiler."""
+"""Device memory that can be released and restored at the same addresses: `MemorySaver`. Needs only torch; on
+a GPU also `cuda.bindings` and a C compiler."""
 
 from .blocks import TAGS, Content, Tag
 from .errors import SaverError, SaverMemoryError

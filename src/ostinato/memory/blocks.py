@@ -1,4 +1,4 @@
-"""Blocks of memory, what is in them, and what a device can do with them."""
+"""Blocks of memory, their contents, and what a device can do with them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 Tag = Literal["weights", "kv_cache", "graphs"]
-"""What is released and taken back together."""
+"""Memory with the same tag is released and restored together."""
 TAGS: tuple[Tag, ...] = get_args(Tag)
 
 
 class Content(StrEnum):
-    """What becomes of contents while their memory is gone."""
+    """What happens to contents while their memory is released."""
 
     DATA = "data"
-    """Backed up, or dropped, as asked at every pause."""
+    """Backed up or dropped, as requested at every pause."""
     SCRATCH = "scratch"
-    """Nobody misses it: comes back undefined."""
+    """Not needed afterwards: undefined after a resume."""
     ONCE = "once"
-    """Written at the start and read ever after: always restored."""
+    """Written once at the start and only read afterwards: always restored."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What blocks have in common."""
+    """The common properties of blocks: tag and class of contents."""
 
     tag: Tag
     content: Content
@@ -36,7 +36,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Block:
-    """A range of addresses, whether or not there is memory behind it."""
+    """A range of addresses, with or without memory behind it."""
 
     serial: int
     """Never used twice, unlike addresses."""
@@ -47,31 +47,31 @@ class Block:
 
 
 class Backup(Protocol):
-    """Room for the contents of one block, outside the memory that is released."""
+    """Space for the contents of one block, outside the released memory."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes."""
+        """Size in bytes."""
         ...
 
     def free(self) -> None:
-        """Give them back."""
+        """Free the space."""
         ...
 
 
 class Mappings(Protocol):
-    """The blocks of a saver on a device. `MemorySaver` decides, this does."""
+    """The blocks of a saver on one device: carries out what `MemorySaver` decides."""
 
     device: torch.device
     keeps_backups: bool
-    """Whether making backups is so slow that they are kept from one pause to the next."""
+    """Whether backups are kept from one pause to the next because making them is slow."""
 
     def region(self, kind: Kind) -> AbstractContextManager[None]:
-        """What this thread allocates inside lies in blocks of this kind."""
+        """A context in which allocations of this thread go to blocks of this kind."""
         ...
 
     def allocate(self, nbytes: int, kind: Kind) -> torch.Tensor:
-        """So many bytes in blocks of this kind, as uint8, contents undefined."""
+        """Allocate bytes in blocks of this kind, as uint8 with undefined contents."""
         ...
 
     def graph_pool(self, kind: Kind) -> Any:
@@ -79,11 +79,11 @@ class Mappings(Protocol):
         ...
 
     def drop_graph_pool(self, pool: Any) -> bool:
-        """Let it go, by its handle, if no graph lives in it; whether it has gone."""
+        """Drop a pool, given by its handle, unless a graph lives in it. Returns whether it was dropped."""
         ...
 
     def hold(self, kinds: Collection[Kind]) -> AbstractContextManager[None]:
-        """No block of these kinds comes or goes inside."""
+        """A context in which no block of these kinds is created or freed."""
         ...
 
     def blocks(self, kinds: Collection[Kind]) -> list[Block]:
@@ -91,33 +91,33 @@ class Mappings(Protocol):
         ...
 
     def unmap(self, kinds: Collection[Kind]) -> None:
-        """Give back the memory behind all blocks of kinds that are held."""
+        """Release the memory of all blocks of these kinds, which must be held."""
         ...
 
     def has_room_for(self, blocks: Sequence[Block]) -> bool:
-        """Whether memory behind all of them can be taken, as far as one can tell."""
+        """Whether there seems to be enough memory for all of these blocks."""
         ...
 
     def map(self, kinds: Collection[Kind]) -> None:
-        """Take memory for all blocks of kinds that are held; SaverMemoryError: for none."""
+        """Allocate memory for all blocks of these kinds, which must be held, or SaverMemoryError and none."""
         ...
 
     def make_backups(self, blocks: Sequence[Block]) -> dict[int, Backup]:
-        """Room for these blocks, by serial, or an error and no room."""
+        """Make backups for these blocks, by serial; raises and makes none if one fails."""
         ...
 
     def copy_out(self, blocks: Sequence[Block], backups: Mapping[int, Backup]) -> None:
-        """Contents of blocks into their backups."""
+        """Copy the contents of blocks to their backups."""
         ...
 
     def copying_in(
         self, blocks: Sequence[Block], backups: Mapping[int, Backup]
     ) -> AbstractContextManager[None]:
-        """And back: on the way inside, there at the end."""
+        """A context in which backups are copied back; the copies are complete when it ends."""
         ...
 
     def fill(self, blocks: Sequence[Block], word: int) -> None:
-        """The same 32 bits all over."""
+        """Fill these blocks with one 32-bit word."""
         ...
 
     def synchronize(self) -> None:
@@ -125,5 +125,5 @@ class Mappings(Protocol):
         ...
 
     def close(self) -> None:
-        """Allocate no more. Blocks that are left go with their tensors."""
+        """Refuse further allocations. Remaining blocks are freed with their tensors."""
         ...

@@ -1,8 +1,8 @@
 """Blocks on a GPU: virtual memory of the driver behind `torch.cuda.MemPool`.
 
 Every region and every graph pool is a pool of torch's caching allocator, whose segments are blocks of one
-kind. torch knows of no pause: it hands out addresses of free blocks whether there is memory or not, so
-nothing may be allocated in a tag that is paused.
+kind. torch does not know about pauses: it hands out addresses of free blocks with or without memory, so
+nothing may be allocated in a paused tag.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .pinned import PinnedBuffer, pinned_buffers
 from .virtual_blocks import DRIVER_FUNCTIONS, Driver, VirtualBlocks, virtual_blocks
 
 _STREAMS = 2
-"""Copies from the host are under way at the same time; `benchmarks/sleep.py` measures what that gives."""
+"""Copies from the host run at the same time; `benchmarks/sleep.py` measures the gain."""
 _PIECE = 64 << 20
 """Bytes of one of them."""
 
 _IMMORTAL: list[Any] = []
 """Allocators that torch may call until the process ends."""
 _left_by_savers: list[Any] = []
-"""Graph pools of savers that are closed, until the last graph in them has gone."""
+"""Graph pools of closed savers, until the last graph in them is gone."""
 _regions = threading.local()
 
 
@@ -128,7 +128,9 @@ class CudaMappings:
     def hold(self, kinds: Collection[Kind]) -> Iterator[None]:
         numbers = self._of(kinds)
         if not self._native.hold(numbers):
-            raise SaverError("this memory is being paused or resumed already")
+            raise SaverError(
+                "this memory is already being paused or resumed by another call: wait for it to end"
+            )
         try:
             yield
         finally:
@@ -144,7 +146,7 @@ class CudaMappings:
         self.synchronize()
         result = self._native.unmap(self._of(kinds))
         if result != 0:
-            raise SaverError(f"the driver did not take all memory back (error {result}): pause once more")
+            raise SaverError(f"the driver could not release all memory (error {result}): call pause again")
 
     def has_room_for(self, blocks: Sequence[Block]) -> bool:
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -164,10 +166,10 @@ class CudaMappings:
         free, _ = torch.cuda.mem_get_info(self.device)
         if result == int(self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY):
             raise SaverMemoryError(
-                f"{asked:,} bytes of {self.device} are to be taken back, and {free:,} are free: release "
-                "other memory there and resume once more"
+                f"resuming needs {asked:,} bytes on {self.device}, but only {free:,} are free: release other "
+                "memory there and call resume again"
             )
-        raise SaverError(f"memory of {self.device} cannot be taken back: error {result} of the driver")
+        raise SaverError(f"memory of {self.device} cannot be restored: the driver returned error {result}")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -207,7 +209,7 @@ class CudaMappings:
 
     @contextmanager
     def _copying(self) -> Iterator[Any]:
-        """A stream whose work is done at the end, whatever comes."""
+        """A stream whose work is finished when the context ends, even after an exception."""
         with self._in_context():
             try:
                 yield self._driver.CUstream(self._stream.cuda_stream)
@@ -233,7 +235,7 @@ class CudaMappings:
 
 
 class _Description:
-    """What the driver is told about memory of this device; kept, because C points to it."""
+    """The description of this device's memory for the driver; kept alive because C points to it."""
 
     def __init__(self, api: Any, index: int, context: int) -> None:
         self._properties = api.CUmemAllocationProp()
@@ -268,7 +270,7 @@ def _end(index: int, pool: Any) -> None:
 
 
 def _pieces(blocks: Sequence[Block], backups: Mapping[int, Backup]) -> Iterator[tuple[int, int, int]]:
-    """Where to, where from, how much."""
+    """Yield destination, source and size of each copy."""
     for block in blocks:
         host = _pinned(backups, block).address
         for at in range(0, block.size, _PIECE):
@@ -285,12 +287,14 @@ def _driver_api() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise SaverError("a memory saver on a GPU needs cuda.bindings: pip install cuda-bindings") from error
+        raise SaverError(
+            "a memory saver on a GPU needs cuda.bindings: run pip install cuda-bindings"
+        ) from error
     return driver
 
 
 def _checked(answer: Any) -> Any:
-    """What a function of the driver returned behind its result."""
+    """The values that a driver function returned after its error code."""
     if int(answer[0]) != 0:
-        raise SaverError(f"the driver refused: {answer[0]}")
+        raise SaverError(f"a call of the CUDA driver failed: {answer[0]}")
     return answer[1] if len(answer) == 2 else answer[1:]

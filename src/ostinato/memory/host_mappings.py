@@ -1,7 +1,7 @@
 """Blocks on a CPU: anonymous mappings. Released ones keep their addresses and lose their pages.
 
-Whoever touches one meanwhile ends the process, as on a GPU: zeros would pass for a result. Backups are files
-without a name, so that the process really shrinks.
+Accessing a released one ends the process, as on a GPU: otherwise zeros would pass for a result. Backups are
+unnamed files, so that the process really shrinks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .blocks import Backup, Block, Kind
 from .errors import SaverError, SaverMemoryError
 
 _PIECE = 1 << 30
-"""Bytes that a file takes at a time; the system's limit is a little under two of these."""
+"""Bytes written to a file at a time; the system's limit is a little under twice that."""
 _NONE = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -35,14 +35,14 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def protect(address: int, size: int, access: int) -> None:
-    """Allow or forbid to touch pages; OSError."""
+    """Allow or forbid access to pages; raises OSError."""
     if _libc.mprotect(address, size, access) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 class _Pages(mmap.mmap):
-    """A mapping that can be referred to weakly."""
+    """A mapping that allows weak references."""
 
 
 @dataclass
@@ -55,14 +55,14 @@ class _Entry:
 
 
 class FileBackup:
-    """Contents of one block in a file without a name."""
+    """The contents of one block, in an unnamed file."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
 
     def write(self, pages: _Pages) -> None:
-        """All of it; OSError if there is no room."""
+        """Write the whole block; OSError if there is no room."""
         with memoryview(pages) as view:
             for start in range(0, self.nbytes, _PIECE):
                 end = min(start + _PIECE, self.nbytes)
@@ -70,13 +70,13 @@ class FileBackup:
                     start += os.pwrite(self._file.fileno(), view[start:end], start)
 
     def read_into(self, pages: _Pages) -> None:
-        """All of it."""
+        """Read the whole block back."""
         with memoryview(pages) as view:
             at = 0
             while at < self.nbytes:
                 read = os.preadv(self._file.fileno(), [view[at : at + _PIECE]], at)
                 if not read:
-                    raise OSError("a backup has lost its end")
+                    raise OSError("a backup file is shorter than what was written to it")
                 at += read
 
     def free(self) -> None:
@@ -85,7 +85,7 @@ class FileBackup:
 
 
 class HostMappings:
-    """A mapping for every tensor; it goes with the tensor's storage."""
+    """One mapping per tensor, freed with the tensor's storage."""
 
     device = torch.device("cpu")
     keeps_backups = False
@@ -117,7 +117,7 @@ class HostMappings:
         return memory
 
     def graph_pool(self, kind: Kind) -> Any:
-        raise SaverError("a CPU has no pools for captures: use `GraphMemory`")
+        raise SaverError("graph pools exist only on a GPU; on a CPU use `GraphMemory`")
 
     def drop_graph_pool(self, pool: Any) -> bool:
         return True
@@ -159,7 +159,9 @@ class HostMappings:
             for entry in taken:
                 protect(entry.address, entry.size, _NONE)
                 entry.is_mapped = False
-            raise SaverMemoryError(f"memory cannot be taken back: {error}") from error
+            raise SaverMemoryError(
+                f"memory cannot be restored: {error}; free memory and resume again"
+            ) from error
 
     def make_backups(self, blocks: Sequence[Block]) -> dict[int, Backup]:
         made: dict[int, Backup] = {}
@@ -169,7 +171,10 @@ class HostMappings:
         except OSError as error:
             for backup in made.values():
                 backup.free()
-            raise SaverMemoryError(f"there is no room for backups in {tempfile.gettempdir()}") from error
+            raise SaverMemoryError(
+                f"there is no room for backups in {tempfile.gettempdir()}: {error}; free space there or set "
+                "TMPDIR"
+            ) from error
         return made
 
     def copy_out(self, blocks: Sequence[Block], backups: Mapping[int, Backup]) -> None:
@@ -177,7 +182,10 @@ class HostMappings:
             for backup, pages in self._pairs(blocks, backups):
                 backup.write(pages)
         except OSError as error:
-            raise SaverMemoryError(f"no room for backups in {tempfile.gettempdir()}: {error}") from error
+            raise SaverMemoryError(
+                f"there is no room for backups in {tempfile.gettempdir()}: {error}; free space there or set "
+                "TMPDIR"
+            ) from error
 
     @contextmanager
     def copying_in(self, blocks: Sequence[Block], backups: Mapping[int, Backup]) -> Iterator[None]:
@@ -192,10 +200,10 @@ class HostMappings:
                 torch.frombuffer(pages, dtype=torch.int32).fill_(word)
 
     def synchronize(self) -> None:
-        """Whoever runs on a CPU has finished when it returns."""
+        """Nothing to wait for: on a CPU work is finished when its call returns."""
 
     def close(self) -> None:
-        """Mappings go with their tensors."""
+        """Nothing to do: mappings are freed with their tensors."""
 
     def _living(self) -> dict[int, _Entry]:
         while self._gone:
@@ -217,7 +225,7 @@ class HostMappings:
 
 
 class _Placing(DispatchMode):
-    """New tensors of this thread are moved into mappings before anybody sees them."""
+    """Moves new tensors of this thread into mappings before the caller sees them."""
 
     def __init__(self, mappings: HostMappings, kind: Kind) -> None:
         super().__init__()

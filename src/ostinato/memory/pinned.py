@@ -22,9 +22,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class PinnedBuffer:
-    """Anonymous pages in pieces as large as possible, registered with the driver.
+    """Anonymous pages, as large as possible, registered with the driver.
 
-    Several times as fast as cuMemHostAlloc, because many threads can make the pages.
+    Several times faster than cuMemHostAlloc, because several threads allocate the pages.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -34,13 +34,13 @@ class PinnedBuffer:
         self._unregister: Callable[[], None] | None = None
 
     def touch(self) -> None:
-        """Make the pages; a kernel that cannot does it when they are registered."""
+        """Allocate the pages; a kernel that cannot do so allocates them when they are registered."""
         if hasattr(mmap, "MADV_HUGEPAGE"):
             _libc.madvise(self.address, self.nbytes, mmap.MADV_HUGEPAGE)
         _libc.madvise(self.address, self.nbytes, _POPULATE_WRITE)
 
     def register(self, driver: Any, in_context: InContext) -> None:
-        """Tell the driver; SaverMemoryError."""
+        """Register the pages with the driver; raises SaverMemoryError."""
 
         def unregister() -> None:
             with in_context():
@@ -50,11 +50,13 @@ class PinnedBuffer:
             flags = driver.CU_MEMHOSTREGISTER_PORTABLE
             [result] = driver.cuMemHostRegister(self.address, self.nbytes, flags)
         if int(result) != 0:
-            raise SaverMemoryError(f"{self.nbytes:,} bytes on the host cannot be pinned: {result}")
+            raise SaverMemoryError(
+                f"{self.nbytes:,} bytes on the host cannot be pinned: the driver returned {result}"
+            )
         self._unregister = unregister
 
     def free(self) -> None:
-        """Give the pages back."""
+        """Free the pages."""
         if self._unregister is not None:
             self._unregister()
             self._unregister = None
@@ -62,7 +64,7 @@ class PinnedBuffer:
 
 
 def pinned_buffers(sizes: Sequence[int], driver: Any, in_context: InContext) -> list[PinnedBuffer]:
-    """One of each size, or SaverMemoryError and none; `in_context`: where the driver may be called."""
+    """One buffer of each size, or SaverMemoryError and none. `in_context`: context for driver calls."""
     _refuse_more_than_there_is(sum(sizes))
     made: list[PinnedBuffer] = []
     try:
@@ -75,18 +77,20 @@ def pinned_buffers(sizes: Sequence[int], driver: Any, in_context: InContext) -> 
         for buffer in made:
             buffer.free()
         if isinstance(error, OSError):
-            raise SaverMemoryError(f"{sum(sizes):,} bytes on the host cannot be had: {error}") from error
+            raise SaverMemoryError(
+                f"{sum(sizes):,} bytes on the host cannot be allocated: {error}"
+            ) from error
         raise
     return made
 
 
 def _refuse_more_than_there_is(nbytes: int) -> None:
-    """The system would rather end a process than refuse."""
+    """Check in advance: the system would rather kill a process than refuse memory."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
             if nbytes > available:
                 raise SaverMemoryError(
-                    f"a backup of {nbytes:,} bytes does not fit into the host's memory, of which "
-                    f"{available:,} bytes are available: drop the data instead of backing it up"
+                    f"a backup needs {nbytes:,} bytes of host memory, but only {available:,} bytes are "
+                    "available: drop the data instead of backing it up"
                 )

@@ -1,4 +1,4 @@
-"""What pausing and resuming did, and what there is."""
+"""Reports on what is held and on what pausing and resuming did."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Held:
     """Bytes of one tag and class of contents."""
 
     mapped: int = 0
-    """With memory behind them."""
+    """Bytes that have memory."""
     released: int = 0
-    """Addresses without."""
+    """Bytes of addresses whose memory is released."""
     backup: int = 0
-    """On the host: room for contents, in use or kept for the next pause."""
+    """Bytes of backups on the host, in use or kept for the next pause."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Paused:
     """What `pause` did."""
 
     tags: tuple[str, ...] = ()
-    """Those that were awake."""
+    """The tags that this call paused."""
     released: int = 0
-    """Bytes given back to the device."""
+    """Bytes released to the device."""
     backed_up: int = 0
-    """Of these, bytes whose contents are on the host."""
+    """Of these, bytes whose contents were backed up to the host."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """`wait` for the device, `room` for backups, `copy`, `release`."""
+    """By phase: `wait` for the device, make `room` for backups, `copy`, `release`."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Resumed:
     """What `resume` did."""
 
     tags: tuple[str, ...] = ()
-    """Those that were asleep."""
+    """The tags that this call resumed."""
     taken: int = 0
-    """Bytes taken from the device."""
+    """Bytes allocated on the device."""
     restored: int = 0
-    """Of these, bytes whose contents are back."""
+    """Of these, bytes whose contents were restored."""
     lost: tuple[str, ...] = ()
-    """Tags whose data was dropped: undefined until somebody writes it again."""
+    """Tags whose data was dropped and is undefined until it is written again."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """`take` memory, `rewrite` what is written again, and what is left of `copy` beside them."""
+    """By phase: `take` memory, `rewrite` callbacks, and the part of `copy` that did not overlap them."""

@@ -1,4 +1,4 @@
-"""`MemorySaver`: gives memory back while it is not needed, and takes it again at the same addresses."""
+"""`MemorySaver`: releases memory while it is not needed, and restores it at the same addresses."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Rewrite = Callable[[], object]
 
 
 class MemorySaver:
-    """Memory by tag, on one device. Tensors and captured graphs stay valid through `pause` and `resume`.
+    """Memory of one device, by tag. Tensors and captured graphs stay valid through `pause` and `resume`.
 
-    Every call is safe from any thread. One that fails leaves everything as it was: nothing is half mapped,
-    and the call may be repeated. While a tag is paused its tensors must not be used, but may be dropped.
+    Every method may be called from any thread. A call that fails leaves everything as it was, and can be
+    repeated. While a tag is paused, its tensors must not be used, but may be freed.
     """
 
     def __init__(self, device: torch.device | str = "cuda", *, hostile: bool = False) -> None:
-        """`hostile`: at every resume fill all memory with NaNs and large integers before anything is
-        restored, so that contents in the wrong class are noticed."""
+        """`hostile`: at every resume, fill all memory with NaNs and large integers before restoring its
+        contents, so that contents in the wrong class are noticed."""
         self.hostile = hostile
         self._mappings = _mappings_for(torch.device(device))
         self._lock = threading.RLock()
@@ -48,14 +48,14 @@ class MemorySaver:
 
     @property
     def device(self) -> torch.device:
-        """Whose memory it is."""
+        """The device whose memory this is."""
         return self._mappings.device
 
     # -- allocating --------------------------------------------------------------------------------
 
     @contextmanager
     def region(self, tag: Tag, content: Content | str = Content.DATA) -> Iterator[None]:
-        """What this thread allocates on the device inside has this tag and class of contents."""
+        """A context in which allocations of this thread on the device get this tag and class of contents."""
         kind = _kind(tag, content)
         with self._staying_awake(tag), self._mappings.region(kind):
             yield
@@ -70,16 +70,16 @@ class MemorySaver:
         return memory.view(dtype).view(tuple(shape))
 
     def graph_pool(self, tag: Tag = "graphs", content: Content | str = Content.SCRATCH) -> Any:
-        """A new pool for `torch.cuda.graph(pool=...)`; captures to it must be over before it is paused."""
+        """A new pool for `torch.cuda.graph(pool=...)`. Captures to it must end before its tag is paused."""
         kind = _kind(tag, content)
         with self._lock:
             self._refuse_if_closed()
             if tag in self._asleep:
-                raise SaverError(f"{tag} is paused: resume it before anything is captured there")
+                raise SaverError(f"{tag} is paused: resume it before capturing there")
             return self._mappings.graph_pool(kind)
 
     def drop_graph_pool(self, pool: Any) -> bool:
-        """Let a pool go that no graph lives in; False: one does."""
+        """Drop a pool unless a graph lives in it. Returns whether it was dropped."""
         with self._lock:
             return self.is_closed or self._mappings.drop_graph_pool(pool)
 
@@ -88,7 +88,7 @@ class MemorySaver:
         with self._lock:
             self._refuse_if_closed()
             if tag in self._asleep:
-                raise SaverError(f"{tag} is paused: resume it before anything is allocated there")
+                raise SaverError(f"{tag} is paused: resume it before allocating there")
             self._open_regions[tag] += 1
         try:
             yield
@@ -97,10 +97,10 @@ class MemorySaver:
                 self._open_regions[tag] -= 1
 
     def on_resume(self, tag: Tag, rewrite: Rewrite) -> None:
-        """Call this whenever the tag has its memory and what was saved of it back, to write what is neither
-        data nor kept. Other tags that are resumed by the same call may still be on their way.
+        """Call `rewrite` whenever the memory and the saved contents of the tag have been restored, to write
+        contents that were not saved. Other tags that the same call resumes may not be restored yet.
 
-        A function that raises ends the resume, and the tag stays paused.
+        If it raises, the resume ends and the tag stays paused.
         """
         _kind(tag, Content.DATA)
         with self._lock:
@@ -109,9 +109,10 @@ class MemorySaver:
     # -- releasing and taking back -----------------------------------------------------------------
 
     def pause(self, tags: Iterable[Tag] | None = None, *, backup: bool = True) -> Paused:
-        """Give back the memory of these tags (default: all) after saving its contents.
+        """Release the memory of these tags (default: all) after saving its contents.
 
-        Of *data*, `backup=False` saves nothing: it is lost. What is paused already stays as it is.
+        With `backup=False`, contents of class *data* are not saved but lost. Tags that are already paused
+        stay as they are.
         """
         with self._lock:
             asked = self._checked(tags)
@@ -119,7 +120,7 @@ class MemorySaver:
             awake = [tag for tag in asked if tag not in self._asleep]
             for tag in awake:
                 if self._open_regions[tag]:
-                    raise SaverError(f"something is being allocated in {tag}: leave its regions first")
+                    raise SaverError(f"{tag} cannot be paused while regions of it are open: leave them first")
             kinds = _kinds_of(awake)
             if not kinds:
                 return Paused()
@@ -134,7 +135,7 @@ class MemorySaver:
                 clock.lap("room")
                 self._mappings.copy_out(saved, self._backups)
                 clock.lap("copy")
-                # From the first block that goes, this is what there is; `resume` takes back what went.
+                # True from the first block that is released on; `resume` restores what was released.
                 self._saved |= {block.serial for block in saved}
                 self._asleep |= set(awake)
                 self._lost |= {block.kind.tag for block in blocks if block.kind.content is Content.DATA} - {
@@ -146,16 +147,16 @@ class MemorySaver:
             return Paused(tuple(awake), released, backed_up, clock.seconds)
 
     def _release_what_is_left(self, asleep: Sequence[Tag]) -> None:
-        """Of a pause that failed, or was interrupted, when contents were safe already."""
+        """Finish a pause that failed or was interrupted after contents had been saved."""
         kinds = _kinds_of(asleep)
         if any(block.is_mapped for block in self._mappings.blocks(kinds)):
             with self._mappings.hold(kinds):
                 self._mappings.unmap(kinds)
 
     def resume(self, tags: Iterable[Tag] | None = None) -> Resumed:
-        """Take memory for these tags (default: all) at the addresses they had, and restore what was saved.
+        """Allocate memory for these tags (default: all) at their old addresses, and restore saved contents.
 
-        SaverMemoryError: there is not enough, and they stay paused.
+        Raises SaverMemoryError if there is not enough memory; the tags then stay paused.
         """
         with self._lock:
             asleep = [tag for tag in self._checked(tags) if tag in self._asleep]
@@ -184,8 +185,8 @@ class MemorySaver:
     def _take_back(
         self, blocks: Sequence[Block], restored: Sequence[Block], tags: Sequence[Tag], clock: _Clock
     ) -> None:
-        """Memory and contents. Copies begin as soon as their own memory is there: the rest of it is taken,
-        and what nobody copies is written, while they go on."""
+        """Restore memory and contents. Copies start as soon as their own memory exists; the remaining memory
+        is allocated, and contents that are not copied are written, while they run."""
         kinds, copied = _kinds_of(tags), {block.kind for block in restored}
         at_once = self.hostile or not self._mappings.has_room_for(blocks)
         first = [kind for kind in kinds if at_once or kind in copied]
@@ -213,7 +214,7 @@ class MemorySaver:
     # -- backups -----------------------------------------------------------------------------------
 
     def prepare_backup(self, tags: Iterable[Tag] | None = None) -> int:
-        """Make room on the host ahead of the first pause, which else takes that time; the bytes it takes."""
+        """Make backups ahead of the first pause, which then takes less time. Returns their bytes."""
         with self._lock:
             kinds = _kinds_of([tag for tag in self._checked(tags) if tag not in self._asleep])
             with self._mappings.hold(kinds):
@@ -222,7 +223,7 @@ class MemorySaver:
             return sum(backup.nbytes for backup in self._backups.values())
 
     def drop_backups(self) -> None:
-        """Give back room on the host that holds nothing. Pauses make it again, which takes a while."""
+        """Free unused backups on the host. The next pause makes them again, which takes a while."""
         with self._lock:
             for serial in set(self._backups) - self._saved:
                 self._backups.pop(serial).free()
@@ -231,7 +232,7 @@ class MemorySaver:
         self._backups |= self._mappings.make_backups([b for b in blocks if b.serial not in self._backups])
 
     def _forget_backups_but(self, wanted: Sequence[Block], kinds: Sequence[Kind]) -> None:
-        """Of blocks of these kinds, and of those that are gone."""
+        """Free the backups of blocks of these kinds, and of blocks that no longer exist, except `wanted`."""
         kept = {block.serial for block in wanted}
         kept |= {block.serial for block in self._mappings.blocks(_ALL) if block.kind not in kinds}
         for serial in set(self._backups) - kept:
@@ -241,17 +242,17 @@ class MemorySaver:
     # -- questions ---------------------------------------------------------------------------------
 
     def is_paused(self, tag: Tag) -> bool:
-        """Whether a tag is without its memory."""
+        """Whether the memory of a tag is released."""
         _kind(tag, Content.DATA)
         return tag in self._asleep
 
     @property
     def paused(self) -> tuple[Tag, ...]:
-        """Tags that are without their memory."""
+        """The tags whose memory is released."""
         return tuple(tag for tag in TAGS if tag in self._asleep)
 
     def kind_of(self, tensor: torch.Tensor) -> tuple[Tag, Content] | None:
-        """Where a tensor lies; None: not here."""
+        """Tag and class of contents of a tensor; None if its memory is not from this saver."""
         address = tensor.data_ptr()
         for block in self._mappings.blocks(_ALL):
             if block.address <= address < block.address + block.size:
@@ -259,7 +260,7 @@ class MemorySaver:
         return None
 
     def bytes(self) -> dict[Tag, dict[Content, Held]]:
-        """What there is, by tag and class of contents, in whole pages of the device."""
+        """Bytes held, by tag and class of contents, in whole pages of the device."""
         with self._lock:
             found: dict[Tag, dict[Content, Held]] = {tag: {} for tag in TAGS}
             for block in self._mappings.blocks(_ALL):
@@ -274,7 +275,7 @@ class MemorySaver:
             return found
 
     def close(self) -> None:
-        """Allocate no more, and give back the room on the host. Memory goes with its tensors and graphs."""
+        """Refuse further allocations and free all backups. Memory is freed with its tensors and graphs."""
         with self._lock:
             if self.is_closed:
                 return
@@ -289,7 +290,7 @@ class MemorySaver:
     def _checked(self, tags: Iterable[Tag] | None) -> list[Tag]:
         self._refuse_if_closed()
         if isinstance(tags, str):
-            raise SaverError(f"tags are a list, not {tags!r}: use [{tags!r}]")
+            raise SaverError(f"tags must be a list, not {tags!r}: use [{tags!r}]")
         asked = TAGS if tags is None else tuple(tags)
         for tag in asked:
             _kind(tag, Content.DATA)
@@ -297,7 +298,7 @@ class MemorySaver:
 
     def _refuse_if_closed(self) -> None:
         if self.is_closed:
-            raise SaverError("this saver is closed")
+            raise SaverError("this memory saver is closed")
 
 
 class _Clock:
@@ -320,7 +321,7 @@ def _mappings_for(device: torch.device) -> Mappings:
         from .cuda_mappings import CudaMappings
 
         return CudaMappings(device)
-    raise SaverError(f"memory of {device} cannot be released: use cuda or cpu")
+    raise SaverError(f"a memory saver cannot manage memory of {device}: use cuda or cpu")
 
 
 def _kind(tag: Tag, content: Content | str) -> Kind:
@@ -330,7 +331,7 @@ def _kind(tag: Tag, content: Content | str) -> Kind:
         return Kind(tag, Content(content))
     except ValueError:
         names = ", ".join(each.value for each in Content)
-        raise SaverError(f"there is no class of contents {content!r}: use {names}") from None
+        raise SaverError(f"unknown class of contents {content!r}: use {names}") from None
 
 
 def _kinds_of(tags: Sequence[Tag]) -> list[Kind]:

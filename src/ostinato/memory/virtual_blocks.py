@@ -1,4 +1,4 @@
-"""Loads `virtual_blocks.c`, which is compiled once a process, and says how to call it."""
+"""Compiles and loads `virtual_blocks.c`, once per process, and declares its functions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DRIVER_FUNCTIONS = (
     "cuCtxPopCurrent_v2",
     "cuCtxSynchronize",
 )
-"""In the order in which `Driver` has them."""
+"""In the order of the fields of `Driver`."""
 
 
 class Driver(ctypes.Structure):
-    """How a class of blocks gets memory: functions of the driver, and what it tells them."""
+    """How a class of blocks gets memory: functions of the driver and their arguments."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in DRIVER_FUNCTIONS),
@@ -45,7 +45,7 @@ class Driver(ctypes.Structure):
 
 
 class Described(ctypes.Structure):
-    """A block, as C tells of it."""
+    """A block, as C describes it."""
 
     _fields_ = [
         ("serial", ctypes.c_uint64),
@@ -57,39 +57,39 @@ class Described(ctypes.Structure):
 
 
 class VirtualBlocks:
-    """The functions of the library; numbers of classes in, results of the driver out."""
+    """The functions of the library; they take numbers of classes and return results of the driver."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.allocator_of.restype = ctypes.c_void_p
 
     def open_class(self, driver: Driver) -> int:
-        """The number of a new class."""
+        """Open a new class and return its number."""
         number = int(self._library.open_class(ctypes.byref(driver)))
         if number == FAILED:
-            raise SaverError("too many memory savers in this process: close those that are not used")
+            raise SaverError("there are too many memory savers in this process: close those not in use")
         return number
 
     def functions_of(self, number: int) -> tuple[int, int]:
-        """Addresses of what torch calls to allocate and to free."""
+        """Addresses of the functions that torch calls to allocate and to free."""
         free = ctypes.cast(self._library.free_block, ctypes.c_void_p).value
         assert free is not None
         return int(self._library.allocator_of(number)), free
 
     def close_class(self, number: int) -> None:
-        """No more blocks for it."""
+        """Refuse further blocks for a class."""
         self._library.close_class(number)
 
     def hold(self, numbers: Sequence[int]) -> bool:
-        """Whether nobody else held one of them."""
+        """Hold classes; False if one of them was already held."""
         return bool(self._library.hold_classes(*_chosen(numbers)) != FAILED)
 
     def let_go(self, numbers: Sequence[int]) -> None:
-        """Blocks may come and go again."""
+        """Allow blocks of these classes to be created and freed again."""
         self._library.let_go_of_classes(*_chosen(numbers))
 
     def blocks(self, numbers: Sequence[int]) -> list[Described]:
-        """All blocks of these classes, the oldest first."""
+        """All blocks of these classes, oldest first."""
         room = 1024
         while True:
             found = (Described * room)()
@@ -99,11 +99,11 @@ class VirtualBlocks:
             room = 2 * count
 
     def unmap(self, numbers: Sequence[int]) -> int:
-        """Of held classes."""
+        """Release the memory of held classes."""
         return int(self._library.unmap_blocks(*_chosen(numbers)))
 
     def map(self, numbers: Sequence[int]) -> int:
-        """Of held classes; all or none."""
+        """Allocate memory for held classes, for all or for none."""
         return int(self._library.map_blocks(*_chosen(numbers)))
 
 
@@ -116,7 +116,7 @@ def virtual_blocks() -> VirtualBlocks:
     """The library, which stays loaded: torch may free memory until the process ends."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise SaverError("a memory saver on a GPU needs a C compiler, as Triton does: install one or set CC")
+        raise SaverError("a memory saver on a GPU needs a C compiler, like Triton: install one or set CC")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "virtual_blocks.so"
         command = [compiler, "-O1", "-shared", "-fPIC", "-pthread", "-o", str(library), str(_SOURCE)]

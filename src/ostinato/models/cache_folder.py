@@ -39,10 +39,10 @@ def kept_whole(target: Path, make: Callable[[Path], object], damage: Callable[[P
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock_of(target):
             if os.path.lexists(target):
-                problem = damage(target) if target.is_dir() else "it is no folder"
+                problem = damage(target) if target.is_dir() else "it is not a folder"
                 if problem is None:  # made by another meanwhile
                     return target
-                print(f"ostinato: {target} is made anew: {problem}", file=sys.stderr, flush=True)
+                print(f"ostinato: {target} is being rebuilt: {problem}", file=sys.stderr, flush=True)
                 _remove(target)
             with appearing_whole(target) as scratch:
                 make(scratch)
@@ -55,7 +55,7 @@ def check_room(folder: Path, needed: int) -> None:
     """OSError if there is no room for so many bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} bytes are free")
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, but {free:,} bytes are free")
 
 
 @contextmanager
@@ -121,7 +121,5 @@ def _remove(target: Path) -> None:
 def _cannot_write(target: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         said = "" if error.strerror == os.strerror(error.errno) else f": {error.strerror}"
-        return f"no space left for {target}{said}; make room, or name another place in OSTINATO_CACHE"
-    return (
-        f"{target} cannot be written: {error.strerror or error}; set OSTINATO_CACHE to a folder that can be"
-    )
+        return f"no space left for {target}{said}; free space, or set OSTINATO_CACHE to another folder"
+    return f"{target} cannot be written: {error.strerror or error}; set OSTINATO_CACHE to a writable folder"

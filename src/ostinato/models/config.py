@@ -89,14 +89,14 @@ class ModelConfig:
         file = Path(path)
         if file.is_dir():
             file = file / "config.json"
-        raw = read_config_file(file, "a Hugging Face model directory holds a config.json")
+        raw = read_config_file(file, "a Hugging Face model directory has a config.json")
         try:
             noted = _NotedReads(with_overrides(raw, overrides or {}))
             config = ModelConfig.from_dict(noted)
         except ModelError as error:
             raise type(error)(f"{file}: {error}") from error
         for name in sorted((overrides or {}).keys() - noted.read):
-            logger.warning("hf_overrides: %s has no effect, nothing here reads it from a config.json", name)
+            logger.warning("hf_overrides: %s has no effect: this field of config.json is not used", name)
         return config
 
     @staticmethod
@@ -139,7 +139,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
         given = (
             f"architecture {name}"
             if name
-            else f"a model of type {raw.get('model_type')!r} with no architecture"
+            else f"a model of type {raw.get('model_type')!r} without an architecture"
         )
         raise UnsupportedModelError(
             f"{given} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"

@@ -16,5 +16,5 @@ def read_config_file(file: Path, who_has_one: str) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
+        raise ModelError(f"{file} contains a {type(raw).__name__}, not an object")
     return raw

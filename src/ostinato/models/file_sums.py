@@ -50,7 +50,7 @@ def find_damage(folder: Path) -> str | None:
         if not file.is_file():
             return f"{file.name} is missing"
         if file.stat().st_size != size:
-            return f"{file.name} has {file.stat().st_size:,} bytes and should have {size:,}"
+            return f"{file.name} has {file.stat().st_size:,} bytes instead of {size:,}"
     pieces = [(piece, file) for file in wanted for piece in _pieces(file)]
     sums = [one for _, listed in wanted.values() for one in listed]
     if len(sums) != len(pieces):

@@ -95,7 +95,7 @@ def llama3_rope(config: Mapping[str, Any], factors: Tensor) -> dict[str, Any]:
     rope = RopeConfig(theta, "llama3", float(factors.max()))
     expected = inverse_frequencies(RopeConfig(theta), head_dim) / inverse_frequencies(rope, head_dim)
     if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
-        raise UnsupportedModelError("the GGUF's rope_freqs are not those of a Llama 3 model; not supported")
+        raise UnsupportedModelError("rope_freqs other than those of Llama 3 models are not supported")
     return {
         "rope_type": "llama3",
         "rope_theta": theta,

@@ -24,7 +24,7 @@ def locate_model(
     is_here = model is None or Path(model).expanduser().exists()
     if is_here and revision not in (None, "main"):
         raise ModelError(
-            f"revision {revision!r} is for models of the hub, and {model or 'the default'} is not"
+            f"revision {revision!r} is only for models from the hub, and {model or 'the default'} is not one"
         )
     if model is None:
         return _converted(default_model_gguf(), lambda: default_model_gguf(check=True))
@@ -34,7 +34,7 @@ def locate_model(
     if path.is_file():
         if path.suffix == ".gguf":
             return _converted(path)
-        raise ModelError(f"{path} is a file but not a .gguf; give a .gguf or the directory of a model")
+        raise ModelError(f"{path} is a file but not a .gguf; give a .gguf file or the directory of a model")
     if path.suffix == ".gguf":
         raise ModelError(f"{path} does not exist")
     files = [*_HUB_FILES, "pytorch_model.bin"] if with_pickles else _HUB_FILES
@@ -65,7 +65,7 @@ def _from_hub(name: str, revision: str | None, download_dir: str | None, files: 
         Exception
     ) as error:  # whatever the network and the hub come up with, the user needs the same advice
         raise DownloadError(
-            f"{name!r} is no directory on this machine and could not be fetched from the hub: "
+            f"{name!r} is not a directory on this machine and could not be downloaded from the hub: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}. "
             "Give the path of a model directory or of a .gguf file, or no model for the default one"
         ) from error

@@ -60,7 +60,7 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     """`rope_parameters` (transformers 5) or `rope_theta` beside `rope_scaling` (before)."""
     found = [_read(raw, given) for name in _NAMES if (given := raw.get(name))]
     if found and found[0] != found[-1]:
-        raise ModelError("rope_parameters and rope_scaling say different things: keep one of them")
+        raise ModelError("rope_parameters and rope_scaling contradict each other: keep one of them")
     return found[0] if found else _read(raw, {})
 
 

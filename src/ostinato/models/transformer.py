@@ -129,7 +129,7 @@ class Transformer(nn.Module):
         """Hidden states [n, H] to float32 scores of every token id [n, vocab], in `out` if that is given."""
         if not self.config.has_lm_head:
             raise ModelError(
-                f"{self.config.architecture} has no output layer; it embeds, it does not generate"
+                f"{self.config.architecture} has no output layer: it can embed, but not generate"
             )
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return products.float_linear(hidden, head.matrix, out)

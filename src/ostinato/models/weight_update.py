@@ -82,8 +82,8 @@ def _tell_of_another_config(directory: Path, config: ModelConfig) -> None:
     others = [name for name in _COMPUTED_WITH if getattr(given, name) != getattr(config, name)]
     if others:
         logger.warning(
-            "the config.json of %s differs in %s from that of the model, which stays as it is: only weights "
-            "are taken",
+            "the config.json of %s differs in %s from that of the model: only weights are updated, the "
+            "model's config stays as it is",
             directory,
             ", ".join(others),
         )
@@ -117,7 +117,7 @@ class WeightPlaces:
     def name_of(self, given: object) -> str | None:
         """The weight that is meant; None for one that the model does not need."""
         if not isinstance(given, str):
-            raise WeightsError(f"a weight's name is a text, not {type(given).__name__}")
+            raise WeightsError(f"a weight's name must be a text, not {type(given).__name__}")
         short = given.removeprefix("model.")
         if short in self._short:
             return self._short[short]
@@ -136,32 +136,32 @@ class WeightPlaces:
         given = self.checked(name, output, as_named=OUTPUT_LAYER)
         if are_equal(given, held if embeddings is None else embeddings.to(held.device, held.dtype)):
             return
-        what = f"weight {OUTPUT_LAYER} is not that of {name}, and the model has one for both"
+        what = f"weight {OUTPUT_LAYER} differs from {name}, but in the model they are the same tensor"
         if embeddings is not None:
             raise WeightsError(f"{what} (tie_word_embeddings)")
-        logger.warning("%s: it is not written, only %s would be", what, name)
+        logger.warning("%s: it is not updated; only %s can be", what, name)
 
     def checked(self, name: str, given: object, as_named: str = "") -> Tensor:
         """The tensor, if it can be written to that place. `as_named`: what errors call it instead."""
         view = self.views[name]
         name = as_named or name
         if not isinstance(given, Tensor):
-            raise WeightsError(f"weight {name} is no tensor but {type(given).__name__}")
+            raise WeightsError(f"weight {name} must be a tensor, not {type(given).__name__}")
         if given.shape != view.shape:
             raise WeightsError(f"weight {name} has shape {list(given.shape)}, not {list(view.shape)}")
         if given.dtype not in _READABLE:
-            raise WeightsError(f"weight {name} is {given.dtype}; float32, float16 and bfloat16 can be taken")
+            raise WeightsError(f"weight {name} is {given.dtype}; supported are float32, float16 and bfloat16")
         if given.device.type == "meta":
             raise WeightsError(f"weight {name} is on the meta device: it has no contents")
         if hasattr(given, "full_tensor"):  # torch's DTensor, which takes a second to import
             raise WeightsError(
-                f"weight {name} is a {type(given).__name__}, of many ranks: give its full_tensor()"
+                f"weight {name} is a {type(given).__name__}, distributed over ranks: pass its full_tensor()"
             )
         if given.layout is not torch.strided:
-            raise WeightsError(f"weight {name} is {given.layout}: give it dense, as its to_dense()")
+            raise WeightsError(f"weight {name} is {given.layout}: pass a dense tensor, its to_dense()")
         if given.numel() and not given.untyped_storage().nbytes():
             raise WeightsError(
-                f"weight {name} has no memory, as what a trainer has sharded or offloaded: gather it first"
+                f"weight {name} has no memory, probably because it is sharded or offloaded: gather it first"
             )
         # What lies in the model's own memory may be overwritten before it is read.
         is_same = given.data_ptr() == view.data_ptr() and given.stride() == view.stride()
@@ -194,15 +194,15 @@ class WeightPlaces:
 
     def check_addresses(self) -> None:
         if count := self._num_moved:
-            raise TornWeightsError(f"{count} parameters have moved during an update")
+            raise TornWeightsError(f"{count} parameters moved during an update of weights")
 
 
 def _pairs(new: object) -> Iterator[tuple[object, object]]:
     if not isinstance(new, Iterable):
-        raise WeightsError(f"weights are a directory, a mapping or pairs, not {type(new).__name__}")
+        raise WeightsError(f"weights must be a directory, a mapping or pairs, not {type(new).__name__}")
     for pair in new:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise WeightsError(f"weights come in pairs of a name and a tensor, not as {type(pair).__name__}")
+            raise WeightsError(f"weights must be pairs of a name and a tensor, not {type(pair).__name__}")
         yield pair[0], pair[1]
 
 

@@ -55,7 +55,7 @@ def load_model(
     elif load_format == "safetensors":
         load_weights(model, directory)
     else:
-        raise WeightsError(f"load_format {load_format!r} is unknown; choose safetensors or dummy")
+        raise WeightsError(f"unknown load_format {load_format!r}: use safetensors or dummy")
     return model
 
 
@@ -97,9 +97,8 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
         )
     if output_layer is not None and not are_equal(output_layer, model.embed_tokens.weight):
         raise WeightsError(
-            f"{directory}: config.json ties the output layer to the embeddings, and {OUTPUT_LAYER} of the "
-            'checkpoint is another matrix than theirs: with hf_overrides={"tie_word_embeddings": false} it '
-            "is used"
+            f"{directory}: config.json ties the output layer to the embeddings, but {OUTPUT_LAYER} in the "
+            'checkpoint differs from them; to use it, set hf_overrides={"tie_word_embeddings": false}'
         )
 
 
@@ -137,7 +136,7 @@ def _copy(tensor: _StoredTensor, target: Tensor) -> None:
     header = tensor.reader.get_slice(tensor.name)
     if list(header.get_shape()) != list(target.shape):
         raise WeightsError(
-            f"{place} has shape {list(header.get_shape())}, config.json asks for {list(target.shape)}"
+            f"{place} has shape {list(header.get_shape())}, but config.json requires {list(target.shape)}"
         )
     if header.get_dtype() not in _READABLE_DTYPES:
         raise WeightsError(f"{place} is stored as {header.get_dtype()}; supported are F32, F16 and BF16")
@@ -182,12 +181,12 @@ def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTe
             reader = safe_open(file, framework="pt", device=str(device))
         except (SafetensorError, OSError) as error:
             raise WeightsError(
-                f"{file} is not a readable safetensors file: {error}; fetch it again"
+                f"{file} is not a readable safetensors file: {error}; download it again"
             ) from error
         with reader:
             names = set(reader.keys())
             if expected is not None and (absent := sorted(expected - names)):
-                raise WeightsError(f"{file}: tensor {absent[0]} is missing though {_INDEX} places it there")
+                raise WeightsError(f"{file}: tensor {absent[0]} is missing, although {_INDEX} lists it there")
             for name in sorted(names):
                 yield _StoredTensor(name, file, reader)
 
@@ -195,7 +194,7 @@ def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTe
 def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
     """The files to read, each with the tensors the index promises in it (None without an index)."""
     if not directory.is_dir():
-        raise WeightsError(f"{directory} is no directory of this machine")
+        raise WeightsError(f"{directory} is not a directory on this machine")
     index, single = directory / _INDEX, directory / _SINGLE
     if index.is_file():
         try:
@@ -212,8 +211,8 @@ def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
             if len(absent) == len(files):
                 return {single: None}
             raise WeightsError(
-                f"{directory}: there are {_SINGLE} and an {_INDEX} of other files, of two savings: remove "
-                "the older one"
+                f"{directory}: there are both {_SINGLE} and an {_INDEX} that lists other files; remove the "
+                "older of the two"
             )
         if absent:
             raise WeightsError(
@@ -225,8 +224,8 @@ def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
         return {single if single in found else found[0]: None}
     if found:
         raise WeightsError(
-            f"{directory}: {len(found)} safetensors files but no {_INDEX} to say what is where"
+            f"{directory}: there are {len(found)} safetensors files, but no {_INDEX} that lists their tensors"
         )
     old = [file.name for file in sorted(directory.glob("*.bin"))]
-    hint = f"; {old[0]} is in an old format, only safetensors are read" if old else ""
-    raise WeightsError(f"{directory}: no {_SINGLE} and no {_INDEX}{hint}")
+    hint = f"; {old[0]} is in an old format, and only safetensors files are read" if old else ""
+    raise WeightsError(f"{directory}: there is neither {_SINGLE} nor {_INDEX}{hint}")

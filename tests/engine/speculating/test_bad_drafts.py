@@ -38,8 +38,8 @@ def refused_head(folder: Path, changes: dict[str, Any], missing: str | None) -> 
 @pytest.mark.parametrize(
     ("changes", "missing", "named"),
     [
-        ({"vocab_size": 96}, None, "vocab_size 96 is not that of the target, 97"),
-        ({"hidden_size": 60}, None, "hidden_size 60 is not that of the target, 48"),
+        ({"vocab_size": 96}, None, "vocab_size 96 differs from the target's 97"),
+        ({"hidden_size": 60}, None, "hidden_size 60 differs from the target's 48"),
         ({}, "fc.weight", r"tensors missing from the draft's checkpoint: fc\.weight"),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_folder_that_is_not_there_and_a_model_of_another_vocabulary(target: st
     with pytest.raises(ModelLoadError, match="nothing"):
         LLM(target, speculative_config=asked)
     saved_model("qwen3", tmp_path / "other", vocab_size=98)
-    with pytest.raises(ModelLoadError, match="vocab_size 98 is not that of the target, 97"):
+    with pytest.raises(ModelLoadError, match="vocab_size 98 differs from the target's 97"):
         LLM(target, speculative_config={**asked, "model": str(tmp_path / "other")})
 
 

@@ -15,7 +15,7 @@ def backend_for(device: torch.device | str) -> Backend:
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         if not torch.cuda.is_available():
-            raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA device; use 'cpu'")
+            raise ConfigError("device 'cuda' was requested, but torch sees no CUDA device; use 'cpu'")
         device = torch.device("cuda", torch.cuda.current_device())
     return _backend(device)
 

@@ -35,7 +35,7 @@ def _refuse_triton() -> Iterator[None]:
         if threading.get_ident() != owner:  # another thread compiles what it likes
             return None if before is None else before(fn=fn, **more)
         raise ColdKernelError(
-            f"Triton kernel {fn.module}.{fn.name} was compiled while recording: warm it up first, with the "
+            f"Triton kernel {fn.module}.{fn.name} was compiled during recording: warm it up first, with the "
             f"argument types and constants it is captured with",
             where=calling_line(),
         )
@@ -53,7 +53,7 @@ def _refuse_dynamo() -> Iterator[None]:
         yield
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None and dynamo.utils.counters["stats"]:
-            raise ColdKernelError("torch.compile compiled something while recording: warm it up first")
+            raise ColdKernelError("torch.compile compiled something during recording: warm it up first")
         return
     import torch
 

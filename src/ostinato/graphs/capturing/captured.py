@@ -1,4 +1,4 @@
-"""Record one step, and what is kept of it."""
+"""Records a step, and keeps the result."""
 
 import time
 from collections.abc import Callable
@@ -66,10 +66,10 @@ def record(
 def with_outputs_of_their_own(
     step: Callable[..., Any], like: Any, allocate: Allocate
 ) -> tuple[Callable[..., Any], Any]:
-    """The step, with its results copied in the end to memory that no graph of the pool works in; and that.
+    """The step followed by a copy of its results to memory that no graph of the pool uses, and that memory.
 
-    Holding on to a result in the pool would not do: a graph captured earlier may use that very memory for
-    its intermediates.
+    Keeping a result in the pool is not enough: a graph captured earlier may use the same memory for its
+    intermediates.
     """
 
     def place_for(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,36 +96,36 @@ def _is_capture_violation(error: BaseException) -> bool:
 
 
 def _explained(error: BaseException) -> CaptureError:
-    """An error that recording itself caused, with the user's line."""
+    """The error for something that recording forbids, with the user's line."""
     where = raising_line(error.__traceback__)
     if "fail_on_recompile" in str(error):
-        return CaptureError(f"torch.compile compiled something while recording: {error}", where=where)
+        return CaptureError(f"torch.compile compiled something during recording: {error}", where=where)
     first_line = str(error).splitlines()[0]
     if "unjoined" in first_line:
         return CaptureError(
-            "a side stream that the step forked to was not joined: let the current stream wait for it "
+            "the step forked to a side stream and did not join it: let the current stream wait for it "
             "(wait_stream) before the step ends",
             where=where,
         )
     return CaptureError(
-        f"not allowed while a graph is recorded: {first_line}. A value read back to Python, a data-dependent "
+        f"not allowed while a graph is recorded: {first_line}. Reading a value in Python, a data-dependent "
         f"shape or a copy to the host cannot be captured; do it before or after the step",
         where=where,
     )
 
 
 class CapturedGraph:
-    """One key's graph, its output, and its record in service."""
+    """The graph of one key, its output and its counters."""
 
     def __init__(self, key: GraphKey, recorded: Recorded, seconds: float) -> None:
-        """`seconds`: what capturing it took, warm-ups included."""
+        """`seconds`: the duration of the capture, including warm-ups."""
         self.key = key
         self.recorded = recorded
         self.seconds = seconds
         self.replays = 0
         self.real_tokens = 0
         self.lent = Lent()
-        """Results with memory of their own, which this graph's next replay overwrites."""
+        """Results in memory that only this graph's next replay overwrites."""
         self.replay = recorded.graph.replay
         self.leaves, self.structure = flatten(recorded.output)
         self._is_bare = isinstance(recorded.output, torch.Tensor)
@@ -142,7 +142,7 @@ class CapturedGraph:
 
     @property
     def padding_waste(self) -> float:
-        """Share of replayed token rows that were padding."""
+        """Fraction of replayed token rows that were padding."""
         total = self.replays * self.descriptor.num_tokens
         return 1 - self.real_tokens / total if total else 0.0
 
@@ -156,7 +156,7 @@ class CapturedGraph:
         ]
 
     def handed_out(self, leaves: list[Any]) -> Any:
-        """Output leaves in the structure the step returned, in containers and tensors of their own: what the
-        holder does to a tensor other than writing into its memory is his own affair."""
+        """Output leaves in the structure that the step returned, in new containers and tensors, so that the
+        caller may change them in any way; only the memory is shared."""
         fresh = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return fresh[0] if self._is_bare else self.structure.filled(fresh)

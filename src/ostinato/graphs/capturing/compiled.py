@@ -26,7 +26,7 @@ class CompiledSteps:
             raise ConfigError(f"compile_up_to must be 0 or more, not {up_to}")
         if up_to and device.type != "cuda":
             raise ConfigError(
-                "compile_up_to needs a CUDA device: torch.compile steps aside while the tape records"
+                "compile_up_to needs a CUDA device: torch.compile is inactive while the tape records"
             )
         self._step = step
         self._up_to = up_to

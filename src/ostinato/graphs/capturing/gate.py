@@ -1,4 +1,4 @@
-"""Capture happens only where it was asked for: inside `capture_gate()`, one at a time per process."""
+"""Captures happen only inside `capture_gate()`, one at a time per process."""
 
 import gc
 import sys
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from ..errors import CaptureError
 
 _ALWAYS_FROZEN = 5_000 if sys.version_info >= (3, 12) else 0
-"""Since 3.12 a collection moves immortal objects to where `gc.freeze` puts its own: a few hundred."""
+"""Since Python 3.12 a collection moves a few hundred immortal objects to where `gc.freeze` puts its own."""
 
 
 class _ThreadState(threading.local):
@@ -20,8 +20,8 @@ class _ThreadState(threading.local):
 _state = _ThreadState()
 
 turn = threading.RLock()
-"""Held by whoever captures, tries a step out or replays. Recordings share the device's stream, the process's
-random generators and its hooks: what another thread does with graphs meanwhile would end up in them."""
+"""Held during captures, trial runs and replays. Recordings share the device's stream and the process's random
+generators and hooks: what another thread does with graphs meanwhile would end up in them."""
 
 
 def require_open_gate() -> None:
@@ -39,7 +39,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def capture_gate() -> Iterator[None]:
-    """Allow captures in this context. Serving code never opens it, so serving never captures."""
+    """A context that allows captures. Serving code never enters it, so serving never captures."""
     if _state.recording:
         raise CaptureError("capture inside capture: a graph is being recorded on this thread already")
     before, _state.open = _state.open, True
@@ -51,7 +51,7 @@ def capture_gate() -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Mark this thread as recording; refused outside the gate and while recording already."""
+    """Mark this thread as recording. CaptureError outside of the gate or during another recording."""
     require_open_gate()
     with turn:
         _state.recording = True
@@ -62,7 +62,7 @@ def recording() -> Iterator[None]:
 
 
 class _FrozenGc:
-    """Of the whole process: the first who wants it frozen freezes, the last one thaws."""
+    """The garbage collector of the process: the first user freezes it, the last one thaws it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,11 +95,11 @@ _frozen_gc = _FrozenGc()
 
 @contextmanager
 def frozen_gc(enabled: bool = True) -> Iterator[None]:
-    """Collect once, then keep the garbage collector from running or walking what exists.
+    """A context that collects garbage once, then keeps the collector from running or scanning old objects.
 
-    A collection in the middle of a capture is slow and may free device memory that a graph still uses.
-    A user's own `gc.freeze()` is left in place: unfreezing would undo it. Inside of itself, or of another
-    thread's, it does nothing.
+    A collection during a capture is slow and may free device memory that a graph still uses. A `gc.freeze()`
+    of the user's stays in place, because unfreezing would undo it. Nested uses, also in other threads, have
+    no effect.
     """
     if not enabled:
         yield

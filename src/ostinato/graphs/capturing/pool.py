@@ -1,4 +1,4 @@
-"""The memory that all graphs of a pool share, and what is known about it."""
+"""The memory that all graphs of a pool share."""
 
 import threading
 import weakref
@@ -14,31 +14,31 @@ from ..errors import ConfigError
 
 
 class Memory(Protocol):
-    """Where the memory of graphs comes from, if not from torch: what a memory saver implements."""
+    """Provides graph memory instead of torch; a memory saver implements it."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """So many bytes as uint8 that keep their contents: input buffers, padding templates, bridges, results
-        with memory of their own."""
+        """Bytes, as uint8, that keep their contents: input buffers, padding templates, bridges, strong
+        results."""
         ...
 
     def intermediates(self, nbytes: int) -> torch.Tensor:
-        """So many bytes as uint8 that every replay writes before it reads them: the slabs of tapes."""
+        """Bytes, as uint8, that every replay writes before it reads them: the slabs of tapes."""
         ...
 
     def graph_pool(self) -> Any:
-        """The handle of a pool of torch's allocator for captures on CUDA, as `graph_pool_handle` makes it."""
+        """Handle of a pool of torch's allocator for captures on CUDA, like that of `graph_pool_handle`."""
         ...
 
     def drop_unused_pools(self) -> None:
-        """Pools that were handed out and that no graph lives in any more may go."""
+        """Drop pools that were handed out and in which no graph lives any more."""
         ...
 
 
 class Occupant(Protocol):
-    """Whoever has graphs in a pool and can record them again."""
+    """An owner of graphs in a pool that can record them again."""
 
     def take_down(self) -> Any:
-        """Let all graphs go; what `put_up` needs to know."""
+        """Drop all graphs and return what `put_up` needs to know."""
         ...
 
     def put_up(self, standing: Any) -> None:
@@ -47,20 +47,20 @@ class Occupant(Protocol):
 
 
 class Lent:
-    """Results handed out to code that may differentiate through them."""
+    """Results handed out to callers, who may differentiate through them."""
 
     def __init__(self) -> None:
         self.outputs: Sequence[torch.Tensor] = ()
 
     def overwrite(self) -> None:
-        """They are about to be overwritten: what autograd saved of them is void, and it will say so."""
+        """Call before they are overwritten: autograd then raises if it saved one of them."""
         if self.outputs:
             increment_version(self.outputs)
             self.outputs = ()
 
 
 class GraphPool:
-    """One shared memory for any number of graphs, with a budget.
+    """Memory shared by any number of graphs, with an optional budget.
 
     Sharing is sound because replays are ordered: a graph's intermediates and outputs are dead once another
     graph runs. Capturing the largest graph first lets the smaller ones fit into its memory.
@@ -73,20 +73,20 @@ class GraphPool:
         budget: int | None = None,
         memory: Memory | None = None,
     ) -> None:
-        """`budget`: most bytes that graphs may take together; those that it does not pay for are given up.
+        """`budget`: maximum bytes that all graphs take together; graphs that do not fit are dropped.
 
-        `memory`: where all of it comes from; default: torch's allocator.
+        `memory`: where the memory comes from; default: torch's allocator.
         """
         if budget is not None and budget <= 0:
             raise ConfigError(f"the pool's budget must be a positive number of bytes, not {budget}")
         self.backend: Backend = backend_for(device)
         self.budget = budget
         self.generation = 0
-        """Counts replays; an output of an earlier generation has been overwritten."""
+        """Number of replays; outputs of earlier generations have been overwritten."""
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The captured graphs that live in the pool, of whatever runner."""
+        """The captured graphs in the pool, of all runners."""
         self.owner: threading.Thread | None = None
-        """The thread whose results a replay overwrites, where wrappers care."""
+        """The thread whose results a replay overwrites; used by wrappers."""
         self._source = memory
         self._memory: PoolMemory | None = None
         self._beside: dict[StorageWeakRef, int] = {}
@@ -94,21 +94,21 @@ class GraphPool:
         self.lent = Lent()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """So many bytes on the pool's device, as uint8: what there is whether or not there are graphs."""
+        """Bytes on the pool's device, as uint8, for purposes that do not depend on graphs."""
         with torch.inference_mode(False):
             if self._source is not None:
                 return self._source.allocate(nbytes)
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def allocate_for_graphs(self, nbytes: int) -> torch.Tensor:
-        """So many bytes as uint8 that graphs use beside their intermediates; counted while they live."""
+        """Bytes, as uint8, that graphs use besides their intermediates; counted as long as they live."""
         memory = self.allocate(nbytes)
         self._beside[StorageWeakRef(memory.untyped_storage())] = nbytes
         return memory
 
     @property
     def device(self) -> torch.device:
-        """The device the pool lives on."""
+        """The pool's device."""
         return self.backend.device
 
     @property
@@ -125,7 +125,7 @@ class GraphPool:
 
     @property
     def bytes_beside(self) -> int:
-        """Of these, bridges and results with memory of their own."""
+        """Of these, the bytes of bridges and strong results."""
         self._beside = {ref: size for ref, size in self._beside.items() if not ref.expired()}
         return sum(self._beside.values())
 
@@ -135,12 +135,12 @@ class GraphPool:
         return self.budget is not None and self.bytes > self.budget
 
     def overwrite(self) -> None:
-        """What was handed out is about to be overwritten: autograd must not use it any more, nor guards."""
+        """Call before results are overwritten: autograd and guards then refuse to use the old ones."""
         self.generation += 1
         self.lent.overwrite()
 
     def shrink_if_unused(self) -> None:
-        """Give the memory back when no graph lives in it (after the largest one did not fit)."""
+        """Free the memory if no graph lives in it, for example after the largest one did not fit."""
         if not self.graphs and self._memory is not None:
             self._memory = None
             self.lent.outputs = ()
@@ -148,15 +148,15 @@ class GraphPool:
                 self._source.drop_unused_pools()
 
     def join(self, occupant: Occupant) -> None:
-        """Somebody will capture graphs here."""
+        """Register an owner of graphs before it captures here."""
         self._occupants = [ref for ref in self._occupants if ref() not in (None, occupant)]
         self._occupants.append(weakref.ref(occupant))
 
     def capture_anew(self) -> None:
-        """Record all graphs once more, in new memory: a graph that was given up had made the old one grow.
+        """Record all graphs again in new memory, because a graph that was dropped had made the old one grow.
 
-        Only inside `capture_gate()`. No part of it can be given back as long as there are graphs: the device
-        does not know which of it they use.
+        Only inside `capture_gate()`. No part of the old memory can be freed while graphs live in it, because
+        the device does not know which part they use.
         """
         living = [occupant for ref in self._occupants if (occupant := ref()) is not None]
         standing = [occupant.take_down() for occupant in living]

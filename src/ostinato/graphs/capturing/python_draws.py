@@ -11,8 +11,8 @@ from ..errors import CaptureError
 from .gate import is_recording
 
 WHY_NOT = (
-    "the step draws from Python's or NumPy's random generator, and a graph would repeat one draw: draw with "
-    "torch"
+    "the step draws from Python's or NumPy's random generator, and a graph would repeat the same draw: draw "
+    "with torch"
 )
 
 

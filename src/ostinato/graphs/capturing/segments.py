@@ -1,19 +1,19 @@
-"""Piecewise capture: recording stops at a function marked `@eager_boundary` and goes on behind it.
+"""Piecewise capture: recording stops at a function marked `@eager_boundary` and continues after it.
 
     segment 0 | attention (eager) | segment 1 | attention (eager) | segment 2
 
-At replay the segments are launched and the marked functions are called in the same order. What an eager
-call returns is copied into a *bridge*, a buffer at a fixed address that the next segment reads. What it is
-given are the addresses that the segment before it has just written.
+A replay launches the segments and calls the marked functions in the same order. The results of an eager call
+are copied into a *bridge*, a buffer at a fixed address that the next segment reads. Its arguments are at the
+addresses that the previous segment has just written.
 
 Note [Bridges]
-A bridge has memory of its own, outside the graph pool, held as long as any graph that uses it. Only one
-graph runs at a time, so all graphs of a runner share the same bridges: captured largest first, the smaller
-rungs fit into what the largest one needed. Within one graph a bridge is used again for a later boundary
-once nothing holds the tensor handed to the step any more.
+A bridge has separate memory, outside the graph pool, which lives as long as any graph that uses it. Only one
+graph runs at a time, so all graphs of a runner share the same bridges: the largest is captured first, and the
+smaller rungs fit into what it needed. Within one graph, a bridge is reused for a later boundary once nothing
+holds the tensor that was handed to the step.
 
-What a boundary returns reaches the step as a copy, unless it lies in one of its arguments: a step that
-writes into the result does not write into memory of the boundary's own.
+The step gets a copy of a boundary's result, unless the result lies in one of its arguments: a step that
+writes into the result does not write into the boundary's own memory.
 """
 
 import functools
@@ -80,7 +80,7 @@ class Bridges:
         return any(first <= address < last for first, last in ranges)
 
     def drop(self) -> None:
-        """No graph uses them any more."""
+        """Free them, because no graph uses them any more."""
         self._bridges.clear()
 
     def begin_graph(self) -> None:
@@ -100,12 +100,12 @@ class Bridges:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's geometry with memory for every element: an expanded one has several in one place."""
+    """The tensor's geometry with memory for every element, unlike that of an expanded tensor."""
     return torch.empty_like(tensor, device="meta")
 
 
 class EagerCall:
-    """A marked function between two segments, called anew at every replay."""
+    """A marked function between two segments, called at every replay."""
 
     def __init__(
         self, function: Callable[..., Any], kept: Kept, places: Sequence[torch.Tensor | None]
@@ -117,7 +117,7 @@ class EagerCall:
         self._autocast = AutocastState.now()
 
     def replay(self) -> None:
-        """Call the function on the tensors the segment before it has written; refresh the bridges."""
+        """Call the function on the tensors that the previous segment wrote, and update the bridges."""
         if self._arguments is None:
             self._arguments = self._kept.tree
         args, kwargs = self._arguments
@@ -131,7 +131,7 @@ class EagerCall:
         if not isinstance(leaf, torch.Tensor) or leaf.shape != place.shape or leaf.dtype != place.dtype:
             name = getattr(self._function, "__qualname__", self._function)
             raise CaptureError(
-                f"eager boundary {name} returned {_kind(leaf)} where {_kind(place)} was captured: results "
+                f"eager boundary {name} returned {_kind(leaf)}, but {_kind(place)} was captured: results "
                 f"must keep their type and shape"
             )
         place.copy_(leaf)
@@ -143,7 +143,7 @@ def _kind(value: Any) -> str:
 
 
 class SegmentedGraph:
-    """Captured segments with the eager calls between them, in order. One segment is an ordinary graph."""
+    """Captured segments and the eager calls between them, in order. A full graph has one segment."""
 
     def __init__(self, steps: Sequence[Segment | EagerCall]) -> None:
         self.steps = tuple(steps)
@@ -184,7 +184,7 @@ class BoundaryCapture:
         return self._piecewise and not self._inside
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Interrupt the recording, call the function for real, go on recording behind it."""
+        """Interrupt the recording, call the function, and continue recording after it."""
         self._session.pause()
         kept = self._session.keep((args, kwargs))
         self._inside = True
@@ -240,8 +240,8 @@ _active = _Active()
 def eager_boundary(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that piecewise capture must not record, such as attention.
 
-    Outside a piecewise capture the mark does nothing: the function is part of an eager step, or of a full
-    graph. A marked function called by another marked function is part of that one's eager call.
+    Outside of a piecewise capture the mark has no effect: the function is part of the eager step or of the
+    full graph. A marked function that another marked function calls is part of that eager call.
     """
 
     @functools.wraps(function)

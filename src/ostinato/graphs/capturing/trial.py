@@ -137,8 +137,9 @@ class Trials:
             result = step()
         if made & journal.written:
             raise CaptureError(
-                "the step made state in its first run and changed it in the next, as optimizers and caches "
-                "do, and no trial run can tell how that is to begin: run it once before it is captured"
+                "the step created state in its first run and changed it in the second, as optimizers and "
+                "caches do, and trial runs cannot tell how that state should start: run the step once before "
+                "the capture"
             )
         return result
 
@@ -153,8 +154,8 @@ class Trials:
             (first, given), (second, then_given) = difference
             raise CaptureError(
                 f"two trial runs on the same inputs did different work: {first} with {given}, then {second} "
-                f"with {then_given}. Something in Python that the step changes (a counter, a position, a "
-                f"random number) decides what it does: keep it in a tensor"
+                f"with {then_given}. A Python value that the step changes (a counter, a position, a random "
+                f"number) decides what it does: keep it in a tensor"
             )
 
     def _difference(self) -> tuple[tuple[Any, str], tuple[Any, str]] | None:

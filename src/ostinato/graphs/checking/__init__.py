@@ -1,1 +1,1 @@
-"""What keeps graphs honest: addresses, stale outputs, verification against eager."""
+"""Checks of graphs: addresses, stale outputs, comparison with eager."""

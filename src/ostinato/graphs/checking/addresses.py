@@ -1,4 +1,4 @@
-"""Captured graphs read fixed addresses. This is the book of those addresses, and the check that they hold."""
+"""Captured graphs read fixed addresses. This records those addresses and checks that they still hold."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +14,8 @@ Watched: TypeAlias = NamedTensors | torch.nn.Module | Callable[[], NamedTensors]
 
 
 def tensors_of(watched: Watched) -> dict[str, torch.Tensor]:
-    """The tensors to watch, as they are now, tied ones under each of their names. A module is asked anew, so
-    a replaced parameter is noticed."""
+    """The tensors to watch, as they are now, tied ones under each of their names. A module is read again each
+    time, so that a replaced parameter is noticed."""
     if isinstance(watched, torch.nn.Module):
         parameters = watched.named_parameters(remove_duplicate=False)
         return {**dict(parameters), **dict(watched.named_buffers(remove_duplicate=False))}
@@ -23,7 +23,7 @@ def tensors_of(watched: Watched) -> dict[str, torch.Tensor]:
 
 
 class _Read(NamedTuple):
-    """A tensor that trial runs used. Not held: what its owner gives up is to go, and to be missed here."""
+    """A tensor that trial runs used. Held weakly, so that it can be freed and is then noticed as missing."""
 
     tensor: "weakref.ref[torch.Tensor]"
     address: int
@@ -31,7 +31,7 @@ class _Read(NamedTuple):
 
 
 class AddressBook:
-    """Where watched tensors were when the graphs were captured. Each source has names of its own."""
+    """The addresses of watched tensors at the time of the capture. Each source has its own names."""
 
     def __init__(self) -> None:
         self._sources: list[Watched] = []
@@ -39,41 +39,41 @@ class AddressBook:
         self._reads: dict[int, _Read] = {}
 
     def watch(self, watched: Watched) -> None:
-        """Note the addresses of these tensors and ask for them again at every check."""
+        """Record the addresses of these tensors, and read them again at every check."""
         self._sources.append(watched)
         self._addresses.append(_addresses_of(watched))
 
     def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note what steps used besides what is watched by name."""
+        """Record tensors that steps used, besides those watched by name."""
         for tensor in tensors:
             looks = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             self._reads[tensor.data_ptr()] = _Read(weakref.ref(tensor), tensor.data_ptr(), looks)
 
     def ignore_reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not watch these, though they were read."""
+        """Do not watch these tensors, although steps read them."""
         for tensor in tensors:
             self._reads.pop(tensor.data_ptr(), None)
 
     @property
     def storages_read(self) -> set[int]:
-        """Where what steps read has its memory."""
+        """Addresses of the storages that steps read."""
         tensors = (read.tensor() for read in self._reads.values())
         return {storage_address(tensor) for tensor in tensors if tensor is not None}
 
     @property
     def reads_hold(self) -> bool:
-        """Whether what steps read, watched by name or not, is where it was."""
+        """Whether the tensors that steps read, watched by name or not, are where they were."""
         return all(
             (tensor := read.tensor()) is not None and tensor.data_ptr() == read.address
             for read in self._reads.values()
         )
 
     def forget_reads(self) -> None:
-        """No graph is left that used them."""
+        """Forget all of them, because no graph is left that used them."""
         self._reads.clear()
 
     def renew(self) -> None:
-        """Take the present addresses as right (a new capture has just read them)."""
+        """Accept the present addresses as correct: a new capture has just read them."""
         self._addresses = [_addresses_of(source) for source in self._sources]
 
     def check(self) -> None:
@@ -98,10 +98,10 @@ class AddressBook:
 
 
 def moved_error(moved: Iterable[str]) -> AddressError:
-    """What to say, and to do, when these have moved."""
+    """The error that says which tensors have moved, and what to do."""
     return AddressError(
         f"captured graphs still read the old memory of {', '.join(moved)}: update tensors in place "
-        f"(copy_), or drop the graphs and capture anew (drop() and capture(), recapture())"
+        f"(copy_), or drop the graphs and capture again (drop() and capture(), or recapture())"
     )
 
 

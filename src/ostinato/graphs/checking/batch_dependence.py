@@ -135,11 +135,11 @@ def _refuse_dependence(
         padded = trials.run(lambda: eager_rows(runner, graph, shape))
         _, wrong = dependence(runner.outputs.names, got, padded, allowed)
     if wrong is not None and not trials.draws_random:
-        raise CaptureError(f"{wrong} of a replay is not what the step computes")
+        raise CaptureError(f"{wrong} of a replay differs from what the step computes")
     raise CaptureError(
-        f"{dependent} depends on the batch: its rows are others when {shape.num_reqs} rows are padded to "
-        f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is "
-        f"part of the step: compute it outside, or capture without padding (a rung for every size)"
+        f"{dependent} depends on the batch: its rows differ when {shape.num_reqs} rows are padded to "
+        f"{graph.descriptor.num_reqs}. The step contains a sum, mean or norm over the batch, or its length "
+        f"as a number: compute that outside of the step, or capture without padding (a rung for every size)"
     )
 
 

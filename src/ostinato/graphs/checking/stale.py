@@ -1,4 +1,4 @@
-"""Debug mode: an output that a later replay has overwritten says so when it is used."""
+"""Debug mode: using an output that a later replay has overwritten raises an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from ..trees import map_tensors, tensors_in
 
 
 class GuardedOutput(torch.Tensor):
-    """An output in shared memory, good until the pool's next replay. Views of it are guarded too."""
+    """An output in shared memory, valid until the pool's next replay. Views of it are guarded too."""
 
     _pool: GraphPool
     _generation: int
@@ -46,7 +46,7 @@ class GuardedOutput(torch.Tensor):
             later = self._pool.generation - self._generation
             raise StaleOutputError(
                 f"the output of {self._origin} was used {later} replay(s) after its own: its memory is "
-                f"shared and has been overwritten. Copy what must last (clone) before the next step"
+                f"shared and has been overwritten. Clone what must last before the next step"
             )
 
 
@@ -72,7 +72,7 @@ def _mark(tensor: torch.Tensor, pool: GraphPool, generation: int, origin: str) -
 
 
 def guarded(tree: Any, pool: GraphPool, origin: str, is_volatile: Callable[[torch.Tensor], bool]) -> Any:
-    """The same outputs; those in memory that the next replay overwrites watch the pool's replays."""
+    """The same outputs, with a guard on those in memory that the next replay overwrites."""
 
     def mark(tensor: torch.Tensor) -> torch.Tensor:
         return _mark(tensor, pool, pool.generation, origin) if is_volatile(tensor) else tensor

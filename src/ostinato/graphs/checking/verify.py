@@ -1,8 +1,8 @@
-"""Every graph against the eager step, on fresh inputs, plain and poisoned.
+"""Compares every graph with the eager step, on fresh inputs, with plain and with poisoned padding.
 
-Graph and eager are compared at the same padded shape: a padded and an unpadded matrix product are two
-different computations whose difference is no fault of a graph. Real rows are compared with the *unpadded*
-eager step as well, less strictly: a step whose rows depend on how many there are is no step for padding.
+Graph and eager step are compared at the same padded shape: a padded and an unpadded matrix product are
+different computations, and their difference is not an error of the graph. Real rows are also compared with
+the *unpadded* eager step, less strictly: a step whose rows depend on how many there are must not be padded.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,11 +40,11 @@ TOLERANCES = {
 """Largest error, relative to 1 + |reference|, by type. Integers and booleans must be equal."""
 
 UNPADDED = 10
-"""How many times as far the unpadded step may be: products of other shapes add up in another order."""
+"""How many times larger the error of the unpadded step may be: other shapes add up in another order."""
 
 
 class Verifiable(Protocol):
-    """What verification needs of a runner; see there."""
+    """What verification needs from a runner."""
 
     step: Callable[..., Any]
     buffers: InputBuffers
@@ -65,19 +65,20 @@ class Verifiable(Protocol):
 
 @dataclass(frozen=True)
 class Check:
-    """One graph, one batch: how far replay and eager are apart, and what poison changed."""
+    """One graph and one batch: how far replay and eager step differ, and what poison changed."""
 
     mode: str
     descriptor: str
     batch: str
     error: float
-    """Replay against eager at the same padded shape."""
+    """Error of the replay against the eager step at the same padded shape."""
     poison_error: float
-    """Replay with poisoned padding against the plain replay."""
+    """Error of the replay with poisoned padding against the plain replay."""
     unpadded_error: float
-    """Replay against eager without padding, relative to the norm of the output that is furthest off."""
+    """Error of the replay against the eager step without padding, relative to the norm of that output; of the
+    worst output."""
     depends_on_batch: str | None
-    """The output whose real rows are others without padding, if one's are."""
+    """The output whose real rows differ without padding, if there is one."""
     passed: bool
 
 
@@ -89,7 +90,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether every check did."""
+        """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
     @property
@@ -102,7 +103,7 @@ class Verification:
         return errors
 
     def table(self) -> "Table":
-        """The outcome as something `rich` prints."""
+        """The outcome as a `rich` table."""
         from rich.table import Table
 
         table = Table(title="replay against eager", title_justify="left")
@@ -125,9 +126,9 @@ def verify(
 ) -> Verification:
     """Check every captured graph with a full batch and with a batch that is mostly padding.
 
-    `make_batch`: makes inputs of a shape (default: normal numbers, and integers from each field's
-    `sample` range). `tolerance`: instead of the one for each type. Raises VerifyError if any check fails.
-    State that the step changes is put back.
+    `make_batch`: makes inputs for a shape (default: normally distributed numbers, and integers from each
+    field's `sample` range). `tolerance`: replaces the tolerances by type. Raises VerifyError if a check
+    fails. State that the step changes is restored.
     """
     generator = torch.Generator().manual_seed(seed)
     blank = [field.name for field in runner.buffers.fields if not _can_be_drawn(field)]
@@ -245,13 +246,13 @@ def replayed_rows(
 
 
 def eager_rows(runner: Verifiable, graph: CapturedGraph, shape: BatchShape) -> list[Any]:
-    """The real rows of the eager step on what the buffers hold."""
+    """The real rows of the eager step on the contents of the buffers."""
     inputs = runner.buffers.views(graph.descriptor)
     leaves = leaves_of(runner.step(**runner.arguments(inputs, graph.descriptor)))
     if len(leaves) != len(graph.leaves):
         raise VerifyError(
-            f"the eager step returns {len(leaves)} values, the graph of {graph.descriptor} "
-            f"{len(graph.leaves)}: it no longer does what was captured"
+            f"the eager step returns {len(leaves)} values, but the graph for {graph.descriptor} returns "
+            f"{len(graph.leaves)}: the step has changed since the capture; capture again"
         )
     return real_rows(runner, leaves, shape)
 
@@ -277,7 +278,7 @@ def _allowed_unpadded(tolerance: float | None) -> Callable[[torch.dtype], float]
 def dependence(
     names: list[str], got: list[Any], unpadded: list[Any], allowed: Callable[[torch.dtype], float]
 ) -> tuple[float, str | None]:
-    """The largest difference, and the first output that is off by more than allowed."""
+    """The largest difference, and the first output that differs by more than allowed."""
     if len(got) != len(unpadded):
         return float("inf"), "the structure of the output"
     worst, dependent = 0.0, None
@@ -338,5 +339,5 @@ def _complaint(outcome: Verification) -> str:
     ]
     hint = ""
     if any(check.poison_error > check.error for check in failed):
-        hint = "\nA change under poison means that real rows depend on padded rows: the step mixes rows."
+        hint = "\nAn error under poison means that real rows depend on padded rows: the step mixes rows."
     return f"{len(failed)} of {len(outcome.checks)} checks failed:\n  " + "\n  ".join(lines) + hint

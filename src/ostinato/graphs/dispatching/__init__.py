@@ -1,1 +1,1 @@
-"""Which graphs there are, and which one serves a batch."""
+"""Which graphs exist, and which one serves a batch."""

@@ -1,4 +1,4 @@
-"""What a graph can serve (`BatchDescriptor`, its key) and what a step needs (`BatchShape`)."""
+"""What a graph can serve (`BatchDescriptor`, part of its key) and what a step needs (`BatchShape`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..errors import BatchError, ConfigError
 @dataclass(frozen=True, slots=True)
 class _Batch:
     num_tokens: int
-    """Rows of token inputs: of a graph with padding, of a step without."""
+    """Rows of token inputs; for a graph including padding, for a step without."""
     num_reqs: int
     """Rows of request inputs, likewise."""
     query_len: int | None = None
-    """The one query length all requests have; None: lengths are mixed."""
+    """The query length of all requests; None: lengths are mixed."""
     lora: int = 0
-    """Adapters active in the step; the most that the graph can serve (0: without LoRA work)."""
+    """Number of adapters: active in the step, or the maximum that the graph serves (0: no LoRA work)."""
     cascade: bool = False
     """Whether attention runs as a cascade over a shared prefix; a piecewise graph serves both."""
     context: int | None = None
-    """The longest context of the step (0 where it does not matter), or that the graph serves (None: any)."""
+    """The longest context: of the step (0 if it does not matter), or that the graph serves (None: any)."""
     extra: Hashable = None
-    """Whatever else tells graphs apart: opaque here, and equal in a graph and the steps that it serves."""
+    """Any other distinction between graphs: opaque here, must be equal in a graph and in its steps."""
 
     _error: ClassVar[type[ValueError]]
     _least_context: ClassVar[int]
@@ -35,17 +35,21 @@ class _Batch:
     def __post_init__(self) -> None:
         tokens, reqs, query_len = self.num_tokens, self.num_reqs, self.query_len
         if reqs < 1 or tokens < 1:
-            raise self._error(f"a batch has at least one request and one token, not {reqs} and {tokens}")
+            raise self._error(
+                f"a batch must have at least one request and one token, not {reqs} and {tokens}"
+            )
         if query_len is None:
             if reqs > tokens:
-                raise self._error(f"{reqs} requests cannot share {tokens} tokens: each has at least one")
+                raise self._error(f"{reqs} requests cannot share {tokens} tokens: each needs at least one")
         elif query_len < 1:
             raise self._error(f"the query length must be at least 1, not {query_len}")
         elif tokens != reqs * query_len:
             raise self._error(f"{reqs} requests of {query_len} tokens are {reqs * query_len}, not {tokens}")
         if self.lora < 0 or (self.context is not None and self.context < self._least_context):
             numbers = f"{self.lora} and {self.context}"
-            raise self._error(f"adapters and context cannot be negative, nor a graph's context 0: {numbers}")
+            raise self._error(
+                f"adapters and context cannot be negative, and a graph's context cannot be 0: {numbers}"
+            )
 
     @classmethod
     def decode(cls, num_reqs: int, query_len: int = 1, **rest: Any) -> Self:
@@ -54,12 +58,12 @@ class _Batch:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether there is one query length only."""
+        """Whether all requests have the same query length."""
         return self.query_len is not None
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is several tokens, any number of them, of one request."""
+        """Whether it is one request with any number of tokens."""
         return self.query_len is None and self.num_reqs == 1 < self.num_tokens
 
     def __str__(self) -> str:
@@ -74,7 +78,7 @@ class _Batch:
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor(_Batch):
-    """The key of a graph: the largest batch it serves. Orders from the cheapest to the dearest."""
+    """The largest batch that a graph serves. Descriptors order from the cheapest to the most expensive."""
 
     _error = ConfigError
     _least_context = 1
@@ -82,9 +86,9 @@ class BatchDescriptor(_Batch):
 
     @property
     def sort_key(self) -> tuple[int, int, float, int, int, int, bool, str]:
-        """Tokens, adapters, context (any is the most), uniform before mixed; then what tells keys apart.
+        """Tokens, adapters, context (any counts as the largest), uniform before mixed, then the rest.
 
-        Opaque parts may be of types that do not compare, so they order by their repr.
+        Opaque parts may have types that do not compare, so they order by their repr.
         """
         context = math.inf if self.context is None else self.context
         length = self.query_len or 0
@@ -107,7 +111,7 @@ class BatchShape(_Batch):
     _limit_sign = "="
 
     def as_descriptor(self) -> BatchDescriptor:
-        """What a graph made for exactly this shape would serve."""
+        """The descriptor of a graph made for exactly this shape."""
         counts = self.num_tokens, self.num_reqs, self.query_len
         return BatchDescriptor(*counts, self.lora, self.cascade, self.context or None, self.extra)
 
@@ -121,5 +125,5 @@ def recurring_shape(
     context: int = 0,
     extra: Hashable = None,
 ) -> BatchShape:
-    """A `BatchShape`, made once: for steps whose shapes come again and again."""
+    """A cached `BatchShape`, for steps whose shapes recur."""
     return BatchShape(num_tokens, num_reqs, query_len, lora=lora, context=context, extra=extra)

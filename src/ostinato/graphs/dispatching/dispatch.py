@@ -1,4 +1,4 @@
-"""Which graph a step runs from, and the reason when it runs from none."""
+"""Which graph a step runs from, and the reason if it runs from none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_REMEMBERED = 4096
 
 
 class Reason(StrEnum):
-    """Why a step runs the way it does. Of several obstacles to a replay the first one here is named."""
+    """Why a step runs the way it does. If several apply, the first in this order is reported."""
 
     EXACT = "exact"  # replayed with no padded token; requests of a mixed batch may be padded
     PADDED = "padded"  # replayed from a larger graph
@@ -25,24 +25,24 @@ class Reason(StrEnum):
     NOT_CAPTURED = "not-captured"  # there is no graph of this kind at all
     LARGER_THAN_MAX = "larger-than-max"  # the batch exceeds every graph of its path
     MIXED_BATCH = "mixed-batch"  # query lengths are mixed and only uniform batches have graphs
-    NO_GRAPH_FOR_QUERY_LENGTH = "no-graph-for-query-length"  # uniform, in a length that has no graph
+    NO_GRAPH_FOR_QUERY_LENGTH = "no-graph-for-query-length"  # uniform, but no graph has its query length
     CASCADE_ATTENTION = "cascade-attention"  # attention runs as a cascade and no full graph does that
-    NO_GRAPH_FOR_EXTRA = "no-graph-for-extra"  # no graph has the opaque part that the batch asks for
-    NO_GRAPH_FOR_LORA = "no-graph-for-lora"  # no graph serves as many adapters
-    NO_GRAPH_FOR_CONTEXT = "no-graph-for-context"  # no graph serves as long a context
+    NO_GRAPH_FOR_EXTRA = "no-graph-for-extra"  # no graph has the same opaque part
+    NO_GRAPH_FOR_LORA = "no-graph-for-lora"  # no graph serves that many adapters
+    NO_GRAPH_FOR_CONTEXT = "no-graph-for-context"  # no graph serves a context that long
     PADDING_DISABLED = "padding-disabled"  # only a padded replay would serve it, and padding is off
     BACKEND_CAPABILITY = "backend-capability"  # the backend cannot capture this path
     CAPTURE_FAILED = "capture-failed"  # the graph for it failed to capture
-    OUT_OF_MEMORY = "out-of-memory"  # the graph for it was shed for want of memory
-    OTHER_RANK = "other-rank"  # the graph for it was given up: another rank could not capture it
+    OUT_OF_MEMORY = "out-of-memory"  # the graph for it was dropped for lack of memory
+    OTHER_RANK = "other-rank"  # the graph for it was dropped: another rank could not capture it
     AUTOCAST_CHANGED = "autocast-changed"  # the autocast state differs from that of the capture
     TRAINING_MODE_CHANGED = "training-mode-changed"  # train() or eval() was called since the capture
-    ATTRIBUTE_CHANGED = "attribute-changed"  # one that the step reads has another value than at the capture
-    FIRST_CALL = "first-call"  # arguments of this kind are new; nothing is captured for them yet
-    OPAQUE_ARGUMENT = "opaque-argument"  # it cannot be compared with the one captured
-    EMPTY_BATCH = "empty-batch"  # a call without any row
+    ATTRIBUTE_CHANGED = "attribute-changed"  # one that the step reads has changed since the capture
+    FIRST_CALL = "first-call"  # arguments of this kind were seen for the first time
+    OPAQUE_ARGUMENT = "opaque-argument"  # an argument cannot be compared with the captured one
+    EMPTY_BATCH = "empty-batch"  # the call has no rows
     TRANSFORMED = "inside-transform"  # called inside torch.func.vmap, grad or the like
-    UNSEEN_SIGNATURE = "unseen-signature"  # arguments are of another kind than those captured
+    UNSEEN_SIGNATURE = "unseen-signature"  # arguments are of a different kind than the captured ones
 
 
 _RANK = {reason: rank for rank, reason in enumerate(Reason)}
@@ -57,9 +57,9 @@ class Decision:
     descriptor: BatchDescriptor | None
     """The graph to replay; None when eager."""
     reason: Reason
-    """`exact` or `padded` for a replay, else why the step is eager."""
+    """`exact` or `padded` for a replay, otherwise why the step is eager."""
     why_not_full: Reason | None = None
-    """Why a PIECEWISE step is not FULL, where its path was asked to be."""
+    """Why a step runs PIECEWISE although FULL was requested for its path."""
 
     @property
     def is_eager(self) -> bool:
@@ -68,14 +68,14 @@ class Decision:
 
 
 class Dispatcher:
-    """Chooses, for every step and before anything is written, the graph that serves it.
+    """Chooses the graph that serves a step, before anything is written.
 
-    FULL goes before PIECEWISE, and PIECEWISE before eager. Among the graphs of one mode that can serve a
-    batch the first in the order of descriptors is taken: fewest tokens, adapters, context, uniform before
-    mixed.
+    FULL takes precedence over PIECEWISE, and PIECEWISE over eager. Of the graphs of one mode that can serve a
+    batch, the first in the order of descriptors is used: fewest tokens, then adapters, then context, uniform
+    before mixed.
 
-    The decode path is for uniform batches of `query_len` tokens, or of any other length that was given a
-    uniform graph (even if that was lost since); all other batches take the mixed path.
+    The decode path is for uniform batches with `query_len` tokens per request, or with any other length for
+    which a uniform graph was added (even if it has been lost since). All other batches take the mixed path.
     """
 
     def __init__(
@@ -87,60 +87,67 @@ class Dispatcher:
         padding: bool = True,
     ) -> None:
         self.requested = GraphMode.parse(mode)
-        """The mode that was asked for."""
+        """The requested mode."""
         possible = lower(self.requested, capability, query_len)
         self.mode = possible.mode
         """The mode after the backend's capability has lowered it."""
         self.lowered = possible.explanation
-        """What was lowered and why; None when nothing was."""
+        """What was lowered and why; None if nothing was."""
         self._capability = capability
         self._padding = padding
         self.live: list[GraphKey] = []
-        """The graphs in use, the cheapest first."""
+        """The graphs in use, cheapest first."""
         self._lost: dict[GraphKey, Reason] = {}
         self._decode_lengths = {query_len}
-        # Contexts between two neighbours here decide alike: a growing context keeps its remembered decision.
+        # All contexts between two neighbours here get the same decision, so a growing context keeps its own.
         self._context_bounds: list[int] = []
         self.version = 0
-        """Changes whenever the set of graphs does; decisions of an earlier version are void."""
+        """Changes with the set of graphs; decisions of earlier versions are invalid."""
         self._remembered: dict[tuple[Any, ...], Decision] = {}
 
     def check(self, key: GraphKey) -> None:
-        """Refuse a graph that no batch could ever use: worth asking before it is captured."""
+        """Raise ConfigError for a graph that no batch could ever use. Call it before capturing."""
         mode, descriptor = key
         if mode is GraphMode.FULL:
             if self.mode.decode is not GraphMode.FULL:
-                raise ConfigError(f"{self.mode.name} uses no full graphs: {descriptor}")
+                raise ConfigError(
+                    f"mode {self.mode.name} uses no full graphs, but one for {descriptor} was given"
+                )
             if self._capability < needed_capability(descriptor.query_len):
-                raise ConfigError(f"{self._capability.name} does not allow a full graph for {descriptor}")
+                raise ConfigError(
+                    f"capability {self._capability.name} does not allow a full graph for {descriptor}"
+                )
         elif mode is GraphMode.PIECEWISE:
             if self.mode.mixed is not GraphMode.PIECEWISE:
-                raise ConfigError(f"{self.mode.name} uses no piecewise graphs: {descriptor}")
+                raise ConfigError(
+                    f"mode {self.mode.name} uses no piecewise graphs, but one for {descriptor} was given"
+                )
             if descriptor.query_len is not None or descriptor.context is not None or descriptor.cascade:
                 raise ConfigError(
-                    f"a piecewise graph serves any query length, context and attention, not only {descriptor}"
+                    f"a piecewise graph serves any query length, context and attention, and cannot be "
+                    f"limited to {descriptor}"
                 )
         else:
-            raise ConfigError(f"a graph is FULL or PIECEWISE, not {mode.name}")
+            raise ConfigError(f"the mode of a graph must be FULL or PIECEWISE, not {mode.name}")
 
     def add(self, key: GraphKey) -> None:
-        """Let a captured graph serve batches."""
+        """Use a captured graph for batches from now on."""
         self._admit(key)
         self._lost.pop(key, None)
         if key not in self.live:
             insort(self.live, key, key=_price)
 
     def mark_failed(self, key: GraphKey, reason: Reason) -> None:
-        """Remember that this graph is missing, added before or not, and why."""
+        """Record that this graph is missing and why, whether or not it was added before."""
         if reason in (Reason.EXACT, Reason.PADDED):
-            raise ConfigError(f"{reason} does not say why a graph is missing")
+            raise ConfigError(f"{reason} does not explain why a graph is missing")
         self._admit(key)
         if key in self.live:
             self.live.remove(key)
         self._lost[key] = reason
 
     def decide(self, shape: BatchShape) -> Decision:
-        """How a step of this shape runs. Repeated shapes are answered from memory."""
+        """How a step of this shape runs. Decisions are cached."""
         known = (
             shape.num_tokens,
             shape.num_reqs,
@@ -186,7 +193,7 @@ class Dispatcher:
         return key.mode is mode and next(self._obstacles(key, shape), None) is None
 
     def _obstacles(self, key: GraphKey, shape: BatchShape) -> Iterator[Reason]:
-        """What keeps a batch from this graph; nothing: the graph serves it."""
+        """The obstacles between a batch and this graph; none: the graph serves it."""
         mode, graph = key
         if graph.num_tokens < shape.num_tokens or graph.num_reqs < shape.num_reqs:
             yield Reason.LARGER_THAN_MAX
@@ -208,9 +215,9 @@ class Dispatcher:
             yield Reason.PADDING_DISABLED
 
     def _cause(self, modes: list[GraphMode], shape: BatchShape) -> Reason:
-        """Why no live graph of these modes serves a batch: the most specific cause that is true.
+        """Why no live graph of these modes serves a batch: the most specific cause that applies.
 
-        A lost graph that would have served it; else what keeps it from the graph that comes nearest.
+        That is a lost graph that would have served it, otherwise what rules out the nearest graph.
         """
         for mode in modes:
             gone = [key for key in self._lost if self._serves(key, mode, shape)]
@@ -242,9 +249,9 @@ def _other_length(shape: BatchShape) -> Reason:
 def _distance(obstacles: tuple[Reason, ...]) -> tuple[Any, ...]:
     """How far a graph is from serving a batch.
 
-    Far are graphs of another kind of step, nearer those of another query length, nearer those that are too
-    small. Near are graphs with other obstacles only: the fewer the nearer, and of equally many those that
-    are named first.
+    Graphs for another kind of step are the farthest, then those for another query length, then those that are
+    too small. Graphs with other obstacles only are nearer: the fewer obstacles the nearer, and with equally
+    many, those that come first in `Reason` are nearer.
     """
     return (
         Reason.NOT_CAPTURED in obstacles,

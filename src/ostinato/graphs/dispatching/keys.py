@@ -1,4 +1,4 @@
-"""Which graphs there are to capture: the keys, and how modes and ladders make them."""
+"""Which graphs to capture: the keys, and how they follow from modes and ladders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .mode import GraphMode
 
 
 class GraphKey(NamedTuple):
-    """One graph: FULL or PIECEWISE, and the batches it serves."""
+    """The key of a graph: FULL or PIECEWISE, and the batches it serves."""
 
     mode: GraphMode
     descriptor: BatchDescriptor
@@ -29,27 +29,27 @@ def capture_keys(
     context_buckets: Sequence[int | None] = (None,),
     cascade: bool = False,
 ) -> list[GraphKey]:
-    """The graphs to capture for a mode, the largest first.
+    """The keys of the graphs to capture for a mode, largest first.
 
-    `decode_ladder` counts requests (of `query_len` tokens each) and is needed where the decode path is
-    FULL; `token_ladder` counts tokens and is needed by every other graph. Piecewise graphs serve both
-    paths, any context and cascade attention, so they are listed once. With `cascade` every FULL decode
-    graph has a second one for batches that run attention as a cascade.
+    `decode_ladder` counts requests (of `query_len` tokens each) and is required if the decode path is FULL;
+    `token_ladder` counts tokens and is required for all other graphs. Piecewise graphs serve both paths, any
+    context and cascade attention, so each is listed once. With `cascade`, every FULL decode graph gets a
+    second one for batches whose attention runs as a cascade.
     """
     mode = GraphMode.parse(mode)
     if max_reqs < 1:
         raise ConfigError(f"max_reqs must be at least 1, not {max_reqs}")
     for name, cases in (("lora_cases", lora_cases), ("context_buckets", context_buckets)):
         if not cases or len(set(cases)) != len(cases):
-            raise ConfigError(f"{name} must list at least one case and none twice, not {list(cases)}")
+            raise ConfigError(f"{name} must list at least one value and none twice, not {list(cases)}")
     keys: list[GraphKey] = []
     if mode.decode is GraphMode.FULL:
         if decode_ladder is None:
-            raise ConfigError(f"{mode.name} captures decode batches and needs a decode ladder")
+            raise ConfigError(f"mode {mode.name} captures decode batches and needs a decode ladder")
         if decode_ladder.limit > max_reqs:
             raise ConfigError(
-                f"the decode ladder reaches {decode_ladder.limit} requests and there are never more than "
-                f"{max_reqs}"
+                f"the decode ladder goes up to {decode_ladder.limit} requests, but there are never more than "
+                f"{max_reqs} (max_reqs)"
             )
         keys += [
             GraphKey(
@@ -63,7 +63,7 @@ def capture_keys(
         ]
     if mode.mixed is not GraphMode.NONE:
         if token_ladder is None:
-            raise ConfigError(f"{mode.name} captures mixed batches and needs a token ladder")
+            raise ConfigError(f"mode {mode.name} captures mixed batches and needs a token ladder")
         keys += [
             GraphKey(
                 mode.mixed, BatchDescriptor(num_tokens, min(num_tokens, max_reqs), lora=lora, context=context)
@@ -76,7 +76,7 @@ def capture_keys(
 
 
 def capture_order(key: GraphKey) -> tuple[Any, ...]:
-    """Sorts the largest first: the graph that takes the most memory makes room for the rest."""
+    """Sort key, largest first: the others then fit into the memory that the largest graph takes."""
     *numbers, extra = key.descriptor.sort_key
     tokens, *rest = (-number for number in numbers)
     return (tokens, key.mode is not GraphMode.FULL, *rest, extra)

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import BatchError, ConfigError
 
 Band = tuple[int, int | None, int]
-"""(first rung, last rung or None for no end, step)"""
+"""(first rung, last rung or None if open-ended, step)"""
 
 # From 64 on by 32: a rung at every power of two and at most 31 padded rows.
 _DENSE: tuple[Band, ...] = ((1, 32, 1), (64, None, 32))
@@ -38,14 +38,14 @@ def _check_limit(limit: int) -> None:
 
 
 class Ladder(tuple[int, ...]):
-    """Capture sizes in ascending order, immutable. Above the last rung, the limit, nothing is captured."""
+    """Capture sizes in ascending order, immutable. The last rung is the limit: nothing larger is captured."""
 
     __slots__ = ()
 
     def __new__(cls, sizes: Iterable[int]) -> Ladder:
-        """Take explicit sizes, in any order: positive integers, none of them twice."""
+        """Make a ladder from explicit sizes in any order: positive integers without duplicates."""
         if not isinstance(sizes, Iterable):
-            raise ConfigError(f"a ladder is a list of sizes, not {sizes!r}")
+            raise ConfigError(f"a ladder must be a list of sizes, not {sizes!r}")
         given = list(sizes)
         if not given:
             raise ConfigError("a ladder needs at least one size")
@@ -60,7 +60,7 @@ class Ladder(tuple[int, ...]):
 
     @classmethod
     def of(cls, sizes: Iterable[int] | Ladder) -> Ladder:
-        """A ladder as it is, or one made of a list of sizes."""
+        """Return a ladder as it is, or make one from a list of sizes."""
         return sizes if isinstance(sizes, Ladder) else cls(sizes)
 
     @classmethod
@@ -74,7 +74,7 @@ class Ladder(tuple[int, ...]):
 
     @classmethod
     def dense(cls, max_bs: int) -> Ladder:
-        """1..32, then 64 and on by 32: small batches are never padded."""
+        """1..32, then from 64 by 32: small batches are never padded."""
         return cls._from_bands(max_bs, _DENSE)
 
     @classmethod
@@ -84,7 +84,7 @@ class Ladder(tuple[int, ...]):
 
     @classmethod
     def vllm(cls, max_size: int) -> Ladder:
-        """vLLM's list: 1, 2, 4, 8..248 by 8, 256 and on by 16."""
+        """vLLM's list: 1, 2, 4, 8..248 by 8, then from 256 by 16."""
         return cls._from_bands(max_size, _VLLM)
 
     @classmethod
@@ -94,17 +94,16 @@ class Ladder(tuple[int, ...]):
 
     @classmethod
     def fit(cls, histogram: Mapping[int, int], rungs: int, *, limit: int | None = None) -> Ladder:
-        """The ladder of at most `rungs` rungs with the least padded work for the observed sizes.
+        """The ladder with at most `rungs` rungs that needs the least padding for the observed sizes.
 
-        `histogram` maps a batch size to how often it was seen. The last rung is `limit`, by default the
-        largest size seen. Of equally good ladders it is the one that is smallest when compared from the
-        last rung down.
+        `histogram` maps batch sizes to how often they were seen. The last rung is `limit`, by default the
+        largest size seen. Of equally good ladders it is the smallest, compared from the last rung down.
         """
         for size, times in histogram.items():
             if not _is_positive_int(size):
                 raise ConfigError(f"a batch size must be a positive integer, not {size!r}")
             if times != 0 and not _is_positive_int(times):
-                raise ConfigError(f"size {size} was seen {times!r} times: counts are integers of at least 0")
+                raise ConfigError(f"the count of size {size} must be an integer of at least 0, not {times!r}")
         seen = {size: times for size, times in histogram.items() if times}
         if not seen:
             raise ConfigError("the histogram is empty: no batch was observed")
@@ -138,7 +137,7 @@ class Ladder(tuple[int, ...]):
     def round_up(self, n: int) -> int | None:
         """The smallest rung that holds n; None above the limit."""
         if n < 1:
-            raise BatchError(f"a batch has a size of at least 1, not {n}")
+            raise BatchError(f"the size of a batch must be at least 1, not {n}")
         at = bisect_left(self, n)
         return self[at] if at < len(self) else None
 

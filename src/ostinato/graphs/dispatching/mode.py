@@ -1,4 +1,4 @@
-"""Which batches run from which kind of graph, and how an attention backend limits that."""
+"""Which batches run from which kind of graph, and how the attention backend limits that."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..errors import ConfigError
 
 
 class GraphMode(Enum):
-    """A pair (decode path, mixed path) of what steps run as.
+    """How steps run, as a pair (decode path, mixed path).
 
-    NONE, PIECEWISE and FULL are also what one single step can run as.
+    NONE, PIECEWISE and FULL are also the modes of a single step.
     """
 
     NONE = "none"
@@ -35,12 +35,12 @@ class GraphMode(Enum):
 
     @property
     def is_runtime(self) -> bool:
-        """Whether one step can run as this mode."""
+        """Whether a single step can run in this mode."""
         return self in (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
 
     @classmethod
     def parse(cls, text: str | GraphMode) -> GraphMode:
-        """The mode of that name, in any case, with '-' or '_' between words."""
+        """The mode with this name; letter case does not matter, and words are joined by '-' or '_'."""
         if isinstance(text, cls):
             return text
         for mode in cls:
@@ -59,7 +59,7 @@ _PATHS: dict[GraphMode, tuple[GraphMode, GraphMode]] = {
 
 
 class Capability(IntEnum):
-    """How far an attention backend can be captured; each level includes the ones below it."""
+    """What an attention backend can capture; each level includes the ones below it."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -68,27 +68,26 @@ class Capability(IntEnum):
 
 
 def needed_capability(query_len: int | None) -> Capability:
-    """The least capability that lets FULL graphs serve this uniform query length (None: mixed lengths)."""
+    """The lowest capability with which FULL graphs can serve this uniform query length (None: mixed)."""
     if query_len is None:
         return Capability.ALWAYS
     return Capability.UNIFORM_SINGLE_TOKEN_DECODE if query_len == 1 else Capability.UNIFORM_BATCH
 
 
 class Lowered(NamedTuple):
-    """A mode that is possible, and one sentence on what was lowered and why (None: nothing was)."""
+    """A possible mode, and one sentence on what was lowered and why (None: nothing was)."""
 
     mode: GraphMode
     explanation: str | None
 
 
 def lower(mode: GraphMode, capability: Capability, query_len: int = 1) -> Lowered:
-    """The nearest mode that an attention backend of this capability can run.
+    """The nearest mode that an attention backend with this capability can run.
 
-    A path that cannot be FULL falls to PIECEWISE, and no path is ever raised above what was asked for.
-    That decides the one case in which the paths that are left form no mode: FULL_DECODE_ONLY on a backend
-    that cannot capture the decode path becomes NONE, not PIECEWISE, because piecewise graphs would serve
-    mixed batches as well, which was declined, and would cost a token ladder, capture time and memory that
-    nobody asked for. The explanation says to ask for PIECEWISE.
+    A path that cannot be FULL becomes PIECEWISE, and no path becomes more than was requested. In one case the
+    remaining paths form no mode: FULL_DECODE_ONLY on a backend that cannot capture the decode path becomes
+    NONE, not PIECEWISE, because piecewise graphs would also serve mixed batches, which the mode excludes, and
+    would cost a token ladder, capture time and memory. The explanation suggests PIECEWISE.
     """
     if query_len < 1:
         raise ConfigError(f"the query length must be at least 1, not {query_len}")
@@ -96,14 +95,16 @@ def lower(mode: GraphMode, capability: Capability, query_len: int = 1) -> Lowere
 
     def limited(name: str, wanted: GraphMode, need: Capability) -> GraphMode:
         if wanted is GraphMode.FULL and capability < need:
-            why.append(f"full graphs of {name} need {need.name}, the attention backend has {capability.name}")
+            why.append(
+                f"full graphs for {name} need {need.name}, but the attention backend has {capability.name}"
+            )
             return GraphMode.PIECEWISE
         return wanted
 
     decode = limited(f"decode batches of query length {query_len}", mode.decode, needed_capability(query_len))
     mixed = limited("mixed batches", mode.mixed, needed_capability(None))
     if (decode, mixed) == (GraphMode.PIECEWISE, GraphMode.NONE):
-        why.append("piecewise graphs would serve mixed batches too (ask for PIECEWISE to have that)")
+        why.append("piecewise graphs would serve mixed batches too (use PIECEWISE if that is wanted)")
         decode = GraphMode.NONE
     possible = next(each for each, paths in _PATHS.items() if paths == (decode, mixed))
     return Lowered(

@@ -1,4 +1,4 @@
-"""Which of several nested wrappers acts: the mode of the step decides."""
+"""The mode of a step decides which of several nested wrappers acts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ _step_mode: ContextVar[GraphMode | None] = ContextVar("ostinato_step_mode", defa
 
 @contextmanager
 def step_mode(mode: GraphMode | str) -> Iterator[None]:
-    """Decide which of several nested wrappers acts in this context: those of this mode, and no others."""
+    """A context in which only wrappers with this mode act, of several nested ones."""
     mode = GraphMode.parse(mode)
     if not mode.is_runtime:
-        raise ConfigError(f"a step runs as NONE, PIECEWISE or FULL, not as {mode.name}")
+        raise ConfigError(f"the mode of a step must be NONE, PIECEWISE or FULL, not {mode.name}")
     token = _step_mode.set(mode)
     try:
         yield
@@ -24,5 +24,5 @@ def step_mode(mode: GraphMode | str) -> Iterator[None]:
 
 
 def decided_step_mode() -> GraphMode | None:
-    """The mode in force; None where nobody has decided, so that the outermost wrapper does."""
+    """The mode in effect; None if none was set, so that the outermost wrapper acts."""
     return _step_mode.get()

@@ -1,1 +1,1 @@
-"""The static inputs of graphs: declared, filled, padded."""
+"""The static inputs of graphs: how they are declared, filled and padded."""

@@ -21,11 +21,11 @@ Batch: TypeAlias = Mapping[str, Any]
 _MOST_PLANS = 4096
 
 _Copy: TypeAlias = tuple[list[int], list[torch.Tensor], list[torch.Tensor]]
-"""One grouped copy: the fields whose values it takes, where to, and the padding that goes behind them."""
+"""One grouped copy: the fields whose values it copies, their destinations, and the padding after them."""
 
 
 class FillPlan:
-    """Everything about filling one rung with one number of real rows that does not depend on the values."""
+    """How to fill one rung with one number of real rows, as far as that does not depend on the values."""
 
     def __init__(
         self, fields: Sequence[Field], layout: Layout, views: Sequence[torch.Tensor], shape: BatchShape
@@ -49,7 +49,7 @@ class FillPlan:
 
 
 class InputBuffers:
-    """Declared inputs at fixed addresses. `fill` is the one way values get into them."""
+    """Declared inputs at fixed addresses. Only `fill` writes values into them."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class InputBuffers:
         device: torch.device | str,
         allocate: Allocate | None = None,
     ) -> None:
-        """`max_tokens`, `max_reqs`: the largest rung; every smaller one shares its memory. `allocate`: where
-        that comes from, a pool's `allocate` for instance; default: torch's allocator."""
+        """`max_tokens`, `max_reqs`: the largest rung; all smaller ones share its memory. `allocate`: what
+        allocates the memory, for example a pool's `allocate`; default: torch's allocator."""
         if not fields:
             raise ConfigError("a step needs at least one input field")
         names = [field.name for field in fields]
         if len(set(names)) != len(names):
-            raise ConfigError(f"field names must differ: {', '.join(names)}")
+            raise ConfigError(f"field names must be unique: {', '.join(names)}")
         if max_tokens < 1 or (max_reqs is not None and max_reqs < 1):
             raise ConfigError("max_tokens and max_reqs must be 1 or more")
         self.fields = tuple(fields)
@@ -87,7 +87,8 @@ class InputBuffers:
         self._request_field = next((field for field in fields if field.per is Extent.REQUEST), None)
         self._templates: dict[tuple[int, bool], torch.Tensor] = {}
         self.holds: object = None
-        """Whose batch the buffers hold, if whoever filled them says so; every fill forgets it."""
+        """What the batch in the buffers belongs to, if the code that filled them set it; every fill resets
+        it."""
         self._pads = [raw_scalar(field.pad, field.dtype) for field in self.fields]
         self._arrays = [(field.name, array_dtype(field.dtype)) for field in self.fields]
         self._poisons = [raw_scalar(field.poison_value, field.dtype) for field in self.fields]
@@ -98,7 +99,7 @@ class InputBuffers:
         return self.arena.nbytes
 
     def views(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
-        """The tensors a graph of this descriptor reads, by field name."""
+        """The tensors that a graph with this descriptor reads, by field name."""
         _, views = self._layout(descriptor)
         return {field.name: view for field, view in zip(self.fields, views, strict=True)}
 
@@ -111,14 +112,14 @@ class InputBuffers:
     def fill(
         self, batch: Batch, shape: BatchShape, descriptor: BatchDescriptor, *, poison: bool = False
     ) -> None:
-        """Copy a batch in and refill the padded tail of every field; nothing else.
+        """Copy a batch into the buffers and refill the padded rows of every field.
 
-        Nothing is written before all fields have been checked.
+        All fields are checked before anything is written.
         """
         self.fill_as(self.plan(shape, descriptor), batch, poison=poison)
 
     def fill_as(self, plan: FillPlan, batch: Batch, *, poison: bool = False) -> None:
-        """`fill` for a batch whose plan is at hand."""
+        """`fill` with a plan that was made before."""
         values, host = self._all_from_host(batch, plan.expected) or self._checked(batch, plan.expected)
         self.holds = None
         if host and self._is_on_host:
@@ -138,7 +139,7 @@ class InputBuffers:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A context after which the buffers hold what they hold now."""
+        """A context that restores the contents of the buffers when it ends."""
         held, contents = self.holds, None if self.holds is None else self.arena.clone()
         try:
             yield
@@ -148,7 +149,7 @@ class InputBuffers:
             self.holds = held
 
     def on_device(self, batch: Batch, shape: BatchShape) -> dict[str, torch.Tensor]:
-        """The batch as it is, checked, on the device: the inputs of an eager step."""
+        """The checked batch on the device, without padding: the inputs of an eager step."""
         expected = [field.full_shape(shape.num_tokens, shape.num_reqs) for field in self.fields]
         values, _ = self._checked(batch, expected)
         moved = {}
@@ -158,12 +159,12 @@ class InputBuffers:
         return moved
 
     def plan(self, shape: BatchShape, descriptor: BatchDescriptor) -> FillPlan:
-        """How to fill a graph's buffers with a batch of this shape; made once."""
+        """How to fill a graph's buffers with a batch of this shape; cached."""
         size = (shape.num_tokens, shape.num_reqs, descriptor.num_tokens, descriptor.num_reqs)
         plan = self._plans.get(size)
         if plan is None:
             if shape.num_tokens > descriptor.num_tokens or shape.num_reqs > descriptor.num_reqs:
-                raise BatchError(f"a batch of {shape} does not fit the graph of {descriptor}")
+                raise BatchError(f"a batch of {shape} does not fit into the graph for {descriptor}")
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             with torch.inference_mode(False):
@@ -186,7 +187,9 @@ class InputBuffers:
         if len(shape) != len(field.shape) + 1:
             raise BatchError(f"{field.name}: expected {len(field.shape) + 1} dimensions, got {len(shape)}")
         if shape[field.dim] % field.each:
-            raise BatchError(f"{field.name}: {shape[field.dim]} rows, a multiple of {field.each} is needed")
+            raise BatchError(
+                f"{field.name}: expected a multiple of {field.each} rows, got {shape[field.dim]}"
+            )
         return int(shape[field.dim]) // field.each
 
     def _refuse_names(self, batch: Batch) -> NoReturn:
@@ -252,8 +255,8 @@ class InputBuffers:
         size = num_tokens, num_reqs = descriptor.num_tokens, descriptor.num_reqs
         if num_tokens > self.max_tokens or num_reqs > self.max_reqs:
             raise BatchError(
-                f"{num_tokens} tokens, {num_reqs} requests do not fit buffers for {self.max_tokens} tokens, "
-                f"{self.max_reqs} requests"
+                f"{num_tokens} tokens, {num_reqs} requests do not fit into buffers for {self.max_tokens} "
+                f"tokens, {self.max_reqs} requests"
             )
         if size not in self._layouts:
             layout = Layout(self.fields, *size)
@@ -324,5 +327,5 @@ class InputBuffers:
 @lru_cache(_MOST_PLANS)
 def _shape_of(tokens: int | None, reqs: int | None) -> BatchShape:
     if tokens is None or reqs is None:
-        raise BatchError("no field of the batch has rows: pass the step's shape")
+        raise BatchError("the batch has no field with rows: pass the step's shape")
     return BatchShape(num_tokens=tokens, num_reqs=reqs, query_len=1 if tokens == reqs else None)

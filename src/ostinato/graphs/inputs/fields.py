@@ -1,4 +1,4 @@
-"""What a step's inputs are: declared once, with what padding holds beside each."""
+"""Declarations of a step's inputs, and of what padded rows hold in each."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +12,7 @@ Scalar: TypeAlias = int | float | bool
 
 
 class Extent(StrEnum):
-    """What a field has one row for."""
+    """What a row of a field belongs to."""
 
     TOKEN = "token"
     REQUEST = "request"
@@ -21,25 +21,25 @@ class Extent(StrEnum):
 
 @dataclass(frozen=True)
 class Field:
-    """One input of a step: its type, its extent, and what its padded rows hold."""
+    """One input of a step: its type, its extent and the value of padded rows."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
-    """Shape of one row; for a fixed field the shape of the whole."""
+    """Shape of one row; for a fixed field the whole shape."""
     per: Extent | str = Extent.TOKEN
     """One row per token, per request, or a fixed size without padding."""
     pad: Scalar = 0
-    """What padded rows hold. Must be legal for the step: a length of 1, the reserved page 0."""
+    """The value of padded rows. It must be legal for the step: a length of 1, the reserved page 0."""
     poison: Scalar | None = None
-    """What padded rows hold in poison mode. By default a large finite number for floating types and the
-    ordinary padding for integers, whose legal range only the owner of the field knows."""
+    """The value of padded rows in poison mode. Default: a large finite number for floating types, and the
+    ordinary padding for integers, whose legal range only the field's owner knows."""
     sample: tuple[int, int] | None = None
-    """Range [low, high) that `verify` draws integers from; without it they are all padding."""
+    """Range [low, high) from which `verify` draws integers; without it all integers are padding."""
     dim: int = 0
-    """Where the rows are counted."""
+    """The dimension that counts the rows."""
     each: int = 1
-    """Rows for each token or request, those of one behind those of another."""
+    """Number of rows per token or request; rows of the same one are adjacent."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -58,7 +58,7 @@ class Field:
 
     @property
     def poison_value(self) -> Scalar:
-        """What padded rows hold in poison mode."""
+        """The value of padded rows in poison mode."""
         if self.poison is not None:
             return self.poison
         if self.dtype.is_floating_point:
@@ -66,7 +66,7 @@ class Field:
         return self.pad
 
     def rows(self, num_tokens: int, num_reqs: int) -> int:
-        """How many rows the field has at this size; 1 for a fixed field."""
+        """Number of rows of the field at this size; 1 for a fixed field."""
         if self.per is Extent.FIXED:
             return 1
         return self.each * (num_tokens if self.per is Extent.TOKEN else num_reqs)

@@ -130,9 +130,9 @@ def raw_scalar(value: Scalar, dtype: torch.dtype) -> Any:
     try:
         held = torch.tensor(value, dtype=dtype)
     except (RuntimeError, TypeError, ValueError):
-        raise ConfigError(f"padding {value!r} is not a value of {dtype}") from None
+        raise ConfigError(f"the padding {value!r} is not a value of {dtype}") from None
     exact = held.item() == value
     rounded = dtype.is_floating_point and bool(held.double().isfinite()) and isinstance(value, int | float)
     if not exact and not rounded and value == value:
-        raise ConfigError(f"padding {value!r} is not a value of {dtype}: it would become {held.item()!r}")
+        raise ConfigError(f"the padding {value!r} is not a value of {dtype}: it would become {held.item()!r}")
     return held.view(stand_in(dtype)).item()

@@ -1,4 +1,4 @@
-"""The door to captured training."""
+"""The entry point for captured training."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,17 +31,27 @@ def graphed_train_step(
     """A training step replayed from graphs: forward, loss, backward, clipping, optimizer and schedule.
 
     `step = graphed_train_step(model, loss_fn, optimizer, ladder=[128, 256]); loss = step(inputs, targets)`.
-    Tensors are [batch, length, ...]. `ladder`: the lengths to capture; others are padded to the next one, and
-    longer ones run eagerly. Without it there is one: that of the first batch. What is padded is left out of
-    the loss, see `Loss`; where that cannot be, only lengths of the ladder are served from graphs. The first
-    update runs eagerly, since it makes the optimizer's state; then everything is captured.
+    Tensors are [batch, length, ...]. The first update runs eagerly, because it creates the optimizer's state;
+    then everything is captured.
 
-    `accumulate`: micro-batches for one update; their gradients are averaged. `clip_norm`: largest norm of all
-    gradients. `schedule(i)`: learning rate of update i, or one for each group; without it the groups' own,
-    which may change at any time. `autocast`: the type to compute in. `scaler`: its scale follows overflows on
-    the device. An update with gradients that are not finite is skipped, `step.skipped` counts.
-    `compile`: model and loss function go through torch.compile as one function, for each length of the
-    ladder, and its kernels are captured (CUDA only). `pool`: memory shared with other graphs.
+    Args:
+        model: the module to train.
+        loss_fn: a function of outputs and targets that returns the loss.
+        optimizer: the optimizer of the model's parameters.
+        ladder: the lengths to capture. Other lengths are padded to the next one; longer ones run eagerly.
+            Default: only the length of the first batch. Padding is left out of the loss, see `Loss`; where
+            that is not possible, graphs serve only lengths of the ladder.
+        accumulate: micro-batches per update; their gradients are averaged.
+        clip_norm: maximum norm of all gradients together.
+        schedule: function of the number of an update that returns its learning rate, or one per parameter
+            group. Without it the groups' own rates apply, which may change at any time.
+        autocast: the type to compute in.
+        scaler: a gradient scaler; its scale follows overflows on the device. An update whose gradients are
+            not finite is skipped and counted in `step.skipped`.
+        compile: compile model and loss function as one function with torch.compile, for each length of the
+            ladder, and capture its kernels (CUDA only).
+        pool: memory to share with other graphs.
+        options: settings of the capture.
     """
     if type(accumulate) is not int or accumulate < 1:
         raise ConfigError(f"accumulate must be a whole number, 1 or more, not {accumulate!r}")

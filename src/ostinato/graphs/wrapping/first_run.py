@@ -60,7 +60,7 @@ class FirstRun:
                 # Whoever raises without being watched, too, raises that.
                 result, copies = _run(function, signature, batch, trials, observed=False)
                 told = f"{type(error).__name__}: {error}"
-                self.refusal = f"the step works, but not while it is watched, which a capture needs: {told}"
+                self.refusal = f"the step works, but fails when observed, which a capture requires: {told}"
             # A clone: so whatever of it is alive afterwards is state of the function's.
             self.result: Any = map_tensors(torch.Tensor.clone, result)
             del result
@@ -97,12 +97,12 @@ class FirstRun:
         draws = first.draws_from_default
         try:
             if draws:
-                torch.rand(1)  # begin elsewhere: who ends in the same place nevertheless has seeded
+                torch.rand(1)  # begin elsewhere: a step that ends in the same place anyway has seeded
             _run(function, signature, batch, second)
             self.changes, assigned = before.changed(), before.assigned()
             carried_on = assigned.carried_on({storage_address(tensor) for tensor in second.reads})
             if carried_on is None and second.made_last() - assigned.storages():
-                carried_on = "something that it reaches in a way of its own"
+                carried_on = "a place that could not be found"
             own_generator = first.draws_random and not (second.generators <= generators)
             seeds = draws and second.drew_last and torch.equal(torch.get_rng_state(), ended)
         finally:
@@ -114,13 +114,13 @@ class FirstRun:
             return
         if carried_on is not None:
             self.refusal = (
-                f"the step keeps state by assigning a new tensor to {carried_on}, and a replay goes on from "
-                f"the old one: change it in place (copy_, index_copy_)"
+                f"the step keeps state by assigning a new tensor to {carried_on}, but replays use the old "
+                f"tensor: change it in place (copy_, index_copy_)"
             )
         elif own_generator or (seeds and second.device.type == "cpu"):
             self.refusal = (
-                "the step seeds its random numbers itself, and a replay would draw on: make the numbers, or "
-                "the generator, outside of it"
+                "the step seeds its random numbers itself, and a replay would continue the sequence instead: "
+                "create the numbers, or the generator, outside of the step"
             )
         elif assigned:
             self.assigned = assigned.without_former()

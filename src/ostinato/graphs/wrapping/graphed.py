@@ -1,4 +1,4 @@
-"""The one-line door: any function or module with a varying batch becomes a set of captured graphs."""
+"""The one-line entry point: serves any function or module with a varying batch from captured graphs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,26 +29,33 @@ def graphed(
 ) -> Any:
     """Serve calls of a function or `nn.Module` from captured graphs, for any batch up to the ladder's limit.
 
-    `f = graphed(model, ladder=[1, 2, 4, 8]); y = f(x)`. The first call captures (or `f.capture(x)` does,
-    ahead of time). Larger batches, other signatures, or another autocast or training mode run eagerly and
-    are counted under a reason in `f.report()`. Results live in shared memory until the next call: clone
-    what must last. They carry no autograd history. Rows must not depend on how many there are: the capture
-    refuses what is plainly so, `f.verify()` finds the rest.
+    `f = graphed(model, ladder=[1, 2, 4, 8]); y = f(x)`. The first call captures; `f.capture(x)` captures
+    ahead of time. Calls with a larger batch, another signature, or another autocast or training mode run
+    eagerly and are counted by reason in `f.report()`. Results live in shared memory that the next call
+    overwrites: clone what must last. They carry no autograd history. Rows must not depend on how many there
+    are: the capture refuses steps that plainly do, and `f.verify()` finds the others.
 
-    `mode`: FULL, or PIECEWISE to leave functions marked `@eager_boundary` outside the graphs. `shared`:
-    names of arguments that have no batch dimension. `pads`: what padded rows of an argument hold, default
-    0. `pool`: memory shared with other wrappers. `compile_up_to`: torch.compile for rungs up to this size.
-    `threads`: let several threads call; they take turns, and results are copies. Without it a wrapper belongs
-    to the thread that calls it first. `debug`: check addresses before every replay, and detect the use of
-    overwritten results.
+    Args:
+        function: the function or module to wrap.
+        ladder: the batch sizes to capture; other batches are padded to the next one.
+        batch_dim: the dimension of the arguments that counts the rows.
+        mode: FULL, or PIECEWISE to leave functions marked `@eager_boundary` outside the graphs.
+        shared: names of arguments without a batch dimension.
+        pads: what padded rows of an argument hold; default: 0.
+        pool: memory to share with other wrappers; default: a new pool.
+        options: settings of the capture.
+        compile_up_to: use torch.compile for rungs up to this size.
+        threads: allow calls from several threads, which take turns and get copies of the results. Otherwise
+            a wrapper belongs to the thread that calls it first.
+        debug: check addresses before every replay, and detect the use of overwritten results.
     """
     mode = GraphMode.parse(mode)
     if not mode.is_runtime:
-        raise ConfigError(f"a wrapper acts as NONE, PIECEWISE or FULL, not as {mode.name}")
+        raise ConfigError(f"the mode of a wrapper must be NONE, PIECEWISE or FULL, not {mode.name}")
     if not callable(function):
         raise ConfigError(f"graphed() needs a function or module, not a {type(function).__name__}")
     if batch_dim < 0:
-        raise ConfigError(f"batch_dim counts from the front: {batch_dim} is negative")
+        raise ConfigError(f"batch_dim counts from the front and must not be negative, as {batch_dim} is")
     settings = Settings(
         ladder=Ladder.of(ladder),
         batch_dim=batch_dim,

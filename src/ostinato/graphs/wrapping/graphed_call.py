@@ -1,4 +1,4 @@
-"""Serves the calls of one function from graphs: captures at the first call, then decides for each."""
+"""Serves the calls of one function from graphs: captures at the first call, then decides for each call."""
 
 import logging
 import threading
@@ -40,7 +40,7 @@ logger = logging.getLogger("ostinato.graphs")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a wrapper, and each copy of it, is made with; see `graphed`."""
+    """The settings of a wrapper and of its copies; see `graphed`."""
 
     ladder: Ladder
     batch_dim: int
@@ -60,12 +60,12 @@ class _Entry:
     signature: Signature
     runner: CudaGraphRunner
     batch: Batch
-    """Inputs like those to come."""
+    """Representative inputs."""
     first: FirstRun
     reached: Reached
     surroundings: tuple[Any, ...]
     is_standing: Callable[[], bool]
-    """Whether all that `reached` looks at is surely as it was; if not, it has to be looked at one by one."""
+    """Whether everything in `reached` is certainly unchanged; if not, each part must be checked."""
 
 
 class GraphedCall:
@@ -74,20 +74,20 @@ class GraphedCall:
     def __init__(
         self, function: Callable[..., Any], settings: Settings, pool: GraphPool | None = None
     ) -> None:
-        """`pool` is not among the settings: copies have memory of their own."""
+        """`pool` is not part of the settings: copies have their own memory."""
         self.function = function
         self.settings = settings
         self.eager_steps: Counter[Reason] = Counter()
         self.attributes_changed = False
-        """Whether an attribute was set through the wrapper that graphs know nothing of."""
+        """Whether an attribute was set through the wrapper since the capture."""
         self._pool = pool
         self._entries: list[_Entry] = []
         self._shares_results = pool or self
         self.owner: threading.Thread | None = None
-        """Whose results a call overwrites."""
+        """The owner of the results that a call overwrites."""
         self._warned_of: set[str] = set()
         self.just_deleted: list[tuple[dict[str, Any], str, Any]] = []
-        """The parameter or buffer that was last deleted through the wrapper, and where it stood."""
+        """The parameter or buffer last deleted through the wrapper, and its position."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Serve one call from a graph if the step's mode lets this wrapper act; capture at the first call."""
@@ -109,13 +109,13 @@ class GraphedCall:
         return refusing_backward(result, by) if by else result
 
     def _take_over(self) -> None:
-        """Results are overwritten by the next call, so two threads would overwrite each other's."""
+        """Make the calling thread the owner of the results: two threads would overwrite each other's."""
         owner = self._shares_results.owner
         if owner is not None and owner.is_alive():
             raise BatchError(
                 f"the results of this wrapper, or of others on its pool, belong to thread {owner.name}, and "
-                f"a call would overwrite them: pass threads=True to graphed() to serve several threads with "
-                f"copies, or give each a wrapper and a pool of its own"
+                f"this call would overwrite them: pass threads=True to graphed() so that several threads get "
+                f"copies, or use a separate wrapper and pool for each thread"
             )
         if not self.settings.threads:
             self._shares_results.owner = threading.current_thread()
@@ -161,7 +161,8 @@ class GraphedCall:
         return entry.first.assigned.put(result) if entry.first.assigned else result
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Run it for real, once; whether that was the call, because it cannot be undone, and its result."""
+        """Run the function once. Returns whether that was the call, because it cannot be undone, and its
+        result."""
         signature, batch = self._signature(args, kwargs)
         if signature.opaque is not None:
             self._warn_once(signature.opaque, signature.opaque)
@@ -174,7 +175,7 @@ class GraphedCall:
         return first.stays, result
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
-        """Capture every rung for calls like this one; further signatures may be added the same way."""
+        """Capture every rung for calls like this one; further signatures can be added the same way."""
         signature, batch = self._signature(args, kwargs)
         if signature.opaque is not None:
             raise BatchError(f"{signature.opaque}: pass tensors or numbers")
@@ -183,7 +184,7 @@ class GraphedCall:
         return self.report()
 
     def recapture(self) -> Report:
-        """Capture everything again, as things are now."""
+        """Capture everything again, in the present state."""
         with turn:
             entries = list(self._entries)
             for entry in entries:
@@ -205,13 +206,15 @@ class GraphedCall:
         return Report.joined([entry.runner.report() for entry in self._entries])
 
     def verify(self, *, tolerance: float | None = None, seed: int = 0) -> Verification:
-        """Every graph against the eager function on fresh inputs drawn from the first call's."""
+        """Compare every graph with the eager function, on new inputs made from the first call's."""
         if not self._entries:
-            raise VerifyError("nothing to verify: no call has been captured yet")
+            raise VerifyError("there is nothing to verify: no call has been captured yet")
         self.check_addresses()
         for entry in self._entries:
             if (reason := self._why_not(entry, entry.is_standing())) is not None:
-                raise VerifyError(f"not as it was captured ({reason}): set it back, or recapture()")
+                raise VerifyError(
+                    f"something has changed since the capture ({reason}): set it back, or call recapture()"
+                )
         before = [Reached(self.function, *entry.signature.functions) for entry in self._entries]
         try:
             with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
@@ -241,7 +244,7 @@ class GraphedCall:
             return signature, {}
         found = signature.batch_of(args, kwargs)
         if found is None:
-            raise BatchError("the arguments do not agree with each other")
+            raise BatchError("the shapes of the arguments do not fit together")
         return signature, found[0]
 
     def _warn_once(self, about: str, text: str) -> None:
@@ -255,7 +258,7 @@ class GraphedCall:
         except (BatchError, ConfigError) as error:
             return str(error)
         what = self._entries[-1].signature.difference(signature)
-        return f"{what}; capture() with such arguments serves them, too"
+        return f"{what}; call capture() with such arguments to serve them from graphs as well"
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch, BatchShape] | None:
         for entry in self._entries:
@@ -265,7 +268,7 @@ class GraphedCall:
         return None
 
     def _why_not(self, entry: _Entry, is_standing: bool) -> Reason | None:
-        """What about the surroundings of a call keeps it from the graphs of its signature."""
+        """Why the present state rules out the graphs of a call's signature; None if it does not."""
         if _autocast(entry.runner.pool.device) != entry.surroundings[0]:
             return Reason.AUTOCAST_CHANGED
         if is_standing and not self.attributes_changed:
@@ -327,7 +330,11 @@ class GraphedCall:
         )
         if first.changes and runner.graphs:
             level = logging.WARNING if self.settings.debug else logging.INFO
-            logger.log(level, "the function changes %d values in Python: replays do not", len(first.changes))
+            logger.log(
+                level,
+                "the function changes %d values in Python, which replays do not change",
+                len(first.changes),
+            )
         runner.ignore_reads(reached.tensors)
         kept = {name: tensor.detach().clone() for name, tensor in batch.items()}
         surroundings = _autocast(runner.pool.device), reached.training()
@@ -337,14 +344,14 @@ class GraphedCall:
         return first
 
     def _refuse_what_sizes_decide(self, runner: CudaGraphRunner, before: Reached, first: FirstRun) -> None:
-        """Give up what the trial runs of several sizes showed that the first run did not."""
+        """Drop all graphs if trial runs of several sizes showed a problem that the first run did not."""
         places = first.assigned.keys() if first.assigned else set()
         elsewhere = before.assigned().besides(places)
         cause = None
         if not runner.reads_hold():
-            cause = "a tensor that the step reads is made anew for every size: keep one for each"
+            cause = "the step replaces a tensor that it reads for every size: keep one tensor per size"
         elif elsewhere and first.assigned:
-            cause = f"the step assigns a tensor to {elsewhere[0]} at some sizes only"
+            cause = f"the step assigns a tensor to {elsewhere[0]} only at some sizes"
         if cause is not None and runner.graphs:
             if self.settings.options.strict:
                 raise CaptureError(cause)
@@ -390,10 +397,10 @@ class GraphedCall:
 
 
 def _others(reached: Reached) -> list[str]:
-    """What has another value, or was not there."""
+    """The names of values that have changed or are new."""
     return [*reached.changed_values(), *reached.added()]
 
 
 def _autocast(device: torch.device) -> Any:
-    """The type that it computes in, or False."""
+    """The type that autocast computes in, or False."""
     return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)

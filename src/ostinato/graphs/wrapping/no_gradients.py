@@ -39,8 +39,8 @@ class _Refusal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise ConfigError(
-            "graphed() serves inference, its results carry no gradients. To train from graphs use "
-            "ostinato.graphs.graphed_train_step, a whole step, or ostinato.graphs.make_graphed_callables, "
-            "parts of a model; to infer, call eval() and detach() what it is called with, or work under "
+            "graphed() is for inference: its results carry no gradients. To train from graphs use "
+            "ostinato.graphs.graphed_train_step for a whole step, or ostinato.graphs.make_graphed_callables "
+            "for parts of a model. For inference, call eval() and detach() the arguments, or run under "
             "torch.no_grad()"
         )

@@ -187,7 +187,7 @@ class Reached:
             ):
                 changed.append(f"{name} (moved)")
         if self._num_layers != list(map(len, self._tables)):
-            changed.append("a module that layers were added to")
+            changed.append("a module to which layers were added")
         raise moved_error(changed or ["something that the step reads"])
 
     # -- around trial runs -------------------------------------------------------------------------

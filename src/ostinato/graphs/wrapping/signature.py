@@ -64,7 +64,7 @@ class Signature:
         known = {argument for argument, _, _ in named}
         for name in (*shared, *pads):
             if name not in known:
-                raise ConfigError(f"no argument {name!r} in this call: it has {', '.join(sorted(known))}")
+                raise ConfigError(f"this call has no argument {name!r}, only {', '.join(sorted(known))}")
         fields: list[Field | None] = []
         opaque = None
         for argument, name, leaf in named:
@@ -72,11 +72,11 @@ class Signature:
                 fields.append(None)
                 if not isinstance(leaf, _CONSTANTS):
                     kind = type(leaf).__name__
-                    opaque = opaque or f"nobody can tell whether {name} (a {kind}) has changed"
+                    opaque = opaque or f"{name} is a {kind}, and changes to it cannot be detected"
                 continue
             if not is_ordinary(leaf):
                 fields.append(None)
-                opaque = opaque or f"{name} is a {_kind(leaf)}, and graphs know ordinary tensors only"
+                opaque = opaque or f"{name} is a {_kind(leaf)}, and graphs support ordinary tensors only"
                 continue
             pad = pads.get(argument, False if leaf.dtype is torch.bool else 0)
             if argument in shared or leaf.dim() <= batch_dim:
@@ -108,17 +108,17 @@ class Signature:
         )
 
     def difference(self, other: "Signature") -> str:
-        """What makes calls of the other others than calls of this one."""
+        """How calls of the other signature differ from calls of this one."""
         if self.structure != other.structure:
-            return "their arguments have another structure than those captured"
+            return "their arguments have a different structure than the captured ones"
         for field, now, constant, given in zip(
             self.fields, other.fields, self.constants, other.constants, strict=True
         ):
             if field != now:
-                return f"{_described(now, given)} came where {_described(field, constant)} was captured"
+                return f"got {_described(now, given)}, but {_described(field, constant)} was captured"
             if field is None and not same_constant(constant, given):
-                return f"{given!r} came where {constant!r} was captured"
-        return "their arguments are others than those captured"
+                return f"got {given!r}, but {constant!r} was captured"
+        return "their arguments differ from the captured ones"
 
     @property
     def tensor_fields(self) -> tuple[Field, ...]:
@@ -150,11 +150,11 @@ class Signature:
                 size = leaf.size(self.batch_dim)
                 rows = size if rows is None else rows
                 if size == 0:
-                    raise EmptyBatchError(f"{field.name} is empty: a batch has at least one row")
+                    raise EmptyBatchError(f"{field.name} is empty: a batch must have at least one row")
                 if size != rows:
                     raise BatchError(
-                        f"{field.name} has a batch of {size}, another argument one of {rows}; name arguments "
-                        f"without a batch in shared="
+                        f"{field.name} has a batch of {size}, but another argument has one of {rows}; name "
+                        f"arguments without a batch in shared="
                     )
             if leaf.shape != field.full_shape(rows or 1, rows or 1):
                 return None
@@ -205,7 +205,7 @@ def refuse_overlap(batch: Batch, written: Sequence[str]) -> None:
             first, last = byte_range(tensor)
             if other != name and tensor.device == batch[name].device and first < end and start < last:
                 raise BatchError(
-                    f"{name} and {other} share memory and the function changes {name} in place: pass a clone"
+                    f"{name} and {other} share memory, but the function changes {name} in place: pass a clone"
                 )
 
 

@@ -92,7 +92,10 @@ class Walk:
         growing = self._ways.growing(self.called_names)
         self.growing = [container for container in growing if id(container) in self.holders]
         if len(self._seen) > _MOST_OBJECTS:
-            logger.warning("more than %d objects are reached: not all are watched", _MOST_OBJECTS)
+            logger.warning(
+                "the function reaches more than %d objects: changes to the others are not noticed",
+                _MOST_OBJECTS,
+            )
         self._seen.clear()
 
     def _visit(self, name: str, value: Any) -> bool:

@@ -1,9 +1,9 @@
-"""What `graphed` returns: as good as the thing it wraps, to everyone who looks.
+"""What `graphed` returns: objects that behave like what they wrap.
 
 Note [The wrapper of a module]
 It is an object of a subclass of the module's own class and shares its `__dict__`. So every method of that
-class, overridden or not, works on the very parameters, buffers, submodules and attributes of the module, and
-`isinstance` holds. Only a call goes another way. The module itself is left as it was.
+class, overridden or not, works on the parameters, buffers, submodules and attributes of the module itself,
+and `isinstance` holds. Only calls are handled differently. The module itself is not changed.
 """
 
 import copy
@@ -25,7 +25,7 @@ logger = logging.getLogger("ostinato.graphs")
 
 
 class _GraphControls:
-    """The calls a wrapper adds to what it wraps."""
+    """The methods that a wrapper adds to what it wraps."""
 
     __slots__ = ()
     graph_call: GraphedCall
@@ -34,7 +34,7 @@ class _GraphControls:
         return self.graph_call(*args, **kwargs)
 
     def unwrap(self) -> Any:
-        """What was wrapped."""
+        """The wrapped function or module."""
         return self.graph_call.function
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
@@ -42,7 +42,7 @@ class _GraphControls:
         return self.graph_call.capture(*args, **kwargs)
 
     def recapture(self) -> Report:
-        """Capture again, as things are now: weights that have moved, train() or eval(), autocast."""
+        """Capture again in the present state: moved weights, train() or eval(), autocast."""
         return self.graph_call.recapture()
 
     def report(self) -> Report:
@@ -50,7 +50,7 @@ class _GraphControls:
         return self.graph_call.report()
 
     def verify(self, *, tolerance: float | None = None, seed: int = 0) -> Verification:
-        """Every graph against the eager function; raises VerifyError where they disagree."""
+        """Compare every graph with the eager function. Raises VerifyError if they disagree."""
         return self.graph_call.verify(tolerance=tolerance, seed=seed)
 
     def check_addresses(self) -> None:
@@ -58,7 +58,7 @@ class _GraphControls:
         self.graph_call.check_addresses()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy has the same settings and captures graphs of its own: these read the original's memory."""
+        """A copy has the same settings and captures its own graphs: these read the original's memory."""
         return wrap, (self.graph_call.function, self.graph_call.settings)
 
     def __copy__(self) -> Any:
@@ -66,7 +66,7 @@ class _GraphControls:
 
 
 class GraphedFunction(_GraphControls):
-    """A function served from graphs. Of a method, each object has a wrapper of its own."""
+    """A function served from graphs. A decorated method has one wrapper per object."""
 
     def __init__(self, call: GraphedCall) -> None:
         self.graph_call = call
@@ -99,13 +99,13 @@ class GraphedModule(_GraphControls):
     __slots__ = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """The wrapped class learns of no subclass."""
+        """Do not run the wrapped class's hook for subclasses."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # as parametrizations do: the module itself would be left without its weight
             for table, key, deleted in self.graph_call.just_deleted:
                 table[key] = deleted
-            raise TypeError("the class of a wrapper cannot be changed: change that of the module, unwrap()")
+            raise TypeError("the class of a wrapper cannot be changed: change that of the module in unwrap()")
         before = vars(self).get(name, _NOTHING)
         super().__setattr__(name, value)
         self._attribute_set(name, before, value)
@@ -132,13 +132,15 @@ _CONTROLS = [name for name in vars(_GraphControls) if not name.startswith("_") a
 
 
 def wrap(function: Callable[..., Any], settings: Settings, pool: GraphPool | None = None) -> Any:
-    """A wrapper without graphs."""
+    """Make a wrapper, which has no graphs yet."""
     call = GraphedCall(function, settings, pool)
     taken = [
         name for name in _CONTROLS if hasattr(function, name) and not isinstance(function, _GraphControls)
     ]
     if taken and isinstance(function, torch.nn.Module):
-        logger.warning("%s of the module is hidden by the wrapper's: use unwrap()", ", ".join(taken))
+        logger.warning(
+            "the wrapper's own methods hide %s of the module: use unwrap() to reach it", ", ".join(taken)
+        )
     if not isinstance(function, torch.nn.Module):
         return GraphedFunction(call)
     wrapped: Any = type(function)

@@ -35,14 +35,14 @@ _WITHOUT_EFFECT = frozenset(
 """About training, or beside a switch that is refused."""
 _REFUSED = {
     "use_dora": "DoRA scales the rows of the base weights: merge the adapter into the model",
-    "modules_to_save": "whole layers were trained beside it: merge the adapter into the model",
-    "lora_bias": "its layers have a bias of their own",
+    "modules_to_save": "whole layers were trained too: merge the adapter into the model",
+    "lora_bias": "its layers have their own biases",
     "trainable_token_indices": "it changes embeddings",
     "layer_replication": "it repeats layers of the model",
-    "target_parameters": "it changes parameters that are no linear layers",
-    "alora_invocation_tokens": "it begins to act in the middle of a prompt",
+    "target_parameters": "it changes parameters outside of linear layers",
+    "alora_invocation_tokens": "it takes effect in the middle of a prompt",
     "use_qalora": "it pools its inputs",
-    "megatron_config": "it is for layers of Megatron",
+    "megatron_config": "it is for Megatron's layers",
     "arrow_config": "it routes between adapters",
 }
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")
@@ -69,11 +69,11 @@ class PeftConfig:
         """From the file in a directory."""
         file = directory / CONFIG_FILE
         if not directory.is_dir():
-            raise AdapterError(f"there is no adapter in {directory}: no such directory")
+            raise AdapterError(f"there is no adapter in {directory}: the directory does not exist")
         try:
             raw = json.loads(file.read_bytes())
         except FileNotFoundError:
-            raise AdapterError(f"{directory} is no adapter of PEFT: it has no {CONFIG_FILE}") from None
+            raise AdapterError(f"{directory} is not a PEFT adapter: it has no {CONFIG_FILE}") from None
         except (OSError, ValueError) as error:
             raise AdapterError(f"{file} cannot be read: {error}") from error
         return cls.of(raw, str(file))
@@ -82,7 +82,7 @@ class PeftConfig:
     def of(cls, raw: object, where: str) -> PeftConfig:
         """From what such a file holds; `where` says of which adapter, in errors."""
         if not isinstance(raw, Mapping):
-            raise AdapterError(f"{where} holds no object")
+            raise AdapterError(f"{where} does not contain a JSON object")
         _refuse(raw, where)
         try:
             return cls(
@@ -97,7 +97,7 @@ class PeftConfig:
                 layers_pattern=tuple(map(_regex, _listed(raw.get("layers_pattern")))),
             )
         except (TypeError, ValueError, AttributeError) as error:
-            raise AdapterError(f"{where}: a field is not what PEFT writes: {error}") from error
+            raise AdapterError(f"{where}: a field differs from what PEFT writes: {error}") from error
 
     def rank_of(self, module: str) -> int:
         """Of the matrices of a layer, by its full name."""
@@ -136,9 +136,9 @@ class PeftConfig:
 def _refuse(raw: Mapping[str, Any], where: str) -> None:
     kind = raw.get("peft_type", "LORA")
     if kind != "LORA":
-        raise AdapterError(f"{where}: peft_type {kind!r} is not supported, only LORA")
+        raise AdapterError(f"{where}: peft_type {kind!r} is not supported; only LORA is")
     if raw.get("bias") not in (None, "none"):
-        raise AdapterError(f"{where}: bias {raw['bias']!r} is not supported: biases were trained beside it")
+        raise AdapterError(f"{where}: bias {raw['bias']!r} is not supported: biases were trained too")
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise AdapterError(
@@ -147,12 +147,12 @@ def _refuse(raw: Mapping[str, Any], where: str) -> None:
         )
     if start is not None and not isinstance(start, bool) and start not in _LEAVES_BASE:
         raise AdapterError(
-            f"{where}: init_lora_weights {start!r} is not known here: it may have changed the base weights"
+            f"{where}: init_lora_weights {start!r} is unknown: it may have changed the base weights"
         )
     for name, value in raw.items():
         if name in _USED or name in _WITHOUT_EFFECT or value in (None, False, 0, "") or value in ([], {}):
             continue
-        why = _REFUSED.get(name, "no adapter with it is known here")
+        why = _REFUSED.get(name, "the field is unknown")
         raise AdapterError(f"{where}: {name} is not supported: {why}")
 
 
@@ -179,7 +179,7 @@ def _regex(given: Any) -> str:
     try:
         re.compile(given)
     except re.error as error:
-        raise ValueError(f"{given!r} is no regular expression: {error}") from None
+        raise ValueError(f"{given!r} is not a regular expression: {error}") from None
     return str(given)
 
 
@@ -190,23 +190,23 @@ def _listed(given: Any) -> tuple[str, ...]:
 def _integers(given: Any) -> tuple[int, ...]:
     numbers = (given,) if isinstance(given, int) else tuple(given or ())
     if wrong := [each for each in numbers if not isinstance(each, int) or isinstance(each, bool)]:
-        raise ValueError(f"a layer is a number, not {wrong[0]!r}")
+        raise ValueError(f"a layer must be a number, not {wrong[0]!r}")
     return numbers
 
 
 def _switch(given: Any) -> bool:
     if given is not None and not isinstance(given, bool):
-        raise ValueError(f"a switch is true or false, not {given!r}")
+        raise ValueError(f"a switch must be true or false, not {given!r}")
     return bool(given)
 
 
 def _positive(given: Any) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ValueError(f"a rank is an integer of at least 1, not {given!r}")
+        raise ValueError(f"a rank must be an integer of at least 1, not {given!r}")
     return given
 
 
 def _number(given: Any) -> float:
     if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
-        raise ValueError(f"an alpha is a number, not {given!r}")
+        raise ValueError(f"an alpha must be a number, not {given!r}")
     return float(given)

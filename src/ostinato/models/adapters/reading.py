@@ -28,8 +28,8 @@ _MEANINGS = {
     "lora_magnitude_vector": "DoRA is not supported",
     "lora_embedding_": "adapters of embeddings are not supported",
     ".bias": "biases of adapters are not supported",
-    "modules_to_save": "layers trained as a whole are not supported",
-    ".base_layer.": "PEFT saves a layer of the model beside adapters of embeddings and of the output layer, "
+    "modules_to_save": "fully trained layers are not supported",
+    ".base_layer.": "PEFT saves a layer of the model with adapters of embeddings and of the output layer, "
     "which are not supported",
 }
 
@@ -77,7 +77,7 @@ class AdapterReader:
                 raise AdapterError(f"{where}: layer {module} has its matrix {which} twice")
             found[module][which] = self._checked(tensor, f"{where}: tensor {name}")
         if not found:
-            raise AdapterError(f"{where} has no matrices at all")
+            raise AdapterError(f"{where} contains no matrices")
         self._check_targets(config, found, where)
         layers: dict[str, list[LowRank | None]] = {}
         digest, rank = hashlib.blake2b(digest_size=16), 0
@@ -97,17 +97,17 @@ class AdapterReader:
         targeted = config.targeted(self._places)
         if missing := sorted(targeted - found.keys()):
             raise AdapterError(
-                f"{where}: {len(missing)} layers that its target_modules name have no tensors, {missing[0]} "
-                "among them: the file is incomplete"
+                f"{where}: {len(missing)} layers in its target_modules have no tensors, for example "
+                f"{missing[0]}: the file is incomplete"
             )
         if config.target_modules is not None and (unnamed := sorted(found.keys() - targeted)):
             raise AdapterError(
-                f"{where}: {len(unnamed)} layers have tensors and are not among its target_modules, "
-                f"{unnamed[0]} for one"
+                f"{where}: {len(unnamed)} layers have tensors but are not in its target_modules, for example "
+                f"{unnamed[0]}"
             )
         if config.names_layers and (others := sorted(config.targeted(self._outside_layers))):
             raise AdapterError(
-                f"{where}: its target_modules name {others[0]}, which no adapter can change here; "
+                f"{where}: its target_modules contain {others[0]}, which adapters cannot change; "
                 + self._changeable()
             )
 
@@ -115,11 +115,11 @@ class AdapterReader:
         matched = _MATRIX.fullmatch(name)
         if matched is None:
             known = next((why for sign, why in _MEANINGS.items() if sign in name), None)
-            raise AdapterError(f"{where}: tensor {name} is no matrix of a LoRA adapter" + _told(known))
+            raise AdapterError(f"{where}: tensor {name} is not a matrix of a LoRA adapter" + _told(known))
         module = self._short.get(_short(matched["module"]))
         if module is None:
             raise AdapterError(
-                f"{where}: {matched['module']} is no layer of {self._architecture} that an adapter can "
+                f"{where}: {matched['module']} is not a layer of {self._architecture} that an adapter can "
                 f"change; {self._changeable()}"
             )
         return module, matched["which"]
@@ -130,11 +130,11 @@ class AdapterReader:
 
     def _checked(self, tensor: object, what: str) -> Tensor:
         if not isinstance(tensor, Tensor):
-            raise AdapterError(f"{what} is no tensor but {type(tensor).__name__}")
+            raise AdapterError(f"{what} must be a tensor, not {type(tensor).__name__}")
         if tensor.dtype not in _READABLE or tensor.ndim != 2:
             raise AdapterError(
-                f"{what} is {tensor.dtype} of {tensor.ndim} dimensions; matrices of float32, float16 and "
-                "bfloat16 can be taken"
+                f"{what} is {tensor.dtype} with {tensor.ndim} dimensions; supported are matrices of float32, "
+                "float16 and bfloat16"
             )
         if tensor.device.type == "meta":
             raise AdapterError(f"{what} is on the meta device: it has no contents")
@@ -146,7 +146,7 @@ class AdapterReader:
         (num_out, num_in), rank = self._shapes[module], config.rank_of(module)
         if rank > self._max_rank:
             raise AdapterError(
-                f"{where}: layer {module} has rank {rank}, at most {self._max_rank} are served: raise "
+                f"{where}: layer {module} has rank {rank}, but the maximum is {self._max_rank}: raise "
                 "max_lora_rank"
             )
         for which, expected in (("A", (rank, num_in)), ("B", (num_out, rank))):
@@ -160,7 +160,8 @@ class AdapterReader:
         for which, kept in (("A", pair.a), ("B", pair.b)):
             if not bool(kept.isfinite().all()):
                 raise AdapterError(
-                    f"{where}: matrix {which} of layer {module} has numbers not finite in {self._dtype}"
+                    f"{where}: matrix {which} of layer {module} has numbers that are not finite in "
+                    f"{self._dtype}"
                 )
         return pair
 
@@ -187,7 +188,7 @@ def _located(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["adapter_*"]))
     except Exception as error:  # whatever the network and the hub come up with
         raise AdapterError(
-            f"{name!r} is no directory on this machine and could not be fetched from the hub: "
+            f"{name!r} is not a directory on this machine and could not be downloaded from the hub: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -224,6 +225,6 @@ def _stored(directory: Path) -> Generator[tuple[str, Tensor]]:
     except Exception as error:  # unpickling raises whatever the file makes it
         raise AdapterError(f"{file} is not a readable file of tensors: {error}") from error
     if not isinstance(stored, dict):
-        raise AdapterError(f"{file} holds no tensors by name")
+        raise AdapterError(f"{file} does not contain tensors by name")
     for name, tensor in stored.items():
         yield str(name), tensor

@@ -70,7 +70,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     try:
         found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever is wrong with it, it is the file that is
-        raise WeightsError(f"{file} is not a readable file of tensors: {error}; fetch it again") from error
+        raise WeightsError(f"{file} is not a readable file of tensors: {error}; download it again") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-        raise WeightsError(f"{file} holds something else than tensors by name")
+        raise WeightsError(f"{file} does not contain tensors by name")
     return found

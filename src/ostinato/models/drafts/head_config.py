@@ -28,7 +28,7 @@ def head_shape(method: str, directory: Path, target: ModelConfig, checkpoint: Ch
     `checkpoint`: what it brings of its own; None: everything that its method has, to be made up.
     """
     file = directory / "config.json"
-    raw = read_config_file(file, "a head comes with a config.json")
+    raw = read_config_file(file, "a draft head has a config.json")
     try:
         found = _head_shape(method, raw, target, checkpoint)
     except ModelError as error:
@@ -51,11 +51,11 @@ def _head_shape(
     draft_vocab = positive(raw, "draft_vocab_size", layer.vocab_size)
     if draft_vocab > target.vocab_size:
         raise ModelError(
-            f"draft_vocab_size {draft_vocab} is beyond the vocabulary of the target, {target.vocab_size}"
+            f"draft_vocab_size {draft_vocab} exceeds the vocabulary of the target, {target.vocab_size}"
         )
     if method == "eagle" and draft_vocab != target.vocab_size:
         raise ModelError(
-            f"draft_vocab_size {draft_vocab} is not that of the target, {target.vocab_size}: an EAGLE head "
+            f"draft_vocab_size {draft_vocab} differs from the target's {target.vocab_size}: an EAGLE head "
             "has the target's tokens; is this one for method eagle3?"
         )
     is_eagle3 = method == "eagle3"
@@ -83,18 +83,18 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 def _check_fit(layer: ModelConfig, target: ModelConfig, raw: Mapping[str, Any]) -> None:
     if layer.num_layers != 1:
         raise UnsupportedModelError(
-            f"num_hidden_layers {layer.num_layers}: heads of one layer are supported; a whole model is for "
+            f"num_hidden_layers {layer.num_layers} is not supported in a head, only 1; for a whole model use "
             "method draft_model"
         )
     of_target = positive(raw, "target_hidden_size", layer.hidden_size)
     for name, size in (("hidden_size", layer.hidden_size), ("target_hidden_size", of_target)):
         if size != target.hidden_size:
             raise ModelError(
-                f"{name} {size} is not that of the target, {target.hidden_size}: it is for another model"
+                f"{name} {size} differs from the target's {target.hidden_size}: the head is for another model"
             )
     if layer.vocab_size != target.vocab_size:
         raise ModelError(
-            f"vocab_size {layer.vocab_size} is not that of the target, {target.vocab_size}: the head is for "
+            f"vocab_size {layer.vocab_size} differs from the target's {target.vocab_size}: the head is for "
             "another vocabulary"
         )
 
@@ -107,9 +107,9 @@ def _tapped_layers(
     given = options.get(name) or raw.get(name)
     if given is None:
         if count < 4:
-            raise ModelError(f"{name} is missing, and a target of {count} layers has no usual ones")
+            raise ModelError(f"{name} is missing, and there is no default for a target with {count} layers")
         return 2, count // 2, count - 3
     is_list = isinstance(given, list) and given and all(type(layer) is int for layer in given)
     if not is_list or not all(0 <= layer < count for layer in given) or len(set(given)) != len(given):
-        raise ModelError(f"{name} {given!r} are not different layers of the target, 0 to {count - 1}")
+        raise ModelError(f"{name} must be different layers of the target, 0 to {count - 1}, not {given!r}")
     return tuple(given)

@@ -49,7 +49,7 @@ def check_head(head: Head, checkpoint: Checkpoint) -> None:
     if "d2t" in wanted:
         ids = torch.arange(head.vocab_size) + checkpoint.one("d2t", torch.device("cpu"))
         if int(ids.min()) < 0 or int(ids.max()) >= head.shape.vocab_size:
-            raise WeightsError(f"{checkpoint.directory}: d2t leads to tokens that the target does not have")
+            raise WeightsError(f"{checkpoint.directory}: d2t maps to tokens that the target does not have")
 
 
 def check_tensors(wanted: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
@@ -63,8 +63,8 @@ def check_tensors(wanted: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
     for name, tensor in wanted.items():
         if stored[name] != tuple(tensor.shape):
             raise WeightsError(
-                f"{place}: tensor {name} has shape {list(stored[name])}, its config.json and the target ask "
-                f"for {list(tensor.shape)}"
+                f"{place}: tensor {name} has shape {list(stored[name])}, but its config.json and the target "
+                f"require {list(tensor.shape)}"
             )
 
 

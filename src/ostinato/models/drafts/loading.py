@@ -79,7 +79,9 @@ def find_draft(method: str, directory: Path, target: ModelConfig, *, made_up: bo
     `made_up`: its weights are not to be read, a config.json will do.
     """
     if not target.has_lm_head:
-        raise ModelError(f"{target.architecture} has no output layer: there is nothing to draft for")
+        raise ModelError(
+            f"{target.architecture} has no output layer: it does not generate, so it needs no drafts"
+        )
     if method == "draft_model":
         return _whole_model(directory, target, None if made_up else Checkpoint.find(directory))
     checkpoint = None if made_up else Checkpoint.find(directory, OTHER_NAMES[method])
@@ -96,8 +98,8 @@ def _whole_model(directory: Path, target: ModelConfig, checkpoint: Checkpoint | 
         raise ModelError(f"{directory}: {config.architecture} has no output layer: it cannot draft")
     if config.vocab_size != target.vocab_size:
         raise ModelError(
-            f"{directory}: vocab_size {config.vocab_size} is not that of the target, {target.vocab_size}: a "
-            "draft has the same vocabulary"
+            f"{directory}: vocab_size {config.vocab_size} differs from the target's {target.vocab_size}: a "
+            "draft model must have the same vocabulary"
         )
     if checkpoint is not None:
         outline = Transformer(config, device=_NOWHERE, max_positions=1)

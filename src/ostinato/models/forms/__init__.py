@@ -22,4 +22,4 @@ def form_of(step: Step, adapters: Adapters | None = None) -> Form[Any]:
         if reason is None:
             return form
         reasons.append(f"{form.name}: {reason}")
-    raise FormError("no form of a step runs these layers; " + "; ".join(reasons))
+    raise FormError("no form of a step can run these layers; " + "; ".join(reasons))

@@ -32,8 +32,8 @@ _PRINT = (
     "prints a tensor, which reads its values: return it and print it after the replay, or print its shape"
 )
 _HOST_DATA = (
-    "makes a tensor from Python or NumPy data, a copy from host memory: make it before the capture and let "
-    "the step read it, or build it on the device (torch.arange, torch.full)"
+    "creates a tensor from Python or NumPy data, which copies from host memory: create it before the capture "
+    "and let the step read it, or build it on the device (torch.arange, torch.full)"
 )
 
 _REFUSED_FUNCTIONS = {
@@ -49,15 +49,15 @@ _REFUSED_FUNCTIONS = {
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _WATCHED_FUNCTIONS = {*_REFUSED_FUNCTIONS, *_SPLITS, torch._C._nn.one_hot}
 
-_FOR_PYTHON = "compares values for Python: use"
-_DYNAMIC = "has a shape that depends on values:"
+_FOR_PYTHON = "returns the comparison of values to Python: use"
+_DYNAMIC = "has a result whose shape depends on values:"
 _REFUSED_OPS: dict[str, str] = {
     "aten::_local_scalar_dense": _READ,
     "aten::item": _READ,
     "aten::is_nonzero": _READ,
-    "aten::_linalg_check_errors": "looks for errors in every row, padding included: use the variant that "
+    "aten::_linalg_check_errors": "checks every row for errors, including padding: use the variant that "
     "returns them (torch.linalg.inv_ex, cholesky_ex, solve_ex, lu_factor_ex)",
-    "aten::_pack_padded_sequence": "reads lengths on the host: pack outside the captured step",
+    "aten::_pack_padded_sequence": "reads lengths on the host: pack outside of the captured step",
     "aten::equal": f"{_FOR_PYTHON} torch.eq(...).all(), which stays a tensor",
     "aten::allclose": f"{_FOR_PYTHON} torch.isclose(...).all(), which stays a tensor",
     "aten::nonzero": f"{_DYNAMIC} use torch.where with three arguments, or torch.nonzero_static",
@@ -65,14 +65,14 @@ _REFUSED_OPS: dict[str, str] = {
     "aten::repeat_interleave": f"{_DYNAMIC} pass output_size=",
     "aten::bincount": f"{_DYNAMIC} use scatter_add_ into a buffer of fixed size",
 }
-_UNIQUE = f"{_DYNAMIC} do it outside the captured step"
+_UNIQUE = f"{_DYNAMIC} do it outside of the captured step"
 _MASK_READ = (
     "indexes with a boolean mask, so its shape depends on values: use torch.where, which keeps the shape"
 )
 _MASK_WRITE = "writes through a boolean mask, which reads its values: use masked_fill_ or torch.where"
 _MOVES = (
-    "would change the memory of a tensor made before the capture; a graph reads and writes fixed addresses: "
-    "give the tensor its final size beforehand, or write into it with copy_"
+    "would change the memory of a tensor that existed before the capture, but a graph reads and writes fixed "
+    "addresses: give the tensor its final size beforehand, or write into it with copy_"
 )
 
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
