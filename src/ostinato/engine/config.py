@@ -83,8 +83,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Share KV cache pages between requests whose prompts begin alike."""
     enable_cascade_attention: bool = False
-    """Read the KV cache of a long prefix that all requests of a decode batch share once per step instead of
-    once per request. Captures one more graph for each decode batch size."""
+    """If all requests of a decode batch share a long prefix, read its KV cache once per step instead of once
+    per request. Captures one more graph for each decode batch size."""
     steps_ahead: int | None = None
     """Number of steps launched before the tokens of the previous one are read, 0 or 1. Default: 1 on a GPU, 0
     on a CPU."""

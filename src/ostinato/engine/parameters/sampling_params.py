@@ -83,7 +83,7 @@ class SamplingParams:
     temperature: float = 1.0
     """Randomness: 0 always takes the most likely token, 1 samples from the model's distribution."""
     top_p: float = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this; 1 allows all tokens."""
+    """Sample from the most likely tokens that together reach this probability; 1 allows all tokens."""
     top_k: int = 0
     """Sample from this many of the most likely tokens; 0 or -1 allows all tokens."""
     min_p: float = 0.0

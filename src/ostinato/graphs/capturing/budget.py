@@ -1,7 +1,7 @@
-"""Which graphs a budget of memory pays for, and what a graph buys: padding that steps need not compute.
+"""Which graphs fit into a memory budget, and how much padding each graph saves.
 
-Graphs of a pool work in the same memory, so a set of them takes as much as the largest, and what each keeps
-for itself on top. Where that is too much, the graphs go whose bytes save the least padding.
+Graphs of a pool share working memory, so a set of them takes as much as the largest plus what each keeps for
+itself. If that is too much, the graphs whose bytes save the least padding are dropped.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from ..dispatching.keys import GraphKey
 
 _EAGER = 2
-"""A step without a graph counts as one padded to so many times the largest size of its kind."""
+"""A step without a graph counts as padded to this many times the largest size of its kind."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """What one graph takes, found by recording it in memory of its own. Bytes."""
+    """Bytes that one graph takes, measured by recording it in separate memory."""
 
     shared: int
     """Intermediates: other graphs may work in the same memory."""
@@ -62,11 +62,11 @@ def predicted_growth(
 
 
 def padding_saved(keys: Collection[GraphKey], asked: Collection[GraphKey] = ()) -> dict[GraphKey, float]:
-    """Tokens of padding that each graph saves in a step on average, beside the others.
+    """Average tokens of padding that each graph saves per step, given the others.
 
-    As if all sizes up to the largest of a kind were equally frequent. What else would serve a step of the
-    largest size is no graph: that counts as padding to twice that size. `asked`: where the largest is not
-    among the keys.
+    Assumes that all sizes up to the largest of a kind are equally frequent. Without the largest graph a step
+    of its size would run eagerly, which counts as padding to twice that size. `asked`: further keys, if the
+    largest is not in `keys`.
     """
     limits: dict[Hashable, int] = {}
     for key in (*keys, *asked):

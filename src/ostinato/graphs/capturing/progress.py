@@ -9,7 +9,7 @@ from ..dispatching.keys import GraphKey
 
 
 class CaptureProgress:
-    """Shows how far a capture is; silent where nobody watches."""
+    """Shows the progress of a capture as a bar."""
 
     def __init__(self, keys: Sequence[GraphKey], shown: bool | None) -> None:
         """`shown`: True, False, or None for 'when standard error is a terminal'."""
@@ -41,7 +41,7 @@ class CaptureProgress:
             self._bar.update(self._task, description=f"{key.mode} {key.descriptor}")
 
     def done(self, pool_bytes: int) -> None:
-        """A graph was captured or given up."""
+        """A graph was captured or dropped."""
         if self._shown:
             self._bar.update(self._task, advance=1, memory=f"{pool_bytes / 2**20:.1f} MiB")
 

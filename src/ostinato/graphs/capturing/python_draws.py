@@ -1,4 +1,4 @@
-"""Random numbers of Python and NumPy: no graph draws them, so a replay would repeat those of its capture."""
+"""Random numbers of Python and NumPy: graphs do not draw them; replays would repeat those of the capture."""
 
 import random
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ WHY_NOT = (
 
 
 def generators() -> tuple[Any, ...]:
-    """Where both are; equal as long as nobody draws."""
+    """The state of both generators; equal as long as nothing is drawn."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2:]
 
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Around trial runs: what they draw is drawn once more by the step that counts."""
+    """A context for trial runs: restores the generators, so that the actual step draws the same numbers."""
     before, of_python, of_numpy = generators(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -36,7 +36,7 @@ def undone() -> Iterator[None]:
 
 @contextmanager
 def refused_in_graphs() -> Iterator[None]:
-    """CaptureError for a step that draws while it is recorded, whatever else comes of that."""
+    """A context that raises CaptureError if a step draws while it is recorded."""
     if not is_recording():
         yield
         return

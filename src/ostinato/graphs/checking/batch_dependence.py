@@ -1,10 +1,10 @@
-"""Looks, at the capture, for steps whose rows depend on the batch: no steps for padding.
+"""Finds, during capture, steps whose rows depend on the batch and which therefore must not be padded.
 
 Note [Rows that mix]
-The largest number of a batch is the same with padding as without, as long as it is not among the padding: the
-numbers of one batch may show nothing, and those of the next be wrong. Whether rows see each other at all is
-told by other rows in place of the padding. Where they do, batches are tried in which padding stands out: all
-rows alike and near zero, on either side of it, numbers of one sign, and some by chance.
+The largest number of a batch is the same with padding as without it, unless it is in the padding: one batch
+may show no difference although the results of the next are wrong. Replacing the padding by other rows shows
+whether rows affect each other at all. If they do, batches are tried in which padding stands out: all rows
+alike and near zero, on either side of it, numbers of one sign, and some random ones.
 """
 
 import re
@@ -36,32 +36,32 @@ from .verify import (
 )
 
 Work = Sequence[tuple[Any, str]]
-"""The ops of a step in order, with what they were given besides tensors."""
+"""The ops of a step in order, with their arguments besides tensors."""
 
 _GROSS = {torch.float64: 1e-6, torch.complex128: 1e-6}
 _GROSS_OF_FEW_BITS = 0.1
-"""Of an output's norm: more is no matter of rounding."""
+"""Fraction of an output's norm; a larger difference is not due to rounding."""
 _GROSS_IN_FULL, _GROSS_SHORTENED = 3e-4, 1e-2
-"""The same for float32 with all its digits, and with few, as TF32 has them: the batch's size may decide."""
+"""The same for float32 in full precision, and where TF32 is allowed: the batch size may decide."""
 _FLIPS = 0.02
-"""The share of integers that rounding may decide: the place of the largest of nearly equal numbers. None in
-`verify`, and all of them in a batch of a few rows."""
+"""Fraction of integers that rounding may decide, such as the index of the largest of nearly equal numbers.
+None in `verify`, and all of them in a batch of a few rows."""
 
 
 _BY_CHANCE = 6
-"""Batches that are tried, where rows mix, for what stands out with some numbers only."""
+"""Random batches that are tried if rows mix, for effects that only some numbers show."""
 _SMALLEST = 2
-"""Graphs that are tried in any case: with few rows padding weighs most."""
+"""Number of smallest graphs that are always tried: padding weighs most beside few rows."""
 
 
 def refuse_dependence_on_the_batch(
     runner: Verifiable, make: Callable[[BatchDescriptor], Batch], works: Mapping[GraphKey, Work]
 ) -> None:
-    """CaptureError, naming the output, if rows of a graph are grossly others without padding.
+    """Raise CaptureError, naming the output, if rows of a graph differ grossly from those without padding.
 
-    Tried are the largest graph at half its size, the smallest that are ever padded, and whatever graph does
-    other work than the next smaller one (`works`), these with the fewest rows that they serve. A step that is
-    made for some sizes only cannot be compared there.
+    Tried are the largest graph at half its size, the smallest graphs that are ever padded, and every graph
+    that does different work than the next smaller one (`works`), these with the fewest rows that they serve.
+    A step that only works at some sizes cannot be compared at others.
     """
     for graph, shape, flips in _worth_a_trial(runner, works):
         given = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
@@ -79,7 +79,7 @@ def refuse_dependence_on_the_batch(
 def _worth_a_trial(
     runner: Verifiable, works: Mapping[GraphKey, Work]
 ) -> Iterator[tuple[CapturedGraph, BatchShape, float]]:
-    """Graphs with rows for each, and the share of integers that rounding may decide among so many."""
+    """Graphs to try, the rows to try each with, and the fraction of integers that rounding may decide."""
     graphs = sorted(runner.graphs.values(), key=lambda graph: graph.descriptor)
     yield graphs[-1], part_of(shapes_to_try(graphs[-1].descriptor)[0], 2), _FLIPS
     smaller, num_small = None, 0
@@ -98,7 +98,7 @@ def _worth_a_trial(
 def _refuse_dependence(
     runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch, flips: float
 ) -> Trials | None:
-    """The trials, which know what the step writes; None if it cannot be compared."""
+    """Returns the trials, which know what the step writes; None if it cannot be compared."""
     trials = runner.trials()
 
     def allowed(dtype: torch.dtype) -> float:
@@ -144,7 +144,7 @@ def _refuse_dependence(
 
 
 def _gross(dtype: torch.dtype, device: torch.device) -> float:
-    """How far numbers of this type may be off."""
+    """The largest difference that rounding may cause in numbers of this type."""
     if dtype.itemsize <= 2 or dtype in _GROSS:
         return _GROSS.get(dtype, _GROSS_OF_FEW_BITS)
     backends = torch.backends
@@ -157,8 +157,8 @@ def _gross(dtype: torch.dtype, device: torch.device) -> float:
 def _rows_mix(
     runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch, trials: Trials
 ) -> bool:
-    """Whether rows of a replay are others when other rows stand in place of the padding: rows of the batch
-    itself, since numbers that are places to write to are known to be legal, and are put back."""
+    """Whether rows of a replay change when other rows replace the padding. These are rows of the batch
+    itself: if their numbers are places to write to, they are known to be legal, and are restored."""
     full, fields = shapes_to_try(graph.descriptor)[0], runner.buffers.fields
     with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
         last = shape.num_tokens - 1
@@ -180,8 +180,8 @@ def _rows_mix(
 
 
 def _telling(batch: Batch, fields: Sequence[Field], shape: BatchShape) -> Iterator[tuple[Batch, float]]:
-    """Batches in which padding stands out, see Note [Rows that mix], and the share of integers that rounding
-    may decide: all, where rows are alike."""
+    """Batches in which padding stands out, see Note [Rows that mix], and the fraction of integers that
+    rounding may decide: all of them if rows are alike."""
     for row, factor in ((0, 0.1), (0, -0.1), (1, 0.03), (1, -0.03), (shape.num_tokens - 1, 0.1)):
         yield _all_like(batch, fields, row, factor), 1.0
     of_one_sign = {k: _away_from_zero(v) if v.is_floating_point() else v for k, v in batch.items()}
@@ -195,7 +195,7 @@ def _telling(batch: Batch, fields: Sequence[Field], shape: BatchShape) -> Iterat
 def _each_scaled(
     batch: Batch, fields: Sequence[Field], generator: torch.Generator, *, with_signs: bool
 ) -> Batch:
-    """Floating rows of each input multiplied by numbers of their own; `with_signs`: each number by a sign."""
+    """Multiply each floating row of each input by a different number; `with_signs`: each number by a sign."""
     scaled = dict(batch)
     for field in fields:
         value = batch[field.name]
@@ -210,7 +210,7 @@ def _each_scaled(
 
 
 def _all_like(batch: Batch, fields: Sequence[Field], row: int, factor: float) -> Batch:
-    """Rows that are all as one of them, floating ones nearer to zero."""
+    """A batch whose rows all equal one of them, floating ones scaled towards zero."""
     alike = dict(batch)
     for field in fields:
         if field.per is not Extent.FIXED:
@@ -222,7 +222,7 @@ def _all_like(batch: Batch, fields: Sequence[Field], row: int, factor: float) ->
 
 
 def _scaled(batch: Batch, fields: Sequence[Field], factor: float) -> Batch:
-    """Floating rows, multiplied."""
+    """The batch with floating rows multiplied."""
     rowed = {field.name for field in fields if field.per is not Extent.FIXED}
     return {
         name: _times(value, factor) if name in rowed and value.is_floating_point() else value
@@ -231,7 +231,7 @@ def _scaled(batch: Batch, fields: Sequence[Field], factor: float) -> Batch:
 
 
 def _in_front(first: Batch, batch: Batch, fields: Sequence[Field]) -> Batch:
-    """These rows, and behind them what a larger batch has there."""
+    """These rows, followed by those that a larger batch has in the same places."""
     joined = dict(batch)
     for field in fields:
         if field.per is not Extent.FIXED:
@@ -247,7 +247,7 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 
 def _away_from_zero(value: torch.Tensor) -> torch.Tensor:
-    """None larger than the largest, and none much smaller than their mean."""
+    """Numbers not larger than the largest, and not much smaller than their mean."""
     sizes = value.double().abs()
     return ((sizes + sizes.mean()) / 2).to(value.dtype)
 
@@ -265,7 +265,7 @@ def _rows_and_state(
     trials: Trials,
     regions: Sequence[WrittenRegion],
 ) -> tuple[list[Any], list[torch.Tensor]]:
-    """The first rows of a replay, as many as `shape` has, and what it leaves in the regions."""
+    """The first rows of a replay, as many as `shape` has, and the contents that it leaves in the regions."""
     with trials.undone():
         runner.buffers.fill(batch, filled, graph.descriptor)
         runner.launch(graph)
@@ -273,7 +273,7 @@ def _rows_and_state(
 
 
 def _is_unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Where two tensors differ; numbers that are none are alike."""
+    """Where two tensors differ; NaNs are equal."""
     return (one != other) & ~((one != one) & (other != other))
 
 
@@ -282,7 +282,7 @@ def _contents(regions: Sequence[WrittenRegion]) -> list[torch.Tensor]:
 
 
 def _repeated(batch: Batch, fields: Sequence[Field], shape: BatchShape, full: BatchShape) -> Batch:
-    """The same rows again, in place of the padding."""
+    """The batch with its rows repeated in place of the padding."""
     repeated = dict(batch)
     for field in fields:
         if field.per is not Extent.FIXED:
@@ -294,8 +294,8 @@ def _repeated(batch: Batch, fields: Sequence[Field], shape: BatchShape, full: Ba
 def _dependent_state(
     regions: Sequence[WrittenRegion], got: list[torch.Tensor], wanted: list[torch.Tensor], flips: float
 ) -> str | None:
-    """What of the state that a step changes is changed otherwise with padding: a count of rows, a sum over
-    them. How much it changes decides what is much, and what it is decides what is rounding."""
+    """The state, of what a step changes, that padding changes differently: a count of rows, a sum over them.
+    The size of the change decides what is a large difference, the size of the values what is rounding."""
     for region, a, b in zip(regions, got, wanted, strict=True):
         before, name = region.before, f"a tensor {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
         if not region.is_whole:
@@ -313,10 +313,11 @@ def _dependent_state(
 
 
 def _unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:
-    """The same inputs; numbers between 0 and 1 where all are as padding is, in a first call with zeros.
+    """The same inputs, with numbers between 0 and 1 in inputs that equal the padding, as in a first call with
+    zeros.
 
-    Not beside integers that are as padding is: these may be places to write to, and rows that are all written
-    to the place of padding do depend on each other.
+    Not if there are integers that equal the padding: these may be places to write to, and rows that are all
+    written to the place of padding do depend on each other.
     """
     generator = torch.Generator().manual_seed(0)
     blank = [
@@ -337,7 +338,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def _is_same_work(one: Work, other: Work, smaller: CapturedGraph, larger: CapturedGraph) -> bool:
-    """Whether two rungs run the same ops with the same numbers, or with such as grow with the batch."""
+    """Whether two rungs run the same ops with the same numbers, or with numbers that grow with the batch."""
     m, n = smaller.descriptor.num_tokens, larger.descriptor.num_tokens
 
     def alike(a: str, b: str) -> bool:

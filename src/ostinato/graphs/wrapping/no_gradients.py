@@ -1,5 +1,5 @@
-"""Results that would have gradients without graphs: whoever differentiates through them is told what to use
-instead."""
+"""Results that would have gradients without graphs: differentiating through them raises an error that says
+what to use instead."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from ..trees import map_tensors, tensors_in
 
 
 def differentiated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """What results of the function itself, called now, could be differentiated by: arguments that require
-    gradients, and one parameter of a module in training."""
+    """Tensors with respect to which results of the unwrapped function could be differentiated: arguments that
+    require gradients, and one parameter of a module in training mode."""
     if not torch.is_grad_enabled():
         return []
     given = (*args, *kwargs.values())

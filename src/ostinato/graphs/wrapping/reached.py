@@ -1,23 +1,23 @@
 """What a function reaches besides its arguments, and whether that has changed.
 
 Note [Noticing changes]
-A graph goes on doing what was captured. Before every call the wrapper compares, by identity, address and
-geometry, the tensors that trial runs were seen to read, wherever the function reaches them (through itself,
-closures, partials, defaults, the object of a bound method, globals that its code loads), the containers and
-modules on the way to them, and the hooks of modules. These are a few comparisons in C for every tensor, where
-replaying a kernel on it takes a microsecond. Everything else that Python code may look at (numbers,
-functions, settings) is compared by identity, and if that has changed by value. All of it is one compiled
-expression (`standing`); only where that does not hold things are looked at one by one.
+A graph keeps doing what was captured. Before every call the wrapper compares, by identity, address and
+geometry, the tensors that trial runs read, wherever the function reaches them (through itself, closures,
+partials, defaults, the object of a bound method, globals that its code loads), the containers and modules on
+the way to them, and the hooks of modules. That takes a few comparisons in C per tensor, while replaying a
+kernel on it takes a microsecond. Everything else that Python code may read (numbers, functions, settings) is
+compared by identity and, if that differs, by value. All of it is one compiled expression (`standing`); only
+if that fails are things compared one by one.
 
 Note [What was added]
-What stands where it stood says nothing about what came to stand beside it: a layer that was appended, a
-number in a dictionary, an attribute that code asks for with `hasattr`. So the sizes of containers count too.
-An attribute that no code mentions counts for nothing, and neither does a container that none mentions, where
-a trainer keeps his results. A container that the function was seen to fill itself, a memo, may grow.
+Unchanged entries do not show what was added beside them: an appended layer, a number in a dictionary, an
+attribute that code looks up with `hasattr`. So the sizes of containers are compared too. Attributes and
+containers that no code mentions, such as a trainer's list of results, do not count. A container that the
+function itself was seen to fill, a memo, may grow.
 
 Note [Python state]
-A replay runs no Python: what a function assigns stays as it was. What it assigns in every call is put back
-after trial runs; what it assigns in the first call alone was made once, and stays.
+A replay runs no Python, so what a function assigns does not change. What it assigns in every call is restored
+after trial runs; what it assigns only in the first call was created once, and stays.
 """
 
 import functools

@@ -1,12 +1,12 @@
-"""Who follows the calls of a function one by one, and would see nothing of a replay."""
+"""Detects transforms and tracers that follow single operations, which a replay would hide from them."""
 
 import torch
 from torch.autograd import forward_ad
 
 
 def inside_transform() -> bool:
-    """Whether a transform of `torch.func`, forward-mode differentiation, a tracer or a dispatch mode is at
-    work: a graph would be a constant to it."""
+    """Whether a transform of `torch.func`, forward-mode differentiation, a tracer or a dispatch mode is
+    active: a graph would be a constant to it."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
