@@ -57,7 +57,7 @@ WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"model\.safetensors is not a readable safetensors file",
     ),
     "missing-tensor": (drop_tensor, r"missing from the checkpoint: layers\.1\.mlp\.up_proj\.weight"),
-    "other-shape": (lambda at: edit_config(at, hidden_size=64), r"has shape .* config\.json asks for"),
+    "other-shape": (lambda at: edit_config(at, hidden_size=64), r"has shape .* config\.json requires"),
     "no-weights": (lambda at: (at / "model.safetensors").unlink(), r"neither model\.safetensors nor"),
     "no-config": (lambda at: (at / "config.json").unlink(), r"config\.json"),
     "broken-config": (lambda at: (at / "config.json").write_text("{"), r"config\.json is not valid JSON"),

@@ -73,7 +73,7 @@ def test_vectors_come_beside_streams(llm: AsyncLLM, model: TinyModel) -> None:
         for params, prompt, message in (
             (PoolingParams(task="classify"), "a", "no classification head"),
             (PoolingParams(), "x" * 500, "cannot fit"),
-            (None, "a", "pooling_params are PoolingParams, not None"),
+            (None, "a", "pooling_params must be PoolingParams, not None"),
         ):
             with pytest.raises(RequestError, match=message):
                 await last(llm.encode(prompt, params))

@@ -69,7 +69,7 @@ class PeftConfig:
         """From the file in a directory."""
         file = directory / CONFIG_FILE
         if not directory.is_dir():
-            raise AdapterError(f"there is no adapter in {directory}: the directory does not exist")
+            raise AdapterError(f"there is no adapter in {directory}: no such directory")
         try:
             raw = json.loads(file.read_bytes())
         except FileNotFoundError:
