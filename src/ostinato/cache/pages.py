@@ -78,14 +78,14 @@ class _Unused(NamedTuple):
 
 
 _LOOKED_AT = 64
-"""So many pages are looked at together when one is to be evicted."""
+"""Number of pages that are looked at together when one is to be evicted."""
 
 
 class PageAllocator:
     """Hands out pages 1..num_pages-1 with reference counts, and remembers the content of full ones."""
 
     def __init__(self, num_pages: int, page_size: int = PAGE_SIZE) -> None:
-        """Manage `num_pages` pages of `page_size` tokens, page 0 among them."""
+        """Manage `num_pages` pages of `page_size` tokens, including page 0."""
         if num_pages < 2:
             raise ValueError(f"a KV cache needs at least 2 pages (page 0 is reserved), not {num_pages}")
         if page_size < 1:
@@ -134,7 +134,7 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, each with one owner: empty pages first, then the least recently used."""
+        """Allocate `count` pages, each with one owner: empty pages first, then the least recently used."""
         if count > self.num_free:
             raise OutOfPages(f"{count} pages were requested, {self.num_free} of {self.num_usable} are free")
         kept = max(0, len(self._empty) - count)
@@ -148,8 +148,8 @@ class PageAllocator:
     def free(self, pages: Sequence[int] | IntArray) -> None:
         """Give up one reference to each page of a request, given in the order of their positions.
 
-        The pages may still be read or written by steps that have been launched: whoever gets them next
-        runs in a later step of the same stream, and overwrites a slot before reading it.
+        Steps that have been launched may still read or write the pages: their next owner runs in a later step
+        of the same stream, and overwrites a slot before reading it.
         """
         given = np.asarray(pages, dtype=np.intp)
         owners = self._owners.take(given)
@@ -179,8 +179,8 @@ class PageAllocator:
     def match(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
         """The cached pages of the longest known prefix, without taking them (see `share`).
 
-        Never the whole prompt: the last token is always left to compute, as its logits are needed. `salt`:
-        only pages behind a first one that was committed with the same are found.
+        Never the whole prompt: the last token must be computed, because its logits are needed. `salt`: find
+        only pages of chains whose first page was committed with the same salt.
         """
         return self._index.find(token_ids[:-1], salt)
 
@@ -215,9 +215,9 @@ class PageAllocator:
     def commit(self, page: int, parent: int, content: bytes) -> int:
         """Make a page shareable once the KV of all its tokens, see `contents`, has been computed.
 
-        `parent` is the page before it (0 for the first), itself committed. Where an equal page is cached
-        already, the caller's reference moves to that twin. Returns the page the caller owns from now on.
-        A salt, if the request has one, stands before the content of its first page.
+        `parent` is the page before it (0 for the first), itself committed. If an equal page is already
+        cached, the caller's reference moves to that twin. Returns the page that the caller owns from now on.
+        A request's salt, if it has one, precedes the content of its first page.
         """
         assert self._owners[page] == 1, "a page is private until it is committed"
         twin = self._index.behind(parent, content)
@@ -230,7 +230,7 @@ class PageAllocator:
         return page
 
     def commit_row(self, pages: Sequence[int], parent: int, contents: Sequence[bytes]) -> list[int]:
-        """`commit` of pages one behind another; for many, in half the time. Returns all of them."""
+        """`commit` consecutive pages; for many pages this takes half the time. Returns all of them."""
         own, twins = np.array(pages, dtype=np.intp), list[int]()
         assert (self._owners[own] == 1).all(), "a page is private until it is committed"
         # Behind a page that is new there is nothing yet.
@@ -249,7 +249,7 @@ class PageAllocator:
         return twins + new
 
     def catch_up(self) -> None:
-        """Do what makes later calls faster, and nothing else."""
+        """Do deferred work that only makes later calls faster."""
         self._index.catch_up()
         if self._were_used_again and self._evictable:
             # A prefix that is used all the time leaves and is shared again, each time with all its pages.
@@ -266,7 +266,7 @@ class PageAllocator:
         self._counts["twins"] += len(twins)
 
     def flush(self) -> None:
-        """Forget all content (the weights have changed). Owners keep their pages, but nobody finds them.
+        """Forget all content (the weights have changed). Owners keep their pages, but `match` finds none.
 
         An owner must not commit pages that build on ones from before the flush.
         """
@@ -276,7 +276,7 @@ class PageAllocator:
         self._index.clear()
 
     def restore(self, owners: Iterable[Sequence[int]]) -> None:
-        """Make the books anew from the page lists of all owners, whatever state they are in; forget all
+        """Rebuild the books, in whatever state they are, from the page lists of all owners, and forget all
         content. As after `flush`, an owner must not commit pages that build on earlier ones."""
         held = Counter(page for pages in owners for page in pages)
         self._owners[:] = [held[page] for page in range(self.num_pages)]
@@ -288,7 +288,7 @@ class PageAllocator:
     def check_integrity(self, owners: Iterable[Sequence[int]], *, chains_are_whole: bool = True) -> None:
         """Raise PageIntegrityError unless the books agree with the page lists of all owners.
 
-        `chains_are_whole`: whoever owns a page owns those before it.
+        `chains_are_whole`: whether the owner of a page must own all pages before it.
         """
         held = self._counted([page for pages in owners for page in pages])
         empty, evictable = self._counted(self._empty), self._counted(self._in_order())
@@ -342,12 +342,12 @@ class PageAllocator:
         return [page for unused in self._evictable for page in self._still(unused).tolist()]
 
     def _still(self, unused: _Unused) -> IntArray:
-        """Those of them that were not used since."""
+        """The pages among them that were not used since."""
         pages = unused.pages
         return pages[(self._became_unused[pages] == unused.event) & (self._owners[pages] == 0)]
 
     def _forget_used(self) -> None:
-        """Drop entries that do not count."""
+        """Drop entries that are no longer valid."""
         still = [_Unused(unused.event, self._still(unused)) for unused in self._evictable]
         self._evictable = deque(unused for unused in still if len(unused.pages))
         self._num_entries = self._num_evictable
@@ -357,7 +357,7 @@ class PageAllocator:
         self._num_entries = self._num_evictable = 0
 
     def _evict(self, count: int) -> list[int]:
-        """Take so many of them."""
+        """Evict `count` of the evictable pages."""
         taken: list[int] = []
         while (wanted := count - len(taken)) > 0:
             event, pages = self._evictable.popleft()
