@@ -73,6 +73,50 @@ def test_batches_are_padded_to_rungs(device):
     assert ours[0].forward.eager_steps == {"larger-than-max": 1}
 
 
+class Odd(nn.Module):
+    """Rows that depend on each other, or results that padding cannot be cut from."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        self.norm, self.gru = nn.BatchNorm1d(WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return {
+            "batch norm": lambda: self.norm(h),
+            "mean": lambda: h.square().mean(),
+            "count of rows": lambda: h / len(h),
+            "number of rows": lambda: (h, x.size(0)),
+            "rows behind": lambda: self.gru(h.unsqueeze(1))[1],
+            "weight": lambda: (h, self.linear.weight.square()),
+        }[self.kind]()
+
+
+@pytest.mark.parametrize(
+    "kind", ["batch norm", "mean", "count of rows", "number of rows", "rows behind", "weight"]
+)
+def test_without_a_ladder_fewer_rows_are_padded_only_where_they_may_be(device, kind, caplog):
+    torch.manual_seed(0)
+    eager = Odd(kind).to(device)
+    sample = randn(WIDTH, WIDTH, device=device).requires_grad_()
+    ours = make_graphed_callables(copy.deepcopy(eager), (sample,), allow_unused_input=True)
+    for rows in (WIDTH, 4):
+        found = []
+        for part in (eager, ours):
+            part.zero_grad()
+            result = part(randn(rows, WIDTH, device=device).requires_grad_())
+            tensors = [r for r in (result if isinstance(result, tuple) else (result,)) if r is not rows]
+            sum(tensor.square().sum() for tensor in tensors).backward()
+            found.append(
+                [*tensors, *(p.grad for p in part.parameters() if p.grad is not None and p.grad.any())]
+            )
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+    assert ours.forward.eager_steps == {"padding-disabled": 1}
+    assert caplog.text.count("fewer rows than 6 run eagerly in part 0") == 1
+
+
 def test_gradients_accumulate_and_results_may_be_kept(device):
     (eager,) = parts(device, count=1)
     ours = copy.deepcopy(eager)

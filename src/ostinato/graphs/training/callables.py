@@ -88,7 +88,7 @@ def _capture(parts: Sequence[GraphedPart], pool: GraphPool, options: CaptureOpti
             for part in parts:
                 part.find_written(options)
             for part in parts:
-                part.refuse_dependence_on_the_batch(options)
+                part.find_dependence_on_the_batch(options)
             for rung in rungs:
                 present = [part for part in parts if rung in part.ladder]
                 for part in present:

@@ -142,7 +142,7 @@ class PaddingTrial:
             return f"the loss depends on what padding holds ({one.loss:.6g} or {other.loss:.6g})"
         if not one.has_gradients_of(other, max(tolerance, _OF_NORMS)):
             return "what the model learns depends on what padding holds"
-        with _evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
+        with evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
             with_it = self._quietly(padded)
             without = self._quietly(lambda: self._seen(kind, buffers.on_device(short, shape)))
         if not _close(with_it.loss, without.loss, _AT_TWO_SHAPES):
@@ -222,7 +222,7 @@ def _why_not_ignored(loss_fn: Callable[..., Any], outputs: Any, targets: Any) ->
 
 
 @contextmanager
-def _evaluating(roots: list[torch.nn.Module]) -> Iterator[None]:
+def evaluating(roots: list[torch.nn.Module]) -> Iterator[None]:
     """Without dropout and the like."""
     modules = [module for root in roots for module in root.modules()]
     before = [module.training for module in modules]
