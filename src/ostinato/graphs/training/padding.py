@@ -19,6 +19,7 @@ from ..journal import WriteJournal
 from ..options import CaptureOptions
 from ..trees import map_tensors
 from . import other_optimizers
+from .apart import ModelAndLoss
 from .batches import IGNORED, BatchKind
 from .gradients import leaves_behind, none_yet
 from .loss import Loss
@@ -144,12 +145,16 @@ class PaddingTrial:
             return "what the model learns depends on what padding holds"
         with evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
             with_it = self._quietly(padded)
-            without = self._quietly(lambda: self._seen(kind, buffers.on_device(short, shape)))
+            alone = buffers.on_device(short, shape)
+            without = self._quietly(lambda: self._seen(kind, alone))
+            buffers.fill(short, shape, descriptor)
+            apart = ModelAndLoss(self._loss, kind, buffers.views(descriptor), alone, (length, real))
+            what_counts = self._quietly(apart.why_not_padded)
         if not _close(with_it.loss, without.loss, _AT_TWO_SHAPES):
             return f"the loss is {without.loss:.6g} without padding and {with_it.loss:.6g} with it"
         if not with_it.has_gradients_of(without, _AT_TWO_SHAPES):
             return "the model learns something else with padding than without"
-        return None
+        return str(what_counts) if what_counts else None
 
     def _seen(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> "_Seen":
         """What the loss is, and what would be learnt from it."""
