@@ -513,6 +513,34 @@ def test_a_vector_may_be_as_long_as_the_first_batch_by_chance(device):
     assert replays(step) == 4
 
 
+def test_a_summary_may_be_as_long_as_its_text_by_chance(device):
+    """Its length goes ways of its own."""
+
+    def nothing_else(outputs, targets):
+        return cross_entropy(outputs[:, : targets.size(1)], targets)
+
+    ours, theirs = twins(make_model(device))
+    step = captured(ours, sgd(ours), nothing_else, ladder=[8])
+    batches = [
+        (x, y[:, :length])
+        for (x, y), length in zip(make_batches(device, [8] * 5), (8, 5, 8, 3, 5), strict=True)
+    ]
+    found = [step(*batch).item() for batch in batches]
+    assert found == pytest.approx(train_eagerly(theirs, sgd(theirs), batches, loss_fn=nothing_else), rel=1e-5)
+    assert step.report().eager_steps["unseen-signature"] == 3
+
+
+def test_padding_is_tried_with_contiguous_batches(device):
+    """Models of transformers call view() on their labels."""
+    model = make_model(device)
+    step = captured(
+        model, sgd(model), lambda o, t: cross_entropy(o.view(-1, VOCABULARY)[None], t.view(-1)), ladder=[8]
+    )
+    for inputs, targets in make_batches(device, [8, 8, 5]):
+        step(inputs, targets.contiguous())
+    assert step.report().eager_steps == {"first-call": 1}
+
+
 def test_batches_of_other_rows_are_named_once(device, caplog):
     model = make_model(device)
     step = captured(model, adamw(model))

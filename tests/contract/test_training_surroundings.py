@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -578,6 +579,41 @@ def test_a_critic_that_only_the_loss_knows_keeps_its_gradients(device):
         step(inputs, targets)
         assert torch.equal(critic.weight.grad, torch.full_like(critic.weight, 3.0))
         assert critic.bias.grad is None
+    assert replays(step) == 3
+
+
+class Holds:
+    """What is given may be an object that nobody can look into."""
+
+    def __init__(self, targets=None):
+        self.targets = targets
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_what_nobody_can_compare_is_in_no_graph(device, is_new, caplog):
+    ours, theirs = twins(make_model(device))
+    step = captured(
+        ours,
+        adamw(ours),
+        lambda logits, given: cross_entropy(logits, given.targets),
+        options=CaptureOptions(freeze_gc=False),
+    )
+    held, found = Holds(), []
+    batches = make_batches(device, [8] * 4)
+    for inputs, targets in batches:
+        held = Holds() if is_new else held
+        held.targets = targets
+        found.append(step(inputs, held).item())
+    assert found == train_eagerly(theirs, adamw(theirs), batches)
+    assert "nobody can tell whether targets (a Holds) has changed" in caplog.text
+    assert replays(step) == 0
+
+
+def test_what_a_tokenizer_returns_is_a_dictionary(device):
+    ours, theirs = twins(make_model(device))
+    step, batches = captured(ours, adamw(ours)), make_batches(device, [8] * 4)
+    found = [step(UserDict(ids=ids), targets).item() for ids, targets in batches]
+    assert found == train_eagerly(theirs, adamw(theirs), batches)
     assert replays(step) == 3
 
 

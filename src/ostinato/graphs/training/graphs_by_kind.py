@@ -131,7 +131,7 @@ class GraphsByKind:
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
             is_rung = descriptor.num_tokens in self.rungs
-            self._refuse_state_kept_by_assigning()
+            self._refuse_what_no_graph_keeps(kind)
             with python_draws.refused_in_graphs(), self._without_other_optimizers():
                 return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
 
@@ -155,8 +155,12 @@ class GraphsByKind:
         runner.eager_steps = self.eager_steps
         return KindGraphs(kind, runner, refusal)
 
-    def _refuse_state_kept_by_assigning(self) -> None:
-        if self._gradients.is_trial and self._carried_on is not None:
+    def _refuse_what_no_graph_keeps(self, kind: BatchKind) -> None:
+        if not self._gradients.is_trial:
+            return
+        if kind.opaque is not None:
+            raise CaptureError(kind.opaque)
+        if self._carried_on is not None:
             raise CaptureError(
                 f"the step keeps state by assigning a new tensor to {self._carried_on}, and a replay would "
                 f"go on from the old one: register it as a buffer, and change it in place (copy_)"

@@ -291,11 +291,11 @@ class TrainStep:
     def _run_unseen(self, inputs: Any, targets: Any, does: Kind) -> torch.Tensor:
         """Eagerly, on a batch of a kind that nothing was captured for."""
         self._graphs.eager_steps[Reason.UNSEEN_SIGNATURE] += 1
-        self._tell_once(
-            "batches of other shapes or numbers than the first run eagerly: step.capture(inputs, targets) "
-            "changes that"
-        )
         kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
+        what_helps = "step.capture(inputs, targets) changes that"
+        self._tell_once(
+            f"batches of other shapes or numbers than the first run eagerly: {kind.opaque or what_helps}"
+        )
         matched = kind.batch_of(inputs, targets)
         assert matched is not None
         tensors = {name: tensor.to(self._device) for name, tensor in matched[0].items()}
