@@ -555,6 +555,49 @@ def test_parts_are_frozen_and_released_on_the_way(device, accumulate, frozen_fir
     assert [line for line in caplog.messages if "while which parameters are frozen is not as at the" in line]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("at", [4, 5])
+def test_what_was_released_is_captured_anew_when_asked(device, accumulate, at):
+    ours, theirs = twins(make_model(device))
+    step, other = captured(ours, adamw(ours), accumulate=accumulate), adamw(theirs)
+    batches = make_batches(device, [8] * 8)
+    for i, batch in enumerate(batches):
+        for model in (ours, theirs):
+            model.blocks[0].requires_grad_(i >= 2)
+        if i == at:
+            step.capture(*batch)
+        step(*batch)
+        if (i + 1) % accumulate == 0:
+            train_eagerly(theirs, other, batches[i + 1 - accumulate : i + 1], accumulate=accumulate)
+    assert same_parameters(ours, theirs)
+    assert step.report().eager_steps == {"first-call": accumulate, "attribute-changed": at - 2}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_may_be_looked_at_after_every_step(device, accumulate):
+    """The first update is followed by a capture, which makes some of its own."""
+    ours, theirs = twins(make_model(device))
+    step, other = captured(ours, adamw(ours), accumulate=accumulate), adamw(theirs)
+    for i, (inputs, targets) in enumerate(make_batches(device, [8] * 6)):
+        if i % accumulate == 0:
+            other.zero_grad()
+        (cross_entropy(theirs(inputs), targets) / accumulate).backward()
+        step(inputs, targets)
+        for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad)
+        if (i + 1) % accumulate == 0:
+            other.step()
+
+
+def test_a_parameter_without_elements_does_no_harm(device):
+    ours = make_model(device)
+    ours.nothing = nn.Parameter(torch.empty(0, device=device))
+    ours.register_forward_hook(lambda module, args, output: output + module.nothing.sum())
+    theirs = make_model(device)
+    step, batches = captured(ours, adamw(ours)), make_batches(device, [8] * 3)
+    assert [step(*batch).item() for batch in batches] == train_eagerly(theirs, adamw(theirs), batches)
+
+
 def test_parameters_of_another_optimizer_are_named_and_left_alone(device, caplog):
     model = make_model(device)
     norm = [*model.blocks[0].norm.parameters()]

@@ -183,9 +183,16 @@ class GraphsByKind:
 
     def capture_missing(self, *, is_accumulating: bool) -> None:
         """Capture what has no graph yet, largest first over all kinds of batches."""
-        self._note_state(is_accumulating)
         if self._loss.is_compiled:
             make_room(len(self.rungs) * len(self.kinds))
+        with torch.no_grad(), self._gradients.kept():
+            self._capture_missing(is_accumulating)
+        self._places.note()
+        self._optimizer.note()
+        self._baked = self._surroundings()
+
+    def _capture_missing(self, is_accumulating: bool) -> None:
+        self._note_state(is_accumulating)
         self._gradients.is_trial = True
         self._update.hold(True)
         release_unused = self._pool.backend.release_unused
@@ -204,9 +211,6 @@ class GraphsByKind:
             self._gradients.is_trial = False
             self._gradients.attach()
             release_unused()
-        self._places.note()
-        self._optimizer.note()
-        self._baked = self._surroundings()
 
     def _note_what_is_written(self, is_accumulating: bool) -> None:
         """Once more: what the first step made was not there when it was tried."""
@@ -222,11 +226,11 @@ class GraphsByKind:
             for kind in self._micro_batch.kinds
         ]
 
-    def drop(self) -> None:
+    def drop(self, *, is_accumulating: bool) -> None:
         """Let all graphs go; the kinds of batches stay known."""
         for graphs in self.kinds:
             graphs.runner.drop()
-        self._gradients.leave_the_pool()
+        self._gradients.leave_the_pool(is_accumulating=is_accumulating)
         self._places.forget()
 
     def why_not(self) -> Reason | None:
