@@ -589,6 +589,24 @@ def test_gradients_may_be_looked_at_after_every_step(device, accumulate):
             other.step()
 
 
+def test_two_steps_may_train_the_same_parameters(device):
+    """Each with an optimizer of its own; the gradients of the one are none of the other's."""
+    ours, theirs = twins(make_model(device))
+    others = adamw(theirs), torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True)
+    steps = (
+        captured(ours, adamw(ours)),
+        captured(ours, torch.optim.SGD(ours.parameters(), lr=0.1, fused=True), accumulate=2),
+    )
+    batches = make_batches(device, [8] * 9)
+    for i in range(0, 9, 3):
+        for number, batch in zip((0, 1, 1), batches[i : i + 3], strict=True):
+            steps[number](*batch)
+        train_eagerly(theirs, others[0], batches[i : i + 1])
+        train_eagerly(theirs, others[1], batches[i + 1 : i + 3], accumulate=2)
+    assert same_parameters(ours, theirs)
+    assert [replays(step) for step in steps] == [2, 4]
+
+
 def test_a_parameter_without_elements_does_no_harm(device):
     ours = make_model(device)
     ours.nothing = nn.Parameter(torch.empty(0, device=device))

@@ -50,9 +50,12 @@ class Gradients:
         return [gradient for _, gradient in self.present]
 
     def begin(self) -> None:
-        """Before the first micro-batch of an update."""
+        """Before the first micro-batch of an update: whatever gradients are there, another step's say, which
+        trains the same parameters, count for nothing."""
         if self._accumulate and self._static:
             torch._foreach_zero_(list(self._static.values()))
+            for parameter, static in self._static.items():
+                parameter.grad = static
         if self._accumulate:
             self._forget_where(lambda parameter: parameter not in self._static or not parameter.requires_grad)
 
