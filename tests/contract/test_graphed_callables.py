@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from contract.steps import randn
 from ostinato.graphs import AddressError, BatchError, CaptureError, ConfigError, make_graphed_callables
@@ -115,6 +116,28 @@ def test_without_a_ladder_fewer_rows_are_padded_only_where_they_may_be(device, k
             torch.testing.assert_close(one, other)
     assert ours.forward.eager_steps == {"padding-disabled": 1}
     assert caplog.text.count("fewer rows than 6 run eagerly in part 0") == 1
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, part, reentrant):
+        super().__init__()
+        self.part, self.reentrant = part, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_region_of_a_part_keeps_what_it_draws(device, reentrant):
+    eager = [Checkpointed(part, reentrant) for part in parts(device, dropout=0.4)]
+    ours = graphed(copy.deepcopy(eager), device)
+    batches = [randn(8, WIDTH, device=device, seed=i) for i in range(4)]
+    results = []
+    for modules in (eager, ours):
+        torch.manual_seed(4)
+        results.append(train(modules, batches, device)[0])
+    assert results[1] == pytest.approx(results[0], rel=0 if device.type == "cpu" else 1e-5)
+    assert [part.forward.replays for part in ours] == [4, 4]
 
 
 def test_gradients_accumulate_and_results_may_be_kept(device):
