@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from contract.training_loops import (
+    VOCABULARY,
     captured,
     cross_entropy,
     make_batches,
@@ -764,6 +765,78 @@ class Differentiating(nn.Module):
         logits = self.second(hidden.tanh())
         (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
         return logits * (1 + slope.square().mean())
+
+
+class InTurns(nn.Module):
+    """Uses one of two layers after the other."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inside, self.is_odd = make_model(device), False
+        self.heads = nn.ModuleList([nn.Linear(VOCABULARY, VOCABULARY, device=device) for _ in range(2)])
+
+    def forward(self, ids):
+        self.is_odd = not self.is_odd
+        return self.heads[self.is_odd](self.inside(ids))
+
+
+class Warming(InTurns):
+    """Counts, and computes with that."""
+
+    def forward(self, ids):
+        self.is_odd += 1
+        return self.inside(ids) * min(1.0, self.is_odd / 8)
+
+
+class Ring(InTurns):
+    """Keeps the last words in a ring, whose end it knows in Python; after two steps it is where it was."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.end = 0
+        self.register_buffer("ring", torch.zeros(2, VOCABULARY, device=device))
+
+    def forward(self, ids):
+        logits = self.inside(ids)
+        self.ring[self.end] = logits.detach().mean((0, 1))
+        self.end = 1 - self.end
+        return logits + self.ring.sum(0)
+
+
+class Normal(InTurns):
+    """Gives a parameter other memory in every step."""
+
+    def forward(self, ids):
+        self.heads[0].weight.data = nn.functional.normalize(self.heads[0].weight.data)
+        return self.heads[0](self.inside(ids))
+
+
+class Swaps(InTurns):
+    """Has two buffers change places."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.register_buffer("one", torch.ones((), device=device))
+        self.register_buffer("other", torch.zeros((), device=device))
+
+    def forward(self, ids):
+        self.one, self.other = self.other, self.one
+        return self.inside(ids) * (1 + self.one)
+
+
+@pytest.mark.parametrize("kind", [InTurns, Warming, Ring, Normal, Swaps])
+def test_what_python_carries_from_step_to_step_is_in_no_graph(device, kind, caplog):
+    torch.manual_seed(0)
+    ours, theirs = twins(kind(device))
+    for model in (ours, theirs):
+        model.requires_grad_(False)
+        model.inside.requires_grad_(True)
+    step = captured(ours, adamw(ours), options=CaptureOptions(freeze_gc=False))
+    batches = make_batches(device, [8] * 5)
+    assert [step(*batch).item() for batch in batches] == train_eagerly(theirs, adamw(theirs), batches)
+    assert same_parameters(ours, theirs)
+    assert step.report().eager_steps["capture-failed"] == 4
+    assert re.search("something in Python decides what|keeps state by assigning", caplog.text)
 
 
 def test_a_model_that_differentiates_by_itself(device):

@@ -23,7 +23,6 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
-from ..wrapping.reached import Reached
 from . import other_optimizers
 from .batches import BatchKind
 from .checkpointing import draws_are_kept
@@ -83,8 +82,8 @@ class GraphsByKind:
         self._state: dict[str, torch.Tensor] = {}
         self._written: list[Written] = []
         """What steps write besides buffers and what the optimizer does, by kind of batch."""
-        self._carried_on: str | None = None
-        """Where steps assign a new tensor that the next one goes on from."""
+        self._what_python_carries: str | None = None
+        """From step to step, and no replay would."""
         self._baked: tuple[Any, ...] = ()
         self._has_told = False
         self.eager_steps: Counter[Reason] = Counter()
@@ -111,18 +110,17 @@ class GraphsByKind:
     def add(self, inputs: Any, targets: Any, *, is_accumulating: bool) -> None:
         """Know batches like this one from now on; nothing is captured yet. `is_accumulating`: gradients of
         micro-batches are waiting for an update."""
-        with self._values.put_back() as before:
-            self.kinds.append(self._new(inputs, targets, is_accumulating, before))
+        with self._values.put_back():
+            self.kinds.append(self._new(inputs, targets, is_accumulating))
 
-    def _new(self, inputs: Any, targets: Any, is_accumulating: bool, before: Reached) -> KindGraphs:
+    def _new(self, inputs: Any, targets: Any, is_accumulating: bool) -> KindGraphs:
         state = self._note_state(is_accumulating)
         trial = PaddingTrial(self._loss, state, self._pool.backend, self._options)
         kind, refusal = trial.kind_of(inputs, targets)
         self._written.append(trial.written)
         batch, length = kind.matched(inputs, targets)
-        self._carried_on = self._carried_on or self._values.carried_on(
-            before, lambda: trial.reads(kind, batch)
-        )
+        carries = self._values.why_no_graph(lambda: trial.journal_of(kind, batch))
+        self._what_python_carries = self._what_python_carries or carries
         if self._ladder is None:
             self._ladder = Ladder([length])
         if refusal is not None:
@@ -160,11 +158,8 @@ class GraphsByKind:
             return
         if kind.opaque is not None:
             raise CaptureError(kind.opaque)
-        if self._carried_on is not None:
-            raise CaptureError(
-                f"the step keeps state by assigning a new tensor to {self._carried_on}, and a replay would "
-                f"go on from the old one: register it as a buffer, and change it in place (copy_)"
-            )
+        if self._what_python_carries is not None:
+            raise CaptureError(self._what_python_carries)
 
     def _without_other_optimizers(self) -> AbstractContextManager[None]:
         if not self._gradients.is_trial:

@@ -105,8 +105,8 @@ class PaddingTrial:
         found: Written = self._quietly(lambda: written_by(look, besides=own))
         return found
 
-    def reads(self, kind: BatchKind, batch: Batch) -> set[int]:
-        """Addresses of the storages from before that the loss is computed from."""
+    def journal_of(self, kind: BatchKind, batch: Batch) -> WriteJournal:
+        """Of a run of model and loss function, as far as that may be watched."""
         tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
         journal = WriteJournal()
 
@@ -114,9 +114,9 @@ class PaddingTrial:
             with journal, torch.enable_grad():
                 self._loss_of(kind, tensors)
 
-        with suppress(Exception):  # what must not be watched
+        with suppress(Exception):
             self._quietly(watched)
-        return set(journal.reads)
+        return journal
 
     def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
         """Tried with one half of the batch, the other as padding."""
