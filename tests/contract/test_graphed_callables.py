@@ -118,6 +118,39 @@ def test_without_a_ladder_fewer_rows_are_padded_only_where_they_may_be(device, k
     assert caplog.text.count("fewer rows than 6 run eagerly in part 0") == 1
 
 
+class Carries(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.is_odd, self.last, self.kind = nn.Linear(WIDTH, WIDTH), False, 0, kind
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if self.kind == "flag":
+            self.is_odd = not self.is_odd
+            return self.linear(x) * (2 if self.is_odd else 1)
+        if self.kind == "result":
+            h = self.linear(x) + self.last
+            self.last = h.detach()
+            return h
+        if self.kind == "memory":
+            self.linear.weight.data = nn.functional.normalize(self.linear.weight.data)
+            return self.linear(x)
+        self.mean = self.mean * 0.5 + x.detach().mean(0)
+        return self.linear(x) + self.mean
+
+
+@pytest.mark.parametrize("kind", ["flag", "result", "memory", "buffer"])
+def test_a_part_in_which_python_carries_something_on_is_refused_and_as_it_was(device, kind):
+    part = Carries(kind).to(device)
+    before = copy.deepcopy(part.state_dict())
+    with pytest.raises(
+        CaptureError, match=r"part 0: .*(in Python decides what, is_odd|assigning a new tensor)"
+    ):
+        graphed([part], device)
+    assert (part.is_odd, part.last) == (False, 0)
+    assert all(torch.equal(value, before[name]) for name, value in part.state_dict().items())
+
+
 class Checkpointed(nn.Module):
     def __init__(self, part, reentrant):
         super().__init__()

@@ -4,6 +4,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import decided_step_mode
 from ..errors import BatchError, CaptureError
 from ..inputs.buffers import Batch, InputBuffers
+from ..journal import WriteJournal
 from ..options import CaptureOptions
 from ..trees import Structure, flatten, tensors_in
 from ..wrapping.signature import Examples, Signature
@@ -98,13 +100,25 @@ class GraphedPart:
     # -- capturing ---------------------------------------------------------------------------------
 
     def find_written(self, options: CaptureOptions) -> None:
-        """What the part writes when it is run."""
+        """What the part writes when it is run. CaptureError if Python carries something to the next run."""
         trials, rung = self._trials(options), self.ladder.limit
         with self._values.put_back(), trials.undone():
             views = self._fill(rung)
             own = [*self._places.buffers().values(), *views.values()]
             self._written = written_by(lambda: self._try(rung), besides=own)
+            carries = self._values.why_no_graph(lambda: self._journal_of(rung))
         self._alive = None
+        if carries is not None:
+            raise CaptureError(f"part {self._number}: {carries}")
+
+    def _journal_of(self, rung: int) -> WriteJournal:
+        journal = WriteJournal()
+        try:
+            with suppress(Exception), journal:  # what must not be watched says so; what fails, fails again
+                self._try(rung)
+        finally:
+            journal.undo()
+        return journal
 
     def _trials(self, options: CaptureOptions) -> Trials:
         state = {**self._places.buffers(), **self._written.tensors}
