@@ -193,7 +193,7 @@ def gently() -> CaptureOptions:
 
 def test_an_optimizer_that_no_graph_can_keep_steps_behind_it(device, caplog):
     _, optimizer = assert_like_eager(device, Counting, options=gently())
-    assert "Counting keeps count in Python" in caplog.text or "cannot be captured" in caplog.text
+    assert "Counting keeps average, count in Python" in caplog.text
     assert {state["count"] for state in optimizer.state.values()} == {STEPS}, "trials count for nothing"
 
 

@@ -57,13 +57,13 @@ def _refuse_what_lies_elsewhere(
     try:
         with journal:
             step()
-        changed = before.changed_values() or before.assigned().names or before.grown()
+        changed = sorted({str(key) for _, key in before.changed()})
     finally:
         journal.undo()
         before.put_back(before.changed())
     if changed:
         raise CaptureError(
-            f"{name} keeps {changed[0]} in Python or in a tensor made anew in every step: a graph would "
+            f"{name} keeps {', '.join(changed[:3])} in Python or in a tensor made anew in every step: a graph would "
             f"repeat one step for ever"
         )
     if journal.written - {storage_address(tensor) for tensor in known}:
