@@ -63,8 +63,8 @@ def _refuse_what_lies_elsewhere(
         before.put_back(before.changed())
     if changed:
         raise CaptureError(
-            f"{name} keeps {', '.join(changed[:3])} in Python or in a tensor made anew in every step: a graph "
-            f"would repeat one step for ever"
+            f"{name} keeps {', '.join(changed[:3])} in Python or in a tensor made anew in every step: a "
+            f"graph would repeat one step for ever"
         )
     if journal.written - {storage_address(tensor) for tensor in known}:
         raise CaptureError(
