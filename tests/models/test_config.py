@@ -137,6 +137,7 @@ def test_qwen_windows_start_at_a_layer_or_are_listed() -> None:
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"is_causal": False}, r"attention to later tokens too \(is_causal false\) is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         (

@@ -142,6 +142,29 @@ def test_a_tokenizer_survives_gguf(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "before", "behind"),
+    [
+        ({}, [], []),
+        ({"pre": "llama-bpe"}, [1], []),
+        ({"pre": "llama-bpe", "add_bos_token": False}, [], []),
+        ({"add_eos_token": True}, [], [2]),
+        ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
+    ],
+)
+def test_texts_of_gguf_begin_and_end_as_with_llama_cpp(
+    change: dict[str, Any], before: list[int], behind: list[int], tmp_path: Path
+) -> None:
+    """Most files of Llama 3 do not say that texts begin with a token, and llama.cpp knows it."""
+    more = {f"tokenizer.ggml.{name}": value for name, value in change.items()}
+    metadata = gguf_metadata("byte-level") | more
+    tokenizer = Tokenizer.from_directory(write_files(tokenizer_files(metadata), tmp_path))
+    plain = byte_level().encode("brown").ids
+    assert tokenizer.encode("brown") == before + plain + behind
+    assert tokenizer.encode_pair("brown", "brown") == 2 * (before + plain + behind)
+    assert tokenizer.encode("brown", add_special_tokens=False) == plain
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"tokenizer.ggml.tokens": None}, "holds no tokenizer"),
