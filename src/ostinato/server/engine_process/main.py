@@ -125,6 +125,7 @@ def _ready(llm: Any, lost_adapters: dict[str, str]) -> Ready:
         lost_adapters=lost_adapters,
         vllm_config=_vllm_config(core),
         most_drafts=core.config.max_drafts,
+        pooling=core.loaded.pooling,
     )
 
 

@@ -66,7 +66,7 @@ async def embed(
     if body.dimensions is not None and body.dimensions > size:
         message = f"dimensions: the vectors of this model have {size} numbers, not {body.dimensions}"
         raise ApiError(400, message, param="dimensions")
-    vectors = await vectors_of(prompts, body.pooling or "last", engine, model)
+    vectors = await vectors_of(prompts, body.pooling or model.ready.pooling, engine, model)
     tokens = sum(map(len, prompts))
     written = _as_base64 if body.encoding_format == "base64" else _as_numbers
     data = [

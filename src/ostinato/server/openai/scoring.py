@@ -139,7 +139,7 @@ async def _nearness(
     for text in (*first, *second):
         ids = model.cut(await model.encode(text, "text"), body.truncate_prompt_tokens, 1)
         prompts.append(model.checked_prompt(ids, "text"))
-    vectors = await vectors_of(prompts, body.pooling or "last", engine, model)
+    vectors = await vectors_of(prompts, body.pooling or model.ready.pooling, engine, model)
     ones, others = vectors[: len(first)], vectors[len(first) :]
     ones = ones * len(others) if len(ones) == 1 else ones
     scores = [float(one @ other) for one, other in zip(ones, others, strict=True)]

@@ -149,6 +149,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """What trainers read of vLLM's, under its names."""
     most_drafts: int = 0
     """Of a step; 0: none are made."""
+    pooling: str = "last"
+    """Of embeddings that do not say."""
 
 
 class Fault(StrEnum):
