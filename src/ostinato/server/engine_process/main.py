@@ -126,6 +126,7 @@ def _ready(llm: Any, lost_adapters: dict[str, str]) -> Ready:
         vllm_config=_vllm_config(core),
         most_drafts=core.config.max_drafts,
         pooling=core.loaded.pooling,
+        num_labels=shape.num_labels,
     )
 
 

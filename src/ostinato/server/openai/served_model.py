@@ -146,13 +146,21 @@ class ServedModel:
         return self.tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, behind=prompt_ids)
 
     async def encode(
-        self, text: str, param: str, *, add_special_tokens: bool = True, is_prompt: bool = True
+        self,
+        text: str,
+        param: str,
+        *,
+        add_special_tokens: bool = True,
+        is_prompt: bool = True,
+        other: str | None = None,
     ) -> list[int]:
-        """Token ids of a text; one that is no prompt may be longer than any prompt."""
+        """Token ids of a text, or of two as the tokenizer joins them; one that is no prompt may be longer
+        than any prompt."""
         self.need_tokenizer(param)
-        check_unicode(text, param)
+        for each in (text, other or ""):
+            check_unicode(each, param)
         limit = self._limit if is_prompt else None
-        return await self._ids(TextWork(text, add_special_tokens, limit, param))
+        return await self._ids(TextWork(text, add_special_tokens, limit, param, other))
 
     async def encode_chat(
         self,

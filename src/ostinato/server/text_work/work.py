@@ -45,13 +45,15 @@ class TextLimit(msgspec.Struct, frozen=True):
 
 
 class TextWork(msgspec.Struct, frozen=True):
-    """A text, or a conversation, whose token ids are wanted."""
+    """A text, two as the tokenizer joins them, or a conversation, whose token ids are wanted."""
 
     given: str | Conversation
     add_special_tokens: bool
     limit: TextLimit | None
     name: str
     """What the client calls it."""
+    other: str | None = None
+    """The second of two texts."""
 
 
 def do_text_work(work: TextWork, tokenizer: Tokenizer) -> list[int]:
@@ -59,8 +61,9 @@ def do_text_work(work: TextWork, tokenizer: Tokenizer) -> list[int]:
     given = work.given
     text = given if isinstance(given, str) else _rendered(given, tokenizer)
     check_length(text, work.limit, work.name)
+    both = text if work.other is None else (text, work.other)
     # In a batch of one: alone it would keep all threads of the process waiting, in a batch it does not.
-    [encoding] = tokenizer.backend.encode_batch_fast([text], add_special_tokens=work.add_special_tokens)
+    [encoding] = tokenizer.backend.encode_batch_fast([both], add_special_tokens=work.add_special_tokens)
     if len(encoding) > MOST_TOKENS:
         message = f"{work.name} has {len(encoding):,} tokens, at most {MOST_TOKENS:,} are told"
         raise TextRefused(message, "context_length_exceeded")

@@ -28,8 +28,11 @@ class Generate(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """By name."""
 
 
+JUDGED = "judged"
+
+
 class Embed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Compute one vector; `pooling` is last or mean."""
+    """Compute one vector; `pooling` is last or mean, or `JUDGED` for what the model's head says."""
 
     id: int
     prompt_ids: list[int]
@@ -151,6 +154,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Of a step; 0: none are made."""
     pooling: str = "last"
     """Of embeddings that do not say."""
+    num_labels: int = 0
+    """What its head tells texts apart by; 0: it has none."""
 
 
 class Fault(StrEnum):
