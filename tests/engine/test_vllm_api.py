@@ -330,7 +330,7 @@ def test_options_of_chat_act(llm: LLM) -> None:
     shouting = "{{ messages[0].content | upper }}{{ mood }}"
     assert prompt(chat_template=shouting, chat_template_kwargs={"mood": "!"}) == "HELLO!"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
-    assert prompt(parts) == prompt()
+    assert prompt(parts) == "<|turn|>u:Hel\nlo<|turn|>a:"
     whole = "{{ messages[0].content[1].text }}"
     assert prompt(parts, chat_template=whole, chat_template_content_format="openai") == "lo"
 

@@ -192,10 +192,15 @@ def test_chat(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "stop"
     assert choice.message.tool_calls is None
     assert answer.object == "chat.completion"
-    parts = [
-        {"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": " hello"}]}
-    ]
-    assert chat(client, parts).usage.prompt_tokens == answer.usage.prompt_tokens
+
+
+def test_parts_of_a_message_are_lines_as_with_vllm(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "Say"}, {"type": "text", "text": "hello"}]
+    asked = {"max_tokens": 1, "extra_body": {"return_token_ids": True}}
+    one, other = (
+        chat(client, [{"role": "user", "content": content}], **asked) for content in ("Say\nhello", parts)
+    )
+    assert one.prompt_token_ids == other.prompt_token_ids
 
 
 def test_chat_stream_never_halves_a_character(client: openai.OpenAI) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.text.chat_template import template_source
+from ostinato.text.chat_template import joined_parts, template_source
 from ostinato.text.errors import TokenizerError
 
 from ..parameters.sampling_params import RequestError
@@ -96,7 +96,7 @@ class ConversationWriter:
                 raise RequestError(f"a part of type {kind!r} cannot be read here, only text")
         if self._options.chat_template_content_format == "openai":
             return message
-        return {**message, "content": "".join(part["text"] for part in content)}
+        return {**message, "content": joined_parts(part["text"] for part in content)}
 
 
 def listed_conversations(messages: Any) -> tuple[list[Messages], bool]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ostinato.text.chat_template import ChatTemplate, template_source
+from ostinato.text.chat_template import ChatTemplate, joined_parts, template_source
 from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.errors import TokenizerError
 from ostinato.text.token_bound import most_bytes_per_token
@@ -20,7 +20,7 @@ from ..config import TOOL_CALL_PARSERS, ServerConfig
 from ..text_work.lanes import LanesFull, TextLanes
 from ..text_work.work import Conversation, TextLimit, TextRefused, TextWork
 from ..wire.messages import Ready
-from .conversation import Message, TextPart, Tool
+from .conversation import Message, Tool
 from .draft_metrics import DraftMetrics
 from .errors import ApiError, unavailable
 from .logprobs import TokenNames, TokenTexts
@@ -289,7 +289,7 @@ def _as_template_message(message: Message) -> dict[str, Any]:
     given = message.model_dump(exclude_none=True, exclude={"provider_specific_fields"})
     content = message.content
     if isinstance(content, list):
-        given["content"] = "".join(part.text for part in content if isinstance(part, TextPart))
+        given["content"] = joined_parts(part.text for part in content)
     else:
         given["content"] = content or ""
     if message.role == "developer":
