@@ -1,7 +1,7 @@
 """Chat templates: the Jinja program in a model's tokenizer files that turns messages into a prompt."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +25,6 @@ def template_source(given: str) -> str:
         source = given
     ChatTemplate(source, {}).check()
     return source
-
-
-def joined_parts(texts: Iterable[str]) -> str:
-    """The text of a message that came in parts: with a line for each, as vLLM has it. Clients send what are
-    texts of their own, and without anything in between their words would run together."""
-    return "\n".join(texts)
 
 
 class ChatTemplate:

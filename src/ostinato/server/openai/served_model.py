@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ostinato.text.chat_template import ChatTemplate, joined_parts, template_source
+from ostinato.text.chat_template import ChatTemplate, template_source
 from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.errors import TokenizerError
+from ostinato.text.messages import joined_parts, with_arguments_read
 from ostinato.text.token_bound import most_bytes_per_token
 from ostinato.text.tokenizer import Tokenizer
 
@@ -287,24 +287,13 @@ def _mark_end(messages: list[dict[str, Any]], add_generation_prompt: bool | None
 def _as_template_message(message: Message) -> dict[str, Any]:
     """A message as templates are written against: content a text, arguments an object."""
     given = message.model_dump(exclude_none=True, exclude={"provider_specific_fields"})
-    content = message.content
-    if isinstance(content, list):
-        given["content"] = joined_parts(part.text for part in content)
-    else:
-        given["content"] = content or ""
+    if isinstance(message.content, list):
+        given["content"] = joined_parts(part.text for part in message.content)
     if message.role == "developer":
         given["role"] = "system"
     for call in given.get("tool_calls", ()):
         call.pop("index", None)
-        call["function"]["arguments"] = _parsed(call["function"]["arguments"])
-    return given
-
-
-def _parsed(arguments: str) -> Any:
-    if not arguments.strip():  # a function without arguments, as some models call it
-        return {}
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        message = f"the arguments of a tool call are not JSON: {arguments[:100]!r}"
-        raise ApiError(400, message, param="messages") from None
+        return with_arguments_read(given)
+    except TokenizerError as error:
+        raise ApiError(400, str(error), param="messages") from None

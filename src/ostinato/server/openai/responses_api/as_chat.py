@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ostinato.text.chat_template import joined_parts
+from ostinato.text.messages import joined_parts
 
 from ..errors import ApiError
 from ..requests import ChatRequest, Sampling
