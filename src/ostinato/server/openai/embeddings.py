@@ -51,10 +51,15 @@ async def embedding_prompts(body: EmbeddingRequest, model: ServedModel) -> list[
     given = body.input
     listed: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts = []
+    is_whole = body.truncate_prompt_tokens is None
     for entry in listed:
-        ids = await model.encode(entry, "input") if isinstance(entry, str) else entry
-        ids = model.cut(ids, body.truncate_prompt_tokens, 1)
-        prompts.append(model.checked_prompt(ids, "input"))
+        ids = (
+            await model.encode(entry, "input", is_prompt=is_whole, answer=0)
+            if isinstance(entry, str)
+            else entry
+        )
+        ids = model.cut(ids, body.truncate_prompt_tokens, 0)
+        prompts.append(model.checked_prompt(ids, "input", 0))
     return prompts
 
 

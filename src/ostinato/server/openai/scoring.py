@@ -161,8 +161,9 @@ async def _judged(
 
 
 async def _prompt(text: str, other: str | None, body: Scoring, model: ServedModel) -> list[int]:
-    ids = await model.encode(text, "text", other=other)
-    return model.checked_prompt(model.cut(ids, body.truncate_prompt_tokens, 1), "text")
+    is_whole = body.truncate_prompt_tokens is None
+    ids = await model.encode(text, "text", is_prompt=is_whole, answer=0, other=other)
+    return model.checked_prompt(model.cut(ids, body.truncate_prompt_tokens, 0), "text", 0)
 
 
 def _usage(prompts: list[list[int]]) -> EmbeddingUsage:

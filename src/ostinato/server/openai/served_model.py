@@ -58,8 +58,7 @@ class ServedModel:
         given = config.chat_template
         template = chat_template_of(directory) if given is None else template_source(given)
         self._shows_tools = not template or "tools" in template
-        longest = ready.max_model_len - 1  # a completion has at least one token
-        self.max_prompt_tokens = min(config.max_prompt_tokens or longest, longest)
+        self.max_prompt_tokens = min(config.max_prompt_tokens or ready.max_model_len, ready.max_model_len)
         self._lanes: TextLanes | None = None
         if tokenizer is not None:
             replaced = None if given is None else template
@@ -71,8 +70,11 @@ class ServedModel:
             self._lanes.close()
 
     @cached_property
-    def _limit(self) -> TextLimit:
-        return TextLimit(self.max_prompt_tokens, most_bytes_per_token(self.need_tokenizer("prompt").backend))
+    def _bytes_per_token(self) -> int | None:
+        return most_bytes_per_token(self.need_tokenizer("prompt").backend)
+
+    def _limit(self, answer: int) -> TextLimit:
+        return TextLimit(self._longest_before(answer), self._bytes_per_token)
 
     def named(self, name: str | None) -> ServedModel:
         """The model as a request means it, perhaps with an adapter; 404 for one that is not served here."""
@@ -152,14 +154,15 @@ class ServedModel:
         *,
         add_special_tokens: bool = True,
         is_prompt: bool = True,
+        answer: int = 1,
         other: str | None = None,
     ) -> list[int]:
-        """Token ids of a text, or of two as the tokenizer joins them; one that is no prompt may be longer
-        than any prompt."""
+        """Token ids of a text, or of two as the tokenizer joins them; one that is no prompt, or is cut to
+        one, may be longer than any prompt before an answer of so many tokens."""
         self.need_tokenizer(param)
         for each in (text, other or ""):
             check_unicode(each, param)
-        limit = self._limit if is_prompt else None
+        limit = self._limit(answer) if is_prompt else None
         return await self._ids(TextWork(text, add_special_tokens, limit, param, other))
 
     async def encode_chat(
@@ -202,7 +205,7 @@ class ServedModel:
             _END_OF_TEXT if continues else None,
             template,
         )
-        limit = self._limit if is_prompt else None
+        limit = self._limit(1) if is_prompt else None
         return await self._ids(TextWork(conversation, False, limit, "messages"))
 
     async def _ids(self, work: TextWork) -> list[int]:
@@ -233,17 +236,24 @@ class ServedModel:
         if kept is None:
             return ids
         if kept < 0:
-            kept = max(1, min(self.max_prompt_tokens, self.ready.max_model_len - answer))
+            kept = max(1, self._longest_before(answer))
         return ids[-kept:] if kept else []
 
-    def checked_prompt(self, ids: list[int], param: str) -> list[int]:
-        """The prompt if the model can take it; 400 if it is empty, too long or not of its vocabulary."""
+    def _longest_before(self, answer: int) -> int:
+        """The most tokens of a prompt before an answer of so many."""
+        return min(self.max_prompt_tokens, self.ready.max_model_len - answer)
+
+    def checked_prompt(self, ids: list[int], param: str, answer: int = 1) -> list[int]:
+        """The prompt if the model can take it; 400 if it is empty, too long or not of its vocabulary.
+
+        `answer`: the fewest tokens that come behind it; none behind one that is only read.
+        """
         if not ids:
             raise ApiError(400, f"{param} has no tokens: at least one is needed", param=param)
-        if len(ids) > self.max_prompt_tokens:
+        if len(ids) > (longest := self._longest_before(answer)):
             raise ApiError(
                 400,
-                f"{param} has {len(ids)} tokens, at most {self.max_prompt_tokens} are accepted "
+                f"{param} has {len(ids)} tokens, at most {longest} are accepted "
                 f"(the model's context length is {self.ready.max_model_len})",
                 param=param,
                 code="context_length_exceeded",
