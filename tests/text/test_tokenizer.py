@@ -117,6 +117,14 @@ def test_broken_and_absent_files_are_named(directory: Path) -> None:
         Tokenizer.from_directory(directory)
 
 
+def test_what_no_text_can_be_written_with_is_refused_at_once(directory: Path) -> None:
+    """A server would start with it, and fail at every request."""
+    layout = json.loads((directory / "tokenizer.json").read_text()) | {"decoder": None}
+    (directory / "tokenizer.json").write_text(json.dumps(layout))
+    with pytest.raises(TokenizerError, match=f"{directory}: a tokenizer with decoder None is not supported"):
+        Tokenizer.from_directory(directory)
+
+
 def test_loading_imports_neither_torch_nor_transformers(directory: Path) -> None:
     code = (
         "import sys; from ostinato.text.tokenizer import Tokenizer; "

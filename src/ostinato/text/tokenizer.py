@@ -44,12 +44,18 @@ class Tokenizer:
         config = read_json(folder / "tokenizer_config.json")
         backend = _backend(folder, config)
         special_tokens = named_tokens(folder, config)
-        return Tokenizer(
+        found = Tokenizer(
             backend,
             special_tokens=special_tokens,
             eos_token_ids=_eos_token_ids(folder, backend, special_tokens.get("eos_token")),
             templates=_templates(folder, config),
         )
+        # Before the first answer has to be written with it.
+        try:
+            _ = found.bytes_per_token
+        except TokenizerError as error:
+            raise TokenizerError(f"{folder}: {error}") from None
+        return found
 
     def with_chat_template(self, source: str) -> "Tokenizer":
         """The same with this chat template instead of its own."""
