@@ -98,6 +98,20 @@ def test_overrides_of_rope_act_in_whichever_style_they_and_the_file_are(
     assert "no effect" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default"}, 4096),
+        ({"rope_type": "linear", "factor": 4.0}, 16384),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "llama3", **LLAMA3}, 4096),
+    ],
+)
+def test_a_context_is_as_long_as_its_positions_are_stretched(rope: dict[str, Any], longest: int) -> None:
+    """max_position_embeddings is the length before, but for Llama 3's, as vLLM has it."""
+    assert config(max_position_embeddings=4096, rope_scaling=rope).max_position_embeddings == longest
+
+
 def test_two_styles_at_once_must_agree() -> None:
     assert config(**NEW, rope_scaling={"type": "llama3", **LLAMA3}).rope == config(**NEW).rope
     with pytest.raises(ModelError, match="rope_parameters and rope_scaling say different things"):

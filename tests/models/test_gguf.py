@@ -122,7 +122,7 @@ def test_stretched_positions_are_as_the_file_says(rope: Any, scaling: dict[str, 
         convert_gguf(write_gguf(reference, tmp_path / "model.gguf", more=more)), dtype=torch.float32
     )
     assert (all_logits(model, IDS) - reference(IDS[None]).logits[0]).abs().max() < 2e-4
-    assert model.config.max_position_embeddings == 64
+    assert model.config.max_position_embeddings == {"yarn": 64, "linear": 256}[rope["rope_type"]]
 
 
 @pytest.mark.parametrize(
