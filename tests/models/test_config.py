@@ -130,6 +130,17 @@ def test_families_differ_in_what_they_imply() -> None:
     assert (mistral.layer_windows, mistral.head_dim) == ((8,) * 4, 16)
 
 
+def test_windows_that_a_file_does_not_name_are_those_of_transformers() -> None:
+    for family, usual in (("Mistral", (4096,) * 4), ("Qwen2", (None, 4096, 4096, 4096))):
+        fields = {
+            "architectures": [f"{family}ForCausalLM"],
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+        }
+        assert config(**fields).layer_windows == usual
+        assert config(**fields, sliding_window=None).layer_windows == (None,) * 4
+
+
 def test_qwen_windows_start_at_a_layer_or_are_listed() -> None:
     fields = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
     assert config(**fields, max_window_layers=3).layer_windows == (None, None, None, 8)
