@@ -154,6 +154,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Of a step; 0: none are made."""
     pooling: str = "last"
     """Of embeddings that do not say."""
+    preferred_sampling: dict[str, float | int] = {}
+    """Of `default_sampling` what the server's owner has chosen, and no file of the model's."""
     num_labels: int = 0
     """What its head tells texts apart by; 0: it has none."""
 
