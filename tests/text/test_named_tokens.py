@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ostinato.text.errors import TokenizerError
+from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 from ostinato.text.tokenizer import Tokenizer
 
 from .small_tokenizers import byte_level, write_files
@@ -74,6 +75,26 @@ def test_a_token_that_cannot_be_added_is_named(tmp_path: Path) -> None:
     files = {"tokenizer.json": byte_level().to_str(), "tokenizer_config.json": json.dumps(config)}
     with pytest.raises(TokenizerError, match=r"a token that its files name cannot be added.*content"):
         Tokenizer.from_directory(write_files(files, tmp_path))
+
+
+@pytest.mark.parametrize("longest", [3, 4, 100])
+def test_texts_that_a_script_has_cut_keep_what_stands_around_them(longest: int, tmp_path: Path) -> None:
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    backend = byte_level().from_str(byte_level().to_str())
+    around = [("<s>", 1), ("</s>", 2)]
+    backend.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A $B </s>", around)
+    config = {"tokenizer_class": "TokenizersBackend", "bos_token": "<s>", "eos_token": "</s>"}
+    files = {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config)}
+    expected = AutoTokenizer.from_pretrained(write_files(files, tmp_path))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    found = HFLikeTokenizer(tokenizer, str(tmp_path), 1000)
+    how = {"truncation": True, "max_length": longest}
+    for texts in (("the quick brown fox",), ("the quick", "brown fox")):
+        assert found.encode(*texts, **how) == expected.encode(*texts, **how)
+    assert found(["the quick", "a"], **how).input_ids == expected(["the quick", "a"], **how).input_ids
+    assert tokenizer.encode("the quick brown fox") == backend.encode("the quick brown fox").ids
 
 
 def test_prompts_are_neither_cut_nor_filled_up(tmp_path: Path) -> None:
