@@ -77,6 +77,23 @@ def test_chat_prompts_equal_those_of_transformers(directory: Path, prompt: bool,
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
+@pytest.mark.parametrize("cuts", [True, False])
+@pytest.mark.parametrize("content", ["Well, ", " Well,\n", "Well"])
+def test_a_message_that_goes_on_ends_as_with_transformers(directory: Path, content: str, cuts: bool) -> None:
+    """Where a template cuts off blanks, one at the end would be what the model has never seen there."""
+    from transformers import AutoTokenizer
+
+    template = TEMPLATE if cuts else TEMPLATE.replace(" | trim", "")
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(
+        messages, chat_template=template, tokenize=False, continue_final_message=True
+    )
+    found = Tokenizer.from_directory(directory).apply_chat_template(
+        messages, template=template, add_generation_prompt=False, continue_final_message=True
+    )
+    assert found == expected
+
+
 def test_templates_by_name_and_in_a_file(directory: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))

@@ -28,9 +28,6 @@ from .tool_calls.formats import chat_template_of, kind_of_model
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-_END_OF_TEXT = "\ue000end of what there is\ue000"
-"""Marks where a message that goes on ends; behind it are the template's own words."""
-
 
 class ServedModel:
     """Turns what clients send into token ids that the engine accepts, or refuses it."""
@@ -194,15 +191,15 @@ class ServedModel:
         if reasoning_effort is not None:
             given.setdefault("reasoning_effort", reasoning_effort)
         written = [_as_template_message(message) for message in messages]
-        if continues:
-            _mark_end(written, add_generation_prompt)
-            add_generation_prompt = False
+        if continues and add_generation_prompt:
+            message = "continue_final_message: with add_generation_prompt another message would begin"
+            raise ApiError(400, message, param="continue_final_message")
         conversation = Conversation(
             written,
             [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-            add_generation_prompt is not False,
+            add_generation_prompt is not False and not continues,
             given,
-            _END_OF_TEXT if continues else None,
+            continues,
             template,
         )
         limit = self._limit(1) if is_prompt else None
@@ -285,13 +282,6 @@ def check_unicode(text: str, param: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ApiError(400, f"{param} is not valid Unicode: {error.reason}", param=param) from None
-
-
-def _mark_end(messages: list[dict[str, Any]], add_generation_prompt: bool | None) -> None:
-    if add_generation_prompt:
-        message = "continue_final_message: with add_generation_prompt another message would begin"
-        raise ApiError(400, message, param="continue_final_message")
-    messages[-1]["content"] += _END_OF_TEXT
 
 
 def _as_template_message(message: Message) -> dict[str, Any]:

@@ -30,8 +30,8 @@ class Conversation(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool
     variables: dict[str, Any]
-    end_mark: str | None
-    """Where the prompt ends, if not where the template ends."""
+    continues: bool
+    """Whether what follows belongs to the last message, which is not at its end."""
     template: str | None = None
     """A client's, instead of the model's."""
 
@@ -96,17 +96,14 @@ def _rendered(given: Conversation, tokenizer: Tokenizer) -> str:
             given.messages,
             tools=given.tools,
             add_generation_prompt=given.add_generation_prompt,
+            continue_final_message=given.continues,
             **given.variables,
         )
         text.encode()
     except UnicodeEncodeError as error:
         raise TextRefused(f"the text is not valid Unicode: {error.reason}", field=field) from error
     except (TokenizerError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        if str(error).startswith("continue_final_message:"):
+            field = "continue_final_message"
         raise TextRefused(str(error), field=field) from error
-    if given.end_mark is None:
-        return text
-    text, mark, _ = text.rpartition(given.end_mark)
-    if not mark:
-        field = "continue_final_message"
-        raise TextRefused(f"{field}: the chat template does not write the last message", field=field)
     return text
