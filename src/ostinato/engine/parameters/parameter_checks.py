@@ -7,7 +7,6 @@ from typing import Any
 
 from ostinato.graphs.errors import OstinatoError
 
-
 SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Of float32, as the device computes."""
 
