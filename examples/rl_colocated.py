@@ -3,10 +3,10 @@
     python examples/rl_colocated.py                          a tiny model on a CPU, a few minutes
     python examples/rl_colocated.py --device cuda --shape 0.6b --cycles 3 --seeds 0 --compare
 
-A GRPO-like loop in one process. Each cycle: several answers to every prompt, from the engine's graphs; the
-engine sleeps; a training step, captured too, runs in the memory that came free; the new weights go to where
-the engine's lie; the engine wakes up, and its graphs answer with them. The reward can be verified by anyone:
-what share of an answer's tokens is even. `--frozen` is the control: the same loop with a learning rate of 0.
+A GRPO-like loop in one process. Each cycle: the engine's graphs generate several answers to every prompt; the
+engine sleeps; a captured training step runs in the freed memory; the new weights are written over the
+engine's; the engine wakes up, and its graphs answer with them. Anyone can verify the reward: the share of an
+answer's tokens that are even. `--frozen` is the control: the same loop with a learning rate of 0.
 
 With `--share-weights` the trainer's parameters are the engine's tensors. Needs transformers (for the
 trainer's model), and matplotlib for `--picture`.
@@ -60,22 +60,22 @@ SMALL = {  # the shape of Qwen3-0.6B
 SHAPES = {"tiny": TINY, "0.6b": SMALL}
 CLIP = 0.2
 CAUSAL = {"full_attention": None}
-"""Attention masks that are made already, so that none is: transformers looks at values to find out, and under
-a capture, where it cannot, makes a whole mask that costs attention its fast kernel."""
+"""Ready-made attention masks: none. transformers inspects values to decide whether it needs a mask; during a
+capture it cannot, and builds a full mask, which costs attention its fast kernel."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much of everything."""
+    """Sizes of a run."""
 
     prompts: int
-    """Prompts of a cycle."""
+    """Prompts per cycle."""
     answers: int
-    """Answers to each: a group."""
+    """Answers per prompt: a group."""
     prompt_lengths: tuple[int, int]
     answer_length: int
     rows: int
-    """Of a micro-batch."""
+    """Rows per micro-batch."""
     ladder: tuple[int, ...]
     rate: float
     num_tokens: int
@@ -89,12 +89,12 @@ SETTINGS = {
 
 
 EVERY = 0.05
-"""Seconds between two looks at the memory."""
+"""Seconds between two samples of memory use."""
 
 
 @dataclass
 class Memory:
-    """What the process holds on the device over time, and in which phase."""
+    """Device memory of the process over time, by phase."""
 
     device: torch.device
     began: float = field(default_factory=time.perf_counter)
@@ -112,7 +112,7 @@ class Memory:
             self.note()
 
     def note(self) -> int:
-        """Look at it now; bytes. Of equal looks the first and the last are kept."""
+        """Take a sample now, in bytes. Of equal samples the first and the last are kept."""
         with self._lock:
             at, held = time.perf_counter() - self.began, self.held()
             sample = {"seconds": round(at, 3), "phase": self.phase, "bytes": held}
@@ -130,12 +130,12 @@ class Memory:
         return pages * 4096
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._over.set()
         self._watcher.join()
 
     def most(self, *phases: str) -> int:
-        """Bytes that were held at most in these phases."""
+        """Peak bytes in these phases."""
         return max(sample["bytes"] for sample in self.samples if sample["phase"] in phases)
 
 
@@ -145,24 +145,24 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @dataclass
 class Halves:
-    """What the halves would take side by side, and what they take in turns; bytes beyond those of `start`."""
+    """Memory of both halves side by side, and in turns; bytes beyond those of `start`."""
 
     start: int
     engine: int
     """Awake."""
     engine_asleep: int = 0
     training: int = 0
-    """At most, with its parameters and the optimizer's state."""
+    """Peak, including parameters and optimizer state."""
     peak: int = 0
-    """Of both, at any moment of any cycle."""
+    """Peak of both, at any moment of any cycle."""
 
     @property
     def saved(self) -> int:
-        """By taking turns."""
+        """Saved by taking turns."""
         return self.engine + self.training - self.peak
 
     def described(self) -> dict[str, int]:
-        """As JSON has it."""
+        """As JSON."""
         return {**{name: value for name, value in vars(self).items() if name != "start"}, "saved": self.saved}
 
 
@@ -179,7 +179,7 @@ def make_model(folder: Path, shape: str, seed: int, device: str) -> None:
 
 @dataclass
 class Rollout:
-    """Answers, as a trainer wants them: rows of equal length, [rows, length]."""
+    """Answers in the form that a trainer needs: rows of equal length, [rows, length]."""
 
     inputs: torch.Tensor
     targets: dict[str, torch.Tensor]
@@ -188,12 +188,12 @@ class Rollout:
 
 
 def reward_of(answer: Sequence[int]) -> float:
-    """What share of the answer's tokens is even."""
+    """Share of the answer's tokens that are even."""
     return sum(token % 2 == 0 for token in answer) / len(answer)
 
 
 def roll_out(llm: LLM, settings: Settings, generator: torch.Generator, seed: int) -> list[Rollout]:
-    """One cycle's answers, in micro-batches of rows that are about equally long."""
+    """One cycle's answers, in micro-batches of rows of similar length."""
     low, high = settings.prompt_lengths
     lengths = torch.randint(low, high + 1, (settings.prompts,), generator=generator).tolist()
     prompts = [torch.randint(settings.num_tokens, (n,), generator=generator).tolist() for n in lengths]
@@ -249,8 +249,8 @@ def grpo_loss(outputs: Any, targets: dict[str, torch.Tensor], mask: torch.Tensor
 
 
 class Trainer:
-    """A model of transformers, its optimizer and its captured step. Activations lie in a pool that can be
-    given back while the engine works."""
+    """A transformers model, its optimizer and its captured step. Activations are in a pool that can be
+    released while the engine works."""
 
     def __init__(self, folder: Path, device: torch.device, settings: Settings, *, rate: float) -> None:
         from transformers import AutoModelForCausalLM
@@ -261,13 +261,13 @@ class Trainer:
         self.step: TrainStep
 
     def share(self, llm: LLM) -> None:
-        """Let every parameter be the engine's tensor of that name, and of its type; buffers keep theirs."""
+        """Replace every parameter with the engine's tensor of that name, and of its type; buffers stay."""
         views = llm.shared_weights()
         for name, parameter in self.model.named_parameters():
             parameter.data = views[name]
 
     def prepare(self, micro_batches: int) -> None:
-        """When parameters are where they stay."""
+        """Call this once parameters are at their final place."""
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0
         )
@@ -379,7 +379,7 @@ class Loop:
         return roll_out(self.llm, self.settings, self._generator, seed)
 
     def _sleep(self) -> None:
-        """Shared weights are needed awake; others are written anew, so they may be dropped."""
+        """Training needs shared weights awake; others are rewritten, so they may be dropped."""
         if self._arguments.tear_down:
             self.llm.close()
             self._empty_cache()
@@ -414,13 +414,13 @@ class Loop:
         return sum(one != other for one, other in pairwise(seen))
 
     def measured(self) -> Halves:
-        """What the halves took."""
+        """Memory that the halves took."""
         training = self.memory.most("train") - self.halves.start - self.halves.engine_asleep
         peak = self.memory.most("rollout", "sleep", "train", "wake_up") - self.halves.start
         return replace(self.halves, training=training, peak=peak)
 
     def compare(self) -> dict[str, Any]:
-        """A rollout of this engine beside that of a new one that is started with the trained weights."""
+        """Compare a rollout of this engine with one of a new engine started with the trained weights."""
         number, state = len(self.cycles), self._generator.get_state()
         here = self._roll_out(number)
         self.trainer.model.save_pretrained(self._folder)
@@ -514,7 +514,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def summarize(loop: dict[str, Any]) -> None:
-    """What there is to see."""
+    """Print the results."""
     unit, size = _unit(max(loop["bytes"].values()))
     print(f"{unit}:", ", ".join(f"{half} {bytes_ / size:.1f}" for half, bytes_ in loop["bytes"].items()))
     later = [sum(cycle["seconds"].values()) for cycle in loop["cycles"][1:]]
@@ -529,7 +529,7 @@ def summarize(loop: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """As the command line says."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -537,13 +537,13 @@ def main() -> None:
     parser.add_argument("--shape", default="tiny", choices=list(SHAPES))
     parser.add_argument("--cycles", type=int, default=25)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--frozen", action="store_true", help="only the control: nothing is learnt")
-    parser.add_argument("--control", action="store_true", help="also the control, with the first seed")
+    parser.add_argument("--frozen", action="store_true", help="run only the control: nothing is learnt")
+    parser.add_argument("--control", action="store_true", help="also run the control, with the first seed")
     parser.add_argument("--share-weights", action="store_true", help="one set of weights for both halves")
     parser.add_argument(
         "--tear-down", action="store_true", help="close the engine instead of letting it sleep"
     )
-    parser.add_argument("--compare", action="store_true", help="with a new engine, in the end")
+    parser.add_argument("--compare", action="store_true", help="at the end, compare with a new engine")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--picture", type=Path, help="draw memory over time and rewards")
     arguments = parser.parse_args()

@@ -1,14 +1,13 @@
-"""TRL's GRPOTrainer, as it comes from PyPI, with Ostinato where it expects vLLM.
+"""TRL's GRPOTrainer from PyPI, with Ostinato in place of vLLM.
 
     pip install trl                                          # no vLLM
     python examples/trl_grpo.py                              a tiny model, on a CPU in half a minute
     python examples/trl_grpo.py --compare --seeds 0 1 2 3 --json trl.json --picture trl.png
     python examples/trl_grpo.py --device cuda --sleep --model Qwen/Qwen3-0.6B --dtype bfloat16
 
-All there is to it are the first import below and `use_vllm=True, vllm_mode="colocate"`. The reward can be
-verified by anyone: the share of an answer's letters that come before n in the alphabet. `--compare` trains
-the same models with TRL's own generation, too, and once more with other draws, which shows what two runs
-differ by anyway.
+It takes only the first import below and `use_vllm=True, vllm_mode="colocate"`. Anyone can verify the reward:
+the share of an answer's letters that come before n in the alphabet. `--compare` also trains the same models
+with TRL's own generation, and once more with other draws, which shows how much two runs differ anyway.
 """
 
 # isort: off
@@ -40,7 +39,7 @@ SHAPES = {
     "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8},
 }
 KINDS = ("ostinato", "own", "own again")
-"""Who generates: Ostinato; TRL itself, with transformers; the same with another seed for its draws."""
+"""The generator: Ostinato; TRL itself, with transformers; the same with another seed for its draws."""
 
 
 def make_model(folder: Path, shape: str, seed: int) -> None:
@@ -77,15 +76,15 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class Engine:
-    """Ostinato inside of a trainer, and what its graphs have done."""
+    """Ostinato inside a trainer, and what its graphs have done."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._at_start = self._graphs()
 
     def draw_aside(self, count: int) -> None:
-        """Leave out so many seeds of requests. TRL starts each engine with the same one: runs that are
-        compared with each other would all draw alike."""
+        """Skip this many request seeds. TRL starts each engine with the same seed, so compared runs would all
+        draw the same."""
         for name in self.llm.enqueue([{"prompt_token_ids": [0]}] * count, SamplingParams(max_tokens=1)):
             self.llm.engine.abort(name)
         self.llm.wait_for_completion(use_tqdm=False)
@@ -96,7 +95,7 @@ class Engine:
         return {id(graph) for runner in runners for graph in runner.graphs.values()}
 
     def describe(self) -> dict[str, Any]:
-        """To be called when the training is over."""
+        """Call this when the training is over."""
         forward, sampling = self.llm.graph_report(), self.llm.sampling_report()
         assert sampling is not None
         return {
@@ -110,7 +109,7 @@ class Engine:
 
 
 def settings(arguments: argparse.Namespace, kind: str, seed: int, folder: str) -> GRPOConfig:
-    """TRL's, the same for all but who generates."""
+    """TRL's trainer, identical except for the generator."""
     engine = {
         "use_vllm": True,
         "vllm_mode": "colocate",
@@ -186,7 +185,7 @@ def last(run: dict[str, Any]) -> float:
 
 
 def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far the curves are apart, beside two runs of TRL's own generation."""
+    """Distance of the curves, compared with two runs of TRL's own generation."""
     curves = {kind: torch.tensor([run["rewards"] for run in runs if run["kind"] == kind]) for kind in KINDS}
     ends = {kind: torch.tensor([last(run) for run in runs if run["kind"] == kind]) for kind in KINDS}
     count = len(ends["own"])
@@ -228,21 +227,21 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    """As the command line says."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shape", default="tiny", choices=list(SHAPES), help="of a model made here")
+    parser.add_argument("--shape", default="tiny", choices=list(SHAPES), help="shape of a model made here")
     parser.add_argument("--model", help="a directory or a hub name instead")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=32, help="answers of a step")
+    parser.add_argument("--batch", type=int, default=32, help="answers per step")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--sleep", action="store_true", help="the engine sleeps while TRL trains")
-    parser.add_argument("--compare", action="store_true", help="also with TRL's own generation")
+    parser.add_argument("--compare", action="store_true", help="also train with TRL's own generation")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--picture", type=Path, help="draw the rewards")
     arguments = parser.parse_args()

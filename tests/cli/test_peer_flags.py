@@ -91,7 +91,7 @@ def test_a_json_object_becomes_ours() -> None:
         ("-q awq", "-q is not supported"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype can only be auto, not 'fp8'"),
         ("--speculative-config {}x", "is not JSON"),
-        ("--reasoning-parser qwen3", "--reasoning-parser is not supported: thoughts stay in the text"),
+        ("--reasoning-parser qwen3", "--reasoning-parser is not supported: reasoning stays in the text"),
         ("--max-num-seqs many", "--max-num-seqs: 'many' is not a whole number"),
         ("--max-num-seqs", "--max-num-seqs needs a value"),
         ("--max-num-seqs 4 --max-num-seqs", "needs a value"),

@@ -41,7 +41,7 @@ and scripts of the two repositories (August 2026), without those of machines tha
 and of several-node serving; at the end some that quick starts use."""
 
 _WORDS = {
-    Effect.ACTS: "acts",
+    Effect.ACTS: "supported",
     Effect.MAPPED: "mapped",
     Effect.HARMLESS: "accepted",
     Effect.REFUSED: "refused",
@@ -56,27 +56,27 @@ def written() -> str:
 def _section(peer: str) -> str:
     rows = [BY_NAME[name] for name in MOST_USED[peer]]
     passing = sum(not row.stops_the_start for row in rows)
-    title = f"## {NAMES[peer]}: the {len(rows)} most used\n\n{passing} of them do not stop a start.\n\n"
+    title = f"## {NAMES[peer]}: the {len(rows)} most used\n\n{passing} of them do not prevent startup.\n\n"
     return title + _table(rows)
 
 
 def _others() -> str:
     shown = {*MOST_USED["vllm"], *MOST_USED["sglang"]}
     rows = [row for row in ROWS if row.name not in shown]
-    return "## Others that are understood\n\n" + _table(rows, peers=True).rstrip("\n") + "\n"
+    return "## Other known flags\n\n" + _table(rows, peers=True).rstrip("\n") + "\n"
 
 
 def _of_llm() -> str:
-    lines = ["| keyword | what becomes of it | |", "|---|---|---|"]
+    lines = ["| keyword | effect | |", "|---|---|---|"]
     for row in LLM_ROWS:
-        word = "acts" if row.effect is Effect.MAPPED else _WORDS[row.effect]
+        word = "supported" if row.effect is Effect.MAPPED else _WORDS[row.effect]
         lines.append(f"| `{row.name}` | {word} | {row.text} |")
-    title = "\n## Keywords of `LLM` that are no flags, or mean something else than the flag\n\n"
+    title = "\n## Keywords of `LLM` that are not flags, or differ from the flag\n\n"
     return title + "\n".join(lines) + "\n"
 
 
 def _table(rows: list[PeerOption], *, peers: bool = False) -> str:
-    head = "| flag | of | what becomes of it | |" if peers else "| flag | what becomes of it | |"
+    head = "| flag | from | effect | |" if peers else "| flag | effect | |"
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
     for row in rows:
         of = f" {', '.join(NAMES[peer] for peer in row.peers)} |" if peers else ""
@@ -90,9 +90,9 @@ def _fate(row: PeerOption) -> str:
         case Effect.MAPPED if row.becomes:
             return f"becomes `--{row.becomes.replace('_', '-')}`"
         case Effect.MAPPED:
-            return "becomes several"
+            return "becomes several options"
         case Effect.HARMLESS if row.tunes:
-            return "accepted, with a word"
+            return "ignored, with a warning"
         case Effect.HARMLESS if sorted(map(str, row.same)) == ["False", "True"]:
             return "accepted"
         case Effect.HARMLESS:
@@ -103,22 +103,27 @@ def _fate(row: PeerOption) -> str:
 
 HEAD = """# Flags and keywords of vLLM and SGLang
 
-`ostinato serve` takes the command lines of `vllm serve` and of `python -m sglang.launch_server`, and \
-`python -m ostinato.launch_server` is the same command; `generate`, `chat`, `verify` and `bench` take what \
-is about the engine. `LLM(...)` takes the same names as keywords, with underscores. The table is \
-[`engine/peer_options/`](../src/ostinato/engine/peer_options), this page is written from it \
-(`python tests/engine/peer_options_document.py`), and a test holds both to what happens.
+`ostinato serve` takes the command lines of `vllm serve` and of `python -m sglang.launch_server`; \
+`python -m ostinato.launch_server` is the same command. `generate`, `chat`, `verify` and `bench` take the \
+engine's flags. `LLM(...)` takes the same names as keywords, with underscores. \
+[`engine/peer_options/`](../src/ostinato/engine/peer_options) has the table; \
+`python tests/engine/peer_options_document.py` writes this page from it, and a test holds both to the actual \
+behaviour.
 
-- **acts**: the option is ours too. **becomes**: it is called something else here; both names at once are \
+- **supported**: Ostinato has the same option. **becomes**: it has another name here; giving both names is \
 refused.
-- **accepted**: what it asks for is what happens anyway, for these values; others are refused. **accepted, \
-with a word**: no result depends on it; a line says that it has no effect.
-- **refused**: by name, with what to use instead. A flag that nobody knows is refused as well.
+- **accepted**: for these values the option asks for the existing behaviour; other values are refused. \
+**ignored, with a warning**: no result depends on it, and a line says that it has no effect.
+- **refused**: by name, with the alternative. Unknown flags are refused as well.
 
-Names may be written with dashes or underscores, values behind a blank or `=`, lists with blanks or commas \
-(`--cuda-graph-bs 1 2 4`), numbers as `4k` (4000) or `4K` (4096), keys of JSON options behind a dot \
-(`-cc.cudagraph_mode=FULL`), switches as `--x`, `--no-x`, `--x=false`. The model may be named by a word of \
-its own, before lists of texts: `ostinato serve MODEL --api-key one two`.
+Syntax:
+
+- Names may have dashes or underscores; values follow a space or `=`.
+- Lists use spaces or commas (`--cuda-graph-bs 1 2 4`).
+- Numbers may be written as `4k` (4000) or `4K` (4096).
+- Keys of JSON options may follow a dot (`-cc.cudagraph_mode=FULL`).
+- Switches are `--x`, `--no-x` or `--x=false`.
+- The model may be a positional argument, before lists of texts: `ostinato serve MODEL --api-key one two`.
 
 """
 

@@ -261,7 +261,8 @@ class LLM(EngineServices, TrainerServices):
         pooling: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Vectors, in `outputs.embedding`: of the last token (`pooling="last"`) or the mean of all
-        (`"mean"`), of length 1 unless `pooling_params` say otherwise."""
+        (`"mean"`; default: as the model's directory says), of length 1 unless `pooling_params` say
+        otherwise."""
         refuse_given(tokenization_kwargs=tokenization_kwargs)
         return self.reader(use_tqdm, pooling, lora_request).embed(prompts, pooling_params)
 

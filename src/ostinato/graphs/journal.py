@@ -9,7 +9,7 @@ regions, so the same journal undoes that as well, without being active during it
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +23,9 @@ from .dispatch_mode import WatchingMode
 from .memory import byte_range, is_foreign, is_plain, settled, storage_address, tensors_of
 
 aten = torch.ops.aten
+
+_SWITCHES = frozenset(("dropout_p", "dropout", "train", "training"))
+"""Arguments that are 0 or false where an op that can draw does not."""
 
 # Ops that write arguments their schema does not mark, by position.
 _UNDECLARED_WRITES: dict[Any, tuple[int, ...]] = {
@@ -47,14 +50,30 @@ def writes(func: Any) -> bool:
 
 
 @cache
-def draws(func: Any) -> bool:
-    """Whether an op draws random numbers."""
+def _may_draw(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers: attention and recurrent layers are marked as if all calls did."""
+    if not _may_draw(func):
+        return False
+    return all(value is None or bool(value) for value in given_as(_SWITCHES, func, args, kwargs))
+
+
+def given_as(
+    names: Collection[str], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[Any]:
+    """What a call has for arguments of these names, given or by default."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in names:
+            default = kwargs.get(argument.name, argument.default_value)
+            yield args[position] if position < len(args) else default
 
 
 @cache
 def _leaves_a_trace(func: Any) -> bool:
-    return draws(func) or writes(func)
+    return _may_draw(func) or writes(func)
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -138,7 +157,7 @@ class SavedWrites:
         """A call is about to be made."""
         if not _leaves_a_trace(func):
             return
-        if draws(func):
+        if draws(func, args, kwargs):
             self._note_draw([*args, *kwargs.values()])
         if writes(func):
             for tensor in written_arguments(func, args, kwargs):

@@ -8,7 +8,7 @@ from .speculation_rows import SPECULATION
 BOTH = "vllm sglang"
 ONE_GPU = "one engine uses one GPU; start one server per GPU"
 TEXT_ONLY = "models here take text only"
-NO_COMPILER = "the engine runs kernels of its own, and torch.compile gained nothing over them"
+NO_COMPILER = "the engine has its own kernels, and torch.compile gained nothing over them"
 NO_DISAGGREGATION = "a server does prefill and decode itself"
 
 MODEL: tuple[PeerOption, ...] = (
@@ -20,7 +20,7 @@ MODEL: tuple[PeerOption, ...] = (
     ),
     acts(
         *("load_format", BOTH, "text", "safetensors"),
-        "auto, dummy; safetensors and hf are what auto does; for mistral HF's files of the model are read",
+        "auto, dummy; safetensors and hf mean auto; mistral reads the model's Hugging Face files",
         values={"safetensors": "auto", "hf": "auto", "mistral": "auto"},
     ),
     acts("tokenizer", "vllm", "text", "{model}", "tokenizer files from another directory"),
@@ -30,25 +30,38 @@ MODEL: tuple[PeerOption, ...] = (
         same=("auto", "hf", "slow"),
         tunes=True,
     ),
-    acts("revision", BOTH, "text", "main", "of a model on the hub"),
-    acts("download_dir", BOTH, "text", "{folder}", "where models of the hub are kept"),
+    acts("revision", BOTH, "text", "main", "revision of a hub model"),
+    acts("download_dir", BOTH, "text", "{folder}", "folder for hub models"),
     harmless(
-        *("trust_remote_code", BOTH, "flag", "", "no code of a checkpoint is ever run"), same=(True, False)
+        *("trust_remote_code", BOTH, "flag", "", "code in checkpoints is never run"), same=(True, False)
     ),
-    acts("seed", "vllm", "int", "7", "for requests that bring no seed"),
+    acts("seed", "vllm", "int", "7", "for requests without a seed"),
     mapped("random_seed", "sglang", "int", "7", "seed", "the same"),
     acts(
-        *("max_model_len", "vllm", "int", "64", "longest prompt plus output; -1 and auto leave it open"),
+        *(
+            "max_model_len",
+            "vllm",
+            "int",
+            "64",
+            "maximum length of prompt plus output; -1 and auto: as model and machine allow",
+        ),
         convert=conversions.max_model_len,
     ),
     mapped("context_length", "sglang", "int", "64", "max_model_len", "the same"),
     acts(
-        *("generation_config", "vllm", "text", "vllm", "auto, a folder; vllm is called none here"),
+        *("generation_config", "vllm", "text", "vllm", "auto, or a folder; vLLM's vllm is none here"),
         values={"vllm": "none"},
     ),
     acts("override_generation_config", "vllm", "json", '{"temperature": 0.5}', "default sampling values"),
     mapped(
-        *("sampling_defaults", "sglang", "text", "model", "generation_config", "model is auto, openai none"),
+        *(
+            "sampling_defaults",
+            "sglang",
+            "text",
+            "model",
+            "generation_config",
+            "model means auto, openai means none",
+        ),
         values={"model": "auto", "openai": "none"},
     ),
     mapped(
@@ -56,26 +69,26 @@ MODEL: tuple[PeerOption, ...] = (
         "the same",
     ),
     harmless(
-        *("runner", "vllm", "text", "auto", "a model does all that its weights allow"),
+        *("runner", "vllm", "text", "auto", "a model supports everything that its weights allow"),
         same=("auto", "generate", "pooling"),
     ),
     harmless(
-        *("convert", "vllm", "text", "auto", "every model embeds; heads are those of the checkpoint"),
+        *("convert", "vllm", "text", "auto", "every model can embed; heads come from the checkpoint"),
         same=("auto", "none", "embed"),
     ),
     harmless(
-        *("task", "vllm", "text", "generate", "a model does all that its weights allow"),
+        *("task", "vllm", "text", "generate", "a model supports everything that its weights allow"),
         same=("auto", "generate", "embed", "embedding", "classify", "score", "reward"),
     ),
-    harmless("is_embedding", "sglang", "flag", "", "every model embeds", same=(True, False)),
-    harmless("model_impl", BOTH, "text", "auto", "there is one, our own", same=("auto", "vllm", "sglang")),
-    refused("skip_tokenizer_init", BOTH, "flag", "", "a tokenizer is read where a model has one"),
-    refused("quantization", BOTH, "text", "fp8", "weights are float32, float16 or bfloat16", shorts=("-q",)),
+    harmless("is_embedding", "sglang", "flag", "", "every model can embed", same=(True, False)),
     harmless(
-        *("kv_cache_dtype", BOTH, "text", "auto", "the KV cache has the dtype of the model"), same=("auto",)
+        "model_impl", BOTH, "text", "auto", "there is only Ostinato's own", same=("auto", "vllm", "sglang")
     ),
+    refused("skip_tokenizer_init", BOTH, "flag", "", "a tokenizer is loaded if the model has one"),
+    refused("quantization", BOTH, "text", "fp8", "weights are float32, float16 or bfloat16", shorts=("-q",)),
+    harmless(*("kv_cache_dtype", BOTH, "text", "auto", "the KV cache has the model's dtype"), same=("auto",)),
     acts(
-        *("hf_overrides", "vllm", "json", '{"rope_theta": 500000.0}', "values instead of config.json's"),
+        *("hf_overrides", "vllm", "json", '{"rope_theta": 500000.0}', "overrides of config.json's values"),
         convert=conversions.hf_overrides,
     ),
     mapped(
@@ -91,17 +104,17 @@ MODEL: tuple[PeerOption, ...] = (
     ),
     refused("rope_scaling", "vllm", "json", "{}", "give hf_overrides '{\"rope_parameters\": {...}}'"),
     refused("rope_theta", "vllm", "float", "10000", "give hf_overrides '{\"rope_theta\": ...}'"),
-    refused("hf_config_path", "vllm", "text", "/x", "config.json is read from beside the weights"),
+    refused("hf_config_path", "vllm", "text", "/x", "config.json is read from the folder of the weights"),
     refused("hf_token", "vllm", "text", "x", "set HF_TOKEN in the environment"),
     refused("tokenizer_revision", "vllm", "text", "main", "download it and give its folder as tokenizer"),
-    harmless("code_revision", "vllm", "text", "main", "no code of a checkpoint is ever run", tunes=True),
+    harmless("code_revision", "vllm", "text", "main", "code in checkpoints is never run", tunes=True),
     harmless(
         *("config_format", "vllm", "text", "auto", "config.json is read, Mistral's params.json is not"),
         same=("auto", "hf"),
         tunes=True,
     ),
-    refused("model_loader_extra_config", BOTH, "json", "{}", "safetensors files are read, nothing else"),
-    acts("max_logprobs", "vllm", "int", "20", "most log probabilities per token; -1 for all"),
+    refused("model_loader_extra_config", BOTH, "json", "{}", "only safetensors files are read"),
+    acts("max_logprobs", "vllm", "int", "20", "maximum number of log probabilities per token; -1 for all"),
     harmless("limit_mm_per_prompt", "vllm", "json", '{"image": 1}', TEXT_ONLY, tunes=True),
     harmless("allowed_local_media_path", "vllm", "text", "/", TEXT_ONLY, same=("",), tunes=True),
     harmless("allowed_media_domains", "vllm", "texts", "x.y", TEXT_ONLY, tunes=True),
@@ -122,19 +135,19 @@ MEMORY_AND_STEPS: tuple[PeerOption, ...] = (
     ),
     mapped(
         *("mem_fraction_static", "sglang", "float", "0.5", "mem_fraction"),
-        "the same; SGLang leaves graphs and activations out of it, so its values are somewhat low here",
+        "the same; SGLang's excludes graphs and activations, so its values are somewhat low here",
     ),
-    mapped("max_num_seqs", "vllm", "int", "4", "max_running_requests", "most requests in a step"),
-    acts("max_running_requests", "sglang", "int", "4", "most requests in a step"),
+    mapped("max_num_seqs", "vllm", "int", "4", "max_running_requests", "maximum requests per step"),
+    acts("max_running_requests", "sglang", "int", "4", "maximum requests per step"),
     mapped(
-        *("max_num_batched_tokens", "vllm", "int", "64", "chunked_prefill_size", "most tokens in a step"),
+        *("max_num_batched_tokens", "vllm", "int", "64", "chunked_prefill_size", "maximum tokens per step"),
     ),
     acts(
-        *("chunked_prefill_size", "sglang", "int", "64", "most tokens in a step; -1: no chunks"),
+        *("chunked_prefill_size", "sglang", "int", "64", "maximum tokens per step; -1: no chunks"),
         convert=conversions.chunked_prefill_size,
     ),
     acts("enable_chunked_prefill", "vllm", "flag", "", "long prompts in several steps; the default"),
-    harmless("enable_mixed_chunk", "sglang", "flag", "", "steps are mixed anyway", same=(True, False)),
+    harmless("enable_mixed_chunk", "sglang", "flag", "", "steps are always mixed", same=(True, False)),
     acts("enable_prefix_caching", "vllm", "flag", "", "the default"),
     mapped(
         *("disable_radix_cache", "sglang", "flag", "", "enable_prefix_caching", "no prefix caching"),
@@ -149,23 +162,29 @@ MEMORY_AND_STEPS: tuple[PeerOption, ...] = (
         *("max_total_tokens", "sglang", "int", "1024", "num_pages", "as many pages as hold them"),
         convert=conversions.pages_of_tokens,
     ),
-    refused("disable_sliding_window", "vllm", "flag", "", "windows are as the model was trained"),
+    refused("disable_sliding_window", "vllm", "flag", "", "windows stay as the model was trained"),
     harmless(
-        *("disable_cascade_attn", "vllm", "flag", "", "off unless enable_cascade_attention"),
+        *("disable_cascade_attn", "vllm", "flag", "", "off unless enable_cascade_attention is set"),
         same=(True, False),
     ),
+    harmless("num_scheduler_steps", "vllm", "int", "1", "use steps_ahead", same=(1,), tunes=True),
+    harmless("use_v2_block_manager", "vllm", "flag", "", "there is only one", same=(True, False)),
     harmless(
-        "num_scheduler_steps", "vllm", "int", "1", "steps run ahead by steps_ahead", same=(1,), tunes=True
+        "preemption_mode",
+        "vllm",
+        "text",
+        "recompute",
+        "preemption always recomputes",
+        same=("recompute",),
+        tunes=True,
     ),
-    harmless("use_v2_block_manager", "vllm", "flag", "", "there is one", same=(True, False)),
-    harmless("preemption_mode", "vllm", "text", "recompute", "as asked", same=("recompute",), tunes=True),
     harmless(
         *("long_prefill_token_threshold", "vllm", "int", "0"),
-        "prompts go one after the other; target_itl_ms cuts them where streams run beside",
+        "prompts run one after the other; with streams running, target_itl_ms cuts them",
         same=(0,),
     ),
-    harmless("max_num_partial_prefills", "vllm", "int", "1", "prompts go one after the other", same=(1,)),
-    harmless("max_long_partial_prefills", "vllm", "int", "1", "prompts go one after the other", same=(1,)),
+    harmless("max_num_partial_prefills", "vllm", "int", "1", "prompts run one after the other", same=(1,)),
+    harmless("max_long_partial_prefills", "vllm", "int", "1", "prompts run one after the other", same=(1,)),
     harmless("disable_hybrid_kv_cache_manager", "vllm", "flag", "", "there is none", same=(True, False)),
     harmless(
         *("prefix_caching_hash_algo", "vllm", "text", "sha256", "prefixes are compared, not hashed"),
@@ -174,7 +193,7 @@ MEMORY_AND_STEPS: tuple[PeerOption, ...] = (
     refused("scheduler_cls", "vllm", "text", "x.Y", "there is one scheduler"),
     refused("kv_cache_memory_bytes", "vllm", "int", "1000000000", "give num_pages"),
     harmless(
-        *("swap_space", "vllm", "float", "4", "preempted requests are computed again, none is swapped"),
+        *("swap_space", "vllm", "float", "4", "preempted requests are recomputed, not swapped"),
         tunes=True,
     ),
     harmless("cpu_offload_gb", BOTH, "float", "0", "weights stay on the GPU", same=(0,)),
@@ -193,7 +212,7 @@ MEMORY_AND_STEPS: tuple[PeerOption, ...] = (
         tunes=True,
     ),
     harmless(
-        *("schedule_conservativeness", "sglang", "float", "1.0", "requests join while pages are free"),
+        *("schedule_conservativeness", "sglang", "float", "1.0", "requests join as long as pages are free"),
         tunes=True,
     ),
     mapped(
@@ -206,7 +225,7 @@ MEMORY_AND_STEPS: tuple[PeerOption, ...] = (
     ),
     harmless(
         *("num_continuous_decode_steps", "sglang", "int", "1"),
-        "every step takes decodes and prompts along; target_itl_ms says how much of prompts",
+        "every step mixes decodes and prompts; target_itl_ms limits the share of prompts",
         same=(1,),
         tunes=True,
     ),
@@ -222,9 +241,9 @@ GRAPHS_AND_KERNELS: tuple[PeerOption, ...] = (
     acts("cuda_graph_max_bs", "sglang", "int", "4", "the largest of them"),
     mapped("cuda_graph_bs_decode", "sglang", "ints", "1 2 4", "cuda_graph_bs", "the same"),
     mapped("cuda_graph_max_bs_decode", "sglang", "int", "4", "cuda_graph_max_bs", "the same"),
-    acts("disable_cuda_graph_padding", "sglang", "flag", "", "only exact sizes are replayed"),
+    acts("disable_cuda_graph_padding", "sglang", "flag", "", "replay exact sizes only"),
     acts("cudagraph_capture_sizes", "vllm", "ints", "1 2 4", "sizes in tokens, for decode and prefill"),
-    acts("max_cudagraph_capture_size", "vllm", "int", "4", "cuts both lists"),
+    acts("max_cudagraph_capture_size", "vllm", "int", "4", "end of both lists"),
     mapped("cuda_graph_sizes", "vllm", "ints", "1 2 4", "cudagraph_capture_sizes", "its older name"),
     mapped(
         *("cudagraph_mode", "vllm", "text", "FULL_AND_PIECEWISE", "cuda_graph_mode"),
@@ -232,8 +251,8 @@ GRAPHS_AND_KERNELS: tuple[PeerOption, ...] = (
     ),
     mapped(
         *("compilation_config", "vllm", "json", '{"cudagraph_mode": "NONE"}', None),
-        "cudagraph_mode, cudagraph_capture_sizes, max_cudagraph_capture_size act; the compiler's keys change "
-        "nothing",
+        "cudagraph_mode, cudagraph_capture_sizes and max_cudagraph_capture_size work; the compiler's keys "
+        "have no effect",
         convert=conversions.compilation_config,
         shorts=("-cc", "-O"),
     ),
@@ -242,7 +261,7 @@ GRAPHS_AND_KERNELS: tuple[PeerOption, ...] = (
     harmless("optimization_level", "vllm", "int", "2", NO_COMPILER, tunes=True),
     acts(
         *("attention_backend", BOTH, "text", "TRITON_ATTN"),
-        "auto, triton, torch; for flash-attention, flashinfer and the like auto, with a word",
+        "auto, triton, torch; flash-attention, flashinfer and the like mean auto, with a warning",
         convert=conversions.attention_backend,
     ),
     mapped(
@@ -254,9 +273,9 @@ GRAPHS_AND_KERNELS: tuple[PeerOption, ...] = (
         *("max_seq_len_to_capture", "vllm", "int", "8192", "graphs serve every length"),
         tunes=True,
     ),
-    harmless("kernel_config", "vllm", "json", '{"a": 1}', "kernels are chosen by kernel_table", tunes=True),
-    harmless("performance_mode", "vllm", "text", "balanced", "there is one", tunes=True),
-    harmless("sampling_backend", "sglang", "text", "pytorch", "sampling has kernels of its own", tunes=True),
+    harmless("kernel_config", "vllm", "json", '{"a": 1}', "use kernel_table to choose kernels", tunes=True),
+    harmless("performance_mode", "vllm", "text", "balanced", "there is only one", tunes=True),
+    harmless("sampling_backend", "sglang", "text", "pytorch", "sampling has its own kernels", tunes=True),
     acts("device", BOTH, "text", "cpu", "auto, cuda, cuda:N, cpu"),
     mapped(
         *("base_gpu_id", "sglang", "int", "0", "device", "cuda:N"),
@@ -283,7 +302,9 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
         "the engine is one process, on its current GPU",
         same=("mp", "uni", "uniproc", "external_launcher"),
     ),
-    harmless("disable_custom_all_reduce", BOTH, "flag", "", "one GPU reduces nothing", same=(True, False)),
+    harmless(
+        "disable_custom_all_reduce", BOTH, "flag", "", "one GPU needs no all-reduce", same=(True, False)
+    ),
     refused("kv_transfer_config", "vllm", "json", "{}", NO_DISAGGREGATION),
     harmless("disaggregation_mode", "sglang", "text", "null", NO_DISAGGREGATION, same=("null",)),
     refused("disaggregation_transfer_backend", "sglang", "text", "nixl", NO_DISAGGREGATION),
@@ -294,17 +315,21 @@ SEVERAL_GPUS: tuple[PeerOption, ...] = (
         *("logprobs_mode", "vllm", "text", "processed_logprobs"),
         "raw_logprobs or processed_logprobs; logits are not returned",
     ),
-    harmless("use_tqdm_on_load", "vllm", "flag", "", "loading shows no bar", same=(True, False)),
-    harmless("ignore_patterns", "vllm", "texts", "original/*", "only what is needed is fetched", tunes=True),
+    harmless("use_tqdm_on_load", "vllm", "flag", "", "loading shows no progress bar", same=(True, False)),
+    harmless(
+        "ignore_patterns", "vllm", "texts", "original/*", "only the needed files are fetched", tunes=True
+    ),
     harmless("max_parallel_loading_workers", "vllm", "int", "1", "there is one GPU", tunes=True),
     harmless("worker_cls", "vllm", "text", "auto", "the engine has no workers", same=("auto",)),
-    acts("enable_sleep_mode", "vllm", "flag", "", "memory that sleep gives back"),
+    acts("enable_sleep_mode", "vllm", "flag", "", "allow sleep to release memory"),
     mapped("enable_memory_saver", "sglang", "flag", "", "enable_sleep_mode", "the same"),
-    harmless("enable_weights_cpu_backup", "sglang", "flag", "", "they are always kept", same=(True, False)),
+    harmless(
+        "enable_weights_cpu_backup", "sglang", "flag", "", "backups are always kept", same=(True, False)
+    ),
     acts("worker_extension_cls", "vllm", "text", "x.Y", "methods for `collective_rpc`"),
     harmless(
         *("weight_transfer_config", "vllm", "json", '{"backend": "nccl"}'),
-        "nccl and ipc: `init_info` says which, with an address or without",
+        "nccl or ipc: depends on whether `init_info` has an address",
         same=({"backend": "nccl"}, {"backend": "ipc"}),
     ),
 )

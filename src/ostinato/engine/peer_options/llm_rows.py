@@ -11,18 +11,19 @@ LLM_ROWS: tuple[PeerOption, ...] = (
         same=(True, False),
     ),
     harmless(
-        *("enable_log_requests", "vllm", "flag", "", "requests are logged by the server only"),
+        *("enable_log_requests", "vllm", "flag", "", "only the server logs requests"),
         same=(False,),
         tunes=True,
     ),
     harmless("disable_log_requests", "vllm", "flag", "", "the default", same=(True, False)),
-    harmless("stream_interval", "vllm", "int", "1", "every token is told", same=(1,)),
+    harmless("stream_interval", "vllm", "int", "1", "every token is delivered", same=(1,)),
     harmless(
-        *("guided_decoding_backend", "vllm", "text", "auto", "there is xgrammar"), same=("auto", "xgrammar")
+        *("guided_decoding_backend", "vllm", "text", "auto", "xgrammar is the only backend"),
+        same=("auto", "xgrammar"),
     ),
     mapped(
         *("structured_outputs_config", "vllm", "json", '{"backend": "auto"}', None),
-        "backend: auto or xgrammar, which is what there is",
+        "backend: auto or xgrammar, the only one",
         convert=conversions.structured_outputs_config,
     ),
     mapped(
@@ -41,5 +42,5 @@ LLM_ROWS: tuple[PeerOption, ...] = (
         "pooling_type LAST or MEAN; vectors have length 1",
         convert=conversions.pooler_config,
     ),
-    refused("reasoning_parser", "vllm", "text", "qwen3", "thoughts stay in the text, between their marks"),
+    refused("reasoning_parser", "vllm", "text", "qwen3", "reasoning stays in the text, between its tags"),
 )

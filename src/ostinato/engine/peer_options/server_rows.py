@@ -29,21 +29,23 @@ SERVER_ROWS: tuple[PeerOption, ...] = (
     acts("port", BOTH, "int", "0", "port to listen on"),
     acts("api_key", BOTH, "texts", "secret", "one or several"),
     mapped("admin_api_key", "sglang", "text", "secret", "admin_key", "key of the admin endpoints"),
-    acts("served_model_name", BOTH, "text", "tiny", "one name"),
+    acts("served_model_name", BOTH, "text", "tiny", "a single name"),
     acts("chat_template", BOTH, "text", "{template}", "a file, or the template itself"),
-    acts("trust_request_chat_template", "vllm", "flag", "", "clients may send chat templates"),
+    acts("trust_request_chat_template", "vllm", "flag", "", "requests may bring chat templates"),
     harmless(
-        *("chat_template_content_format", "vllm", "text", "auto", "contents are joined to one text"),
+        *("chat_template_content_format", "vllm", "text", "auto", "contents are joined into one text"),
         same=("auto", "string"),
     ),
     harmless(
         "response_role", "vllm", "text", "assistant", "answers are the assistant's", same=("assistant",)
     ),
-    harmless("enable_auto_tool_choice", "vllm", "flag", "", "tools always work", same=(True, False)),
-    acts("tool_call_parser", BOTH, "text", "auto", "auto by the chat template; or by name"),
-    refused("reasoning_parser", BOTH, "text", "qwen3", "thoughts stay in the text, between their marks"),
+    harmless(
+        "enable_auto_tool_choice", "vllm", "flag", "", "tool calls are always enabled", same=(True, False)
+    ),
+    acts("tool_call_parser", BOTH, "text", "auto", "auto (by the chat template), or a name"),
+    refused("reasoning_parser", BOTH, "text", "qwen3", "reasoning stays in the text, between its tags"),
     acts("enable_log_requests", "vllm", "flag", "", "a line per request"),
-    acts("per_request_spec_decode_metrics", "vllm", "text", "summary", "drafts of an answer, beside it"),
+    acts("per_request_spec_decode_metrics", "vllm", "text", "summary", "draft metrics in each answer"),
     mapped("log_requests", "sglang", "flag", "", "enable_log_requests", "the same"),
     harmless(
         *("log_requests_level", "sglang", "int", "1", "prompts and answers are never logged"),
@@ -53,43 +55,47 @@ SERVER_ROWS: tuple[PeerOption, ...] = (
     harmless("disable_log_requests", "vllm", "flag", "", "the default", same=(True, False)),
     harmless("max_log_len", "vllm", "int", "100", "prompts are never logged", tunes=True),
     acts("disable_log_stats", "vllm", "flag", "", "no throughput lines"),
-    harmless("log_level", "sglang", "text", "info", "there is one level", same=("info",), tunes=True),
+    harmless("log_level", "sglang", "text", "info", "there is only one level", same=("info",), tunes=True),
     harmless(
-        *("log_level_http", "sglang", "text", "warning", "HTTP is logged by --enable-log-requests"),
+        *("log_level_http", "sglang", "text", "warning", "use --enable-log-requests for HTTP"),
         tunes=True,
     ),
     harmless(
-        *("uvicorn_log_level", "vllm", "text", "warning", "HTTP is logged by --enable-log-requests"),
+        *("uvicorn_log_level", "vllm", "text", "warning", "use --enable-log-requests for HTTP"),
         tunes=True,
     ),
     harmless(
         *("decode_log_interval", "sglang", "int", "40", "throughput is logged every ten seconds"), tunes=True
     ),
-    harmless("enable_metrics", "sglang", "flag", "", "/metrics is always there", same=(True, False)),
-    harmless("enable_cache_report", "sglang", "flag", "", "usage always has it", same=(True, False)),
+    harmless("enable_metrics", "sglang", "flag", "", "/metrics is always available", same=(True, False)),
+    harmless("enable_cache_report", "sglang", "flag", "", "usage always includes it", same=(True, False)),
     harmless(
-        *("enable_prompt_tokens_details", "vllm", "flag", "", "usage always has them"), same=(True, False)
+        *("enable_prompt_tokens_details", "vllm", "flag", "", "usage always includes them"),
+        same=(True, False),
     ),
     harmless(
         *("enable_request_id_headers", "vllm", "flag", "", "answers always have X-Request-Id"),
         same=(True, False),
     ),
     acts("stream_interval", BOTH, "int", "1", "tokens per chunk of a stream"),
-    harmless("grammar_backend", "sglang", "text", "xgrammar", "there is xgrammar", same=("xgrammar",)),
     harmless(
-        *("guided_decoding_backend", "vllm", "text", "auto", "there is xgrammar"), same=("auto", "xgrammar")
+        "grammar_backend", "sglang", "text", "xgrammar", "xgrammar is the only backend", same=("xgrammar",)
     ),
-    harmless("skip_server_warmup", "sglang", "flag", "", "starts are warm", same=(True, False)),
-    harmless("watchdog_timeout", "sglang", "float", "300", "--request-timeout ends requests", tunes=True),
+    harmless(
+        *("guided_decoding_backend", "vllm", "text", "auto", "xgrammar is the only backend"),
+        same=("auto", "xgrammar"),
+    ),
+    harmless("skip_server_warmup", "sglang", "flag", "", "every start is warmed up", same=(True, False)),
+    harmless("watchdog_timeout", "sglang", "float", "300", "use --request-timeout", tunes=True),
     harmless("tokenizer_worker_num", "sglang", "int", "1", "there is one HTTP process", same=(1,)),
     harmless("api_server_count", "vllm", "int", "1", "there is one HTTP process", same=(1,)),
     harmless("load_balance_method", "sglang", "text", "round_robin", "there is one engine", tunes=True),
     harmless("disable_fastapi_docs", "vllm", "flag", "", "there are none", same=(True, False)),
-    refused("ssl_keyfile", BOTH, "text", "key.pem", "TLS is the business of a proxy in front"),
-    refused("ssl_certfile", BOTH, "text", "cert.pem", "TLS is the business of a proxy in front"),
+    refused("ssl_keyfile", BOTH, "text", "key.pem", "terminate TLS in a proxy in front"),
+    refused("ssl_certfile", BOTH, "text", "cert.pem", "terminate TLS in a proxy in front"),
     refused("root_path", "vllm", "text", "/api", "strip the prefix in the proxy in front"),
     refused("config", "vllm", "text", "serve.yaml", "write its entries as flags"),
-    refused("headless", "vllm", "flag", "", "a server has its engine"),
+    refused("headless", "vllm", "flag", "", "a server always has its engine"),
     refused("middleware", "vllm", "texts", "x.y", "put a proxy in front"),
     refused("default_chat_template_kwargs", "vllm", "json", "{}", "send chat_template_kwargs in requests"),
 )

@@ -10,7 +10,7 @@ _ALGORITHMS = {"EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "draft_model"
 _USUAL_DRAFTS = 3
 """Of SGLang's algorithms, where nobody says how many."""
 _A_MODEL = "--speculative-algorithm STANDALONE --speculative-draft-model x"
-_NO_TRIE = "what a request has said so far is searched, there is no trie"
+_NO_TRIE = "the request's own text is searched; there is no trie"
 
 
 def _part(key: str) -> Any:
@@ -79,32 +79,34 @@ SPECULATION: tuple[PeerOption, ...] = (
         convert=_draft_tokens,
         along="--speculative-algorithm NGRAM",
     ),
-    harmless("speculative_eagle_topk", "sglang", "int", "1", "drafts are a chain, no tree", same=(1,)),
+    harmless("speculative_eagle_topk", "sglang", "int", "1", "drafts are a chain, not a tree", same=(1,)),
     harmless(
         *("speculative_use_rejection_sampling", "sglang", "flag", ""),
-        "what is accepted is what the model would have drawn",
+        "a draft is accepted only if the model would have drawn it",
         same=(True, False),
     ),
     harmless(
-        *("speculative_accept_threshold_single", "sglang", "float", "1.0", "nothing else is accepted"),
+        *("speculative_accept_threshold_single", "sglang", "float", "1.0", "only exact matches are accepted"),
         same=(1.0,),
     ),
     harmless(
-        *("speculative_accept_threshold_acc", "sglang", "float", "1.0", "nothing else is accepted"),
+        *("speculative_accept_threshold_acc", "sglang", "float", "1.0", "only exact matches are accepted"),
         same=(1.0,),
     ),
-    refused("speculative_token_map", "sglang", "text", "x", "EAGLE-3 heads bring theirs, d2t"),
+    refused("speculative_token_map", "sglang", "text", "x", "EAGLE-3 heads have their own, d2t"),
     harmless(
-        *("speculative_adaptive", "sglang", "flag", "", "the number of drafts adapts by itself"),
+        *("speculative_adaptive", "sglang", "flag", "", "the number of drafts adapts automatically"),
         same=(True, False),
     ),
-    refused("speculative_adaptive_config", "sglang", "text", "x", "the number of drafts adapts by itself"),
+    refused(
+        "speculative_adaptive_config", "sglang", "text", "x", "the number of drafts adapts automatically"
+    ),
     harmless(
-        *("speculative_attention_mode", "sglang", "text", "prefill", "there is one kernel for each shape"),
+        *("speculative_attention_mode", "sglang", "text", "prefill", "each shape has one kernel"),
         tunes=True,
     ),
     harmless(
-        *("speculative_draft_attention_backend", "sglang", "text", "fa3", "that of the model"), tunes=True
+        *("speculative_draft_attention_backend", "sglang", "text", "fa3", "the model's backend"), tunes=True
     ),
     refused("speculative_draft_model_quantization", "sglang", "text", "fp8", "drafts have the model's dtype"),
     harmless("speculative_ngram_min_bfs_breadth", "sglang", "int", "1", _NO_TRIE, tunes=True),

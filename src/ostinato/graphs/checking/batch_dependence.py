@@ -4,13 +4,12 @@ Note [Rows that mix]
 The largest number of a batch is the same with padding as without, as long as it is not among the padding: the
 numbers of one batch may show nothing, and those of the next be wrong. Whether rows see each other at all is
 told by other rows in place of the padding. Where they do, batches are tried in which padding stands out: all
-rows alike and near zero, on either side of it, and numbers of one sign.
+rows alike and near zero, on either side of it, numbers of one sign, and some by chance.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,11 +38,20 @@ from .verify import (
 Work = Sequence[tuple[Any, str]]
 """The ops of a step in order, with what they were given besides tensors."""
 
-_GROSS = {torch.float16: 0.1, torch.bfloat16: 0.1}
-"""Of an output's norm, 0.01 for other types: more is no matter of rounding."""
+_GROSS = {torch.float64: 1e-6, torch.complex128: 1e-6}
+_GROSS_OF_FEW_BITS = 0.1
+"""Of an output's norm: more is no matter of rounding."""
+_GROSS_IN_FULL, _GROSS_SHORTENED = 3e-4, 1e-2
+"""The same for float32 with all its digits, and with few, as TF32 has them: the batch's size may decide."""
 _FLIPS = 0.02
 """The share of integers that rounding may decide: the place of the largest of nearly equal numbers. None in
 `verify`, and all of them in a batch of a few rows."""
+
+
+_BY_CHANCE = 6
+"""Batches that are tried, where rows mix, for what stands out with some numbers only."""
+_SMALLEST = 2
+"""Graphs that are tried in any case: with few rows padding weighs most."""
 
 
 def refuse_dependence_on_the_batch(
@@ -51,33 +59,40 @@ def refuse_dependence_on_the_batch(
 ) -> None:
     """CaptureError, naming the output, if rows of a graph are grossly others without padding.
 
-    Tried are the largest graph at half its size, the smallest with one row, and whatever graph does other
-    work than the next smaller one (`works`) with the fewest rows that it serves. A step that is made for some
-    sizes only cannot be compared there.
+    Tried are the largest graph at half its size, the smallest that are ever padded, and whatever graph does
+    other work than the next smaller one (`works`), these with the fewest rows that they serve. A step that is
+    made for some sizes only cannot be compared there.
     """
+    for graph, shape, flips in _worth_a_trial(runner, works):
+        given = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
+        # Both signs: zeros of padding win where all numbers are negative, or where all are positive.
+        negative = {
+            name: _times(value, -1.0) if value.is_floating_point() else value for name, value in given.items()
+        }
+        for batch in (given, negative):
+            trials = _refuse_dependence(runner, graph, shape, batch, flips)
+        if trials is not None and _rows_mix(runner, graph, shape, given, trials):
+            for batch, own_flips in _telling(given, runner.buffers.fields, shape):
+                _refuse_dependence(runner, graph, shape, batch, max(flips, own_flips))
+
+
+def _worth_a_trial(
+    runner: Verifiable, works: Mapping[GraphKey, Work]
+) -> Iterator[tuple[CapturedGraph, BatchShape, float]]:
+    """Graphs with rows for each, and the share of integers that rounding may decide among so many."""
     graphs = sorted(runner.graphs.values(), key=lambda graph: graph.descriptor)
-    largest = graphs[-1]
-    shape = part_of(shapes_to_try(largest.descriptor)[0], 2)
-    given = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
-    # Both signs: zeros of padding win where all numbers are negative, or where all are positive.
-    negative = {
-        name: _times(value, -1.0) if value.is_floating_point() else value for name, value in given.items()
-    }
-    for batch in (given, negative):
-        trials = _refuse_dependence(runner, largest, shape, batch, _FLIPS)
-    if trials is not None and _rows_mix(runner, largest, shape, given, trials):
-        for batch, flips in _telling(given, runner.buffers.fields, shape):
-            _refuse_dependence(runner, largest, shape, batch, flips)
-    few = [(graphs[0], 1)]
-    for smaller, larger in pairwise(graphs):
-        if not _is_same_work(works.get(smaller.key, ()), works.get(larger.key, ()), smaller, larger):
-            few.append((larger, smaller.descriptor.num_reqs + 1))
-    for graph, rows in few:
-        full = shapes_to_try(graph.descriptor)[0]
+    yield graphs[-1], part_of(shapes_to_try(graphs[-1].descriptor)[0], 2), _FLIPS
+    smaller, num_small = None, 0
+    for graph in graphs:
+        rows, full = smaller.descriptor.num_reqs + 1 if smaller else 1, shapes_to_try(graph.descriptor)[0]
         if rows < full.num_reqs == full.num_tokens:
-            shape = replace(full, num_tokens=rows, num_reqs=rows)
-            batch = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
-            _refuse_dependence(runner, graph, shape, batch, 1.0)
+            num_small += 1
+            is_other = smaller is None or not _is_same_work(
+                works.get(smaller.key, ()), works.get(graph.key, ()), smaller, graph
+            )
+            if is_other or num_small <= _SMALLEST:
+                yield graph, replace(full, num_tokens=rows, num_reqs=rows), 1.0
+        smaller = graph
 
 
 def _refuse_dependence(
@@ -88,7 +103,7 @@ def _refuse_dependence(
 
     def allowed(dtype: torch.dtype) -> float:
         is_number = dtype.is_floating_point or dtype.is_complex
-        return _GROSS.get(dtype, 0.01) if is_number else flips
+        return _gross(dtype, runner.buffers.device, trials.work) if is_number else flips
 
     with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
         try:
@@ -106,14 +121,14 @@ def _refuse_dependence(
             repeated = _repeated(batch, runner.buffers.fields, shape, full)
             wanted, wanted_state = _rows_and_state(runner, graph, repeated, full, shape, trials, regions)
         _, dependent = dependence(runner.outputs.names, got, wanted, allowed)
-        if dependent is None and _dependent_state(regions, state, wanted_state, flips):
+        if dependent is None and _dependent_state(regions, state, wanted_state, allowed):
             # What a second replay leaves otherwise (a time, an address) says nothing of the batch.
             _, again = _rows_and_state(runner, graph, batch, shape, shape, trials, regions)
             wanted_state = [
                 torch.where(_is_unlike(one, other), one, wanted_one)
                 for wanted_one, one, other in zip(wanted_state, state, again, strict=True)
             ]
-            dependent = _dependent_state(regions, state, wanted_state, flips)
+            dependent = _dependent_state(regions, state, wanted_state, allowed)
         if dependent is None:
             return trials
         runner.buffers.fill(batch, shape, graph.descriptor)
@@ -128,6 +143,25 @@ def _refuse_dependence(
     )
 
 
+def _gross(dtype: torch.dtype, device: torch.device, work: Work) -> float:
+    """How far numbers of this type may be off."""
+    if dtype.itemsize <= 2 or dtype in _GROSS:
+        return _GROSS.get(dtype, _GROSS_OF_FEW_BITS)
+    return _GROSS_SHORTENED if _may_be_shortened(device, work) else _GROSS_IN_FULL
+
+
+def _may_be_shortened(device: torch.device, work: Work) -> bool:
+    """Whether products of float32 may be computed with fewer digits, as torch is set."""
+    try:
+        if torch.get_float32_matmul_precision() != "highest":
+            return True
+        if device.type == "cpu" or not torch.backends.cudnn.allow_tf32:
+            return False
+    except RuntimeError:  # set in torch's newer way, which these questions do not know
+        return True
+    return any("conv" in str(op) or "cudnn" in str(op) for op, _ in work)
+
+
 def _rows_mix(
     runner: Verifiable, graph: CapturedGraph, shape: BatchShape, batch: Batch, trials: Trials
 ) -> bool:
@@ -135,12 +169,17 @@ def _rows_mix(
     itself, since numbers that are places to write to are known to be legal, and are put back."""
     full, fields = shapes_to_try(graph.descriptor)[0], runner.buffers.fields
     with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
-        for row, factor in ((0, 1.0), (shape.num_tokens - 1, -1.0)):
-            alike = _all_like(batch, fields, row, 0.3)
+        last = shape.num_tokens - 1
+        fronts = (
+            (_all_like(batch, fields, 0, 0.3), 1.0),
+            (_all_like(batch, fields, last, 0.3), -1.0),
+            (batch, -1.0),
+        )
+        for front, factor in fronts:
             behind = _repeated(_scaled(batch, fields, factor), fields, shape, full)
-            alone, _ = _rows_and_state(runner, graph, alike, shape, shape, trials, ())
+            alone, _ = _rows_and_state(runner, graph, front, shape, shape, trials, ())
             among, _ = _rows_and_state(
-                runner, graph, _in_front(alike, behind, fields), full, shape, trials, ()
+                runner, graph, _in_front(front, behind, fields), full, shape, trials, ()
             )
             for one, other in zip(alone, among, strict=True):
                 if isinstance(one, torch.Tensor) and bool(_is_unlike(_wide(one), _wide(other)).any()):
@@ -156,6 +195,26 @@ def _telling(batch: Batch, fields: Sequence[Field], shape: BatchShape) -> Iterat
     of_one_sign = {k: _away_from_zero(v) if v.is_floating_point() else v for k, v in batch.items()}
     for sign in (1.0, -1.0):
         yield _scaled(of_one_sign, fields, sign), _FLIPS
+    generator = torch.Generator().manual_seed(0)
+    for number in range(_BY_CHANCE):
+        yield _each_scaled(batch, fields, generator, with_signs=number % 2 == 1), _FLIPS
+
+
+def _each_scaled(
+    batch: Batch, fields: Sequence[Field], generator: torch.Generator, *, with_signs: bool
+) -> Batch:
+    """Floating rows of each input multiplied by numbers of their own; `with_signs`: each number by a sign."""
+    scaled = dict(batch)
+    for field in fields:
+        value = batch[field.name]
+        if field.per is not Extent.FIXED and value.is_floating_point():
+            shape = [1] * value.dim()
+            shape[field.dim] = value.size(field.dim)
+            factors = torch.randn(shape, generator=generator)
+            if with_signs:
+                factors = factors * (torch.rand(value.shape, generator=generator) - 0.5).sign()
+            scaled[field.name] = (value.double() * factors.to(value.device)).to(value.dtype)
+    return scaled
 
 
 def _all_like(batch: Batch, fields: Sequence[Field], row: int, factor: float) -> Batch:
@@ -241,7 +300,10 @@ def _repeated(batch: Batch, fields: Sequence[Field], shape: BatchShape, full: Ba
 
 
 def _dependent_state(
-    regions: Sequence[WrittenRegion], got: list[torch.Tensor], wanted: list[torch.Tensor], flips: float
+    regions: Sequence[WrittenRegion],
+    got: list[torch.Tensor],
+    wanted: list[torch.Tensor],
+    allowed: Callable[[torch.dtype], float],
 ) -> str | None:
     """What of the state that a step changes is changed otherwise with padding: a count of rows, a sum over
     them. How much it changes decides what is much, and what it is decides what is rounding."""
@@ -251,11 +313,11 @@ def _dependent_state(
             changed = b != before
             a, b, before = a[changed], b[changed], before[changed]
         if not (b.is_floating_point() or b.is_complex()):
-            differs = b.numel() > 0 and float((a != b).double().mean()) > flips
+            differs = b.numel() > 0 and float((a != b).double().mean()) > allowed(b.dtype)
         else:
             change, off = (torch.nan_to_num((b - other).abs().double()).norm() for other in (before, a))
             rounding = 4 * torch.finfo(b.dtype).eps * torch.nan_to_num(b.abs().double()).norm()
-            differs = bool(off > _GROSS.get(b.dtype, 0.01) * change + rounding)
+            differs = bool(off > allowed(b.dtype) * change + rounding)
         if differs:
             return f"what the step leaves in {name}"
     return None

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 
 from ..dispatch_mode import DispatchMode
-from ..journal import draws
+from ..journal import draws, given_as
 from ..memory import tensors_of
 
 aten = torch.ops.aten
-
-_CHANCES = ("p", "dropout_p")
 
 
 class _Kept:
@@ -37,7 +35,7 @@ class _KeepDraws(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _really_draws(func, args, kwargs or {}):
+        if _matters(func, args, kwargs or {}):
             drawn = [result[1]] if func is aten.native_dropout.default else list(tensors_of(result))
             self._kept.values.append([tensor.detach().clone() for tensor in drawn])
         return result
@@ -56,7 +54,7 @@ class _GiveDraws(DispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _really_draws(func, args, kwargs or {}):
+        if not _matters(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         drawn = self._kept.values[self._next]
         self._next += 1
@@ -69,17 +67,12 @@ class _GiveDraws(DispatchMode):
         return drawn[0] if single else tuple(drawn)
 
 
-def _really_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention is marked as drawing also where its dropout is 0."""
-    if not draws(func):
+def _matters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws, and what it draws can be told from nothing."""
+    if not draws(func, args, kwargs):
         return False
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in _CHANCES:
-            chance = (
-                args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            )
-            return chance is None or isinstance(chance, torch.Tensor) or chance > 0
-    return True
+    chances = given_as(("p",), func, args, kwargs)
+    return all(chance is None or isinstance(chance, torch.Tensor) or chance > 0 for chance in chances)
 
 
 @contextmanager

@@ -41,6 +41,8 @@ class FirstRun:
         """Where it leaves tensors in every call, besides its result."""
         self.changes: set[Key] = set()
         """What it assigns in every call."""
+        self.grown: set[int] = set()
+        """Holders, by identity, that it assigned in or added to, be it in this run alone."""
         self.reads: set[int] = set()
         """Addresses of the storages that it used."""
         backend = backend_for(device)
@@ -63,6 +65,7 @@ class FirstRun:
             self.result: Any = map_tensors(torch.Tensor.clone, result)
             del result
             changed = before.changed()
+            self.grown = {holder for holder, _ in changed}
             self.stays = self.refusal is not None or (may_stay and trials.makes_state)
             self.written = tuple(n for n, copy in copies.items() if trials.wrote(storage_address(copy)))
             """Arguments that it changes in place."""

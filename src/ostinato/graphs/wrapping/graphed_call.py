@@ -275,11 +275,11 @@ class GraphedCall:
         if self.attributes_changed or not entry.reached.is_same_code():
             return Reason.ATTRIBUTE_CHANGED
         # Where a tensor was replaced, too, that is an error, whatever else has changed with it.
-        has_changed = entry.reached.changed_values() and entry.reached.is_unchanged()
+        has_changed = bool(_others(entry.reached)) and entry.reached.is_unchanged()
         return Reason.ATTRIBUTE_CHANGED if has_changed else None
 
     def _warn_of(self, reason: Reason, entry: _Entry) -> None:
-        names = entry.reached.changed_values() if reason is Reason.ATTRIBUTE_CHANGED else []
+        names = _others(entry.reached) if reason is Reason.ATTRIBUTE_CHANGED else []
         which = f": {', '.join(names[:5])}" if names else ""
         self._warn_once(reason, f"{reason} since the capture{which}: set it back, or call recapture()")
 
@@ -316,9 +316,15 @@ class GraphedCall:
             else:
                 runner.refuse(first.refusal)
         finally:
-            before.put_back(first.changes if runner.graphs else before.changed())
-        reads = first.reads | runner.storages_read()
-        reached = Reached(self.function, *signature.functions, reads=reads, ignored=first.changes)
+            changed = before.changed()
+            before.put_back(first.changes if runner.graphs else changed)
+        reached = Reached(
+            self.function,
+            *signature.functions,
+            reads=first.reads | runner.storages_read(),
+            ignored=first.changes,
+            growing=first.grown | {holder for holder, _ in changed},
+        )
         if first.changes and runner.graphs:
             level = logging.WARNING if self.settings.debug else logging.INFO
             logger.log(level, "the function changes %d values in Python: replays do not", len(first.changes))
@@ -381,6 +387,11 @@ class GraphedCall:
         if isinstance(self.function, torch.nn.Module):
             devices += [parameter.device for parameter in self.function.parameters()]
         return next((device for device in devices if device.type != "cpu"), devices[0])
+
+
+def _others(reached: Reached) -> list[str]:
+    """What has another value, or was not there."""
+    return [*reached.changed_values(), *reached.added()]
 
 
 def _autocast(device: torch.device) -> Any:

@@ -1,5 +1,6 @@
-"""What holds values in Python, and how to look there: dictionaries, lists, closures, objects."""
+"""What holds values in Python, and how to look there: dictionaries, lists, sets, closures, objects."""
 
+import contextvars
 import types
 from collections import deque
 from collections.abc import Collection
@@ -32,9 +33,13 @@ def slots_of(value: Any) -> list[str]:
 
 
 def items_of(holder: Any) -> list[tuple[Any, Any]]:
-    """What a dictionary, list, closure or object with slots holds, by key."""
+    """What a dictionary, list, closure or object with slots holds, by key; of a set, what it has is a key."""
     if isinstance(holder, dict):
         return list(holder.items())
+    if isinstance(holder, set):
+        return [(element, True) for element in holder]
+    if isinstance(holder, contextvars.ContextVar):
+        return [("value", holder.get(None))]
     if isinstance(holder, types.CellType):
         return [("contents", item_of(holder, "contents"))]
     if isinstance(holder, list | tuple | deque):
@@ -51,6 +56,12 @@ def item_of(holder: Any, key: Any) -> Any:
     """What stands there, or None."""
     if isinstance(holder, dict):
         return holder.get(key)
+    if isinstance(holder, type):
+        return vars(holder).get(key)
+    if isinstance(holder, set):
+        return key in holder or None
+    if isinstance(holder, contextvars.ContextVar):
+        return holder.get(None)
     if isinstance(holder, types.CellType):
         try:
             return holder.cell_contents
@@ -69,6 +80,10 @@ def put(holder: Any, key: Any, value: Any) -> None:
         holder.cell_contents = value
     elif isinstance(holder, PartOf):
         holder.whole[key] = value
+    elif isinstance(holder, set):
+        holder.add(key)
+    elif isinstance(holder, contextvars.ContextVar):
+        holder.set(value)
     else:
         setattr(holder, key, value)
 
@@ -77,5 +92,7 @@ def drop(holder: Any, key: Any) -> None:
     """Let nothing stand there."""
     if isinstance(holder, dict | PartOf):
         (holder if isinstance(holder, dict) else holder.whole).pop(key)
+    elif isinstance(holder, set):
+        holder.discard(key)
     else:
         delattr(holder, key)

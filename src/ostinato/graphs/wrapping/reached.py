@@ -13,7 +13,7 @@ Note [What was added]
 What stands where it stood says nothing about what came to stand beside it: a layer that was appended, a
 number in a dictionary, an attribute that code asks for with `hasattr`. So the sizes of containers count too.
 An attribute that no code mentions counts for nothing, and neither does a container that none mentions, where
-a trainer keeps his results.
+a trainer keeps his results. A container that the function was seen to fill itself, a memo, may grow.
 
 Note [Python state]
 A replay runs no Python: what a function assigns stays as it was. What it assigns in every call is put back
@@ -36,13 +36,12 @@ from ..trimming import same_constant
 from .assigned import Assigned
 from .holders import MISSING, Key, drop, identity, item_of, items_of, put
 from .standing import Comparison
+from .user_code import is_called_by_python
 from .walk import HOOKS, Walk, has_memory
+from .ways import BY_ANY_NAME
 
 _address, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _training, _dtype = attrgetter("training"), attrgetter("dtype")
-
-_BY_ANY_NAME = {"getattr", "vars", "__dict__", "asdict", "attrgetter"}
-"""Code that mentions these may read an attribute whose name it does not mention."""
 
 
 class Reached:
@@ -53,19 +52,21 @@ class Reached:
         *roots: Any,
         reads: Collection[int] | None = None,
         ignored: Collection[Key] = (),
+        growing: Collection[int] = (),
         with_hooks_of: Callable[[Any], bool] | None = None,
     ) -> None:
         """`roots`: the function, and others that it is given. `reads`: addresses of the storages that count;
-        None: all. `ignored`: what the function changes itself. `with_hooks_of`: whose hooks of
-        gradients count."""
+        None: all. `ignored`: what the function changes itself. `growing`: containers, by identity, that
+        the function adds to. `with_hooks_of`: whose hooks of gradients count."""
         self._ignored = ignored
         walk = Walk(roots, reads, ignored, with_hooks_of)
         self.modules = walk.modules
         self._watched, self._values = walk.watched, walk.values
         self._of_objects, self._called_names = walk.of_objects, walk.called_names
         self._of_bound = walk.of_bound
-        self._tables, self._attributes = walk.tables, walk.attributes
-        self._containers = walk.containers
+        self._tables, self._growing = walk.tables, walk.growing
+        self._attributes = [(who, *named, frozenset(named[1])) for who, named in walk.attributes.items()]
+        self._not_growing = {owner for owner, _ in ignored} | set(growing)
         self._saved = [(name, holder, dict(items_of(holder))) for name, holder in walk.holders.values()]
         found = [value for _, _, value, _ in self._watched]
         self.tensors = [value for value in found if isinstance(value, torch.Tensor) and has_memory(value)]
@@ -134,26 +135,21 @@ class Reached:
         found.add_equal(functools.partial(_all_types, self.modules))
         for module in self.modules:
             _add_module(found, module)
-        counted = [*self._tables, *self._attributes.values(), *self._counted()]
+        counted = [*self._tables, *(attributes for _, _, attributes, _ in self._attributes), *self._growing]
         found.add_equal(lambda: list(map(len, counted)))
         return found.compiled()
 
     def added(self) -> list[str]:
         """The names of what was not there, see Note [What was added]."""
         then = {id(holder): (name, saved) for name, holder, saved in self._saved}
-        own = {owner for owner, _ in self._ignored}
         found = []
-        for holder in (*self._tables, *(each for each in self._counted() if id(each) not in own)):
+        for holder in (*self._tables, *(each for each in self._growing if id(each) not in self._not_growing)):
             name, saved = then[id(holder)]
             found += [f"{name}{key}" for key in dict(items_of(holder)).keys() - saved.keys()]
-        for holder in self._attributes.values():
-            name, saved = then[id(holder)]
-            new = (holder.keys() - saved.keys()) & self._called_names
-            found += [f"{name}{key}" for key in new if (id(holder), key) not in self._ignored]
+        for who, name, attributes, before in self._attributes:
+            new = [key for key in attributes.keys() - before if (who, key) not in self._ignored]
+            found += [f"{name}{key}" for key in new if key in self._called_names or is_called_by_python(key)]
         return sorted(found)
-
-    def _counted(self) -> list[Any]:
-        return [each for name, each in self._containers.values() if not name or name in self._called_names]
 
     def replaced(self, without: Collection[int] = ()) -> list[str]:
         """The names of tensors and modules that others stand for now, or that have moved."""
@@ -173,7 +169,7 @@ class Reached:
     def _is_kept(self, holder: Any, key: Any, value: Any) -> bool:
         """Whether it is a result, or the place for one, that an object keeps and no code mentions; a number,
         too, in an object whose own method is what is called: a trainer's."""
-        of_bound = id(holder) in self._of_bound and self._called_names.isdisjoint(_BY_ANY_NAME)
+        of_bound = id(holder) in self._of_bound and self._called_names.isdisjoint(BY_ANY_NAME)
         is_result = value is None or isinstance(value, torch.Tensor) or of_bound
         return is_result and id(holder) in self._of_objects and key not in self._called_names
 

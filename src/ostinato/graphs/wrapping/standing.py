@@ -21,6 +21,7 @@ class Comparison:
         self._terms: list[str] = []
         self._named: dict[str, Any] = {"item_of": item_of}
         self._names: dict[int, str] = {}
+        self._of_classes: dict[type, Any] = {}
 
     def add_places(self, places: Iterable[Place]) -> None:
         """The same object stands there."""
@@ -57,7 +58,9 @@ class Comparison:
 
     def _look(self, holder: Any, key: Any) -> str:
         name = self._name(holder)
-        if type(holder) in (dict, list):
+        if isinstance(holder, type):
+            name = self._name(self._of_classes.setdefault(holder, vars(holder)))
+        if type(holder) in (dict, list) or isinstance(holder, type):
             return f"{name}[{repr(key) if type(key) in (str, int) else self._name(key)}]"
         if isinstance(holder, types.CellType):
             return f"{name}.cell_contents"

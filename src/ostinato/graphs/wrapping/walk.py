@@ -1,13 +1,14 @@
 """The way from a function to all that it reaches: tensors, the containers and modules on the way to them,
 and what else its code may look at."""
 
+import contextvars
 import functools
 import logging
 import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -16,6 +17,18 @@ import torch
 from ..memory import storage_address
 from .code_names import mentioned, names_in
 from .holders import Key, PartOf, item_of, items_of, slots_of
+from .user_code import (
+    NAMESPACES,
+    functions_in,
+    is_called_by_python,
+    is_data,
+    is_namespace,
+    is_own,
+    is_read_whole,
+    is_users,
+    may_grow,
+)
+from .ways import Ways
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -27,27 +40,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_GRADIENTS = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
 """Where modules and tensors keep those that a backward pass calls."""
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-_NOT_USERS = {*sys.stdlib_module_names, "torch", "numpy", "ostinato", "transformers"} - {"__main__"}
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type,
-    torch.dtype,
-    torch.device,
-    types.ModuleType,
-)
-_CONTAINERS = (
-    torch.nn.ModuleList,
-    torch.nn.ModuleDict,
-    torch.nn.Sequential,
-    torch.nn.ParameterList,
-    torch.nn.ParameterDict,
-)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, types.ModuleType)
+_CONTAINERS = (dict, list, tuple, deque, set)
 
 
 class Walk:
@@ -66,29 +60,37 @@ class Walk:
         self.watched: list[tuple[Any, Any, Any, str]] = []
         self.values: list[tuple[Any, Any, Any, str]] = []
         self.holders: dict[Any, tuple[str, Any]] = {}
+        self._noted: dict[Key, Any] = {}
         self._seen: dict[int, Any] = {}  # holds what was seen: identities must not be used again meanwhile
         self._leads: set[int] = set()
         self._is_beside = False
         """Inside a module that another one merely refers to: of that, only what is read counts."""
-        self._methods: list[tuple[str, types.FunctionType]] = []
+        self._of_classes: list[tuple[type, str, Any]] = []
+        """Methods and values of classes on the way."""
         self._names: set[str] = set()
         """All that code which was followed mentions: a method is called by its name."""
         self.of_objects: set[int] = set()
         """Attributes of objects that are no modules, by identity."""
         self.of_bound: set[int] = set()
         """Those of objects whose methods are followed: what else is in them is read by these methods."""
-        self._of_modules: set[int] = set()
-        # What may grow, see Note [What was added] in reached.py: tables of modules, attributes, and other
-        # containers with the name of the attribute that they are, or are in.
+        self._ways = Ways()
+        # What may grow, see Note [What was added] in reached.py: tables of modules, attributes with how they
+        # are called, and containers.
         self.tables: list[dict[str, Any]] = []
-        self.attributes: dict[int, dict[str, Any]] = {}
-        self.containers: dict[int, tuple[str, Any]] = {}
-        self._attribute = ""
+        self.attributes: dict[int, tuple[str, Mapping[str, Any]]] = {}
         self._is_aside = False
         """Inside a method that nobody calls by name: of that, only tensors count."""
         for root in roots:
             self._visit("", root)
-        self._follow_methods()
+        self._follow_classes()
+        may_read = self._ways.readable(self.called_names)
+        self.values = [
+            (holder, key, *rest)
+            for holder, key, *rest in self.values
+            if may_read(holder, key) or (isinstance(holder, type) and is_called_by_python(key))
+        ]
+        growing = self._ways.growing(self.called_names)
+        self.growing = [container for container in growing if id(container) in self.holders]
         if len(self._seen) > _MOST_OBJECTS:
             logger.warning("more than %d objects are reached: not all are watched", _MOST_OBJECTS)
         self._seen.clear()
@@ -113,6 +115,9 @@ class Walk:
             return False
         if isinstance(value, torch.nn.Module):
             return self._follow_module(name, value)
+        if isinstance(value, type):
+            self._follow_class(value)
+            return False
         if isinstance(value, types.FunctionType):
             return self._follow_function(value)
         if isinstance(value, types.MethodType):
@@ -124,24 +129,33 @@ class Walk:
             return inside | self._follow_holder(name, value.keywords)
         if isinstance(value, torch.optim.Optimizer):
             return self._follow_holder(f"{name}.state", value.state)
-        if isinstance(value, dict | list | tuple | deque):
-            self.containers[id(value)] = self._attribute, value
+        if isinstance(value, contextvars.ContextVar):
+            return self._follow_holder(f"{name}.", value)
+        if isinstance(value, _CONTAINERS):
+            self._ways.add_container(value)
             is_named = isinstance(value, dict) and bool(name)
-            found = self._follow_holder(f"{name}." if is_named else name, value)
-            if self._is_aside or id(value) not in self.holders:
-                del self.containers[id(value)]
-            return found
-        if _is_users(type(value).__module__):
-            found = False
-            if hasattr(value, "__dict__"):
-                self.of_objects.add(id(vars(value)))
-                if not self._is_aside:
-                    self.attributes[id(vars(value))] = vars(value)
-                found = self._follow_holder(f"{name}.", vars(value))
-            found |= self._follow_holder(f"{name}.", value) if slots_of(value) else False
-            self._follow_class(type(value))
-            return found
-        return False
+            return self._follow_holder(f"{name}." if is_named else name, value) | self._follow_object(
+                name, value
+            )
+        found = self._follow_object(name, value)
+        for function in functions_in(value):
+            found |= self._visit(name, function)
+        return found
+
+    def _follow_object(self, name: str, value: Any) -> bool:
+        kind = type(value)
+        if not (is_users(kind.__module__) or is_namespace(value)):
+            return False
+        found = False
+        if hasattr(value, "__dict__"):
+            self.of_objects.add(id(vars(value)))
+            self._add_owner(f"{name}.", vars(value), kind)
+            found = self._follow_holder(f"{name}.", vars(value))
+        if slots_of(value) and not isinstance(value, _CONTAINERS):
+            self._ways.add_owner(value, is_read_whole=is_read_whole(kind), is_own=is_own(kind.__module__))
+            found |= self._follow_holder(f"{name}.", value)
+        self._follow_class(kind)
+        return found
 
     def _follow_module(self, name: str, module: torch.nn.Module) -> bool:
         self.modules.append(module)
@@ -153,17 +167,22 @@ class Walk:
         found = False
         for table in (own[table] for table in _TABLES if type(own.get(table)) is dict):  # not in TorchScript
             found |= self._follow_holder(prefix, table)
-        if (found or not self._is_beside) and _may_grow(module):
+        if (found or not self._is_beside) and may_grow(module):
             self.tables += [own[table] for table in _TABLES if type(own.get(table)) is dict]
         self.holders[id(own)] = prefix, own
-        self._of_modules.add(id(own))
-        if _is_users(type(module).__module__) and not self._is_aside:
-            self.attributes[id(own)] = own
+        self._add_owner(prefix, own, type(module))
         before, self._is_beside = self._is_beside, True
         for key in own.keys() - _OF_EVERY_MODULE:
             found |= self._note(f"{prefix}{key}", own, key, own[key])
         self._is_beside = before
         return found
+
+    def _add_owner(self, prefix: str, attributes: dict[str, Any] | type, kind: type) -> None:
+        is_users_own = is_own(kind.__module__) or issubclass(kind, NAMESPACES)
+        self._ways.add_owner(attributes, is_read_whole=is_read_whole(kind), is_own=is_users_own)
+        if is_users_own and not self._is_aside:
+            names = vars(attributes) if isinstance(attributes, type) else attributes
+            self.attributes[id(attributes)] = prefix, names
 
     def _follow_hooks_of_gradients(self, owner: Any) -> None:
         for hooks in (
@@ -172,53 +191,93 @@ class Walk:
             for hook in (getattr(owner, hooks, None) or {}).values():
                 self._visit("", hook)
 
+    # -- classes: only what code mentions of them --------------------------------------------------
+
     def _follow_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if _is_users(base.__module__) and id(base) not in self._seen:
-                self._seen[id(base)] = base
+            if is_users(base.__module__) and id(base) not in self.holders:
                 self.holders[id(base)] = f"{base.__name__}.", base
-                own = vars(base).items()
-                self._methods += [(key, each) for key, each in own if isinstance(each, types.FunctionType)]
+                self._add_owner(f"{base.__name__}.", base, base)
+                self._of_classes += [(base, key, entry) for key, entry in list(vars(base).items())]
 
-    def _follow_methods(self) -> None:
-        """Those of classes on the way: first all that may be called, whatever by."""
-        self._follow_called(besides="__init__")  # which made what is here, and is over
+    def _follow_classes(self) -> None:
+        """What may be looked at, whatever by; then also what made all this, and is over."""
+        self._follow_mentioned(without="__init__")
         self.called_names = frozenset(self._names)
-        self._follow_called()
+        self._follow_mentioned()
         self._is_aside = True
-        while self._methods:
-            self._visit("", self._methods.pop()[1])
-
-    def _follow_called(self, besides: str = "") -> None:
-        while called := [e for e in self._methods if self._may_be_called(e[0]) and e[0] != besides]:
-            self._methods = [entry for entry in self._methods if entry not in called]
-            for _, function in called:
+        while self._of_classes:
+            _, _, entry = self._of_classes.pop()
+            for function in [entry] if isinstance(entry, types.FunctionType) else functions_in(entry):
                 self._visit("", function)
 
-    def _may_be_called(self, name: str) -> bool:
-        return name == "forward" or name.startswith("__") or name in self._names
+    def _follow_mentioned(self, without: str = "") -> None:
+        def is_due(key: str) -> bool:
+            return key != without and (key == "__init__" or key in self._names or is_called_by_python(key))
+
+        while due := [entry for entry in self._of_classes if is_due(entry[1])]:
+            self._of_classes = [entry for entry in self._of_classes if not is_due(entry[1])]
+            for base, key, entry in due:
+                if isinstance(entry, types.FunctionType) or functions_in(entry) or is_data(key, entry):
+                    self._note(f"{base.__name__}.{key}", base, key, entry)
+
+    # -- functions ---------------------------------------------------------------------------------
 
     def _follow_function(self, function: types.FunctionType) -> bool:
-        found = False
-        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        found, code = False, function.__code__
+        names = mentioned(code) if is_users(function.__module__) else frozenset()
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.holders[id(cell)] = f"{variable} ", cell
-            found |= self._note(variable, cell, "contents", item_of(cell, "contents"))
-        if not _is_users(function.__module__):
+            found |= self._note_variable(function, names, variable, cell, "contents")
+        if not is_users(function.__module__):
             return found
-        self._names |= mentioned(function.__code__)
+        self._names |= names
         defaults = function.__defaults__ or ()
-        named = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :]
+        named = code.co_varnames[: code.co_argcount][-len(defaults) :]
         given = dict(zip(named, defaults, strict=False)) | (function.__kwdefaults__ or {})
         for variable, default in given.items():
             found |= self._note(variable, (default,), 0, default)
-        for variable in names_in(function.__code__, ("LOAD_GLOBAL", "LOAD_NAME")):
+        for variable in names_in(code, ("LOAD_GLOBAL", "LOAD_NAME")):
             if variable in function.__globals__:
-                found |= self._note(variable, function.__globals__, variable, function.__globals__[variable])
-        assigned = names_in(function.__code__, ("STORE_GLOBAL",))
-        if assigned:
-            part = PartOf(function.__globals__, assigned)
-            self.holders[id(function), 0] = "", part
+                found |= self._note_variable(function, names, variable, function.__globals__, variable)
+        for variable in names_in(code, ("IMPORT_NAME",)):
+            for module in (variable, f"{function.__globals__.get('__package__')}.{variable}".rstrip(".")):
+                found |= self._follow_python_module(function, names, variable, sys.modules.get(module))
+        self._follow_assigned(function, function.__globals__, names_in(code, ("STORE_GLOBAL",)), "")
         return found
+
+    def _note_variable(
+        self, function: types.FunctionType, names: frozenset[str], variable: str, holder: Any, key: Any
+    ) -> bool:
+        value = item_of(holder, key)
+        if isinstance(value, types.ModuleType):
+            return self._follow_python_module(function, names, variable, value)
+        return self._note(variable, holder, key, value)
+
+    def _follow_python_module(
+        self, function: types.FunctionType, names: frozenset[str], called: str, module: Any
+    ) -> bool:
+        """What a function's code mentions of a module of the user's: settings and other functions."""
+        if not isinstance(module, types.ModuleType) or not is_own(module.__name__):
+            return False
+        own, found = vars(module), False
+        self.attributes.setdefault(id(own), (f"{called}.", own))
+        for name in sorted(names & own.keys()):
+            if isinstance(own[name], types.ModuleType):
+                found |= self._follow_python_module(function, names - {name}, f"{called}.{name}", own[name])
+            else:
+                found |= self._note(f"{called}.{name}", own, name, own[name])
+        assigned = names & own.keys() & set(names_in(function.__code__, ("STORE_ATTR",)))
+        self._follow_assigned(function, own, tuple(assigned), f"{called}.")
+        return found
+
+    def _follow_assigned(
+        self, function: types.FunctionType, holder: dict[str, Any], names: Collection[str], prefix: str
+    ) -> None:
+        if names:
+            self.holders[id(function), id(holder)] = prefix, PartOf(holder, names)
+
+    # -- values ------------------------------------------------------------------------------------
 
     def _follow_holder(self, name: str, holder: Any) -> bool:
         self._seen[id(holder)] = holder
@@ -237,27 +296,14 @@ class Walk:
     def _note(self, name: str, holder: Any, key: Any, value: Any) -> bool:
         if (id(holder), key) in self._ignored or isinstance(value, types.ModuleType):
             return False
-        before = self._attribute
-        if id(holder) in self.of_objects or id(holder) in self._of_modules:
-            self._attribute = key
-        elif id(holder) not in self.containers:  # a variable, which the code that is followed mentions
-            self._attribute = ""
+        if isinstance(value, _CONTAINERS) and not self._is_aside:
+            self._ways.lead(holder, key, value)
         leads = self._visit(name, value) or (isinstance(value, torch.nn.Module) and not self._is_beside)
-        self._attribute = before
-        if self._is_aside and not leads:
-            return False
+        if (self._is_aside and not leads) or self._noted.get((id(holder), key)) is holder:
+            return leads
+        self._noted[id(holder), key] = holder
         (self.watched if leads else self.values).append((holder, key, value, name))
         return leads
-
-
-def _may_grow(module: torch.nn.Module) -> bool:
-    """Whether what is added to it may change what it does: not to a layer of torch's own."""
-    of_torch = type(module).__module__.startswith("torch.nn.")
-    return not of_torch or bool(module._modules) or isinstance(module, _CONTAINERS)
-
-
-def _is_users(module: str | None) -> bool:
-    return (module or "").partition(".")[0] not in _NOT_USERS
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
