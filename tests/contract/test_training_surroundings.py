@@ -50,6 +50,31 @@ def losses_of_both(device, change, *, accumulate=1, loss_fn=cross_entropy):
     return step, found, expected
 
 
+class Scaled(torch.autograd.Function):
+    """A derivative of its own, which reads a number of its class."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Scaled.factor
+
+
+def test_a_number_that_only_a_derivative_reads_is_noticed(device, monkeypatch):
+    def change(i, model):
+        monkeypatch.setattr(Scaled, "factor", 0.5 if i >= CHANGES_AT else 1.0)
+
+    step, found, expected = losses_of_both(
+        device, change, loss_fn=lambda output, targets: cross_entropy(Scaled.apply(output), targets)
+    )
+    assert found == expected
+    assert step.report().eager_steps["attribute-changed"] == STEPS - CHANGES_AT
+
+
 def test_a_number_that_changes_in_the_model_is_noticed(device, caplog):
     def change(i, model):
         model.blocks[0].norm.eps = 0.5 if i >= CHANGES_AT else 1e-5
