@@ -50,7 +50,7 @@ def losses_of_both(device, change, *, accumulate=1, loss_fn=cross_entropy):
     return step, found, expected
 
 
-class Scaled(torch.autograd.Function):
+class ScaledDerivative(torch.autograd.Function):
     """A derivative of its own, which reads a number of its class."""
 
     factor = 1.0
@@ -61,15 +61,15 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient * Scaled.factor
+        return gradient * ScaledDerivative.factor
 
 
 def test_a_number_that_only_a_derivative_reads_is_noticed(device, monkeypatch):
     def change(i, model):
-        monkeypatch.setattr(Scaled, "factor", 0.5 if i >= CHANGES_AT else 1.0)
+        monkeypatch.setattr(ScaledDerivative, "factor", 0.5 if i >= CHANGES_AT else 1.0)
 
     step, found, expected = losses_of_both(
-        device, change, loss_fn=lambda output, targets: cross_entropy(Scaled.apply(output), targets)
+        device, change, loss_fn=lambda output, targets: cross_entropy(ScaledDerivative.apply(output), targets)
     )
     assert found == expected
     assert step.report().eager_steps["attribute-changed"] == STEPS - CHANGES_AT
