@@ -25,6 +25,7 @@ from ..errors import CaptureError
 from ..inputs.buffers import Batch
 from ..inputs.fields import Extent, Field
 from ..journal import WrittenRegion
+from .fixed_draws import DrawsAreMixed, FixedDraws
 from .verify import (
     Verifiable,
     dependence,
@@ -121,6 +122,8 @@ def _refuse_dependence(
             repeated = _repeated(batch, runner.buffers.fields, shape, full)
             wanted, wanted_state = _rows_and_state(runner, graph, repeated, full, shape, trials, regions)
         _, dependent = dependence(runner.outputs.names, got, wanted, allowed)
+        if dependent is None and trials.draws_random:
+            dependent = _dependent_with_fixed_draws(runner, graph, shape, batch, trials, allowed)
         if dependent is None and _dependent_state(regions, state, wanted_state, allowed):
             # What a second replay leaves otherwise (a time, an address) says nothing of the batch.
             _, again = _rows_and_state(runner, graph, batch, shape, shape, trials, regions)
@@ -141,6 +144,25 @@ def _refuse_dependence(
         f"{graph.descriptor.num_reqs}. A sum, mean or norm over the batch, or its length as a number, is "
         f"part of the step: compute it outside, or capture without padding (a rung for every size)"
     )
+
+
+def _dependent_with_fixed_draws(
+    runner: Verifiable,
+    graph: CapturedGraph,
+    shape: BatchShape,
+    batch: Batch,
+    trials: Trials,
+    allowed: Callable[[torch.dtype], float],
+) -> str | None:
+    """The step with padding and without, both eager, as no graph can do it."""
+    runner.buffers.fill(batch, shape, graph.descriptor)
+    try:
+        with FixedDraws():
+            padded = trials.run(lambda: eager_rows(runner, graph, shape))
+            alone = trials.run(lambda: unpadded_rows(runner, batch, shape))
+    except DrawsAreMixed:
+        return None
+    return dependence(runner.outputs.names, padded, alone, allowed)[1]
 
 
 def _gross(dtype: torch.dtype, device: torch.device, work: Work) -> float:
