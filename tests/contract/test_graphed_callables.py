@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from contract.steps import randn
 from ostinato.graphs import AddressError, BatchError, CaptureError, ConfigError, make_graphed_callables
@@ -71,6 +72,105 @@ def test_batches_are_padded_to_rungs(device):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert ours[0].forward.replays == 5
     assert ours[0].forward.eager_steps == {"larger-than-max": 1}
+
+
+class Odd(nn.Module):
+    """Rows that depend on each other, or results that padding cannot be cut from."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        self.norm, self.gru = nn.BatchNorm1d(WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return {
+            "batch norm": lambda: self.norm(h),
+            "mean": lambda: h.square().mean(),
+            "count of rows": lambda: h / len(h),
+            "number of rows": lambda: (h, x.size(0)),
+            "rows behind": lambda: self.gru(h.unsqueeze(1))[1],
+            "weight": lambda: (h, self.linear.weight.square()),
+        }[self.kind]()
+
+
+@pytest.mark.parametrize(
+    "kind", ["batch norm", "mean", "count of rows", "number of rows", "rows behind", "weight"]
+)
+def test_without_a_ladder_fewer_rows_are_padded_only_where_they_may_be(device, kind, caplog):
+    torch.manual_seed(0)
+    eager = Odd(kind).to(device)
+    sample = randn(WIDTH, WIDTH, device=device).requires_grad_()
+    ours = make_graphed_callables(copy.deepcopy(eager), (sample,), allow_unused_input=True)
+    for rows in (WIDTH, 4):
+        found = []
+        for part in (eager, ours):
+            part.zero_grad()
+            result = part(randn(rows, WIDTH, device=device).requires_grad_())
+            tensors = [r for r in (result if isinstance(result, tuple) else (result,)) if r is not rows]
+            sum(tensor.square().sum() for tensor in tensors).backward()
+            found.append(
+                [*tensors, *(p.grad for p in part.parameters() if p.grad is not None and p.grad.any())]
+            )
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+    assert ours.forward.eager_steps == {"padding-disabled": 1}
+    assert caplog.text.count("fewer rows than 6 run eagerly in part 0") == 1
+
+
+class Carries(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.is_odd, self.last, self.kind = nn.Linear(WIDTH, WIDTH), False, 0, kind
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if self.kind == "flag":
+            self.is_odd = not self.is_odd
+            return self.linear(x) * (2 if self.is_odd else 1)
+        if self.kind == "result":
+            h = self.linear(x) + self.last
+            self.last = h.detach()
+            return h
+        if self.kind == "memory":
+            self.linear.weight.data = nn.functional.normalize(self.linear.weight.data)
+            return self.linear(x)
+        self.mean = self.mean * 0.5 + x.detach().mean(0)
+        return self.linear(x) + self.mean
+
+
+@pytest.mark.parametrize("kind", ["flag", "result", "memory", "buffer"])
+def test_a_part_in_which_python_carries_something_on_is_refused_and_as_it_was(device, kind):
+    part = Carries(kind).to(device)
+    before = copy.deepcopy(part.state_dict())
+    with pytest.raises(
+        CaptureError, match=r"part 0: .*(in Python decides what, is_odd|assigning a new tensor)"
+    ):
+        graphed([part], device)
+    assert (part.is_odd, part.last) == (False, 0)
+    assert all(torch.equal(value, before[name]) for name, value in part.state_dict().items())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, part, reentrant):
+        super().__init__()
+        self.part, self.reentrant = part, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_region_of_a_part_keeps_what_it_draws(device, reentrant):
+    eager = [Checkpointed(part, reentrant) for part in parts(device, dropout=0.4)]
+    ours = graphed(copy.deepcopy(eager), device)
+    batches = [randn(8, WIDTH, device=device, seed=i) for i in range(4)]
+    results = []
+    for modules in (eager, ours):
+        torch.manual_seed(4)
+        results.append(train(modules, batches, device)[0])
+    assert results[1] == pytest.approx(results[0], rel=0 if device.type == "cpu" else 1e-5)
+    assert [part.forward.replays for part in ours] == [4, 4]
 
 
 def test_gradients_accumulate_and_results_may_be_kept(device):

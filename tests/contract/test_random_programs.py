@@ -134,3 +134,29 @@ def test_attention_without_dropout_hides_no_dependence_on_the_length(device):
     x = randn(3, WIDTH, device=device)
     assert torch.allclose(f(x), attention(x, x) / 3, atol=1e-5)
     assert f.report().graphs == ()
+
+
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout of attention": lambda x: attention_with_dropout(x),
+    "noise": lambda x: x + torch.randn_like(x),
+    "gumbel": lambda x: F.gumbel_softmax(x),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "sampled": lambda x: torch.multinomial(x.softmax(1), 2).float(),
+    "factors": lambda x: x * torch.rand(len(x), 1, device=x.device),
+}
+
+
+def attention_with_dropout(x):
+    heads = x.view(-1, 1, 2, 3)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).reshape(-1, WIDTH)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_draws_is_served_unless_the_length_is_a_number_in_it(device, name):
+    """Other sizes draw other numbers: they are compared with constants in their place."""
+    draw, x = DRAWS[name], randn(3, WIDTH, device=device)
+    for depends in (False, True):
+        f = graphed(lambda x: draw(x) / (len(x) if depends else 4), ladder=LADDER)  # noqa: B023
+        f(x)
+        assert f.report().replays == (not depends), f.report().failures

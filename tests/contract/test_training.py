@@ -507,6 +507,66 @@ def test_a_model_that_only_learns_otherwise_with_padding_is_served_at_its_length
     assert reasons(step) == {"padding-disabled": 1}
 
 
+class WithReference:
+    """The distance to a model that begins as the same one: nothing at first."""
+
+    def __init__(self, model, is_masked):
+        self.reference, self.is_masked = copy.deepcopy(model).requires_grad_(False), is_masked
+
+    def __call__(self, outputs, targets):
+        logits, ids = outputs
+        ours, theirs = logits.log_softmax(-1), self.reference(ids)[0].log_softmax(-1)
+        distance, real = (theirs.exp() * (theirs - ours)).sum(-1), targets != -100
+        mean = (distance * real).sum() / real.sum() if self.is_masked else distance.mean()
+        return cross_entropy(logits, targets) + 0.01 * mean
+
+
+class SaysAll(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.model = make_model(device)
+
+    def forward(self, ids):
+        return self.model(ids), ids
+
+
+def with_entropy(outputs, targets):
+    """A small bonus, for padding as well: about the same everywhere."""
+    logits, _ = outputs
+    entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+    return cross_entropy(logits, targets) - 1e-4 * entropy.mean()
+
+
+@pytest.mark.parametrize("kind", ["masked", "not masked", "entropy"])
+def test_terms_that_are_small_at_first_count_no_padding(device, kind):
+    model = SaysAll(device)
+    loss_fn = with_entropy if kind == "entropy" else WithReference(model, kind == "masked")
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, ladder=LADDER)
+    for length in (8, 8, 5):
+        inputs, targets = one_batch(device, length)
+        expected = loss_fn(model(inputs), targets).item()
+        assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-6)
+    assert reasons(step) == ({} if kind == "masked" else {"padding-disabled": 1})
+
+
+def test_a_model_that_knows_the_length_is_served_at_its_lengths_only(device):
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model(device)
+
+        def forward(self, ids):
+            return self.model(ids) * (1 + 1e-3 * ids.size(1))
+
+    model = Scales()
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), ladder=LADDER)
+    for length in (8, 8, 5):
+        inputs, targets = one_batch(device, length)
+        expected = cross_entropy(model(inputs), targets).item()
+        assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-6)
+    assert reasons(step) == {"padding-disabled": 1}
+
+
 class LooksAhead(nn.Module):
     def __init__(self):
         super().__init__()
@@ -676,8 +736,10 @@ def test_inputs_may_be_trees(device):
         expected = cross_entropy(model(**given), targets).item()
         assert float(step(given, targets)) == pytest.approx(expected, rel=1e-5)
     assert replays(step) == 2
-    with pytest.raises(BatchError, match="lengths"):
-        step({"input_ids": inputs, "attention_mask": torch.ones_like(inputs)[:, :1]}, targets)
+    short = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)[:, :1]}
+    expected = cross_entropy(model(**short), targets).item()
+    assert float(step(short, targets)) == pytest.approx(expected, rel=1e-6), "the model takes that, so we do"
+    assert reasons(step) == {"unseen-signature": 1}
 
 
 def test_rows_without_a_sequence(device):

@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from contract.training_loops import (
+    VOCABULARY,
     captured,
     cross_entropy,
     make_batches,
@@ -46,6 +48,31 @@ def losses_of_both(device, change, *, accumulate=1, loss_fn=cross_entropy):
             optimizer.zero_grad()
         expected.append(loss.item())
     return step, found, expected
+
+
+class ScaledDerivative(torch.autograd.Function):
+    """A derivative of its own, which reads a number of its class."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ScaledDerivative.factor
+
+
+def test_a_number_that_only_a_derivative_reads_is_noticed(device, monkeypatch):
+    def change(i, model):
+        monkeypatch.setattr(ScaledDerivative, "factor", 0.5 if i >= CHANGES_AT else 1.0)
+
+    step, found, expected = losses_of_both(
+        device, change, loss_fn=lambda output, targets: cross_entropy(ScaledDerivative.apply(output), targets)
+    )
+    assert found == expected
+    assert step.report().eager_steps["attribute-changed"] == STEPS - CHANGES_AT
 
 
 def test_a_number_that_changes_in_the_model_is_noticed(device, caplog):
@@ -554,6 +581,67 @@ def test_parts_are_frozen_and_released_on_the_way(device, accumulate, frozen_fir
     assert [line for line in caplog.messages if "while which parameters are frozen is not as at the" in line]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("at", [4, 5])
+def test_what_was_released_is_captured_anew_when_asked(device, accumulate, at):
+    ours, theirs = twins(make_model(device))
+    step, other = captured(ours, adamw(ours), accumulate=accumulate), adamw(theirs)
+    batches = make_batches(device, [8] * 8)
+    for i, batch in enumerate(batches):
+        for model in (ours, theirs):
+            model.blocks[0].requires_grad_(i >= 2)
+        if i == at:
+            step.capture(*batch)
+        step(*batch)
+        if (i + 1) % accumulate == 0:
+            train_eagerly(theirs, other, batches[i + 1 - accumulate : i + 1], accumulate=accumulate)
+    assert same_parameters(ours, theirs)
+    assert step.report().eager_steps == {"first-call": accumulate, "attribute-changed": at - 2}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_may_be_looked_at_after_every_step(device, accumulate):
+    """The first update is followed by a capture, which makes some of its own."""
+    ours, theirs = twins(make_model(device))
+    step, other = captured(ours, adamw(ours), accumulate=accumulate), adamw(theirs)
+    for i, (inputs, targets) in enumerate(make_batches(device, [8] * 6)):
+        if i % accumulate == 0:
+            other.zero_grad()
+        (cross_entropy(theirs(inputs), targets) / accumulate).backward()
+        step(inputs, targets)
+        for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad)
+        if (i + 1) % accumulate == 0:
+            other.step()
+
+
+def test_two_steps_may_train_the_same_parameters(device):
+    """Each with an optimizer of its own; the gradients of the one are none of the other's."""
+    ours, theirs = twins(make_model(device))
+    others = adamw(theirs), torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True)
+    steps = (
+        captured(ours, adamw(ours)),
+        captured(ours, torch.optim.SGD(ours.parameters(), lr=0.1, fused=True), accumulate=2),
+    )
+    batches = make_batches(device, [8] * 9)
+    for i in range(0, 9, 3):
+        for number, batch in zip((0, 1, 1), batches[i : i + 3], strict=True):
+            steps[number](*batch)
+        train_eagerly(theirs, others[0], batches[i : i + 1])
+        train_eagerly(theirs, others[1], batches[i + 1 : i + 3], accumulate=2)
+    assert same_parameters(ours, theirs)
+    assert [replays(step) for step in steps] == [2, 4]
+
+
+def test_a_parameter_without_elements_does_no_harm(device):
+    ours = make_model(device)
+    ours.nothing = nn.Parameter(torch.empty(0, device=device))
+    ours.register_forward_hook(lambda module, args, output: output + module.nothing.sum())
+    theirs = make_model(device)
+    step, batches = captured(ours, adamw(ours)), make_batches(device, [8] * 3)
+    assert [step(*batch).item() for batch in batches] == train_eagerly(theirs, adamw(theirs), batches)
+
+
 def test_parameters_of_another_optimizer_are_named_and_left_alone(device, caplog):
     model = make_model(device)
     norm = [*model.blocks[0].norm.parameters()]
@@ -578,6 +666,41 @@ def test_a_critic_that_only_the_loss_knows_keeps_its_gradients(device):
         step(inputs, targets)
         assert torch.equal(critic.weight.grad, torch.full_like(critic.weight, 3.0))
         assert critic.bias.grad is None
+    assert replays(step) == 3
+
+
+class Holds:
+    """What is given may be an object that nobody can look into."""
+
+    def __init__(self, targets=None):
+        self.targets = targets
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_what_nobody_can_compare_is_in_no_graph(device, is_new, caplog):
+    ours, theirs = twins(make_model(device))
+    step = captured(
+        ours,
+        adamw(ours),
+        lambda logits, given: cross_entropy(logits, given.targets),
+        options=CaptureOptions(freeze_gc=False),
+    )
+    held, found = Holds(), []
+    batches = make_batches(device, [8] * 4)
+    for inputs, targets in batches:
+        held = Holds() if is_new else held
+        held.targets = targets
+        found.append(step(inputs, held).item())
+    assert found == train_eagerly(theirs, adamw(theirs), batches)
+    assert "targets is a Holds, and changes to it cannot be detected" in caplog.text
+    assert replays(step) == 0
+
+
+def test_what_a_tokenizer_returns_is_a_dictionary(device):
+    ours, theirs = twins(make_model(device))
+    step, batches = captured(ours, adamw(ours)), make_batches(device, [8] * 4)
+    found = [step(UserDict(ids=ids), targets).item() for ids, targets in batches]
+    assert found == train_eagerly(theirs, adamw(theirs), batches)
     assert replays(step) == 3
 
 
@@ -667,6 +790,78 @@ class Differentiating(nn.Module):
         logits = self.second(hidden.tanh())
         (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
         return logits * (1 + slope.square().mean())
+
+
+class InTurns(nn.Module):
+    """Uses one of two layers after the other."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inside, self.is_odd = make_model(device), False
+        self.heads = nn.ModuleList([nn.Linear(VOCABULARY, VOCABULARY, device=device) for _ in range(2)])
+
+    def forward(self, ids):
+        self.is_odd = not self.is_odd
+        return self.heads[self.is_odd](self.inside(ids))
+
+
+class Warming(InTurns):
+    """Counts, and computes with that."""
+
+    def forward(self, ids):
+        self.is_odd += 1
+        return self.inside(ids) * min(1.0, self.is_odd / 8)
+
+
+class Ring(InTurns):
+    """Keeps the last words in a ring, whose end it knows in Python; after two steps it is where it was."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.end = 0
+        self.register_buffer("ring", torch.zeros(2, VOCABULARY, device=device))
+
+    def forward(self, ids):
+        logits = self.inside(ids)
+        self.ring[self.end] = logits.detach().mean((0, 1))
+        self.end = 1 - self.end
+        return logits + self.ring.sum(0)
+
+
+class Normal(InTurns):
+    """Gives a parameter other memory in every step."""
+
+    def forward(self, ids):
+        self.heads[0].weight.data = nn.functional.normalize(self.heads[0].weight.data)
+        return self.heads[0](self.inside(ids))
+
+
+class Swaps(InTurns):
+    """Has two buffers change places."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.register_buffer("one", torch.ones((), device=device))
+        self.register_buffer("other", torch.zeros((), device=device))
+
+    def forward(self, ids):
+        self.one, self.other = self.other, self.one
+        return self.inside(ids) * (1 + self.one)
+
+
+@pytest.mark.parametrize("kind", [InTurns, Warming, Ring, Normal, Swaps])
+def test_what_python_carries_from_step_to_step_is_in_no_graph(device, kind, caplog):
+    torch.manual_seed(0)
+    ours, theirs = twins(kind(device))
+    for model in (ours, theirs):
+        model.requires_grad_(False)
+        model.inside.requires_grad_(True)
+    step = captured(ours, adamw(ours), options=CaptureOptions(freeze_gc=False))
+    batches = make_batches(device, [8] * 5)
+    assert [step(*batch).item() for batch in batches] == train_eagerly(theirs, adamw(theirs), batches)
+    assert same_parameters(ours, theirs)
+    assert step.report().eager_steps["capture-failed"] == 4
+    assert re.search("something in Python decides what|keeps state by assigning", caplog.text)
 
 
 def test_a_model_that_differentiates_by_itself(device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 import dataclasses
 import functools
 import importlib
@@ -330,9 +331,46 @@ def test_options_of_chat_act(llm: LLM) -> None:
     shouting = "{{ messages[0].content | upper }}{{ mood }}"
     assert prompt(chat_template=shouting, chat_template_kwargs={"mood": "!"}) == "HELLO!"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
-    assert prompt(parts) == prompt()
+    assert prompt(parts) == "<|turn|>u:Hel\nlo<|turn|>a:"
     whole = "{{ messages[0].content[1].text }}"
     assert prompt(parts, chat_template=whole, chat_template_content_format="openai") == "lo"
+
+
+CALLS = "{% for m in messages %}{{ m.role }}={{ m.content }}{% for call in m.tool_calls or [] %}" + (
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"city": "Rom"}', '{"city": "Rom"}'),
+        ({"city": "Rom"}, '{"city": "Rom"}'),
+        (" ", "{}"),
+        (None, "{}"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_calls_of_earlier_answers_are_written_as_their_arguments_are(
+    llm: LLM, arguments: Any, written: str
+) -> None:
+    """The API has them as JSON texts, which a template would put in quotes, and no content as null."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    talk = [
+        *TALK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    asked = copy.deepcopy(talk)
+    [output] = llm.chat(asked, GREEDY, chat_template=CALLS)
+    assert output.prompt == f"user=Hello;assistant=weather{written};tool=5;"
+    assert asked == talk
+
+
+def test_arguments_that_are_no_json_are_refused(llm: LLM) -> None:
+    call = {"function": {"name": "weather", "arguments": "{"}}
+    with pytest.raises(RequestError, match="arguments of a tool call are not JSON"):
+        llm.chat([*TALK, {"role": "assistant", "tool_calls": [call]}], GREEDY, chat_template=CALLS)
 
 
 def test_a_template_for_all_of_an_llms_chats(model: TinyModel) -> None:

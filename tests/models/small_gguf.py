@@ -30,8 +30,9 @@ def write_gguf(
     drop: str | None = None,
     kind: str | None = None,
     pre: str = "gpt-2",
+    more: dict[str, Any] | None = None,
 ) -> Path:
-    """`extra` tensors are added, the metadata field or tensor `drop` is left out."""
+    """`extra` tensors and `more` metadata are added, the metadata field or tensor `drop` is left out."""
     config = model.config
     kind = kind or _KIND[config.model_type]
     writer = gguf.GGUFWriter(file, kind)
@@ -51,11 +52,15 @@ def write_gguf(
     writer.add_float32(f"{kind}.rope.freq_base", config.rope_parameters["rope_theta"])
     writer.add_uint32(f"{kind}.vocab_size", config.vocab_size)
     tokenizer = gguf_metadata("byte-level") | {"tokenizer.ggml.pre": pre}
-    for name, value in tokenizer.items():
+    for name, value in (tokenizer | (more or {})).items():
         if isinstance(value, list):
             writer.add_array(name, value)
         elif isinstance(value, str):
             writer.add_string(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
         else:
             writer.add_uint32(name, value)
     weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}

@@ -98,6 +98,20 @@ def test_overrides_of_rope_act_in_whichever_style_they_and_the_file_are(
     assert "no effect" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default"}, 4096),
+        ({"rope_type": "linear", "factor": 4.0}, 16384),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "llama3", **LLAMA3}, 4096),
+    ],
+)
+def test_a_context_is_as_long_as_its_positions_are_stretched(rope: dict[str, Any], longest: int) -> None:
+    """max_position_embeddings is the length before, but for Llama 3's, as vLLM has it."""
+    assert config(max_position_embeddings=4096, rope_scaling=rope).max_position_embeddings == longest
+
+
 def test_two_styles_at_once_must_agree() -> None:
     assert config(**NEW, rope_scaling={"type": "llama3", **LLAMA3}).rope == config(**NEW).rope
     with pytest.raises(ModelError, match="rope_parameters and rope_scaling contradict each other"):
@@ -114,6 +128,17 @@ def test_families_differ_in_what_they_imply() -> None:
     assert (qwen3.head_dim, qwen3.layers) == (128, (LayerKind(qk_norm=True),) * 4)
     mistral = config(architectures=["MistralForCausalLM"], sliding_window=8, head_dim=None)
     assert (mistral.layer_windows, mistral.head_dim) == ((8,) * 4, 16)
+
+
+def test_windows_that_a_file_does_not_name_are_those_of_transformers() -> None:
+    for family, usual in (("Mistral", (4096,) * 4), ("Qwen2", (None, 4096, 4096, 4096))):
+        fields = {
+            "architectures": [f"{family}ForCausalLM"],
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+        }
+        assert config(**fields).layer_windows == usual
+        assert config(**fields, sliding_window=None).layer_windows == (None,) * 4
 
 
 def test_qwen_windows_start_at_a_layer_or_are_listed() -> None:
@@ -137,6 +162,7 @@ def test_qwen_windows_start_at_a_layer_or_are_listed() -> None:
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "differ between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"is_causal": False}, r"attention to later tokens too \(is_causal false\) is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         (

@@ -37,7 +37,8 @@ def one_thread() -> Iterator[None]:
 def test_it_knows_the_capital_of_france(directory: Path) -> None:
     model, tokenizer = load_model(directory, dtype=torch.float32), Tokenizer.from_directory(directory)
     prompt = tokenizer.encode_chat(QUESTION)
-    answer = [*tokenizer.encode("The capital of France is Paris."), *tokenizer.eos_token_ids]
+    end = tokenizer.token_id("<|im_end|>")
+    answer = [*tokenizer.encode("The capital of France is Paris."), end]
     # Greedy decoding, all steps at once: each token of the answer is the likeliest after those before it.
     ids = torch.tensor(prompt + answer)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """GGUF files give the model they were made from, once through the cache, or a refusal by name."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,6 +16,7 @@ from ostinato.models.rope import RopeConfig
 from ostinato.models.weights import checkpoint_tensors, load_model
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
+from text.small_tokenizers import gguf_metadata
 
 from .small_gguf import write_gguf
 from .small_models import all_logits, reference_model
@@ -73,6 +75,73 @@ def test_llama3_frequencies_are_recognised(tmp_path: Path) -> None:
     odd = write_gguf(reference, tmp_path / "odd.gguf", extra={"rope_freqs.weight": factors**0.5 + 1})
     with pytest.raises(UnsupportedModelError, match=r"odd\.gguf: rope_freqs other than those of Llama 3"):
         convert_gguf(odd)
+
+
+def test_every_end_that_a_vocabulary_has_ends_a_text(tmp_path: Path) -> None:
+    """Of Llama 3's three ends a file names one: an answer that calls a tool would go on behind it."""
+    tokens = list(gguf_metadata("byte-level")["tokenizer.ggml.tokens"])
+    tokens[0], tokens[1], tokens[330] = "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"
+    file = write_gguf(reference_model("llama"), tmp_path / "a.gguf", more={"tokenizer.ggml.tokens": tokens})
+    assert Tokenizer.from_directory(convert_gguf(file)).eos_token_ids == (0, 1, 2, 330)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        (
+            YARN,
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_context_length": 16,
+                "finetuned": True,
+                "yarn_beta_fast": 8.0,
+                "yarn_beta_slow": 2.0,
+                "attn_factor": 1.0,
+            },
+        ),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}, {"type": "linear", "factor": 4.0}),
+    ],
+    ids=["yarn", "linear"],
+)
+def test_stretched_positions_are_as_the_file_says(rope: Any, scaling: dict[str, Any], tmp_path: Path) -> None:
+    """context_length is that of the stretched model: with it in place of the original one, angles differ."""
+    reference = reference_model("qwen3", max_position_embeddings=64, rope_parameters=rope)
+    more = {f"qwen3.rope.scaling.{name}": value for name, value in scaling.items()}
+    model = load_model(
+        convert_gguf(write_gguf(reference, tmp_path / "model.gguf", more=more)), dtype=torch.float32
+    )
+    assert (all_logits(model, IDS) - reference(IDS[None]).logits[0]).abs().max() < 2e-4
+    assert model.config.max_position_embeddings == {"yarn": 64, "linear": 256}[rope["rope_type"]]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "rope.scaling.yarn_attn_factor",
+            0.5,
+            r"qwen3\.rope\.scaling\.yarn_attn_factor=0\.5 is not supported",
+        ),
+        ("attention.causal", False, "is_causal false"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(
+    field: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    more = {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 4.0, f"qwen3.{field}": value}
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert_gguf(write_gguf(reference_model("qwen3"), tmp_path / "model.gguf", more=more))
 
 
 def test_the_second_load_does_not_open_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,3 +116,29 @@ def test_of_two_who_write_the_same_folder_the_first_wins(tmp_path: Path) -> None
             (early / "name").write_text("early")
     assert (target / "name").read_text() == "early"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_of_a_repository_what_is_read_is_fetched_and_no_weights_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = [
+        *("config.json", "tokenizer.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+        *("1_Pooling/config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"),
+    ]
+    others = ["consolidated.safetensors", "original/consolidated.00.pth", "pytorch_model.bin", "README.md"]
+    fetched = []
+
+    def snapshot(name: str, *, allow_patterns: object, ignore_patterns: object, **_: object) -> str:
+        fetched.extend(
+            filter_repo_objects(
+                [*files, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        )
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert locate_model("owner/model") == tmp_path
+    assert fetched == files

@@ -172,7 +172,8 @@ def test_eight_megabytes_of_text(attacked: ServerProcess) -> None:
             answer = attacked.post(path, body(pathological("one letter", 8_000_000)))
             assert answer.status_code == 400, path
             assert answer.json()["error"]["code"] == "context_length_exceeded", path
-            assert "at most 255 tokens are accepted" in answer.json()["error"]["message"]
+            longest = 256 if path in ("/v1/embeddings", "/score") else 255  # behind which nothing comes
+            assert f"at most {longest} tokens are accepted" in answer.json()["error"]["message"]
         answer = attacked.post("/tokenize", {"prompt": pathological("emoji", 400_000)})
         assert answer.json()["count"] > 390_000
     witness.check()

@@ -192,10 +192,15 @@ def test_chat(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "stop"
     assert choice.message.tool_calls is None
     assert answer.object == "chat.completion"
-    parts = [
-        {"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": " hello"}]}
-    ]
-    assert chat(client, parts).usage.prompt_tokens == answer.usage.prompt_tokens
+
+
+def test_parts_of_a_message_are_lines_as_with_vllm(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "Say"}, {"type": "text", "text": "hello"}]
+    asked = {"max_tokens": 1, "extra_body": {"return_token_ids": True}}
+    one, other = (
+        chat(client, [{"role": "user", "content": content}], **asked) for content in ("Say\nhello", parts)
+    )
+    assert one.prompt_token_ids == other.prompt_token_ids
 
 
 def test_chat_stream_never_halves_a_character(client: openai.OpenAI) -> None:
@@ -330,6 +335,15 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert floats.data[0].embedding == vectors[0]
     mean = client.embeddings.create(model="scripted", input="ba", extra_body={"pooling": "mean"})
     assert mean.data[0].embedding[ord("b")] == pytest.approx(0.5**0.5, abs=1e-6)
+    # Nothing comes behind a text that is read, so that it may fill the whole context.
+    full = client.embeddings.create(model="scripted", input="a" * 255 + "b")
+    assert full.data[0].embedding == vectors[1]
+    whole = {"extra_body": {"truncate_prompt_tokens": -1}}
+    for longer in ("a" * 9_999 + "b", [97] * 299 + [98]):
+        cut = client.embeddings.create(model="scripted", input=longer, **whole)
+        assert (cut.data[0].embedding, cut.usage.prompt_tokens) == (vectors[1], 256)
+    with pytest.raises(openai.BadRequestError, match="at most 256 are accepted"):
+        client.embeddings.create(model="scripted", input="a" * 257)
     by_ids = client.embeddings.create(model="scripted", input=[[98, 97], [98]])
     assert [item.embedding for item in by_ids.data] == vectors
 

@@ -38,7 +38,7 @@ def test_all_lanes_give_what_the_tokenizer_gives(model: Path) -> None:
             text = "héllo" * size
             assert await lanes.ids(work(text)) == tokenizer.encode(text)
             messages = [{"role": "user", "content": text}]
-            said = Conversation(messages, None, True, {}, None)
+            said = Conversation(messages, None, True, {}, False)
             assert await lanes.ids(TextWork(said, False, None, "messages")) == tokenizer.encode_chat(messages)
 
     on(model, act)
@@ -49,7 +49,7 @@ def test_what_must_be_too_long_is_refused_in_every_lane(model: Path) -> None:
         limit = TextLimit(10, 21)
         assert await lanes.ids(work("x" * 210, limit))
         for size in (211, IN_THREAD, 2 * IN_THREAD):
-            said = Conversation([{"role": "user", "content": "x" * size}], None, True, {}, None)
+            said = Conversation([{"role": "user", "content": "x" * size}], None, True, {}, False)
             for given in ("x" * size, said):
                 with pytest.raises(TextRefused, match="at most 10 tokens") as refused:
                     await lanes.ids(work(given, limit))

@@ -77,6 +77,23 @@ def test_chat_prompts_equal_those_of_transformers(directory: Path, prompt: bool,
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
+@pytest.mark.parametrize("cuts", [True, False])
+@pytest.mark.parametrize("content", ["Well, ", " Well,\n", "Well"])
+def test_a_message_that_goes_on_ends_as_with_transformers(directory: Path, content: str, cuts: bool) -> None:
+    """Where a template cuts off blanks, one at the end would be what the model has never seen there."""
+    from transformers import AutoTokenizer
+
+    template = TEMPLATE if cuts else TEMPLATE.replace(" | trim", "")
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(
+        messages, chat_template=template, tokenize=False, continue_final_message=True
+    )
+    found = Tokenizer.from_directory(directory).apply_chat_template(
+        messages, template=template, add_generation_prompt=False, continue_final_message=True
+    )
+    assert found == expected
+
+
 def test_templates_by_name_and_in_a_file(directory: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
@@ -117,6 +134,14 @@ def test_broken_and_absent_files_are_named(directory: Path) -> None:
         Tokenizer.from_directory(directory)
 
 
+def test_what_no_text_can_be_written_with_is_refused_at_once(directory: Path) -> None:
+    """A server would start with it, and fail at every request."""
+    layout = json.loads((directory / "tokenizer.json").read_text()) | {"decoder": None}
+    (directory / "tokenizer.json").write_text(json.dumps(layout))
+    with pytest.raises(TokenizerError, match=f"{directory}: a tokenizer with decoder None is not supported"):
+        Tokenizer.from_directory(directory)
+
+
 def test_loading_imports_neither_torch_nor_transformers(directory: Path) -> None:
     code = (
         "import sys; from ostinato.text.tokenizer import Tokenizer; "
@@ -139,6 +164,29 @@ def test_a_tokenizer_survives_gguf(kind: str, tmp_path: Path) -> None:
         assert rebuilt.encode(text) == begin + original.encode(text).ids
 
     encodes_the_same()
+
+
+@pytest.mark.parametrize(
+    ("change", "before", "behind"),
+    [
+        ({}, [], []),
+        ({"pre": "llama-bpe"}, [1], []),
+        ({"pre": "llama-bpe", "add_bos_token": False}, [], []),
+        ({"add_eos_token": True}, [], [2]),
+        ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
+    ],
+)
+def test_texts_of_gguf_begin_and_end_as_with_llama_cpp(
+    change: dict[str, Any], before: list[int], behind: list[int], tmp_path: Path
+) -> None:
+    """Most files of Llama 3 do not say that texts begin with a token, and llama.cpp knows it."""
+    more = {f"tokenizer.ggml.{name}": value for name, value in change.items()}
+    metadata = gguf_metadata("byte-level") | more
+    tokenizer = Tokenizer.from_directory(write_files(tokenizer_files(metadata), tmp_path))
+    plain = byte_level().encode("brown").ids
+    assert tokenizer.encode("brown") == before + plain + behind
+    assert tokenizer.encode_pair("brown", "brown") == 2 * (before + plain + behind)
+    assert tokenizer.encode("brown", add_special_tokens=False) == plain
 
 
 @pytest.mark.parametrize(

@@ -266,8 +266,8 @@ class LLM(EngineServices, TrainerServices):
         pooling: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embed the prompts; the vectors are in `outputs.embedding`. They are the state of the last token
-        (`pooling="last"`) or the mean over all tokens (`"mean"`), normalised to length 1 unless
-        `pooling_params` turn that off."""
+        (`pooling="last"`) or the mean over all tokens (`"mean"`; default: what the model's directory says),
+        normalised to length 1 unless `pooling_params` turn that off."""
         refuse_given(tokenization_kwargs=tokenization_kwargs)
         return self.reader(use_tqdm, pooling, lora_request).embed(prompts, pooling_params)
 

@@ -172,6 +172,10 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             f"quantised weights (quant_method {method!r}) are not supported; "
             "supported are plain safetensors and GGUF"
         )
+    if not raw.get("is_causal", True):
+        raise UnsupportedModelError(
+            "attention to later tokens too (is_causal false) is not supported; supported is causal attention"
+        )
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported is silu")
 

@@ -20,8 +20,10 @@ from .file_sums import find_damage, write_sums
 from .gguf_names import SUPPORTED_GGUF, checkpoint_name, config_from_metadata, llama3_rope
 
 # Part of the cache key: raise it when the conversion changes.
-_CONVERSION = 1
+_CONVERSION = 2
 _SHARD_BYTES = 2 << 30
+_ENDS = frozenset({"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>", "<|im_end|>"})
+"""Tokens that end a text or a turn wherever a vocabulary has them, as for llama.cpp."""
 
 
 def convert_gguf(path: str | Path, *, restored: Callable[[], Path] | None = None) -> Path:
@@ -122,6 +124,8 @@ def _pairs_apart(weight: Tensor, heads: int) -> Tensor:
 
 def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     ends = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    # Most files name one end, where a generation_config.json has two or three.
+    ends += [index for index, token in enumerate(metadata["tokenizer.ggml.tokens"]) if token in _ENDS]
     config: dict[str, Any] = {"eos_token_id": sorted({int(end) for end in ends if end is not None})}
     if (begin := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
         config["bos_token_id"] = int(begin)

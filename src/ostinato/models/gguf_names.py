@@ -30,6 +30,16 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 
+_SCALING = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""Fields of `rope.scaling` and of `rope_parameters`."""
+_CHANGES_NOTHING = {"attn_factor": 1, "yarn_attn_factor": 1, "yarn_ext_factor": 1, "yarn_log_multiplier": 0}
+"""What may stand there besides."""
+
 
 def checkpoint_name(gguf_name: str) -> str | None:
     """The Hugging Face name of a GGUF tensor; None for one that has none."""
@@ -57,11 +67,7 @@ def config_from_metadata(metadata: Mapping[str, Any], tensors: set[str]) -> dict
     head_dim = int(field("attention.key_length", hidden // heads))
     if (rotated := int(field("rope.dimension_count", head_dim))) != head_dim:
         raise UnsupportedModelError(f"rotating {rotated} of {head_dim} head dimensions is not supported")
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(field("rope.freq_base", 10_000.0))}
-    if scaling != "none":
-        # Refused by ModelConfig, with its list, unless it is linear.
-        rope |= {"rope_type": scaling, "factor": float(field("rope.scaling.factor"))}
+    rope = {"rope_theta": float(field("rope.freq_base", 10_000.0)), **_rope_scaling(metadata, kind)}
     return {
         "architectures": [SUPPORTED_GGUF[kind].architectures[0]],
         "model_type": kind,
@@ -76,12 +82,30 @@ def config_from_metadata(metadata: Mapping[str, Any], tensors: set[str]) -> dict
         "rms_norm_eps": float(field("attention.layer_norm_rms_epsilon")),
         "rope_parameters": rope,
         "hidden_act": "silu",
+        "is_causal": bool(field("attention.causal", True)),
         "attention_bias": kind != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "num_experts": int(field("expert_count", 0)),
         "tie_word_embeddings": "output.weight" not in tensors,
         # The weights are stored in fp16 for their precision; bf16 is what such models are made to compute in.
         "dtype": "bfloat16",
+    }
+
+
+def _rope_scaling(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """How positions are stretched, by the names of a `config.json`, which refuses what it does not know."""
+    prefix = f"{kind}.rope.scaling."
+    given = {name.removeprefix(prefix): it for name, it in metadata.items() if name.startswith(prefix)}
+    scaling = given.pop("type", "none")
+    if scaling == "none":
+        return {"rope_type": "default"}
+    changing = {name: value for name, value in given.items() if value != _CHANGES_NOTHING.get(name)}
+    for name in changing.keys() - _SCALING.keys() - {"finetuned"}:
+        message = f"GGUF metadata field {prefix}{name}={changing[name]} is not supported"
+        raise UnsupportedModelError(message)
+    return {
+        "rope_type": scaling,
+        **{theirs: given[name] for name, theirs in _SCALING.items() if name in given},
     }
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from .default_model import default_model_gguf
 from .errors import DownloadError, ModelError
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+_NOT_FROM_HUB = ["consolidated*.safetensors"]
+"""The weights once more, in Mistral's own format."""
 
 
 def locate_model(
@@ -59,7 +61,13 @@ def _from_hub(name: str, revision: str | None, download_dir: str | None, files: 
             f"no directory {name!r} here, and huggingface_hub is not installed to look for it on the hub"
         ) from error
     try:
-        fetched = snapshot_download(name, allow_patterns=files, revision=revision, cache_dir=download_dir)
+        fetched = snapshot_download(
+            name,
+            allow_patterns=files,
+            ignore_patterns=_NOT_FROM_HUB,
+            revision=revision,
+            cache_dir=download_dir,
+        )
         return Path(fetched)
     except (
         Exception

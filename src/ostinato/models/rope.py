@@ -98,10 +98,12 @@ def _read(raw: Mapping[str, Any], given: Any) -> RopeConfig:
 
 
 def longest_context(raw: Mapping[str, Any], rope: RopeConfig) -> int:
-    """How far positions go: as `config.json` says, and with yarn as far as it stretches."""
+    """How far positions go: as far as they are stretched, of which max_position_embeddings of a `config.json`
+    knows nothing unless they are stretched as in Llama 3."""
     if rope.kind == "yarn":
         return int(rope.original_max_positions * rope.factor)
-    return positive(raw, "max_position_embeddings", 2048)
+    written = positive(raw, "max_position_embeddings", 2048)
+    return int(written * rope.factor) if rope.kind == "linear" else written
 
 
 def _yarn(given: Mapping[str, Any], raw: Mapping[str, Any], theta: float, factor: float) -> RopeConfig:

@@ -9,8 +9,9 @@ from typing import Any
 
 from .errors import TokenizerError
 
-_END_OF_TEXT = "\ue000end of what there is\ue000"
-"""Marks where a message that goes on ends; behind it are the template's own words."""
+_END_OF_TEXT = "\ue000end of what there is\ue000 "
+"""Marks where a message that goes on ends; behind it are the template's own words. The blank at its end is
+missing where a template cuts off blanks."""
 
 
 def template_source(given: str) -> str:
@@ -73,10 +74,11 @@ class ChatTemplate:
             raise TokenizerError("continue_final_message: there is no last message with a text to go on with")
         marked = {**messages[-1], "content": messages[-1]["content"] + _END_OF_TEXT}
         whole = self.render([*messages[:-1], marked], add_generation_prompt=False, tools=tools, **variables)
-        begun, mark, _ = whole.rpartition(_END_OF_TEXT)
+        begun, mark, behind = whole.rpartition(_END_OF_TEXT.rstrip())
         if not mark:
             raise TokenizerError("continue_final_message: the chat template does not write the last message")
-        return begun
+        # A template that cuts off blanks has written none behind any message that the model has seen.
+        return begun if behind.startswith(" ") else begun.rstrip()
 
     def uses(self, variable: str) -> bool:
         """Whether it looks at a variable of this name."""

@@ -42,8 +42,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         for role, field in _special_fields().items()
         if metadata.get(field) is not None
     }
-    if metadata.get("tokenizer.ggml.add_bos_token", model == "llama") and "bos_token" in names:
-        _begin_with(tokenizer, names["bos_token"])
+    _add_ends(tokenizer, metadata, names)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     config["clean_up_tokenization_spaces"] = False
     if template := metadata.get("tokenizer.chat_template"):
@@ -119,11 +118,19 @@ def _merges(
                 yield (-scores[index], left, right), (token[:cut], token[cut:])
 
 
-def _begin_with(tokenizer: Any, token: str) -> None:
+def _add_ends(tokenizer: Any, metadata: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """What stands before and behind every text. Where a file does not say, it is as in llama.cpp."""
     from tokenizers import processors
 
+    begins = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    before = names.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", begins) else None
+    behind = names.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    added = [token for token in (before, behind) if token is not None]
+    if not added:
+        return
+    single, second = (" ".join(filter(None, (before, text, behind))) for text in ("$A", "$B"))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A",
-        pair=f"{token} $A {token} $B:1",
-        special_tokens=[(token, tokenizer.token_to_id(token))],
+        single=single,
+        pair=f"{single} " + " ".join(f"{part}:1" for part in second.split()),
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(added)],
     )

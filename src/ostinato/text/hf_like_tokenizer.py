@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ class HFLikeTokenizer:
         self._tokenizer = tokenizer
         self.name_or_path = name_or_path
         self.model_max_length = model_max_length
+        self._cutting: tuple[int, Any] = (-1, None)
+        """The last tokenizer that cut texts, behind the length that it leaves."""
 
     # -- text and ids ------------------------------------------------------------------------------
 
@@ -34,9 +37,11 @@ class HFLikeTokenizer:
         return_tensors: str | None = None,
     ) -> Any:
         """Token ids; a tensor of one line for return_tensors="pt"."""
-        ids = self._ids(text, text_pair, add_special_tokens)
         if truncation or max_length is not None:
-            ids = ids[: max_length if max_length is not None else self.model_max_length]
+            longest = max_length if max_length is not None else self.model_max_length
+            ids = self._cut_ids(text, text_pair, add_special_tokens, longest)
+        else:
+            ids = self._ids(text, text_pair, add_special_tokens)
         return _as_tensors([ids], return_tensors) if return_tensors else ids
 
     def __call__(
@@ -102,6 +107,18 @@ class HFLikeTokenizer:
         if text_pair is None:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return self._tokenizer.encode_pair(text, text_pair, add_special_tokens=add_special_tokens)
+
+    def _cut_ids(self, text: str, text_pair: str | None, add_special_tokens: bool, longest: int) -> list[int]:
+        """Texts are cut, and what the tokenizer puts around them stays."""
+        length, cutting = self._cutting
+        if length != longest:
+            # One of its own: prompts go through the model's, whose state this would be.
+            cutting = copy.deepcopy(self._tokenizer.backend)
+            cutting.enable_truncation(longest)
+            self._cutting = longest, cutting
+        given = (text,) if text_pair is None else (text, text_pair)
+        ids: list[int] = cutting.encode(*given, add_special_tokens=add_special_tokens).ids
+        return ids
 
     # -- conversations -----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
 from .errors import TokenizerError
 from .json_file import read_json
+from .named_tokens import add_named_tokens, named_tokens
 from .token_bytes import TokenBytes
 
 
@@ -41,18 +42,20 @@ class Tokenizer:
         """Load the tokenizer of a model directory."""
         folder = Path(directory)
         config = read_json(folder / "tokenizer_config.json")
-        backend = _backend(folder)
-        special_tokens = {
-            key: value["content"] if isinstance(value, Mapping) else value
-            for key, value in {**read_json(folder / "special_tokens_map.json"), **config}.items()
-            if key.endswith("_token") and isinstance(value, str | Mapping)
-        }
-        return Tokenizer(
+        backend = _backend(folder, config)
+        special_tokens = named_tokens(folder, config)
+        found = Tokenizer(
             backend,
             special_tokens=special_tokens,
             eos_token_ids=_eos_token_ids(folder, backend, special_tokens.get("eos_token")),
             templates=_templates(folder, config),
         )
+        # Before the first answer has to be written with it.
+        try:
+            _ = found.bytes_per_token
+        except TokenizerError as error:
+            raise TokenizerError(f"{folder}: {error}") from None
+        return found
 
     def with_chat_template(self, source: str) -> "Tokenizer":
         """The same with this chat template instead of its own."""
@@ -170,15 +173,20 @@ class Tokenizer:
         return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
 
 
-def _backend(folder: Path) -> Any:
+def _backend(folder: Path, config: Mapping[str, Any]) -> Any:
     import tokenizers
 
     file = folder / "tokenizer.json"
     if file.is_file():
         try:
-            return tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{file} is not a readable tokenizer: {error}") from error
+        # How the batches of its training were made: no prompt is to be cut or filled up for that.
+        backend.no_truncation()
+        backend.no_padding()
+        add_named_tokens(backend, folder, config)
+        return backend
     if not (folder / "tokenizer.model").is_file() and not (folder / "vocab.json").is_file():
         raise TokenizerError(f"{folder}: no tokenizer.json, tokenizer.model or vocab.json")
     try:

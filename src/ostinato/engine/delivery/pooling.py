@@ -1,8 +1,10 @@
-"""From the hidden states of a prompt to one vector."""
+"""From the hidden states of a prompt to one vector, or to what a head says of it."""
 
 from __future__ import annotations
 
 import torch
+
+from ostinato.models.transformer import Transformer
 
 from ..parameters.sampling_params import RequestError
 from ..stepping.prompt_states import PromptStates
@@ -20,3 +22,13 @@ def check_pooling(pooling: str) -> None:
 def pooled(states: PromptStates, pooling: str) -> torch.Tensor:
     """A vector of length 1; waits for the device."""
     return torch.nn.functional.normalize(states.last if pooling == "last" else states.mean, dim=0)
+
+
+def judged(model: Transformer, states: PromptStates, *, activates: bool = True) -> torch.Tensor:
+    """Probabilities of the labels, or the logits; for a model with a head that judges texts."""
+    assert model.score is not None
+    logits = model.score.weight.detach().float().cpu() @ states.last
+    activation = model.config.label_activation if activates else "none"
+    if activation == "none":
+        return logits
+    return logits.sigmoid() if activation == "sigmoid" else logits.softmax(0)

@@ -31,7 +31,7 @@ peers; ids that end a text are the tokenizer's business."""
 
 def default_sampling(asked: EngineConfig, directory: Path) -> dict[str, Any]:
     """Fields of `SamplingParams`; none of them for neutral values. TokenizerError for a broken file."""
-    return _from_config(asked, directory) | _from_override(asked.override_generation_config or {})
+    return _from_config(asked, directory) | preferred_sampling(asked)
 
 
 def _from_config(asked: EngineConfig, directory: Path) -> dict[str, Any]:
@@ -46,7 +46,9 @@ def _from_config(asked: EngineConfig, directory: Path) -> dict[str, Any]:
     return _read(file)
 
 
-def _from_override(given: Mapping[str, Any]) -> dict[str, Any]:
+def preferred_sampling(asked: EngineConfig) -> dict[str, Any]:
+    """Those that whoever started the engine has chosen."""
+    given: Mapping[str, Any] = asked.override_generation_config or {}
     known = _FIELDS.keys() | _FIELDS.values()
     for name in given:
         if name not in known:

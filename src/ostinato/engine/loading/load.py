@@ -29,6 +29,7 @@ from ostinato.text.tokenizer import Tokenizer
 from ..config import EngineConfig
 from ..resolved_config import ResolvedConfig, resolve
 from .arenas import Arenas, from_torch
+from .default_pooling import default_pooling
 from .default_sampling import default_sampling
 from .drafts import draft_for, load_draft
 from .kernel_table import use_table_of_user
@@ -68,6 +69,8 @@ class LoadedModel:
     """Slots of adapters, where they are served."""
     draft: Draft | None = None
     """A model that drafts tokens, where one was asked for."""
+    pooling: str = "last"
+    """Where vectors of texts are taken from if nobody says."""
 
 
 def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
@@ -118,6 +121,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         if tokenizer is None or asked.tokenizer is not None:
             eos.update(_eos_token_ids(directory))
         sampling = default_sampling(asked, directory)
+        pooling = default_pooling(directory)
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
         raise ModelLoadError(str(error)) from error
     except torch.OutOfMemoryError as error:
@@ -140,6 +144,7 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         memory,
         adapters,
         draft,
+        pooling,
     )
 
 

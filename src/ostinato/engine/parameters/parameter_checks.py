@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ostinato.graphs.errors import OstinatoError
+
+SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Of float32, as the device computes."""
 
 
 class RequestError(OstinatoError, ValueError):
@@ -14,11 +16,12 @@ class RequestError(OstinatoError, ValueError):
 
 
 def check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
-    """RequestError unless it is a finite number in this range."""
+    """RequestError unless it is a number in this range that the device can hold."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # The range may be open at its end: infinity is no number of it, and NaN of none.
-    if not is_number or not (low <= value <= high and -math.inf < value < math.inf):  # type: ignore[operator]
+    if not is_number or not low <= value <= high:  # type: ignore[operator]
         raise RequestError(f"{name} must be {rule}, not {value!r}")
+    if abs(value) > _LARGEST:  # type: ignore[arg-type]
+        raise RequestError(f"{name} must be finite and at most {_LARGEST:.2e}, not {value!r}")
 
 
 def check_integer(name: str, value: object, low: int, high: float, rule: str) -> None:

@@ -17,6 +17,7 @@ from ostinato.text.structured import StructuredOutputs
 
 from .guided_decoding import GuidedDecodingParams, StructuredOutputsParams
 from .parameter_checks import (
+    SMALLEST,
     RequestError,
     biases,
     check_flag,
@@ -167,7 +168,7 @@ class SamplingParams:
         check_number("min_p", self.min_p, 0.0, 1.0, "from 0 to 1")
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "from -2 to 2")
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "from -2 to 2")
-        check_number("repetition_penalty", self.repetition_penalty, _SMALLEST, math.inf, "a number above 0")
+        check_number("repetition_penalty", self.repetition_penalty, SMALLEST, math.inf, "a number above 0")
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), 2**63 - 1, "a 64-bit integer or None")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ostinato.text.chat_template import template_source
 from ostinato.text.errors import TokenizerError
+from ostinato.text.messages import joined_parts, with_arguments_read
 
 from ..parameters.sampling_params import RequestError
 from ..text_engine import TextEngine
@@ -87,16 +88,20 @@ class ConversationWriter:
 
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Templates are written for texts: parts are joined, unless the format says otherwise."""
-        content = message.get("content")
+        try:
+            read = with_arguments_read(message)
+        except TokenizerError as error:
+            raise RequestError(str(error)) from error
+        content = read["content"]
         if not isinstance(content, list | tuple):
-            return message
+            return read
         for part in content:
             if not isinstance(part, Mapping) or part.get("type", "text") != "text" or "text" not in part:
                 kind = part.get("type") if isinstance(part, Mapping) else part
                 raise RequestError(f"a part of type {kind!r} cannot be read here, only text")
         if self._options.chat_template_content_format == "openai":
-            return message
-        return {**message, "content": "".join(part["text"] for part in content)}
+            return read
+        return read | {"content": joined_parts(part["text"] for part in content)}
 
 
 def listed_conversations(messages: Any) -> tuple[list[Messages], bool]:

@@ -107,7 +107,8 @@ class EngineServices:
         self, shown: Shown = False, pooling: str | None = None, lora_request: AskedAdapters = None
     ) -> Reader:
         """What reads prompts for `embed` and its like; `shown`: a bar over them."""
-        return Reader(self.engine, pooling or self._options.pooling, shown, lora_request)
+        chosen = pooling or self._options.pooling or self.engine.core.loaded.pooling
+        return Reader(self.engine, chosen, shown, lora_request)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now, in place of the one before with `load_inplace`. False if it was there."""

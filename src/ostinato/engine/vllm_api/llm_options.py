@@ -28,8 +28,9 @@ class LLMOptions:
     """A file with a chat template, or the template itself, for `chat`; default: the model's own."""
     served_model_name: str | None = None
     """The model's name in `get_metrics`; default: the name of its directory."""
-    pooling: str = "last"
-    """Where `embed` takes the state of a prompt from: its last token, or the mean of all."""
+    pooling: str | None = None
+    """Where `embed` takes the state of a prompt from: its last token, or the mean of all. Default: as
+    sentence-transformers saved it beside the model, else the last."""
     profile_dir: str | None = None
     """Where `start_profile` leaves its traces; default: VLLM_TORCH_PROFILER_DIR, else profiles."""
     profile_delay: int = 0
@@ -38,7 +39,7 @@ class LLMOptions:
     """Steps to be recorded; 0: all until `stop_profile`."""
 
     def __post_init__(self) -> None:
-        if self.pooling not in POOLINGS:
+        if self.pooling is not None and self.pooling not in POOLINGS:
             raise ConfigError(f"unknown pooling {self.pooling!r}: use {' or '.join(POOLINGS)}")
         for name in ("profile_delay", "profile_steps"):
             value = getattr(self, name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.lora_request import AskedAdapters, one_adapter_each
-from ..delivery.pooling import check_pooling, pooled
+from ..delivery.pooling import check_pooling, judged, pooled
 from ..delivery.request_progress import Shown
 from ..delivery.served_completion import ServedCompletion
 from ..interrupts import HeldSignals
@@ -213,26 +213,17 @@ class Reader:
 
     def _classes(self, outcomes: Sequence[PromptOutcome], wanted: list[PoolingParams]) -> list[Tensor]:
         model = self._engine.core.loaded.model
-        assert model.score is not None
-        matrix = model.score.weight.detach().float().cpu()
         found = []
         for outcome, params in zip(outcomes, wanted, strict=True):
             if outcome.states is None:
                 found.append(torch.empty(0))
                 continue
-            logits = matrix @ outcome.states.last
-            found.append(_activated(logits, model.config.label_activation) if params.activates else logits)
+            found.append(judged(model, outcome.states, activates=params.activates))
         return found
 
     @property
     def _architecture(self) -> str:
         return self._engine.core.loaded.model.config.architecture
-
-
-def _activated(logits: Tensor, activation: str) -> Tensor:
-    if activation == "none":
-        return logits
-    return logits.sigmoid() if activation == "sigmoid" else logits.softmax(0)
 
 
 def _state(outcome: PromptOutcome, pooling: str) -> Tensor:

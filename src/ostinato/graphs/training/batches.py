@@ -47,6 +47,12 @@ class BatchKind:
         self._constants = {name: constant for name, (field, constant) in named if field is None}
 
     @property
+    def opaque(self) -> str | None:
+        """Why no graph can know these batches: something among them that is neither a tensor nor a number."""
+        found = self.signature.opaque
+        return found and f"{found}: pass tensors and numbers, in dictionaries, tuples or dataclasses"
+
+    @property
     def fields(self) -> list[Field]:
         """The declared inputs. In poison mode the padding of the first one is another legal value."""
         return [
@@ -64,19 +70,9 @@ class BatchKind:
             found = self.signature.batch_of((), self._keywords(leaves, length))
         except EmptyBatchError:
             raise
-        except BatchError as error:
-            if self._is_as_long_as_the_first_by_chance(leaves, length):
-                return None
-            raise BatchError(f"inputs and targets have different lengths: {error}") from None
+        except BatchError:  # what was as long as the first by chance: a summary beside its text, say
+            return None
         return None if found is None else (found[0], length)
-
-    def _is_as_long_as_the_first_by_chance(self, leaves: dict[str, Any], length: int) -> bool:
-        """Whether what has another length has that of the first batch: it may be a vector for each row."""
-        named = zip(sorted(self._keywords(leaves, length)), self.signature.fields, strict=True)
-        lengths = [
-            leaves[name].size(LENGTH_DIM) for name, field in named if field and field.per is Extent.TOKEN
-        ]
-        return all(other in (length, self._first_length) for other in lengths)
 
     def matched(self, inputs: Any, targets: Any) -> tuple[Batch, int]:
         """The same, of a batch that is of this kind."""
@@ -90,7 +86,8 @@ class BatchKind:
         short = dict(batch)
         for field in self.signature.tensor_fields:
             if field.per is Extent.TOKEN:
-                short[field.name] = batch[field.name].narrow(LENGTH_DIM, start, length)
+                # Batches are contiguous, and models call view() on them.
+                short[field.name] = batch[field.name].narrow(LENGTH_DIM, start, length).contiguous()
         if self._with_length:
             short[_REAL_LENGTH] = torch.tensor(length)
         return short
@@ -126,6 +123,8 @@ def _anything(**_: Any) -> None:
 
 
 def _named_leaves(inputs: Any, targets: Any) -> tuple[dict[str, Any], Structure]:
+    if isinstance(inputs, Mapping):  # of a class that torch's trees do not know: what tokenizers return, say
+        inputs = dict(inputs)
     named, structure = flatten_with_names({"inputs": inputs, "targets": targets})
     leaves: dict[str, Any] = {}
     for number, (_, name, leaf) in enumerate(named):

@@ -16,6 +16,7 @@ from ..dispatching.step_mode import step_mode
 from ..errors import ConfigError
 from ..options import CaptureOptions
 from ..trees import tensors_in
+from .checkpointing import draws_are_kept
 from .parts import GraphedPart
 from .rounds import Rounds
 
@@ -83,12 +84,13 @@ def _capture(parts: Sequence[GraphedPart], pool: GraphPool, options: CaptureOpti
         pool.backend.stream(),
         torch.inference_mode(False),
         python_draws.undone(),
+        draws_are_kept(),
     ):
         with clean_autocast_cache(), step_mode(GraphMode.NONE):
             for part in parts:
                 part.find_written(options)
             for part in parts:
-                part.refuse_dependence_on_the_batch(options)
+                part.find_dependence_on_the_batch(options)
             for rung in rungs:
                 present = [part for part in parts if rung in part.ladder]
                 for part in present:

@@ -1,13 +1,20 @@
 """Whether an optimizer that nobody knows fits into a graph: found out by recording its step alone."""
 
+from collections.abc import Callable, Iterable
+
 import torch
 
+from ..capturing import python_draws
 from ..capturing.captured import record
 from ..capturing.gate import capture_gate
 from ..capturing.pool import GraphPool
 from ..capturing.segments import Bridges
 from ..capturing.trial import Trials
+from ..errors import CaptureError
+from ..journal import WriteJournal
+from ..memory import storage_address
 from ..options import CaptureOptions
+from ..wrapping.reached import Reached
 from .optimizers import StaticOptimizer
 
 _WARMUPS = 2
@@ -19,12 +26,15 @@ def why_not_in_a_graph(
     """What goes wrong if its step is recorded. Parameters, which need gradients, and state stay."""
     if optimizer.is_known or optimizer.why_behind is not None:
         return None
+    optimizer.become_static()
     pool, skipped = GraphPool(device), torch.ones((), device=device)
-    state = {str(number): tensor for number, tensor in enumerate(optimizer.changing())}
+    changing = [*optimizer.changing(), *(p.grad for p in optimizer.parameters if p.grad is not None)]
+    state = {str(number): tensor for number, tensor in enumerate(changing)}
     trials = Trials(pool.backend, state=state, generators=options.generators)
     try:
         with optimizer.undone_in_python(), optimizer.without_hooks(), trials.undone(), torch.no_grad():
-            with capture_gate(), pool.backend.stream():
+            with capture_gate(), pool.backend.stream(), python_draws.undone():
+                _refuse_what_lies_elsewhere(optimizer, lambda: optimizer.step(skipped), changing)
                 for _ in range(_WARMUPS):
                     optimizer.step(skipped)
                 bridges = Bridges(pool.allocate_for_graphs)
@@ -34,3 +44,30 @@ def why_not_in_a_graph(
     except Exception as error:
         return error
     return None
+
+
+def _refuse_what_lies_elsewhere(
+    optimizer: StaticOptimizer, step: Callable[[], None], known: Iterable[torch.Tensor]
+) -> None:
+    """CaptureError if a step changes more than parameters and the tensors of their state: a count of its own,
+    a matrix in a list. No graph would go on with the one, and no update that is skipped leave the other."""
+    wrapped, journal = optimizer.wrapped, WriteJournal()
+    name, of_parameters = type(wrapped).__name__, map(vars, optimizer.parameters)
+    before = Reached(*wrapped.state.values(), vars(wrapped), *of_parameters)
+    try:
+        with journal:
+            step()
+        changed = sorted({str(key) for _, key in before.changed()})
+    finally:
+        journal.undo()
+        before.put_back(before.changed())
+    if changed:
+        raise CaptureError(
+            f"{name} keeps {', '.join(changed[:3])} in Python or in a tensor made anew in every step: a "
+            f"graph would repeat one step for ever"
+        )
+    if journal.written - {storage_address(tensor) for tensor in known}:
+        raise CaptureError(
+            f"{name} writes to tensors that are neither parameters nor entries of their state: keep each as "
+            f"an entry of its own, state[parameter][name]"
+        )

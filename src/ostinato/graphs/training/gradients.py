@@ -50,9 +50,12 @@ class Gradients:
         return [gradient for _, gradient in self.present]
 
     def begin(self) -> None:
-        """Before the first micro-batch of an update."""
+        """Before the first micro-batch of an update: whatever gradients are there, another step's say, which
+        trains the same parameters, count for nothing."""
         if self._accumulate and self._static:
             torch._foreach_zero_(list(self._static.values()))
+            for parameter, static in self._static.items():
+                parameter.grad = static
         if self._accumulate:
             self._forget_where(lambda parameter: parameter not in self._static or not parameter.requires_grad)
 
@@ -81,17 +84,35 @@ class Gradients:
             parameter.grad = static
 
     def settle(self) -> None:
-        """When an eager update has been made: from now on gradients stay where they are put here."""
+        """When an update was made eagerly, or tried: from now on gradients stay where they are put here."""
         if self._accumulate and not self._static:
-            self._static = {parameter: gradient.clone() for parameter, gradient in self.present}
+            wanted = [(p, gradient) for p, gradient in self.present if p.requires_grad]
+            self._static = {parameter: gradient.clone() for parameter, gradient in wanted}
             for parameter, static in self._static.items():
                 parameter.grad = static
 
-    def leave_the_pool(self) -> None:
-        """No graph is there any more: gradients that one of them has made go with it."""
-        if not self._accumulate:
-            self._static = {}
+    def leave_the_pool(self, *, is_accumulating: bool) -> None:
+        """No graph is there any more: gradients that one of them has made go with it, and others may be
+        released since. `is_accumulating`: they are waiting for an update."""
+        self._static = {}
+        if self._accumulate and is_accumulating:
+            self.settle()
+        else:
             self.forget()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around a capture: those of the last update are there afterwards, for whoever looks at them. On the
+        host meanwhile, since the device has no room for them twice."""
+        before = [(parameter, gradient.to("cpu", copy=True)) for parameter, gradient in self.present]
+        try:
+            yield
+        finally:
+            for parameter, gradient in before:
+                if parameter.grad is None:
+                    parameter.grad = gradient.to(parameter.device)
+                else:
+                    parameter.grad.copy_(gradient)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of a loss: in place of the last ones, or added to them."""
@@ -123,7 +144,9 @@ class Gradients:
     def _add(self, loss: torch.Tensor) -> None:
         before = {parameter: static._version for parameter, static in self._static.items()}
         loss.backward()  # type: ignore[no-untyped-call]
-        if self.is_trial:
+        if self.is_trial and not before:  # captured anew
+            self.settle()
+        elif self.is_trial:
             reached = {p for p, version in before.items() if self._static[p]._version != version}
             new = {p for p, _ in self.present if p not in before}
             self._refuse_others(reached | new, set(before))

@@ -23,7 +23,6 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
-from ..wrapping.reached import Reached
 from . import other_optimizers
 from .batches import BatchKind
 from .checkpointing import draws_are_kept
@@ -83,8 +82,8 @@ class GraphsByKind:
         self._state: dict[str, torch.Tensor] = {}
         self._written: list[Written] = []
         """What steps write besides buffers and what the optimizer does, by kind of batch."""
-        self._carried_on: str | None = None
-        """Where steps assign a new tensor that the next one goes on from."""
+        self._what_python_carries: str | None = None
+        """From step to step, and no replay would."""
         self._baked: tuple[Any, ...] = ()
         self._has_told = False
         self.eager_steps: Counter[Reason] = Counter()
@@ -111,18 +110,17 @@ class GraphsByKind:
     def add(self, inputs: Any, targets: Any, *, is_accumulating: bool) -> None:
         """Know batches like this one from now on; nothing is captured yet. `is_accumulating`: gradients of
         micro-batches are waiting for an update."""
-        with self._values.put_back() as before:
-            self.kinds.append(self._new(inputs, targets, is_accumulating, before))
+        with self._values.put_back():
+            self.kinds.append(self._new(inputs, targets, is_accumulating))
 
-    def _new(self, inputs: Any, targets: Any, is_accumulating: bool, before: Reached) -> KindGraphs:
+    def _new(self, inputs: Any, targets: Any, is_accumulating: bool) -> KindGraphs:
         state = self._note_state(is_accumulating)
         trial = PaddingTrial(self._loss, state, self._pool.backend, self._options)
         kind, refusal = trial.kind_of(inputs, targets)
         self._written.append(trial.written)
         batch, length = kind.matched(inputs, targets)
-        self._carried_on = self._carried_on or self._values.carried_on(
-            before, lambda: trial.reads(kind, batch)
-        )
+        carries = self._values.why_no_graph(lambda: trial.journal_of(kind, batch))
+        self._what_python_carries = self._what_python_carries or carries
         if self._ladder is None:
             self._ladder = Ladder([length])
         if refusal is not None:
@@ -131,7 +129,7 @@ class GraphsByKind:
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
             is_rung = descriptor.num_tokens in self.rungs
-            self._refuse_state_kept_by_assigning()
+            self._refuse_what_no_graph_keeps(kind)
             with python_draws.refused_in_graphs(), self._without_other_optimizers():
                 return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
 
@@ -155,12 +153,13 @@ class GraphsByKind:
         runner.eager_steps = self.eager_steps
         return KindGraphs(kind, runner, refusal)
 
-    def _refuse_state_kept_by_assigning(self) -> None:
-        if self._gradients.is_trial and self._carried_on is not None:
-            raise CaptureError(
-                f"the step keeps state by assigning a new tensor to {self._carried_on}, and a replay would "
-                f"go on from the old one: register it as a buffer, and change it in place (copy_)"
-            )
+    def _refuse_what_no_graph_keeps(self, kind: BatchKind) -> None:
+        if not self._gradients.is_trial:
+            return
+        if kind.opaque is not None:
+            raise CaptureError(kind.opaque)
+        if self._what_python_carries is not None:
+            raise CaptureError(self._what_python_carries)
 
     def _without_other_optimizers(self) -> AbstractContextManager[None]:
         if not self._gradients.is_trial:
@@ -179,9 +178,16 @@ class GraphsByKind:
 
     def capture_missing(self, *, is_accumulating: bool) -> None:
         """Capture what has no graph yet, largest first over all kinds of batches."""
-        self._note_state(is_accumulating)
         if self._loss.is_compiled:
             make_room(len(self.rungs) * len(self.kinds))
+        with torch.no_grad(), self._gradients.kept():
+            self._capture_missing(is_accumulating)
+        self._places.note()
+        self._optimizer.note()
+        self._baked = self._surroundings()
+
+    def _capture_missing(self, is_accumulating: bool) -> None:
+        self._note_state(is_accumulating)
         self._gradients.is_trial = True
         self._update.hold(True)
         release_unused = self._pool.backend.release_unused
@@ -200,9 +206,6 @@ class GraphsByKind:
             self._gradients.is_trial = False
             self._gradients.attach()
             release_unused()
-        self._places.note()
-        self._optimizer.note()
-        self._baked = self._surroundings()
 
     def _note_what_is_written(self, is_accumulating: bool) -> None:
         """Once more: what the first step made was not there when it was tried."""
@@ -218,11 +221,11 @@ class GraphsByKind:
             for kind in self._micro_batch.kinds
         ]
 
-    def drop(self) -> None:
+    def drop(self, *, is_accumulating: bool) -> None:
         """Let all graphs go; the kinds of batches stay known."""
         for graphs in self.kinds:
             graphs.runner.drop()
-        self._gradients.leave_the_pool()
+        self._gradients.leave_the_pool(is_accumulating=is_accumulating)
         self._places.forget()
 
     def why_not(self) -> Reason | None:

@@ -45,7 +45,11 @@ class Loss:
         return self._compute(inputs, targets, mask)
 
     def _value(self, inputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        loss = self.raw(self.outputs(inputs), targets, mask)
+        return self.of_outputs(self.outputs(inputs), targets, mask)
+
+    def of_outputs(self, outputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        """The loss of what the model says."""
+        loss = self.raw(outputs, targets, mask)
         if loss.dim() == 0:
             return loss
         if mask is None:
@@ -63,6 +67,13 @@ class Loss:
         model = getattr(self.model, "_orig_mod", self.model)
         loss_fn = getattr(self.loss_fn, "_torchdynamo_orig_callable", self.loss_fn)
         return Loss(model, loss_fn, self._autocast)
+
+    def types(self) -> set[torch.dtype]:
+        """What it computes in, as far as parameters and autocast tell."""
+        of_parameters = {p.dtype for module in self.modules for p in module.parameters()}
+        if torch.float32 in of_parameters and torch.get_float32_matmul_precision() != "highest":
+            of_parameters.add(torch.bfloat16)  # about as few bits
+        return of_parameters | ({self._autocast} if self._autocast else set())
 
     def outputs(self, inputs: Any) -> Any:
         """What the model says: a mapping are its keywords, a tuple or list its arguments."""

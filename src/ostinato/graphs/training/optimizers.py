@@ -24,7 +24,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 from weakref import WeakMethod, finalize
 
@@ -35,6 +34,7 @@ from ..backends import backend_for
 from ..capturing.gate import is_recording
 from ..errors import CaptureError, ConfigError
 from ..wrapping.standing import Comparison
+from .rates import Rates
 from .user_flags import UserFlags
 
 logger = logging.getLogger("ostinato.graphs")
@@ -62,15 +62,14 @@ class StaticOptimizer:
         self._users = UserFlags.of(optimizer)
         self._is_fused = _can_be_fused(optimizer, self._users)
         rate_type = torch.float64 if self._is_fused and device.type == "cpu" else torch.float32
-        self.rates = [torch.zeros((), dtype=rate_type, device=device) for _ in optimizer.param_groups]
-        """The learning rate of each group, on the device."""
-        self._values: list[float | None] = [None] * len(self.rates)
+        self._rates = Rates(optimizer, self._users, rate_type, device)
         self.has_stepped = False
         """Whether the state that the optimizer makes in its first step is there."""
         self._placed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._still: Callable[[], bool] = lambda: True
         self._baked: list[dict[str, Any]] | None = None
-        self._is_static = True
+        self._is_static = self.is_known
+        """Whether its numbers are on the device, for its step to be recorded."""
         self.why_behind: str | None = None
         """Why its step runs behind the graphs, if it does; see Note [Updates behind the graph]."""
         kind = type(optimizer)
@@ -102,11 +101,11 @@ class StaticOptimizer:
 
     def note(self) -> None:
         """As the groups are now is as graphs have them."""
-        self._baked = [_numbers(group) for group in self._optimizer.param_groups]
+        self._baked = [*map(_numbers, self._with_numbers)]
 
     def moved_numbers(self) -> list[str]:
         """The names of numbers in the groups that are not as graphs have them."""
-        pairs = zip(self._baked or (), self._optimizer.param_groups, strict=False)
+        pairs = zip(self._baked or (), self._with_numbers, strict=False)
         return [
             name
             for baked, group in pairs
@@ -121,7 +120,8 @@ class StaticOptimizer:
             self._is_static = self._is_fused = False
             self._placed = []
             for group, flags in zip(self._groups, self._users.of_groups, strict=True):
-                group.update(flags, lr=float(group["lr"]))
+                group.update(flags)
+            self._rates.give_back()
         logger.warning(
             "the optimizer's step runs behind the graph of forward and backward, not in it: %s", why
         )
@@ -166,6 +166,18 @@ class StaticOptimizer:
         plain = not any(_has_tensor_betas(group) for group in self._groups)
         return self._is_fused or (can and plain and kind.__module__.startswith("torch.optim"))
 
+    def become_static(self) -> None:
+        """From now on its numbers are on the device."""
+        self._is_static = True
+        self.prepare()
+        self._note_places()
+
+    @property
+    def _with_numbers(self) -> list[dict[str, Any]]:
+        """Its groups, and attributes of its own that optimizers of torch do not have."""
+        own = [(k, v) for k, v in vars(self._optimizer).items() if not k.startswith("_")]
+        return [{k: v for k, v in own if isinstance(v, bool | int | float | str)}, *self._groups]
+
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
@@ -174,14 +186,14 @@ class StaticOptimizer:
         """Set flags, put learning rates and counts of steps on the device."""
         if not self._is_static:
             return
-        for number, group in enumerate(self._optimizer.param_groups):
+        self._rates.take()
+        for group in self._groups:
             if self._is_fused:
                 group["fused"], group["foreach"] = True, False
             elif "capturable" in group and group.get("foreach") is None and "foreach" in group:
                 group["foreach"] = True  # only these can do with a learning rate on the device
             if "capturable" in group:
                 group["capturable"] = True
-            self._take_rate(number, group)
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter, {})
                 step = state.get("step")
@@ -192,41 +204,14 @@ class StaticOptimizer:
 
     def take_rates(self) -> None:
         """Learning rates of the next step: what the groups say."""
-        self._refuse_new_groups()
-        for number, group in enumerate(self._groups if self._is_static else ()):
-            if group["lr"] is not self.rates[number]:
-                self._take_rate(number, group)
+        self._rates.refuse_new_groups()
+        if self._is_static:
+            self._rates.take()
 
     def set_rates(self, wanted: float | Sequence[float]) -> None:
         """Learning rates of the next step: those of a schedule."""
-        self._refuse_new_groups()
-        groups = self._groups
-        is_one = isinstance(wanted, str) or not isinstance(wanted, Sequence)
-        values: list[Any] = [wanted] * len(groups) if is_one else list(wanted)  # type: ignore[arg-type]
-        if len(values) != len(groups):
-            raise ConfigError(f"the schedule gave {len(values)} learning rates for {len(groups)} groups")
-        if wrong := [value for value in values if not isinstance(value, Real | torch.Tensor)]:
-            raise ConfigError(f"the schedule gave {wrong[0]!r}, which is no learning rate")
-        for number, value in enumerate(values):
-            groups[number]["lr"] = self.rates[number] if self._is_static else value
-            if value != self._values[number]:
-                self.rates[number].fill_(value)
-                self._values[number] = value
-                self._users.rates[number] = float(value)
-
-    def _refuse_new_groups(self) -> None:
-        if len(self._groups) != len(self.rates):
-            raise ConfigError("a group of parameters was added: make the step anew")
-
-    def _take_rate(self, number: int, group: dict[str, Any]) -> None:
-        rate = group["lr"]
-        if rate is not self.rates[number]:
-            with torch.no_grad():
-                self.rates[number].fill_(float(rate))
-            if not isinstance(rate, torch.Tensor):
-                self._users.rates[number] = float(rate)
-            group["lr"] = self.rates[number]
-        self._values[number] = None
+        self._rates.refuse_new_groups()
+        self._rates.set(wanted, on_device=self._is_static)
 
     def step(self, skip: torch.Tensor) -> None:
         """One update of all parameters that have a gradient, unless `skip` (1.0 or 0.0, on the device)."""
@@ -344,7 +329,7 @@ class StaticOptimizer:
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring loaded values to where graphs look for them."""
-        if len(self._groups) != len(self.rates):  # it steps no more, see `_refuse_new_groups`
+        if not self._rates.is_of_all_groups:  # it steps no more
             return
         self.prepare()
         if self._placed:

@@ -19,6 +19,7 @@ from ..journal import WriteJournal
 from ..options import CaptureOptions
 from ..trees import map_tensors
 from . import other_optimizers
+from .apart import ModelAndLoss
 from .batches import IGNORED, BatchKind
 from .gradients import leaves_behind, none_yet
 from .loss import Loss
@@ -104,8 +105,8 @@ class PaddingTrial:
         found: Written = self._quietly(lambda: written_by(look, besides=own))
         return found
 
-    def reads(self, kind: BatchKind, batch: Batch) -> set[int]:
-        """Addresses of the storages from before that the loss is computed from."""
+    def journal_of(self, kind: BatchKind, batch: Batch) -> WriteJournal:
+        """Of a run of model and loss function, as far as that may be watched."""
         tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
         journal = WriteJournal()
 
@@ -113,9 +114,9 @@ class PaddingTrial:
             with journal, torch.enable_grad():
                 self._loss_of(kind, tensors)
 
-        with suppress(Exception):  # what must not be watched
+        with suppress(Exception):
             self._quietly(watched)
-        return set(journal.reads)
+        return journal
 
     def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
         """Tried with one half of the batch, the other as padding."""
@@ -142,14 +143,18 @@ class PaddingTrial:
             return f"the loss depends on what padding holds ({one.loss:.6g} or {other.loss:.6g})"
         if not one.has_gradients_of(other, max(tolerance, _OF_NORMS)):
             return "what the model learns depends on what padding holds"
-        with _evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
+        with evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
             with_it = self._quietly(padded)
-            without = self._quietly(lambda: self._seen(kind, buffers.on_device(short, shape)))
+            alone = buffers.on_device(short, shape)
+            without = self._quietly(lambda: self._seen(kind, alone))
+            buffers.fill(short, shape, descriptor)
+            apart = ModelAndLoss(self._loss, kind, buffers.views(descriptor), alone, (length, real))
+            what_counts = self._quietly(apart.why_not_padded)
         if not _close(with_it.loss, without.loss, _AT_TWO_SHAPES):
             return f"the loss is {without.loss:.6g} without padding and {with_it.loss:.6g} with it"
         if not with_it.has_gradients_of(without, _AT_TWO_SHAPES):
             return "the model learns something else with padding than without"
-        return None
+        return str(what_counts) if what_counts else None
 
     def _seen(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> "_Seen":
         """What the loss is, and what would be learnt from it."""
@@ -222,7 +227,7 @@ def _why_not_ignored(loss_fn: Callable[..., Any], outputs: Any, targets: Any) ->
 
 
 @contextmanager
-def _evaluating(roots: list[torch.nn.Module]) -> Iterator[None]:
+def evaluating(roots: list[torch.nn.Module]) -> Iterator[None]:
     """Without dropout and the like."""
     modules = [module for root in roots for module in root.modules()]
     before = [module.training for module in modules]

@@ -1,7 +1,10 @@
 """One part of a model from graphs, with its backward."""
 
+import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,13 +24,17 @@ from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import decided_step_mode
 from ..errors import BatchError, CaptureError
 from ..inputs.buffers import Batch, InputBuffers
+from ..journal import WriteJournal
 from ..options import CaptureOptions
 from ..trees import Structure, flatten, tensors_in
 from ..wrapping.signature import Examples, Signature
 from .gradients import leaves_behind, without_hooks
+from .part_padding import RowTrial, with_poison
 from .places import Places, Written, written_by
 from .python_values import PythonValues
 from .rounds import Rounds
+
+logger = logging.getLogger("ostinato.graphs")
 
 
 class _Pair:
@@ -76,8 +83,10 @@ class GraphedPart:
             function,  # whose own hooks are called around it, and those of parameters behind it
             with_hooks_of=lambda owner: isinstance(owner, torch.nn.Module) and owner is not function,
         )
+        self._is_padded = True
+        """Whether fewer rows than a rung has are padded."""
         self._buffers = InputBuffers(
-            self._signature.tensor_fields,
+            [with_poison(field, batch[field.name]) for field in self._signature.tensor_fields],
             max_tokens=self.ladder.limit,
             device=pool.device,
             allocate=pool.allocate,
@@ -91,13 +100,25 @@ class GraphedPart:
     # -- capturing ---------------------------------------------------------------------------------
 
     def find_written(self, options: CaptureOptions) -> None:
-        """What the part writes when it is run."""
+        """What the part writes when it is run. CaptureError if Python carries something to the next run."""
         trials, rung = self._trials(options), self.ladder.limit
         with self._values.put_back(), trials.undone():
             views = self._fill(rung)
             own = [*self._places.buffers().values(), *views.values()]
             self._written = written_by(lambda: self._try(rung), besides=own)
+            carries = self._values.why_no_graph(lambda: self._journal_of(rung))
         self._alive = None
+        if carries is not None:
+            raise CaptureError(f"part {self._number}: {carries}")
+
+    def _journal_of(self, rung: int) -> WriteJournal:
+        journal = WriteJournal()
+        try:
+            with suppress(Exception), journal:  # what must not be watched says so; what fails, fails again
+                self._try(rung)
+        finally:
+            journal.undo()
+        return journal
 
     def _trials(self, options: CaptureOptions) -> Trials:
         state = {**self._places.buffers(), **self._written.tensors}
@@ -113,29 +134,19 @@ class GraphedPart:
             for _ in range(1, times):
                 trials.run(lambda: self._try(rung))
 
-    def refuse_dependence_on_the_batch(self, options: CaptureOptions) -> None:
-        """CaptureError if what padded rows hold changes real ones."""
+    def find_dependence_on_the_batch(self, options: CaptureOptions) -> None:
+        """Whether what padded rows hold changes real ones, or how many there are does: then nothing is
+        padded, and a ladder of several rungs is a CaptureError."""
         rung = self.ladder.limit
-        if len(self.ladder) == 1 or rung < 2:
+        if rung < 2:
             return
-        descriptor, half = BatchDescriptor.decode(rung), BatchDescriptor.decode(rung // 2)
-        trials = self._trials(options)
-
-        def rows(*, poison: bool) -> list[torch.Tensor]:
-            self._buffers.fill(
-                self._examples.dummy(half), BatchShape.decode(rung // 2), descriptor, poison=poison
-            )
-            with torch.no_grad():
-                output = self._signature.call(self.function, self._buffers.views(descriptor))
-            tensors = tensors_in(output)
-            return [t[: rung // 2].clone() if t.dim() and t.size(0) == rung else t.clone() for t in tensors]
-
-        one, other = trials.run(lambda: rows(poison=False)), trials.run(lambda: rows(poison=True))
-        pairs = zip(one, other, strict=True)
-        if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs):
+        call = functools.partial(self._signature.call, self.function)
+        trial = RowTrial(call, self._buffers, self._examples, self._modules, rung)
+        self._is_padded = trial.is_alike(self._trials(options))
+        if not self._is_padded and len(self.ladder) > 1:
             raise CaptureError(
-                f"the rows of part {self._number} depend on each other, so none can be padded: leave ladder= "
-                f"away, or put such layers outside"
+                f"the rows of part {self._number} depend on each other or on how many there are, so none can "
+                f"be padded: leave ladder= away, or put such layers outside"
             )
 
     def _try(self, rung: int) -> None:
@@ -185,6 +196,7 @@ class GraphedPart:
         assert self._alive is not None
         leaves, pair.structure = flatten(self._alive[0][0])
         without_rows = [t for t in tensors_in(leaves) if t.dim() == 0 or t.size(0) != rung]
+        self._is_padded = self._is_padded and not without_rows
         if without_rows and len(self.ladder) > 1:
             raise CaptureError(
                 f"part {self._number} returns {list(without_rows[0].shape)}, which has no row for each row "
@@ -243,10 +255,23 @@ class GraphedPart:
         moved = self._places.moved()
         if moved:
             raise moved_error(moved)
+        if rows < rung and not self._is_padded:
+            self._tell_of_fewer_rows(rung)
+            self.eager_steps[Reason.PADDING_DISABLED] += 1
+            return self.function(*args, **kwargs)
         pair = self._pairs[rung]
         tensors = _Replay.apply(self, pair, shape, tuple(batch), *batch.values(), *self._parameters)  # type: ignore[no-untyped-call]
         self.replays += 1
         return pair.structure.filled(list(tensors))
+
+    def _tell_of_fewer_rows(self, rung: int) -> None:
+        if not self.eager_steps[Reason.PADDING_DISABLED]:
+            logger.warning(
+                "fewer rows than %d run eagerly in part %d: its results depend on all rows together, or on "
+                "how many there are, so none can be padded",
+                rung,
+                self._number,
+            )
 
     def _why_not(self, found: tuple[Batch, BatchShape] | None) -> Reason | None:
         if found is None or any(t.requires_grad and not self._wants[n] for n, t in found[0].items()):

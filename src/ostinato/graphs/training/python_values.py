@@ -14,6 +14,8 @@ import torch
 
 from ..capturing import python_draws
 from ..dispatching.dispatch import Reason
+from ..journal import WriteJournal
+from ..memory import storage_address
 from ..wrapping.holders import Key
 from ..wrapping.reached import Reached
 from ..wrapping.standing import Comparison
@@ -30,7 +32,7 @@ class PythonValues:
     def __init__(self, *roots: Any, with_hooks_of: Callable[[Any], bool] = lambda owner: True) -> None:
         """`with_hooks_of`: which modules and tensors have hooks of gradients that a graph calls."""
         self._roots, self._with_hooks_of = roots, with_hooks_of
-        self._has_named_assigned = False
+        self._named_assigned: set[str] = set()
         self._own: set[Key] = set()
         """What a step assigns itself."""
         self._captured: Reached | None = None
@@ -58,21 +60,48 @@ class PythonValues:
     def put_back(self) -> Iterator[Reached]:
         """Around trial runs: they count for nothing. As things are before them."""
         before = self._reached()
+        memory = [(tensor, tensor.detach()) for tensor in before.tensors]
         try:
             with python_draws.undone():
                 yield before
         finally:
             before.put_back(before.changed())
+            for tensor, there in memory:
+                if tensor.data_ptr() != there.data_ptr():
+                    tensor.data = there
 
-    def carried_on(self, before: Reached, reads_of_a_run: Callable[[], set[int]]) -> str | None:
-        """Where a step keeps state by assigning a new tensor, if trial runs since `before` assigned any: one
-        more run tells whether it goes on from what those left. Buffers are state, read or not."""
-        if not before.assigned():
-            return None
+    def why_no_graph(self, run: Callable[[], WriteJournal]) -> str | None:
+        """Whether Python carries something from step to step that no replay would, found by two more runs
+        after trial runs: a new tensor, or other memory for one, that the next step goes on from (buffers are
+        state, read or not), or whatever else makes the next step do other work."""
         between = self._reached()
-        reads = reads_of_a_run()
+        addresses, drawn = [tensor.data_ptr() for tensor in between.tensors], python_draws.generators()
+        journal = run()
+        assigned = self._name_assigned_since(between)
+        pairs = zip(between.tensors, addresses, strict=True)
+        moved = next((tensor for tensor, address in pairs if tensor.data_ptr() != address), None)
         buffers = {id(module._buffers) for module in between.modules}
-        return between.assigned().goes_on_from_former(reads, buffers)
+        place = f"{self._name_of(moved)}.data" if moved is not None else None
+        place = place or between.assigned().goes_on_from_former(set(journal.reads), buffers)
+        if place is not None:
+            return (
+                f"the step keeps state by assigning a new tensor to {place}, and a replay would go on from "
+                f"the old one: register it as a buffer, and change it in place (copy_)"
+            )
+        if python_draws.generators() != drawn:
+            return python_draws.WHY_NOT
+        again, known = run(), set(map(storage_address, between.tensors))
+        if (again.work, again.reads.keys() & known) != (journal.work, journal.reads.keys() & known):
+            return (
+                f"two steps with the same inputs do different work: something in Python decides what, "
+                f"{', '.join(assigned[:5]) or 'which no code that we follow shows'}. Keep it in a tensor"
+            )
+        return None
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        modules = [root for root in self._roots if isinstance(root, torch.nn.Module)]
+        named = [pair for m in modules for pair in (*m.named_parameters(), *m.named_buffers())]
+        return next((name for name, own in named if own is tensor), f"a tensor {list(tensor.shape)}")
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -91,15 +120,17 @@ class PythonValues:
         yield
         self._name_assigned_since(before)
 
-    def _name_assigned_since(self, before: Reached) -> None:
+    def _name_assigned_since(self, before: Reached) -> list[str]:
         assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names, *before.grown()]))
-        if assigned and not self._has_named_assigned:
-            self._has_named_assigned = True
+        new = [name for name in assigned if name not in self._named_assigned]
+        if new:
+            self._named_assigned.update(new)
             logger.warning(
                 "every step assigns %s in Python: a replay runs no Python, leaves it as it is, and goes on "
                 "with the value of the capture. Keep it in a buffer if it matters",
-                ", ".join(assigned[:5]),
+                ", ".join(new[:5]),
             )
+        return assigned
 
     def note(self) -> None:
         """As it is now is as graphs have it."""

@@ -147,7 +147,7 @@ class TrainStep:
             if self._optimizer.has_stepped:
                 is_other = self._graphs.why_not() is not None or bool(self._optimizer.moved_numbers())
                 if self._graphs.is_captured and (self._optimizer.step_inside() or is_other):
-                    self._graphs.drop()
+                    self._graphs.drop(is_accumulating=is_accumulating)
                 self._graphs.capture_missing(is_accumulating=is_accumulating)
         return self.report()
 
@@ -213,8 +213,9 @@ class TrainStep:
         why = self._why_not_inside()
         if why is not None and self._graphs.why_not() is None:
             self._optimizer.step_behind(why, static=True)
-            self._graphs.drop()
-            self._graphs.capture_missing(is_accumulating=self.micro_batches > 0)
+            is_accumulating = self.micro_batches > 0
+            self._graphs.drop(is_accumulating=is_accumulating)
+            self._graphs.capture_missing(is_accumulating=is_accumulating)
 
     def _why_not_inside(self) -> str | None:
         if self._optimizer.hooks:
@@ -291,11 +292,11 @@ class TrainStep:
     def _run_unseen(self, inputs: Any, targets: Any, does: Kind) -> torch.Tensor:
         """Eagerly, on a batch of a kind that nothing was captured for."""
         self._graphs.eager_steps[Reason.UNSEEN_SIGNATURE] += 1
-        self._tell_once(
-            "batches of other shapes or numbers than the first run eagerly: step.capture(inputs, targets) "
-            "changes that"
-        )
         kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
+        what_helps = "step.capture(inputs, targets) changes that"
+        self._tell_once(
+            f"batches of other shapes or numbers than the first run eagerly: {kind.opaque or what_helps}"
+        )
         matched = kind.batch_of(inputs, targets)
         assert matched is not None
         tensors = {name: tensor.to(self._device) for name, tensor in matched[0].items()}
@@ -306,7 +307,7 @@ class TrainStep:
         """Until the optimizer has made its state. On padded inputs, so that a run that is resumed here goes
         on with the very numbers that graphs give."""
         if self._graphs.is_captured:  # a state from before the first update was loaded
-            self._graphs.drop()
+            self._graphs.drop(is_accumulating=self.micro_batches > 0)
         runner, rung = graphs.runner, self._graphs.rungs.round_up(shape.num_tokens)
         if rung is None or not (graphs.is_padded or rung == shape.num_tokens):
             return self._eagerly(runner, batch, shape, Reason.FIRST_CALL)

@@ -93,7 +93,7 @@ class Update:
             self.norm.copy_(norm)
             skip = torch.where(norm < math.inf, skip, self._one)
         elif self._scaler is None:
-            largest = torch._foreach_norm(gradients, math.inf)
+            largest = torch._foreach_norm([g for g in gradients if g.numel()], math.inf)
             worst = torch.stack([norm.float() for norm in largest]).amax()
             skip = torch.where(worst < math.inf, skip, self._one)
         self.skipped.add_(skip)

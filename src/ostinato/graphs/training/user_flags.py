@@ -17,6 +17,10 @@ class UserFlags:
         self.of_groups: list[dict[str, Any]] = []
         self.rates: dict[int, float] = {}
         """By the number of a group, its learning rate as it was given: on the device it may be rounded."""
+        self.rate_tensors: dict[int, tuple[torch.Tensor, int]] = {}
+        """Where a tensor was given, that, and its version when it was read last."""
+        self.of_steps: list[torch.Tensor] = []
+        """Learning rates that steps have put there."""
         self._note(optimizer)
         # Before the hooks of steps, which set theirs again.
         optimizer.register_load_state_dict_post_hook(self._note)
@@ -37,10 +41,10 @@ class UserFlags:
     def _as_the_user_knows_it(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         """A checkpoint has plain numbers and the user's own flags, and can be loaded anywhere."""
         for number, (group, flags) in enumerate(zip(saved["param_groups"], self.of_groups, strict=False)):
-            group.update(flags, lr=self._rate(number, group["lr"]))
+            group.update(flags, lr=self.rate(number, group["lr"]))
 
-    def _rate(self, number: int, rate: float | torch.Tensor) -> float:
-        """What was given, unless somebody has written another one to the device since."""
+    def rate(self, number: int, rate: float | torch.Tensor) -> float:
+        """As a number, what was given, unless somebody has written another one to the device since."""
         given, found = self.rates.get(number), float(rate)
         if given is not None and isinstance(rate, torch.Tensor):
             return given if float(torch.tensor(given, dtype=rate.dtype)) == found else found

@@ -32,6 +32,8 @@ _MAKES_OR_SHOWS = frozenset(
     ("__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__del__")
 ) | frozenset(("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__"))
 """Methods that Python calls on its own, but in no call of a finished object."""
+_BY_TORCH = frozenset(("forward", "backward", "setup_context", "jvp"))
+"""Of modules and of functions with a derivative of their own."""
 
 
 def is_users(module: str | None) -> bool:
@@ -71,8 +73,8 @@ def may_grow(module: torch.nn.Module) -> bool:
 
 
 def is_called_by_python(name: str) -> bool:
-    """Whether a method of this name runs without anybody mentioning it."""
-    return name == "forward" or (name.startswith("__") and name not in _MAKES_OR_SHOWS)
+    """Whether a method of this name runs though no code mentions it: Python or torch calls it."""
+    return name in _BY_TORCH or (name.startswith("__") and name not in _MAKES_OR_SHOWS)
 
 
 def functions_in(entry: Any) -> list[Any]:

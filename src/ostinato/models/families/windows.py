@@ -8,19 +8,21 @@ from ..errors import UnsupportedModelError
 
 Windows = tuple[int | None, ...]
 
+_USUAL = 4096
+"""What transformers takes a window for of which a `config.json` says nothing; null is none."""
+
 
 def in_every_layer(raw: Mapping[str, Any], num_layers: int) -> Windows:
-    """`sliding_window`, where it is set."""
-    window = None if raw.get("sliding_window") is None else positive(raw, "sliding_window")
-    return (window,) * num_layers
+    """`sliding_window`, unless it is null."""
+    return (_window(raw),) * num_layers
 
 
 def on_request(raw: Mapping[str, Any], num_layers: int) -> Windows:
     """The same where `use_sliding_window` asks for it: in the layers that `layer_types` lists, or in those
     from `max_window_layers` on."""
-    if not raw.get("use_sliding_window") or raw.get("sliding_window") is None:
+    window = _window(raw) if raw.get("use_sliding_window") else None
+    if window is None:
         return (None,) * num_layers
-    window = positive(raw, "sliding_window")
     types = raw.get("layer_types")
     if types is None:
         first = int(raw.get("max_window_layers", 28))
@@ -30,3 +32,8 @@ def on_request(raw: Mapping[str, Any], num_layers: int) -> Windows:
             f"layer_types must name {num_layers} layers of sliding_attention or full_attention, not {types}"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _window(raw: Mapping[str, Any]) -> int | None:
+    is_none = raw.get("sliding_window", _USUAL) is None
+    return None if is_none else positive(raw, "sliding_window", _USUAL)

@@ -100,6 +100,8 @@ def _serve(
 
 
 def _ready(llm: Any, lost_adapters: dict[str, str]) -> Ready:
+    from ostinato.engine.loading.default_sampling import preferred_sampling
+
     from .adapter_controls import adapter_list
 
     core, report = llm.engine.core, llm.graph_report()
@@ -125,6 +127,9 @@ def _ready(llm: Any, lost_adapters: dict[str, str]) -> Ready:
         lost_adapters=lost_adapters,
         vllm_config=_vllm_config(core),
         most_drafts=core.config.max_drafts,
+        pooling=core.loaded.pooling,
+        preferred_sampling=preferred_sampling(core.config.config),
+        num_labels=shape.num_labels,
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ostinato.engine.adapters.lora_request import LoRARequest
 from ostinato.engine.adapters.version import AdapterVersion
 from ostinato.engine.core import EngineCore
-from ostinato.engine.delivery.pooling import pooled
+from ostinato.engine.delivery.pooling import judged, pooled
 from ostinato.engine.outputs import Logprob
 from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.engine.scheduling.drain import Announced
@@ -20,7 +20,7 @@ from ostinato.engine.stepping.flight import Extras, Progress
 from ostinato.engine.token_ids import token_array
 from ostinato.models.adapters.adapter import Adapter
 
-from ..wire.messages import Embed, Generate, News, Standing, StepNews, TokenLogprobs
+from ..wire.messages import JUDGED, Embed, Generate, News, Standing, StepNews, TokenLogprobs
 from .adapter_reading import AdapterReading
 
 
@@ -271,7 +271,9 @@ class ServedEngine:
         pooling = self._poolings.pop(id, None) if has_ended else None
         embedding = None
         if pooling is not None and hidden is not None:
-            embedding = pooled(hidden, pooling).numpy().astype("<f4").tobytes()
+            model = self.core.loaded.model
+            vector = judged(model, hidden) if pooling == JUDGED else pooled(hidden, pooling)
+            embedding = vector.numpy().astype("<f4").tobytes()
         return News(
             id,
             token,

@@ -57,6 +57,7 @@ async def answers_of(
         variables=body.chat_template_kwargs,
         reasoning_effort=body.reasoning_effort,
         template=body.chat_template,
+        is_prompt=body.truncate_prompt_tokens is None,
     )
     ids = model.checked_prompt(model.cut(ids, body.truncate_prompt_tokens, asked or 1), "messages")
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

@@ -76,10 +76,11 @@ async def _prompts(body: CompletionRequest, model: ServedModel) -> list[list[int
     given = body.prompt
     listed: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts = []
+    is_whole = body.truncate_prompt_tokens is None
     for prompt in listed:
         special = body.add_special_tokens is not False
         ids = (
-            await model.encode(prompt, "prompt", add_special_tokens=special)
+            await model.encode(prompt, "prompt", add_special_tokens=special, is_prompt=is_whole)
             if isinstance(prompt, str)
             else prompt
         )

@@ -51,10 +51,15 @@ async def embedding_prompts(body: EmbeddingRequest, model: ServedModel) -> list[
     given = body.input
     listed: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts = []
+    is_whole = body.truncate_prompt_tokens is None
     for entry in listed:
-        ids = await model.encode(entry, "input") if isinstance(entry, str) else entry
-        ids = model.cut(ids, body.truncate_prompt_tokens, 1)
-        prompts.append(model.checked_prompt(ids, "input"))
+        ids = (
+            await model.encode(entry, "input", is_prompt=is_whole, answer=0)
+            if isinstance(entry, str)
+            else entry
+        )
+        ids = model.cut(ids, body.truncate_prompt_tokens, 0)
+        prompts.append(model.checked_prompt(ids, "input", 0))
     return prompts
 
 
@@ -66,7 +71,7 @@ async def embed(
     if body.dimensions is not None and body.dimensions > size:
         message = f"dimensions: the vectors of this model have {size} numbers, not {body.dimensions}"
         raise ApiError(400, message, param="dimensions")
-    vectors = await vectors_of(prompts, body.pooling or "last", engine, model)
+    vectors = await vectors_of(prompts, body.pooling or model.ready.pooling, engine, model)
     tokens = sum(map(len, prompts))
     written = _as_base64 if body.encoding_format == "base64" else _as_numbers
     data = [

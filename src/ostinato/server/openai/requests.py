@@ -158,7 +158,8 @@ class EmbeddingRequest(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """Cut inputs to their last tokens; -1: to what the model takes."""
     pooling: Literal["last", "mean"] | None = None
-    """Which hidden states make the vector: the last token's, or the mean of all."""
+    """Which hidden states make the vector: the last token's, or the mean of all; default: as the model's
+    directory says, else the last."""
 
 
 class TokenizeRequest(Body):

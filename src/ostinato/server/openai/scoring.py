@@ -1,4 +1,5 @@
-"""`/score` and `/rerank`: how near texts are to each other, by the cosine of their vectors."""
+"""`/score` and `/rerank`: how well texts go together, as a model's head says of each pair; of a model without
+one by the cosine of their vectors."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import msgspec
 from pydantic import Field
 
 from ..engine_client.client import EngineClient
+from ..wire.messages import JUDGED
 from .body import Body, Text
 from .embeddings import vectors_of
 from .errors import ApiError
@@ -49,7 +51,7 @@ class RerankRequest(Scoring):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """How near the texts of a pair are, -1 to 1."""
+    """How near the texts of a pair are, -1 to 1, or what a head says of them."""
 
     index: int
     score: float
@@ -135,13 +137,35 @@ async def _nearness(
     first: list[str], second: list[str], body: Scoring, engine: EngineClient, model: ServedModel
 ) -> tuple[list[float], EmbeddingUsage]:
     """One to all, or pair by pair."""
-    prompts = []
-    for text in (*first, *second):
-        ids = model.cut(await model.encode(text, "text"), body.truncate_prompt_tokens, 1)
-        prompts.append(model.checked_prompt(ids, "text"))
-    vectors = await vectors_of(prompts, body.pooling or "last", engine, model)
+    if model.ready.num_labels:
+        return await _judged(first, second, body, engine, model)
+    prompts = [await _prompt(text, None, body, model) for text in (*first, *second)]
+    vectors = await vectors_of(prompts, body.pooling or model.ready.pooling, engine, model)
     ones, others = vectors[: len(first)], vectors[len(first) :]
     ones = ones * len(others) if len(ones) == 1 else ones
-    scores = [float(one @ other) for one, other in zip(ones, others, strict=True)]
+    return [float(one @ other) for one, other in zip(ones, others, strict=True)], _usage(prompts)
+
+
+async def _judged(
+    first: list[str], second: list[str], body: Scoring, engine: EngineClient, model: ServedModel
+) -> tuple[list[float], EmbeddingUsage]:
+    if model.ready.num_labels != 1:
+        message = f"scores need a model with one label, and {model.name!r} has {model.ready.num_labels}"
+        raise ApiError(400, message, param="model")
+    if body.pooling is not None:
+        raise ApiError(400, "pooling: this model's head judges pairs, by their last token", param="pooling")
+    ones = first * len(second) if len(first) == 1 else first
+    prompts = [await _prompt(one, other, body, model) for one, other in zip(ones, second, strict=True)]
+    found = await vectors_of(prompts, JUDGED, engine, model)
+    return [float(score[0]) for score in found], _usage(prompts)
+
+
+async def _prompt(text: str, other: str | None, body: Scoring, model: ServedModel) -> list[int]:
+    is_whole = body.truncate_prompt_tokens is None
+    ids = await model.encode(text, "text", is_prompt=is_whole, answer=0, other=other)
+    return model.checked_prompt(model.cut(ids, body.truncate_prompt_tokens, 0), "text", 0)
+
+
+def _usage(prompts: list[list[int]]) -> EmbeddingUsage:
     tokens = sum(map(len, prompts))
-    return scores, EmbeddingUsage(tokens, tokens)
+    return EmbeddingUsage(tokens, tokens)

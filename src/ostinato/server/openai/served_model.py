@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,6 +12,7 @@ from typing import Any
 from ostinato.text.chat_template import ChatTemplate, template_source
 from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.errors import TokenizerError
+from ostinato.text.messages import joined_parts, with_arguments_read
 from ostinato.text.token_bound import most_bytes_per_token
 from ostinato.text.tokenizer import Tokenizer
 
@@ -20,16 +20,13 @@ from ..config import TOOL_CALL_PARSERS, ServerConfig
 from ..text_work.lanes import LanesFull, TextLanes
 from ..text_work.work import Conversation, TextLimit, TextRefused, TextWork
 from ..wire.messages import Ready
-from .conversation import Message, TextPart, Tool
+from .conversation import Message, Tool
 from .draft_metrics import DraftMetrics
 from .errors import ApiError, unavailable
 from .logprobs import TokenNames, TokenTexts
 from .tool_calls.formats import chat_template_of, kind_of_model
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-
-_END_OF_TEXT = "\ue000end of what there is\ue000"
-"""Marks where a message that goes on ends; behind it are the template's own words."""
 
 
 class ServedModel:
@@ -58,8 +55,7 @@ class ServedModel:
         given = config.chat_template
         template = chat_template_of(directory) if given is None else template_source(given)
         self._shows_tools = not template or "tools" in template
-        longest = ready.max_model_len - 1  # a completion has at least one token
-        self.max_prompt_tokens = min(config.max_prompt_tokens or longest, longest)
+        self.max_prompt_tokens = min(config.max_prompt_tokens or ready.max_model_len, ready.max_model_len)
         self._lanes: TextLanes | None = None
         if tokenizer is not None:
             replaced = None if given is None else template
@@ -71,8 +67,11 @@ class ServedModel:
             self._lanes.close()
 
     @cached_property
-    def _limit(self) -> TextLimit:
-        return TextLimit(self.max_prompt_tokens, most_bytes_per_token(self.need_tokenizer("prompt").backend))
+    def _bytes_per_token(self) -> int | None:
+        return most_bytes_per_token(self.need_tokenizer("prompt").backend)
+
+    def _limit(self, answer: int) -> TextLimit:
+        return TextLimit(self._longest_before(answer), self._bytes_per_token)
 
     def named(self, name: str | None) -> ServedModel:
         """The model as a request means it, perhaps with an adapter; 404 for one that is not served here."""
@@ -146,13 +145,22 @@ class ServedModel:
         return self.tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, behind=prompt_ids)
 
     async def encode(
-        self, text: str, param: str, *, add_special_tokens: bool = True, is_prompt: bool = True
+        self,
+        text: str,
+        param: str,
+        *,
+        add_special_tokens: bool = True,
+        is_prompt: bool = True,
+        answer: int = 1,
+        other: str | None = None,
     ) -> list[int]:
-        """Token ids of a text; one that is no prompt may be longer than any prompt."""
+        """Token ids of a text, or of two as the tokenizer joins them; one that is no prompt, or is cut to
+        one, may be longer than any prompt before an answer of so many tokens."""
         self.need_tokenizer(param)
-        check_unicode(text, param)
-        limit = self._limit if is_prompt else None
-        return await self._ids(TextWork(text, add_special_tokens, limit, param))
+        for each in (text, other or ""):
+            check_unicode(each, param)
+        limit = self._limit(answer) if is_prompt else None
+        return await self._ids(TextWork(text, add_special_tokens, limit, param, other))
 
     async def encode_chat(
         self,
@@ -183,18 +191,18 @@ class ServedModel:
         if reasoning_effort is not None:
             given.setdefault("reasoning_effort", reasoning_effort)
         written = [_as_template_message(message) for message in messages]
-        if continues:
-            _mark_end(written, add_generation_prompt)
-            add_generation_prompt = False
+        if continues and add_generation_prompt:
+            message = "continue_final_message: with add_generation_prompt another message would begin"
+            raise ApiError(400, message, param="continue_final_message")
         conversation = Conversation(
             written,
             [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-            add_generation_prompt is not False,
+            add_generation_prompt is not False and not continues,
             given,
-            _END_OF_TEXT if continues else None,
+            continues,
             template,
         )
-        limit = self._limit if is_prompt else None
+        limit = self._limit(1) if is_prompt else None
         return await self._ids(TextWork(conversation, False, limit, "messages"))
 
     async def _ids(self, work: TextWork) -> list[int]:
@@ -225,17 +233,24 @@ class ServedModel:
         if kept is None:
             return ids
         if kept < 0:
-            kept = max(1, min(self.max_prompt_tokens, self.ready.max_model_len - answer))
+            kept = max(1, self._longest_before(answer))
         return ids[-kept:] if kept else []
 
-    def checked_prompt(self, ids: list[int], param: str) -> list[int]:
-        """The prompt if the model can take it; 400 if it is empty, too long or not of its vocabulary."""
+    def _longest_before(self, answer: int) -> int:
+        """The most tokens of a prompt before an answer of so many."""
+        return min(self.max_prompt_tokens, self.ready.max_model_len - answer)
+
+    def checked_prompt(self, ids: list[int], param: str, answer: int = 1) -> list[int]:
+        """The prompt if the model can take it; 400 if it is empty, too long or not of its vocabulary.
+
+        `answer`: the fewest tokens that come behind it; none behind one that is only read.
+        """
         if not ids:
             raise ApiError(400, f"{param} has no tokens: at least one is needed", param=param)
-        if len(ids) > self.max_prompt_tokens:
+        if len(ids) > (longest := self._longest_before(answer)):
             raise ApiError(
                 400,
-                f"{param} has {len(ids)} tokens, at most {self.max_prompt_tokens} are accepted "
+                f"{param} has {len(ids)} tokens, at most {longest} are accepted "
                 f"(the model's context length is {self.ready.max_model_len})",
                 param=param,
                 code="context_length_exceeded",
@@ -269,34 +284,16 @@ def check_unicode(text: str, param: str) -> None:
         raise ApiError(400, f"{param} is not valid Unicode: {error.reason}", param=param) from None
 
 
-def _mark_end(messages: list[dict[str, Any]], add_generation_prompt: bool | None) -> None:
-    if add_generation_prompt:
-        message = "continue_final_message: with add_generation_prompt another message would begin"
-        raise ApiError(400, message, param="continue_final_message")
-    messages[-1]["content"] += _END_OF_TEXT
-
-
 def _as_template_message(message: Message) -> dict[str, Any]:
     """A message as templates are written against: content a text, arguments an object."""
     given = message.model_dump(exclude_none=True, exclude={"provider_specific_fields"})
-    content = message.content
-    if isinstance(content, list):
-        given["content"] = "".join(part.text for part in content if isinstance(part, TextPart))
-    else:
-        given["content"] = content or ""
+    if isinstance(message.content, list):
+        given["content"] = joined_parts(part.text for part in message.content)
     if message.role == "developer":
         given["role"] = "system"
     for call in given.get("tool_calls", ()):
         call.pop("index", None)
-        call["function"]["arguments"] = _parsed(call["function"]["arguments"])
-    return given
-
-
-def _parsed(arguments: str) -> Any:
-    if not arguments.strip():  # a function without arguments, as some models call it
-        return {}
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        message = f"the arguments of a tool call are not JSON: {arguments[:100]!r}"
-        raise ApiError(400, message, param="messages") from None
+        return with_arguments_read(given)
+    except TokenizerError as error:
+        raise ApiError(400, str(error), param="messages") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,18 @@ _NAMES = {
     "json_schema": "guided_json",
 }
 """What SGLang calls differently."""
+_NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "max_tokens": DEFAULT_NEW_TOKENS,
+}
+"""What is meant where a request does not say. The model's generation_config.json does not count here, with
+SGLang as well: trainers take it that nothing is changed which they have not named."""
 _THEIRS = {ours: theirs for theirs, ours in _NAMES.items()}
 
 
@@ -49,7 +61,7 @@ async def generations_of(
     for prompt, sampling, adapter in zip(prompts, each, adapters, strict=True):
         adapted = model.with_adapter(adapter, "lora_path")
         try:
-            asked = _as_completion(prompt, sampling, body)
+            asked = _as_completion(prompt, sampling, body, model.ready.preferred_sampling)
             for completion in await completions_of(asked, adapted, wakes_every, on_token):
                 completion.index = len(found)
                 found.append(completion)
@@ -67,10 +79,10 @@ def _prompts(body: GenerateRequest) -> list[str | list[int]]:
 
 
 def _as_completion(
-    prompt: str | list[int], sampling: GenerateSampling, body: GenerateRequest
+    prompt: str | list[int], sampling: GenerateSampling, body: GenerateRequest, preferred: Mapping[str, Any]
 ) -> CompletionRequest:
     given = {_NAMES.get(name, name): value for name, value in sampling.model_dump(exclude_none=True).items()}
-    given = {"max_tokens": DEFAULT_NEW_TOKENS, **given, "prompt": prompt}
+    given = {**_NEUTRAL, **preferred, **given, "prompt": prompt}
     if body.return_logprob:
         given["logprobs"] = body.top_logprobs_num or 0
         if body.logprob_start_len is not None and body.logprob_start_len >= 0:

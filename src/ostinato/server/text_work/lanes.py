@@ -52,9 +52,10 @@ class TextLanes:
 
     async def ids(self, work: TextWork) -> list[int]:
         """The token ids. Raises `TextRefused`, or `LanesFull` while too much is waiting."""
-        size = size_of(work.given)
+        size = size_of(work.given) + len(work.other or "")
         if isinstance(work.given, str):
-            check_length(work.given, work.limit, work.name)
+            for text in (work.given, work.other or ""):
+                check_length(text, work.limit, work.name)
         if isinstance(work.given, Conversation) and work.given.template is not None:
             return await self._long.ids(work, size)  # who knows how long a client's template takes
         if size <= INLINE:

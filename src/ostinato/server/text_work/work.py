@@ -30,8 +30,8 @@ class Conversation(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool
     variables: dict[str, Any]
-    end_mark: str | None
-    """Where the prompt ends, if not where the template ends."""
+    continues: bool
+    """Whether what follows belongs to the last message, which is not at its end."""
     template: str | None = None
     """A client's, instead of the model's."""
 
@@ -45,13 +45,15 @@ class TextLimit(msgspec.Struct, frozen=True):
 
 
 class TextWork(msgspec.Struct, frozen=True):
-    """A text, or a conversation, whose token ids are wanted."""
+    """A text, two as the tokenizer joins them, or a conversation, whose token ids are wanted."""
 
     given: str | Conversation
     add_special_tokens: bool
     limit: TextLimit | None
     name: str
     """What the client calls it."""
+    other: str | None = None
+    """The second of two texts."""
 
 
 def do_text_work(work: TextWork, tokenizer: Tokenizer) -> list[int]:
@@ -59,8 +61,9 @@ def do_text_work(work: TextWork, tokenizer: Tokenizer) -> list[int]:
     given = work.given
     text = given if isinstance(given, str) else _rendered(given, tokenizer)
     check_length(text, work.limit, work.name)
+    both = text if work.other is None else (text, work.other)
     # In a batch of one: alone it would keep all threads of the process waiting, in a batch it does not.
-    [encoding] = tokenizer.backend.encode_batch_fast([text], add_special_tokens=work.add_special_tokens)
+    [encoding] = tokenizer.backend.encode_batch_fast([both], add_special_tokens=work.add_special_tokens)
     if len(encoding) > MOST_TOKENS:
         message = f"{work.name} has {len(encoding):,} tokens, at most {MOST_TOKENS:,} are told"
         raise TextRefused(message, "context_length_exceeded")
@@ -93,17 +96,14 @@ def _rendered(given: Conversation, tokenizer: Tokenizer) -> str:
             given.messages,
             tools=given.tools,
             add_generation_prompt=given.add_generation_prompt,
+            continue_final_message=given.continues,
             **given.variables,
         )
         text.encode()
     except UnicodeEncodeError as error:
         raise TextRefused(f"the text is not valid Unicode: {error.reason}", field=field) from error
     except (TokenizerError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        if str(error).startswith("continue_final_message:"):
+            field = "continue_final_message"
         raise TextRefused(str(error), field=field) from error
-    if given.end_mark is None:
-        return text
-    text, mark, _ = text.rpartition(given.end_mark)
-    if not mark:
-        field = "continue_final_message"
-        raise TextRefused(f"{field}: the chat template does not write the last message", field=field)
     return text

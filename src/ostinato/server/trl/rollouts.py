@@ -100,11 +100,17 @@ async def _prompts(
             message = f"images: there are {len(body.images)} for {len(body.prompts)} prompts"
             raise ApiError(400, message, param="images")
         for prompt in body.prompts:
-            found.append(await model.encode(prompt, "prompts") if isinstance(prompt, str) else prompt)
+            found.append(
+                await model.encode(prompt, "prompts", is_prompt=kept is None)
+                if isinstance(prompt, str)
+                else prompt
+            )
     else:
         for messages in body.messages:
             found.append(
-                await model.encode_chat(messages, body.tools or (), variables=body.chat_template_kwargs)
+                await model.encode_chat(
+                    messages, body.tools or (), variables=body.chat_template_kwargs, is_prompt=kept is None
+                )
             )
     return [model.cut(ids, kept, answer) for ids in found]
 

@@ -28,8 +28,11 @@ class Generate(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """By name."""
 
 
+JUDGED = "judged"
+
+
 class Embed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Compute one vector; `pooling` is last or mean."""
+    """Compute one vector; `pooling` is last or mean, or `JUDGED` for what the model's head says."""
 
     id: int
     prompt_ids: list[int]
@@ -149,6 +152,12 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """What trainers read of vLLM's, under its names."""
     most_drafts: int = 0
     """Of a step; 0: none are made."""
+    pooling: str = "last"
+    """Of embeddings that do not say."""
+    preferred_sampling: dict[str, float | int] = {}
+    """Of `default_sampling` what the server's owner has chosen, and no file of the model's."""
+    num_labels: int = 0
+    """What its head tells texts apart by; 0: it has none."""
 
 
 class Fault(StrEnum):

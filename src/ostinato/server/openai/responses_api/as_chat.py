@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ostinato.text.messages import joined_parts
+
 from ..errors import ApiError
 from ..requests import ChatRequest, Sampling
 from .requests import (
@@ -114,4 +116,4 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _text(parts: Parts) -> str:
-    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+    return parts if isinstance(parts, str) else joined_parts(part.text for part in parts)

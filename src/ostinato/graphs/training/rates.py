@@ -1,0 +1,82 @@
+"""The learning rates of an optimizer's groups, on the device, where graphs read them."""
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .user_flags import UserFlags
+
+
+class Rates:
+    """One for each group, and put there, in place of the number that was given."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, users: UserFlags, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._optimizer, self._users = optimizer, users
+        self.tensors = [torch.zeros((), dtype=dtype, device=device) for _ in optimizer.param_groups]
+        self._values: list[float | None] = [None] * len(self.tensors)
+        users.of_steps += self.tensors
+
+    @property
+    def is_of_all_groups(self) -> bool:
+        """Whether no group was added since."""
+        return len(self._groups) == len(self.tensors)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def refuse_new_groups(self) -> None:
+        """ConfigError if there are more groups than rates."""
+        if not self.is_of_all_groups:
+            raise ConfigError("a group of parameters was added: make the step anew")
+
+    def take(self) -> None:
+        """What the groups say, or the tensors that once were given there."""
+        for number, group in enumerate(self._groups):
+            self._take(number, group)
+
+    def _take(self, number: int, group: dict[str, Any]) -> None:
+        rate, own, users = group["lr"], self.tensors[number], self._users
+        if rate is not own:
+            with torch.no_grad():
+                own.fill_(rate)
+            if not isinstance(rate, torch.Tensor):
+                users.rates[number] = float(rate)
+                users.rate_tensors.pop(number, None)
+            elif not any(rate is tensor for tensor in users.of_steps):
+                users.rate_tensors[number] = rate, rate._version
+        given, version = users.rate_tensors.get(number, (own, own._version))
+        if given._version != version:  # who gave a tensor may go on writing to it
+            with torch.no_grad():
+                own.fill_(given)
+            users.rate_tensors[number] = given, given._version
+        group["lr"] = own
+        self._values[number] = None
+
+    def set(self, wanted: float | Sequence[float], *, on_device: bool) -> None:
+        """What a schedule says. `on_device`: else the groups get the numbers."""
+        is_one = isinstance(wanted, str) or not isinstance(wanted, Sequence)
+        values: list[Any] = [wanted] * len(self._groups) if is_one else list(wanted)  # type: ignore[arg-type]
+        if len(values) != len(self._groups):
+            raise ConfigError(
+                f"the schedule gave {len(values)} learning rates for {len(self._groups)} groups"
+            )
+        if wrong := [value for value in values if not isinstance(value, Real | torch.Tensor)]:
+            raise ConfigError(f"the schedule gave {wrong[0]!r}, which is no learning rate")
+        for number, value in enumerate(values):
+            self._groups[number]["lr"] = self.tensors[number] if on_device else value
+            if value != self._values[number]:
+                self.tensors[number].fill_(value)
+                self._values[number] = value
+                self._users.rates[number] = float(value)
+
+    def give_back(self) -> None:
+        """The groups have what the user gave, for an optimizer that nothing is captured of."""
+        for number, group in enumerate(self._groups):
+            given = self._users.rate_tensors.get(number)
+            group["lr"] = self._users.rate(number, group["lr"]) if given is None else given[0]

@@ -1,0 +1,46 @@
+"""Messages as chat templates are written against: contents are texts, arguments of calls are objects."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .errors import TokenizerError
+
+
+def joined_parts(texts: Iterable[str]) -> str:
+    """The text of a message that came in parts: with a line for each, as vLLM has it. Clients send what are
+    texts of their own, and without anything in between their words would run together."""
+    return "\n".join(texts)
+
+
+def with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of the API's shape, in which what is absent is null and arguments of calls are JSON texts.
+
+    A template would write them as `None`, and as texts in quotes.
+    """
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    read = {**message, "content": "" if content is None else content}
+    if not calls:
+        return {name: value for name, value in read.items() if name != "tool_calls"}
+    return read | {"tool_calls": [_with_arguments_read(call) for call in calls]}
+
+
+def _with_arguments_read(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": _read(function.get("arguments"))}}
+
+
+def _read(arguments: Any) -> Any:
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():  # a function without arguments, as some models call it
+        return {}
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        raise TokenizerError(f"the arguments of a tool call are not JSON: {arguments[:100]!r}") from None
