@@ -48,8 +48,10 @@ class StepMaker:
         else:
             counts, samples = self._counts_of(1 + num_drafts)[: len(rows)], self._all_true[: len(rows)]
             of_decodes = rows, state.num_scheduled[rows], counts, samples, state.tenancy[rows]
-            both = map(np.concatenate, zip(of_decodes, prompts, strict=True)) if chunks else of_decodes
-            rows, starts, counts, samples, tenancies = both
+            rows, starts, counts, samples, tenancies = of_decodes
+            if chunks:
+                both = zip(of_decodes, prompts, strict=True)
+                rows, starts, counts, samples, tenancies = [np.concatenate(pair) for pair in both]
         return ScheduledStep(
             index=self._next_index(),
             requests=requests,
