@@ -47,11 +47,10 @@ class StepMaker:
             rows, starts, counts, samples, tenancies = prompts
         else:
             counts, samples = self._counts_of(1 + num_drafts)[: len(rows)], self._all_true[: len(rows)]
-            of_decodes = rows, state.num_scheduled[rows], counts, samples, state.tenancy[rows]
-            rows, starts, counts, samples, tenancies = of_decodes
+            of_all: list[IntArray] = [rows, state.num_scheduled[rows], counts, samples, state.tenancy[rows]]
             if chunks:
-                both = zip(of_decodes, prompts, strict=True)
-                rows, starts, counts, samples, tenancies = [np.concatenate(pair) for pair in both]
+                of_all = [np.concatenate(pair) for pair in zip(of_all, prompts, strict=True)]
+            rows, starts, counts, samples, tenancies = of_all
         return ScheduledStep(
             index=self._next_index(),
             requests=requests,
