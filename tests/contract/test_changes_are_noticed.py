@@ -382,6 +382,25 @@ def test_what_no_code_mentions_may_change(device):
     assert (reasons(f), f.report().replays) == ({}, 4)
 
 
+def test_an_equal_value_in_the_place_of_another_is_compared_as_fast_from_then_on(device):
+    model = Scaled()
+    f = wrap(model)
+    x = randn(3, WIDTH, device=device)
+    f(x)
+    (entry,) = f.graph_call._entries
+    model.scale = float("2")
+    assert not entry.is_standing()
+    for _ in range(3):
+        f(x)
+        assert entry.is_standing()
+    for _ in range(20):  # in every call, it is looked at one by one
+        model.scale = float("2")
+        assert same(f(x).clone(), x * 2 + 1)
+    assert entry.num_equal_changes < 10
+    model.scale = 3.0
+    assert changed(f, x * 3 + 1, x)
+
+
 def scaled_by_a_global(x):
     return x * FACTOR
 

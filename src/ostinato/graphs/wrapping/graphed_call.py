@@ -53,6 +53,9 @@ class Settings:
     debug: bool
 
 
+_MOST_EQUAL_CHANGES = 8
+
+
 @dataclass
 class _Entry:
     """The graphs of one call signature, and the surroundings they were captured in."""
@@ -66,6 +69,8 @@ class _Entry:
     surroundings: tuple[Any, ...]
     is_standing: Callable[[], bool]
     """Whether everything in `reached` is certainly unchanged; if not, each part must be checked."""
+    num_equal_changes: int = 0
+    """How often that was written anew. It takes longer than checking each part once."""
 
 
 class GraphedCall:
@@ -149,7 +154,9 @@ class GraphedCall:
             return self._eagerly(why_not, args, kwargs)
         if not ((is_standing or entry.reached.is_unchanged()) and entry.runner.reads_hold()):
             self.check_addresses()
-        if not is_standing:  # equal numbers, only other objects; something that no code mentions came to it
+        if not is_standing and entry.num_equal_changes < _MOST_EQUAL_CHANGES:
+            # Equal numbers, only other objects; or something was added that no code mentions.
+            entry.num_equal_changes += 1
             entry.is_standing = entry.reached.standing(of_wrapper=True)
         if entry.first.written:
             refuse_overlap(batch, entry.first.written)

@@ -120,9 +120,10 @@ class Reached:
         `without`: dictionaries, by identity, that somebody else looks after. `of_wrapper`: the geometry of
         tensors counts as well, and those that an object keeps as its results."""
         found = Comparison()
-        found.add_places(
-            (h, key, value) for h, key, value, _ in self._values if not self._is_kept(h, key, value)
-        )
+        for h, key, value, _ in self._values:
+            if not self._is_kept(h, key, value):
+                now = item_of(h, key)  # an equal one may have taken its place
+                found.add_places([(h, key, now if same_constant(now, value) else value)])
         used = self._watched if of_wrapper else self._used(without)
         found.add_places((holder, key, value) for holder, key, value, _ in used)
         tensors = [value for _, _, value, _ in used if isinstance(value, torch.Tensor) and has_memory(value)]
