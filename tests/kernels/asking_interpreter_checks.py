@@ -18,8 +18,7 @@ from kernels.asking_checks import (
     check_tokens,
 )
 from kernels.filter_checks import logits_of
-from ostinato.kernels.sampling import triton_redraw
-from ostinato.kernels.sampling.filters import triton_cuts
+from ostinato.kernels.sampling.filters import triton_cuts, triton_meeting
 
 TINY = {"_GROUP": 8, "_BLOCK": 32, "_TILE": 32, "_CAPACITY": 16, "_FEW": 4, "_SEGMENT": 8}
 """So that a few dozen tokens are several blocks."""
@@ -56,7 +55,7 @@ def check_op_is_declared_truthfully() -> None:
 
 def main(which: str) -> None:
     """Tiny sizes, then those of the kernel itself."""
-    with patch.multiple(triton_cuts, **TINY), patch.object(triton_redraw, "_PROGRAMS_WANTED", 8):
+    with patch.multiple(triton_cuts, **TINY), patch.object(triton_meeting, "_PROGRAMS_WANTED", 8):
         check_padding_alone()
         if unchanged.is_brief():
             check_cases(FEW[:1])

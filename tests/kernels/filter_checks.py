@@ -37,8 +37,8 @@ class Filtering:
         """By the kernels, in the interpreter also on a CPU."""
         from ostinato.kernels.sampling.filters.triton_candidate import judge
         from ostinato.kernels.sampling.filters.triton_cuts import Cuts, Verdicts
+        from ostinato.kernels.sampling.filters.triton_find_cuts import find_cuts
         from ostinato.kernels.sampling.triton_adjusted import draw_adjusted
-        from ostinato.kernels.sampling.triton_redraw import redraw
 
         (n, vocab), device = self.logits.shape, self.logits.device
         asked, places = self.asked(), torch.arange(n, device=device).int()
@@ -47,12 +47,12 @@ class Filtering:
         values, tokens = drawn.best
         values.fill_(float("-inf"))[:, 0] = 1.0
         tokens[:, 0] = self.logits.sort(dim=-1, descending=True, stable=True).indices[:, -1]
-        filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+        of_rows = (drawn.logits, places + 1, asked.filters, drawn.surveyed)
         verdicts, cuts = Verdicts.empty(n, vocab, device), Cuts.empty(n, vocab, device)
         cuts.value.fill_(float("-inf"))
         cuts.last.fill_(vocab - 1)
-        judge(drawn.logits, places + 1, filters, drawn.surveyed, drawn.best, verdicts, drawn.arrived)
-        redraw(places + 1, asked, drawn, verdicts.verdicts, cuts)
+        judge(*of_rows, drawn.best, verdicts, drawn.arrived)
+        find_cuts(*of_rows, verdicts.verdicts, drawn.arrived, cuts)
         return cuts.value, cuts.last
 
     def to(self, device: torch.device | str) -> "Filtering":

@@ -7,13 +7,13 @@ import sys
 from unittest.mock import patch
 
 import torch
+import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kernels import unchanged
 from kernels.filter_checks import KINDS, Filtering, check_cuts, logits_of
-from ostinato.kernels.sampling import triton_redraw
-from ostinato.kernels.sampling.filters import triton_cuts
+from ostinato.kernels.sampling.filters import triton_cuts, triton_meeting, triton_narrow
 
 # (kind, vocabulary, seed): with the other checks they take every branch of the kernels 60 random ones took.
 CASES = (
@@ -64,10 +64,23 @@ def check_rows_on_their_own(num_rows: int, vocab: int, seed: int) -> None:
         assert alone.cuts() == cut
 
 
+def check_more_ties_than_room() -> None:
+    """The cut is among tokens of one logit of which only some can be listed, the first or later ones; by
+    top-k, by top-p, and by top-p among more tokens than are listed of those that top-k left."""
+    logits = torch.where(torch.arange(70) % 7 == 3, 1.0, 0.0).repeat(8, 1)
+    top_k = torch.tensor([12, 27, 40, 69, 0, 0, 60, 45]).int()
+    top_p = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.45, 0.9, 0.5, 0.99])
+    check_cuts(Filtering(logits, torch.ones(8), top_k, top_p, torch.zeros(8)), twice=False)
+
+
 def main(examples: int) -> None:
     """Tiny sizes, then those of the kernel itself."""
     tiny = {"_GROUP": 8, "_BLOCK": 64, "_TILE": 32, "_CAPACITY": 16, "_FEW": 4, "_SEGMENT": 8}
-    with patch.multiple(triton_cuts, **tiny), patch.object(triton_redraw, "_PROGRAMS_WANTED", 8):
+    with (
+        patch.multiple(triton_cuts, **tiny),
+        patch.object(triton_meeting, "_PROGRAMS_WANTED", 8),
+        patch.object(triton_narrow, "_TAKEN", tl.constexpr(4)),
+    ):
         for kind, vocab, seed in CASES[:1] if unchanged.is_brief() else CASES:
             # Only a GPU, or a read of what nobody wrote, makes a second run another one: see a view's rows.
             check_cuts(Filtering.random(logits_of(kind, 2, vocab, seed), seed), twice=False)
@@ -75,6 +88,7 @@ def main(examples: int) -> None:
             print("all checks passed")
             return
         check_rows_of_a_view()
+        check_more_ties_than_room()
         check_rows_on_their_own(3, 300, seed=1)
         if examples:
             check_any_rows(examples)

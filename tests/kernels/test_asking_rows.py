@@ -40,15 +40,17 @@ FIELDS |= dict.fromkeys(("last_tokens", "ring", "counts", "tokens", "ranks"), "*
 SIZES = {"width": 151_936, "block": 4096, "group": 128, "parts_block": 64, "greedy_below": 1e-5}
 SIZES |= {"most_biases": 512, "most_banned": 16, "most_top": 32, "num_values": 21, "head": 4, "timed": True}
 SIZES |= {"passes": 3, "segment": 256, "capacity": 2048, "few": 256, "tile": 4096, "pivot_tile": 2048}
-SIZES |= {"group_block": 2048, "begin": 0, "end": 7, "meets": True}
-KERNELS = ("adjusted", "adjusted and filtered", "amend", "amend and judge", "judge", "redraw")
+SIZES |= {"group_block": 2048, "begin": 0, "end": 5, "meets": True, "draws": True}
+KERNELS = ("adjusted", "adjusted and filtered", "amend", "amend and judge", "judge", "find cuts", "redraw")
+KERNELS += ("redraw and return",)
 
 
 def kernel_of(name: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """With constants and options that are its own."""
     from ostinato.kernels.sampling import triton_adjusted, triton_amend, triton_redraw
-    from ostinato.kernels.sampling.filters import triton_candidate
+    from ostinato.kernels.sampling.filters import triton_candidate, triton_find_cuts, triton_meeting
 
+    meeting = {"maxnreg": triton_meeting.MEETING_REGISTERS}
     adjusted, capped = triton_adjusted._adjusted_best_of_block, {"maxnreg": triton_adjusted._REGISTERS}
     return {
         "adjusted": (adjusted, {"has_filters": False}, capped),
@@ -56,7 +58,9 @@ def kernel_of(name: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         "amend": (triton_amend._amend, {"has_filters": False}, {}),
         "amend and judge": (triton_amend._amend, {"has_filters": True}, {}),
         "judge": (triton_candidate._judge, {}, {}),
-        "redraw": (triton_redraw._redraw, {}, {"maxnreg": triton_redraw._REGISTERS}),
+        "find cuts": (triton_find_cuts._find_cuts, {}, meeting),
+        "redraw": (triton_redraw._redraw, {"returns": False}, meeting),
+        "redraw and return": (triton_redraw._redraw, {"returns": True}, meeting),
     }[name]
 
 

@@ -89,6 +89,20 @@ def test_a_source_takes_as_long_as_all_that_is_compiled_for_it(
     assert kernel.compile_cost == 3 * length, "what the compiler unrolls takes longer"
 
 
+def test_a_triton_kernel_takes_as_long_as_all_that_it_calls() -> None:
+    pytest.importorskip("triton")
+    from ostinato.kernels.sampling.filters import triton_meeting, triton_search
+
+    length = compile_ahead._length_inlined
+    assert length(triton_search.key_of) == len(triton_search.key_of.src), "it calls none"
+    assert length(triton_meeting.meet) == len(triton_meeting.meet.src), "what is Triton's own does not count"
+    called = {name: length(vars(triton_search)[name]) for name in ("even_keys", "weights_from", "narrowed")}
+    assert length(triton_search.search) == len(triton_search.search.src) + sum(called.values())
+    twice = 2 * length(triton_search.value_of)
+    others = length(triton_search.even_keys) + length(triton_search.key_of)
+    assert length(triton_search.even_values) == len(triton_search.even_values.src) + twice + others
+
+
 def test_what_takes_longest_to_compile_is_there() -> None:
     assert all((compiled._FOLDER / name).is_file() for name in compiled._UNROLLED)
 
@@ -160,7 +174,7 @@ def test_tritons_own_start_is_over_before_a_kernel_is_compiled_and_before_a_fork
     with compile_ahead.compiling_only(torch.device("cuda", 0)):
         happened.append("work that needs no Triton")
         for _ in range(launches):
-            triton.runtime.JITFunction.run(SimpleNamespace(src=""), grid=(1,), warmup=False)
+            triton.runtime.JITFunction.run(type("Kernel", (), {"src": ""})(), grid=(1,), warmup=False)
     assert happened == ["work that needs no Triton", "ready", *["compile"] * launches, "fork"]
 
 

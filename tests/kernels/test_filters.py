@@ -30,9 +30,9 @@ def test_the_kernels_are_right_in_the_interpreter(examples):
 
 @pytest.mark.parametrize("multiprocessors", [1, 16, 132])
 def test_programs_that_wait_for_each_other_have_room_at_a_time(multiprocessors: int) -> None:
-    from ostinato.kernels.sampling.triton_redraw import _blocks_each
+    from ostinato.kernels.sampling.filters.triton_meeting import blocks_each_of
 
     for num_rows in (1, 4, 32, 256, 5000):
         for num_blocks in (1, 2, 38, 64, 1000):
-            blocks_each = _blocks_each(num_rows, num_blocks, Gpu((9, 0), multiprocessors))
+            blocks_each = blocks_each_of(num_rows, num_blocks, Gpu((9, 0), multiprocessors))
             assert -(-num_blocks // blocks_each) <= multiprocessors

@@ -17,6 +17,7 @@ import gc
 import hashlib
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -44,8 +45,11 @@ takes a quarter of a second, reading it some 20 milliseconds.)"""
 _NUMBER_BYTES = 2
 """Of a job: all numbers together must fit into a pipe, which takes 64 KiB."""
 
-_TRITON_WEIGHT = 20
-"""A character of a Triton kernel takes about as long to compile as this many of CUDA C++."""
+_CALLS = re.compile(r"(?<!def )\b(\w+)\(")
+"""Of functions by their names."""
+_TRITON_WEIGHT = 5
+"""A character of a Triton kernel takes about as long to compile as this many of CUDA C++, if those of what it
+calls count as well."""
 
 
 class _Job(NamedTuple):
@@ -121,7 +125,7 @@ def _triton_kernels_compiled_only(device: torch.device, cuda_kernels: Iterable[C
             return launch(self, *args, grid=grid, warmup=warmup, **options)
         triton_is_ready()
         functions[id(self)] = self
-        collector.cost = _TRITON_WEIGHT * len(self.src)
+        collector.cost = _TRITON_WEIGHT * _length_inlined(self)
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         kernels[id(kernel)] = kernel
         return kernel
@@ -153,6 +157,15 @@ def _triton_kernels_compiled_only(device: torch.device, cuda_kernels: Iterable[C
     mode.__exit__(None, None, None)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         list(threads.map(lambda kernel: _load(kernel, device), kernels.values()))
+
+
+@functools.cache
+def _length_inlined(function: Any) -> int:
+    """Characters of a Triton function and, as often as they are called, of those that it calls."""
+    called = [function.fn.__globals__.get(name) for name in _CALLS.findall(function.src)]
+    return len(function.src) + sum(
+        _length_inlined(each) for each in called if isinstance(each, type(function))
+    )
 
 
 def _forget_unfinished(functions: Iterable[Any]) -> None:

@@ -44,3 +44,8 @@ class Asked(NamedTuple):
     """int32 [n, words]: a bit for each token that may come, the lowest first."""
     generated: Tensor
     """int32 [n, vocab]: how often each token was generated, of rows with penalties. Sampling counts on."""
+
+    @property
+    def filters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What decides which tokens are left to draw from."""
+        return self.temperature, self.top_k, self.top_p, self.min_p

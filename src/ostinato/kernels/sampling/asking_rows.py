@@ -2,8 +2,9 @@
 
 Plain sampling has chosen the tokens of all others, and written the step's line; here the tokens of those that
 ask are put into it. On a GPU nothing of it is done for rows that do not ask for it: `triton_adjusted` changes
-logits and draws, `triton_amend` finds out whether the filters leave what was drawn and returns it,
-`triton_redraw` draws the others again. On a CPU it is plain torch, and the definition.
+logits and draws, `triton_amend` finds out whether the filters leave what was drawn and returns it; of the
+others `filters.triton_find_cuts` finds what they leave, and `triton_redraw` draws again. On a CPU it is plain
+torch, and the definition.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def by_kernels(
 ) -> None:
     """`sample_asking` on a GPU, or in Triton's interpreter."""
     from .filters.triton_cuts import Cuts, Verdicts
+    from .filters.triton_find_cuts import find_cuts
     from .triton_adjusted import draw_adjusted
     from .triton_amend import amend
     from .triton_redraw import redraw_and_return
@@ -96,6 +98,7 @@ def by_kernels(
     amend(*of_rows, drawn, verdicts, parts, lines, logprobs, has_filters=has_filters)
     if has_filters:
         cuts = Cuts.empty(*size, logits.device)
+        find_cuts(drawn.logits, rows, asked.filters, drawn.surveyed, verdicts.verdicts, drawn.arrived, cuts)
         redraw_and_return(*of_rows, drawn, verdicts.verdicts, cuts, parts, lines, logprobs)
 
 
@@ -103,15 +106,16 @@ def draw_filtered(logits: Tensor, rows: Tensor, places: Tensor, asked: Asked) ->
     """Draw for n requests on a GPU and return nothing: `Drawn.best` after filters."""
     from .filters.triton_candidate import judge
     from .filters.triton_cuts import Cuts, Verdicts
+    from .filters.triton_find_cuts import find_cuts
     from .triton_adjusted import draw_adjusted
     from .triton_redraw import redraw
 
     size = (rows.size(0), logits.size(1), logits.device)
-    verdicts = Verdicts.empty(*size)
+    verdicts, cuts = Verdicts.empty(*size), Cuts.empty(*size)
     drawn = draw_adjusted(logits, rows, places, asked, has_filters=True)
-    filters = (asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-    judge(drawn.logits, rows, filters, drawn.surveyed, drawn.best, verdicts, drawn.arrived)
-    redraw(rows, asked, drawn, verdicts.verdicts, Cuts.empty(*size))
+    judge(drawn.logits, rows, asked.filters, drawn.surveyed, drawn.best, verdicts, drawn.arrived)
+    find_cuts(drawn.logits, rows, asked.filters, drawn.surveyed, verdicts.verdicts, drawn.arrived, cuts)
+    redraw(rows, asked, drawn, verdicts.verdicts, cuts)
     return drawn.best
 
 

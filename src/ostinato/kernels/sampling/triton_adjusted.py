@@ -158,8 +158,8 @@ class Drawn(NamedTuple):
     best: tuple[Tensor, Tensor]
     """float32 and int32 [n, blocks]: the best value in each block of the vocabulary, and its token."""
     arrived: Tensor
-    """int32 [n, 2]: zeros, for kernels to count their programs with: those of `triton_amend`, and then others
-    to the end of a row; and how often those of `triton_redraw` met."""
+    """int32 [n, 2]: zeros, for kernels to count their programs with: those of `triton_amend`, which leaves a
+    zero to `triton_redraw`; and how often those of `triton_find_cuts` met."""
     logits: Tensor
     """float32 [n, vocab]: of rows with filters, and only there."""
     surveyed: Surveyed

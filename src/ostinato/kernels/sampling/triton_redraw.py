@@ -1,10 +1,9 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""Rows whose filters cut off what was drawn: the cut is found, and a token drawn from what it leaves.
+"""Rows whose filters cut off what was drawn: a token drawn from what they leave.
 
 Most steps have no such row, and then this kernel looks at the verdicts and returns. What `triton_amend` does
-for other rows is done here at the end. All passes of a row are one kernel: see Note [Programs that wait for
-each other].
+for other rows is done here at the end, behind a meeting: see Note [Programs that wait for each other].
 """
 
 from typing import Any
@@ -15,27 +14,18 @@ from torch import Tensor
 
 from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
-from ..gpu import Gpu, gpu_of
+from ..gpu import gpu_of
 from ..host_sizes import cdiv
 from .asked import Asked
-from .filters.triton_candidate import KEPT, WIDE
-from .filters.triton_cuts import PASSES, Cuts, cutting_constants
-from .filters.triton_meeting import meet
-from .filters.triton_narrow import narrow
-from .filters.triton_settle import settle
-from .filters.triton_survey import facts_of, filters_of
+from .filters.triton_candidate import KEPT
+from .filters.triton_cuts import Cuts, block_constants
+from .filters.triton_meeting import MEETING_REGISTERS, blocks_each_of, meet
+from .filters.triton_survey import filters_of
 from .token_lines import LINE_HEAD, LogprobLines, TokenLines
 from .triton_adjusted import Drawn, has_penalties
 from .triton_best import token_of_row
 from .triton_draw import noise_of
 from .triton_row_end import Parts, note_rank, write_row
-
-_PROGRAMS_WANTED, _MOST_BLOCKS = 512, 8
-"""So many programs fill a GPU, and each has much to find out before its first block."""
-_REGISTERS = 128
-"""Of a thread: programs mostly return at once, and have to find room beside other kernels."""
-_SETTLING, _DRAWING, _RETURNING = (tl.constexpr(PASSES + 1 + number) for number in range(3))
-"""What is done behind the passes of `narrow`."""
 
 
 @triton.jit
@@ -51,7 +41,7 @@ def _best_that_is_left(logits, column, least, last, heat, seed, length, width: t
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "blocks_each", "line_length", "num_lines", "most_rows"],
+    do_not_specialize=["blocks_each", "line_length", "num_lines", "most_rows"],
     do_not_specialize_on_alignment=["rows", "places", "last_tokens", "counts", "ring"],
 )
 def _redraw(
@@ -63,26 +53,13 @@ def _redraw(
     top_p,
     min_p,
     adjusted,
-    group_best,
-    block_best,
-    block_sum,
-    block_lead,
     drawn,
     drawn_at,
     arrived,
     verdicts,
-    ranges,
-    range_sums,
-    sums,
-    segment_counts,
-    segments,
-    hits,
-    found,
     cut,
     cut_at,
-    num_groups,
     num_blocks,
-    num_rows,
     blocks_each,
     logits,
     places,
@@ -105,19 +82,10 @@ def _redraw(
     line_length,
     num_lines,
     most_rows,
-    begin: tl.constexpr,
-    end: tl.constexpr,
-    meets: tl.constexpr,
-    passes: tl.constexpr,
+    draws: tl.constexpr,
+    returns: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
-    tile: tl.constexpr,
-    pivot_tile: tl.constexpr,
-    group: tl.constexpr,
-    segment: tl.constexpr,
-    few: tl.constexpr,
-    capacity: tl.constexpr,
-    group_block: tl.constexpr,
     parts_block: tl.constexpr,
     greedy_below: tl.constexpr,
     head: tl.constexpr,
@@ -126,9 +94,9 @@ def _redraw(
     timed: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    """What is done from number `begin` on to before `end`, in one launch where programs can meet."""
+    """Draw from what the cuts leave, then return the tokens; both in one launch where programs can meet."""
     at, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    heat, k, p, share, by_count, by_mass, is_filtered = filters_of(
+    heat, _, _, _, _, _, is_filtered = filters_of(
         rows, at, temperature, top_k, top_p, min_p, width, greedy_below
     )
     wait_for_previous(dependent)
@@ -137,43 +105,9 @@ def _redraw(
         verdict = tl.load(verdicts + at)
     if verdict != KEPT:
         first, behind = part * blocks_each, tl.minimum((part + 1) * blocks_each, num_blocks)
-        raw, met, goal = logits, arrived + 2 * at + 1, tl.num_programs(0)
-        lines = adjusted + at * width
-        best, worst, mass, target, is_wide = facts_of(
-            at, heat, k, p, by_count, by_mass, block_best, block_sum, block_lead, num_groups, num_blocks,
-            width, capacity, parts_block,
-        )  # fmt: skip
-        if verdict == WIDE:
-            for number in range(begin, min(end, passes)):
-                narrow(
-                    lines, at, number, first, behind, num_rows, num_blocks, ranges, range_sums, sums,
-                    segment_counts, segments, best, worst, heat, p, mass, by_count, target,
-                    False, width, block, segment, parts_block,
-                )  # fmt: skip
-                meet(met, goal, meets)
-                goal += tl.num_programs(0)
-            if (begin <= passes) & (end > passes):
-                narrow(
-                    lines, at, passes, first, behind, num_rows, num_blocks, ranges, range_sums, sums,
-                    segment_counts, segments, best, worst, heat, p, mass, by_count, target,
-                    True, width, block, segment, parts_block,
-                )  # fmt: skip
-                meet(met, goal, meets)
-                goal += tl.num_programs(0)
-        if (begin <= _SETTLING) & (end > _SETTLING):
-            if part == 0:
-                value, last = settle(
-                    lines, at, heat, k, p, share, by_count, by_mass, best, worst, mass, target, is_wide,
-                    group_best, ranges, range_sums, segment_counts, segments, hits, found,
-                    num_groups, num_blocks, num_rows,
-                    passes, width, tile, pivot_tile, group, segment, few, capacity, group_block, parts_block,
-                )  # fmt: skip
-                tl.store(cut + at, value)
-                tl.store(cut_at + at, last)
-            meet(met, goal, meets)
-            goal += tl.num_programs(0)
+        raw, lines, num_arrived = logits, adjusted + at * width, 0
         row = tl.load(rows + at).to(tl.int64)
-        if (begin <= _DRAWING) & (end > _DRAWING):
+        if draws:
             least, last_left = tl.load(cut + at), tl.load(cut_at + at)
             seed, length = tl.load(seeds + row), tl.load(lengths + row)
             for number in range(first, behind):
@@ -181,8 +115,10 @@ def _redraw(
                 most, index = _best_that_is_left(lines, column, least, last_left, heat, seed, length, width)
                 tl.store(drawn + at * num_blocks + number, most)
                 tl.store(drawn_at + at * num_blocks + number, number * block + index)
-        if (begin <= _RETURNING) & (end > _RETURNING):
-            meet(met, goal, meets)
+        if returns:
+            if draws:
+                num_arrived = tl.num_programs(0)
+                meet(arrived + 2 * at, num_arrived)
             place, asked = tl.load(places + at).to(tl.int64), tl.load(num_logprobs + row)
             raw += place * row_stride
             token = token_of_row(drawn, drawn_at, at, num_blocks, width, parts_block)
@@ -193,7 +129,8 @@ def _redraw(
                     x = tl.load(raw + column, mask=column < width, other=float("-inf"))
                     note_rank(x, raw, token, at * num_blocks + number, part_rank)
                 tl.debug_barrier()  # every thread has stored what it found
-                is_last = tl.atomic_add(arrived + 2 * at, 1) == tl.num_programs(0) - 1
+                # Behind those that met, at the same place.
+                is_last = tl.atomic_add(arrived + 2 * at, 1) == num_arrived + tl.num_programs(0) - 1
             if is_last:
                 counted = has_penalties(
                     tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
@@ -207,10 +144,10 @@ def _redraw(
 
 
 def redraw(rows: Tensor, asked: Asked, drawn: Drawn, verdicts: Tensor, cuts: Cuts) -> None:
-    """Put the best of what the filters leave into `drawn.best`, of rows whose verdict is not `KEPT`."""
+    """Put the best of what `cuts` leave into `drawn.best`, of rows whose verdict is not `KEPT`."""
     unused = dict.fromkeys(_OF_LINES, rows)
     sizes = {"head": 0, "most_top": 0, "num_values": 0, "timed": False}
-    _launch(rows, asked, drawn, verdicts, cuts, unused | sizes, _RETURNING.value)
+    _launch(rows, asked, drawn, verdicts, cuts, unused | sizes, draws=True, returns=False)
 
 
 def redraw_and_return(
@@ -232,17 +169,16 @@ def redraw_and_return(
     sizes = (logits.stride(0), ring.size(1), ring.size(0), logprobs.values.size(1))
     of_lines = dict(zip(_OF_LINES, (logits, *told, *kept, *sizes), strict=True))
     of_lines |= {"head": LINE_HEAD, "most_top": parts.top.size(2), "num_values": logprobs.values.size(2)}
-    _launch(rows, asked, drawn, verdicts, cuts, of_lines | {"timed": logits.is_cuda}, _RETURNING.value + 1)
+    of_lines |= {"timed": logits.is_cuda}
+    if dependent_launch.INTERPRETED:
+        _launch(rows, asked, drawn, verdicts, cuts, of_lines, draws=True, returns=False)
+        _launch(rows, asked, drawn, verdicts, cuts, of_lines, draws=False, returns=True)
+    else:
+        _launch(rows, asked, drawn, verdicts, cuts, of_lines, draws=True, returns=True)
 
 
-_OF_LINES = _redraw.arg_names[_redraw.arg_names.index("logits") : _redraw.arg_names.index("begin")]
+_OF_LINES = _redraw.arg_names[_redraw.arg_names.index("logits") : _redraw.arg_names.index("draws")]
 """Arguments that tell where tokens are returned to."""
-
-
-def _blocks_each(num_rows: int, num_blocks: int, gpu: Gpu) -> int:
-    """Of a program. All programs of a row must have room on the GPU at a time."""
-    wanted = max(1, min(_MOST_BLOCKS, num_rows * num_blocks // _PROGRAMS_WANTED))
-    return max(wanted, cdiv(num_blocks, gpu.multiprocessors))
 
 
 def _launch(
@@ -252,37 +188,34 @@ def _launch(
     verdicts: Tensor,
     cuts: Cuts,
     of_lines: dict[str, Any],
-    end: int,
+    *,
+    draws: bool,
+    returns: bool,
 ) -> None:
     num_rows, width = drawn.logits.shape
     device, num_blocks = drawn.logits.device, drawn.num_blocks
-    blocks_each = _blocks_each(num_rows, num_blocks, gpu_of(device))
-    meets = not dependent_launch.INTERPRETED
-    for begin in (0,) if meets else range(end):
-        _redraw[(cdiv(num_blocks, blocks_each), num_rows)](
-            rows,
-            asked.temperature,
-            asked.seeds,
-            asked.lengths,
-            asked.top_k,
-            asked.top_p,
-            asked.min_p,
-            drawn.logits,
-            *drawn.surveyed,
-            *drawn.best,
-            drawn.arrived,
-            verdicts,
-            *cuts,
-            drawn.surveyed.group_best.size(1),
-            num_blocks,
-            num_rows,
-            blocks_each,
-            **of_lines,
-            begin=begin,
-            end=end if meets else begin + 1,
-            meets=meets,
-            maxnreg=_REGISTERS,
-            **cutting_constants(width),
-            enable_fp_fusion=True,
-            **dependent_launch.options(device),
-        )
+    blocks_each = blocks_each_of(num_rows, num_blocks, gpu_of(device))
+    _redraw[(cdiv(num_blocks, blocks_each), num_rows)](
+        rows,
+        asked.temperature,
+        asked.seeds,
+        asked.lengths,
+        asked.top_k,
+        asked.top_p,
+        asked.min_p,
+        drawn.logits,
+        *drawn.best,
+        drawn.arrived,
+        verdicts,
+        cuts.value,
+        cuts.last,
+        num_blocks,
+        blocks_each,
+        **of_lines,
+        draws=draws,
+        returns=returns,
+        maxnreg=MEETING_REGISTERS,
+        **block_constants(width),
+        enable_fp_fusion=True,
+        **dependent_launch.options(device),
+    )

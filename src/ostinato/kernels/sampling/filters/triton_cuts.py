@@ -4,7 +4,8 @@
 |---|---|---|
 | `triton_adjusted` | many a row | makes logits and a draw; the best of groups of 128, the sum of weights |
 | `triton_amend` | many a row | does that draw stay? If so, the row is done |
-| `triton_redraw` | many a row | the others: finds the cut, and draws again |
+| `triton_find_cuts` | many a row | of the others: where is the cut? |
+| `triton_redraw` | many a row | of these: draws again from what the cut leaves |
 
 The cut of a *wide* row (below) is looked for in four passes by all its programs, which narrow its range
 (`triton_narrow`); then one program collects what reaches a bound, and finds it among that (`triton_settle`).
@@ -134,17 +135,21 @@ def group_of() -> int:
     return _GROUP
 
 
-def judging_constants(width: int) -> dict[str, Any]:
-    """Of kernels that call `triton_candidate.verdict_of`."""
+def block_constants(width: int) -> dict[str, Any]:
+    """Of kernels whose programs go through blocks of rows with filters."""
     block = block_of(width)
     return {
         "width": width,
         "block": block,
-        "capacity": _CAPACITY,
         "parts_block": joined_block(cdiv(width, block)),
         "greedy_below": GREEDY_BELOW,
         "num_warps": 8,
     }
+
+
+def judging_constants(width: int) -> dict[str, Any]:
+    """Of kernels that call `triton_candidate.verdict_of`."""
+    return block_constants(width) | {"capacity": _CAPACITY}
 
 
 def cutting_constants(width: int) -> dict[str, Any]:

@@ -7,8 +7,9 @@ A kernel for each pass would be launched in every step, and most steps need none
 row are in one kernel, and its programs meet between them. They must then be on the GPU at the same time: a
 row has no more programs than there are multiprocessors, programs start in the order of their numbers, those
 of a row one after another, and a row waits for no other one. So the first row that has not ended has all its
-programs running, whatever else is in the queue. Who waits for seconds all the same stops the kernel with an
-error.
+programs running, whatever else is in the queue: the next kernel, whose programs wait on the GPU for this one
+to be complete, begins when all of this one have started. Who waits for seconds all the same stops the kernel
+with an error.
 
 The interpreter runs one program after another: there each pass is a launch of its own.
 """
@@ -16,20 +17,32 @@ The interpreter runs one program after another: there each pass is a launch of i
 import triton
 import triton.language as tl
 
+from ...gpu import Gpu
+from ...host_sizes import cdiv
+
 _MOST_TRIES = tl.constexpr(1 << 24)
 """Each takes about half a microsecond."""
+_PROGRAMS_WANTED, _MOST_BLOCKS = 512, 8
+"""So many programs fill a GPU, and each has much to find out before its first block."""
+MEETING_REGISTERS = 128
+"""Of a thread: programs mostly return at once, and have to find room beside other kernels."""
 
 
 @triton.jit
-def meet(met, goal, meets: tl.constexpr):
+def meet(met, goal):
     """Go on when `met` has been counted up to `goal`; what the others stored before is then visible."""
-    if meets:
-        tl.debug_barrier()  # every thread has stored what it found
-        count = tl.atomic_add(met, 1) + 1
-        tries = 0
-        while count < goal:
-            count = tl.atomic_add(met, 0)
-            tries += 1
-            if tries > _MOST_TRIES:
-                tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
-        tl.debug_barrier()
+    tl.debug_barrier()  # every thread has stored what it found
+    count = tl.atomic_add(met, 1) + 1
+    tries = 0
+    while count < goal:
+        count = tl.atomic_add(met, 0)
+        tries += 1
+        if tries > _MOST_TRIES:
+            tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+def blocks_each_of(num_rows: int, num_blocks: int, gpu: Gpu) -> int:
+    """Of a program. All programs of a row must have room on the GPU at a time."""
+    wanted = max(1, min(_MOST_BLOCKS, num_rows * num_blocks // _PROGRAMS_WANTED))
+    return max(wanted, cdiv(num_blocks, gpu.multiprocessors))

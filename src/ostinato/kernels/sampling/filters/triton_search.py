@@ -42,13 +42,18 @@ def even_keys(low, high, count: tl.constexpr):
 
 
 @triton.jit
-def even_values(low, high, best, worst, heat, p, mass, by_count, width: tl.constexpr, count: tl.constexpr):
-    """Pivots that divide the logits of the range evenly, from where the cut can be at the lowest."""
-    lowest = value_of(low.to(tl.int32))
-    if lowest == float("-inf"):
-        # Tokens less likely than (1 - p) / width sum to less than 1 - p. For a count it is a guess.
-        span = heat * tl.log(width / ((1.0 - p) * mass)) + 1e-3
-        lowest = best - tl.where(by_count, 4.0 * (best - worst), span)
+def lowest_of(best, worst, heat, p, mass, by_count, width: tl.constexpr):
+    """The logit where the cut can be at the lowest; for a count it is a guess."""
+    # Tokens less likely than (1 - p) / width sum to less than 1 - p.
+    span = heat * tl.log(width / ((1.0 - p) * mass)) + 1e-3
+    return best - tl.where(by_count, 4.0 * (best - worst), span)
+
+
+@triton.jit
+def even_values(low, high, lowest, count: tl.constexpr):
+    """Pivots that divide the logits of the range evenly; from `lowest` on, where the range has no end."""
+    least = value_of(low.to(tl.int32))
+    lowest = tl.where(least == float("-inf"), lowest, least)
     highest = value_of((high - 1).to(tl.int32))
     pivots = even_keys(low, high, count)
     if lowest < highest:

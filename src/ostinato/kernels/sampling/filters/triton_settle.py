@@ -17,6 +17,7 @@ from .triton_search import (
     even_keys,
     even_values,
     key_of,
+    lowest_of,
     narrowed,
     search,
     value_of,
@@ -24,7 +25,7 @@ from .triton_search import (
 )
 from .triton_survey import LOG2_E
 
-_PIVOTS_OF_FEW = tl.constexpr(32)
+_PIVOTS_OF_FEW = tl.constexpr(16)
 _VALUE_ROUNDS = tl.constexpr(3)
 """Passes whose pivots divide a range of logits evenly; later ones divide the range of keys."""
 
@@ -73,18 +74,19 @@ def _sums_of_row(
 
 @triton.jit
 def _collect(
-    logits, hits, num_hits, found, low, high, last_key, last,
+    logits, hits, num_hits, found, low, high, first, last_key, last,
     width: tl.constexpr, group: tl.constexpr, block: tl.constexpr, capacity: tl.constexpr,
 ):  # fmt: skip
-    """Write down the ids of tokens with keys in [low, high), as far as there is room; how many there are."""
+    """Write down the ids of tokens with keys in [low, high), from number `first` on and as far as there is
+    room; how many there are."""
     count = 0
     tl.debug_barrier()
     for start in range(0, num_hits, block // group):
         keys, _, column, real = _tile(logits, hits, start, num_hits, width, group, block)
         chosen = real & _is_left(keys, column, last_key, last) & (keys >= low) & (keys < high)
         chosen = chosen.to(tl.int32)
-        place = count + tl.cumsum(chosen, 0) - chosen
-        tl.store(found + place, column, (chosen > 0) & (place < capacity))
+        place = count + tl.cumsum(chosen, 0) - chosen - first
+        tl.store(found + place, column, (chosen > 0) & (place >= 0) & (place < capacity))
         count += tl.sum(chosen, 0)
     tl.debug_barrier()
     return count
@@ -95,22 +97,6 @@ def _ties_to_take(key, above, target, counting, best, slope):
     """float32: how many tokens with the key of the cut it takes to reach the target; one at least."""
     each = tl.where(counting, 1.0, tl.exp2((value_of(key.to(tl.int32)) - best) * slope))
     return tl.maximum(tl.ceil((target - above) / each), 1.0)
-
-
-@triton.jit
-def _nth_with_key(
-    logits, hits, num_hits, key, nth, last_key, last,
-    width: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """The id of the nth token (from 1) that has this key, or of the last one."""
-    seen, at = 0, 0
-    for start in range(0, num_hits, block // group):
-        keys, _, column, real = _tile(logits, hits, start, num_hits, width, group, block)
-        tied = (real & _is_left(keys, column, last_key, last) & (keys == key)).to(tl.int32)
-        within = (tied > 0) & (seen + tl.cumsum(tied, 0) <= nth)
-        at = tl.maximum(at, tl.max(tl.where(within, column, 0), 0))
-        seen += tl.sum(tied, 0)
-    return at
 
 
 @triton.jit
@@ -161,7 +147,7 @@ def settle(
         if (counting & by_count) | ((stage == 1) & by_mass):
             target = first_target
             low, high, above = last_key.to(tl.int64), above_best, tl.full([], 0.0, tl.float32)
-            is_whole, is_listed = complete, complete
+            is_whole, is_listed, is_weighed = complete, complete, True
             if counting | (by_count == 0):
                 if is_wide:
                     place = last_pass * num_rows + row
@@ -169,9 +155,8 @@ def settle(
                     high = tl.load(ranges + 2 * place + 1).to(tl.int64)
                     above = tl.load(range_sums + place)
                     count = take_segments(
-                        row, counts, segments, found, num_blocks,
-                        width, parts_block, segment, few, capacity,
-                    )  # fmt: skip
+                        row, counts, segments, found, num_blocks, width, parts_block, segment, capacity
+                    )
                     is_listed = count <= capacity
                 else:
                     weights = tl.where(counting, 1.0, tl.exp2((best_of_groups - best) * slope))
@@ -180,60 +165,62 @@ def settle(
                         least = tl.min(tl.where(is_group, keys_of_groups.to(tl.int64), high), 0)
                         # Somewhat too low is good enough for a bound.
                         low, _, _ = search(keys_of_groups, weights, least, high, target, 1 << 17, PIVOTS)
-            elif complete == 0:
-                # The tokens that top-k left are not all in the list: their weights are added up here.
-                num_hits = list_groups(hits, keys_of_groups, low, group_block)
-                none = tl.full([PIVOTS], LOWEST_KEY, tl.int32)
-                sums = _sums_of_row(
-                    logits, hits, num_hits, none, last_key, last, False, best, slope,
-                    width, group, pivot_block,
-                )  # fmt: skip
-                target = p * tl.max(sums, 0)
+            else:
+                # Unless the tokens that top-k left are all in the list, a pass adds up their weights first.
+                is_weighed = complete
 
-            num_hits = 0
+            # The number of the token of the cut, where more tokens than there is room for have its key.
+            nth = tl.full([], -1, tl.int32)
             if is_listed == 0:
+                lowest = lowest_of(best, worst, heat, p, mass, counting, width)
                 rounds = 0
                 # Everything is too much to begin with.
                 count = capacity + 1
                 going = True
                 while going:
                     num_hits = list_groups(hits, keys_of_groups, low, group_block)
-                    if (rounds > 0) | (low > LOWEST_KEY) | (width <= capacity):
+                    is_tied = (high - low <= 1) | (rounds >= MOST_ROUNDS)
+                    is_less = is_tied | (rounds > 0) | (low > LOWEST_KEY) | (width <= capacity)
+                    if is_weighed & is_less:
                         count = _collect(
-                            logits, hits, num_hits, found, low, high, last_key, last,
+                            logits, hits, num_hits, found, low, high, tl.maximum(nth, 0), last_key, last,
                             width, group, block, capacity,
                         )  # fmt: skip
-                    going = (count > capacity) & (high - low > 1) & (rounds < MOST_ROUNDS)
-                    if going:
+                    going = (count > capacity) & (nth < 0)
+                    if going & is_weighed & is_tied:
+                        ties = _ties_to_take(low, above, target, counting, best, slope)
+                        nth = tl.minimum(ties, count.to(tl.float32)).to(tl.int32) - 1
+                        high = low + 1
+                    elif going:
                         pivots = even_keys(low, high, PIVOTS)
                         if rounds < _VALUE_ROUNDS:
-                            pivots = even_values(
-                                low, high, best, worst, heat, p, mass, counting, width, PIVOTS
-                            )
+                            pivots = even_values(low, high, lowest, PIVOTS)
+                        if is_weighed == 0:
+                            pivots = tl.full([PIVOTS], LOWEST_KEY, tl.int32)
                         sums = _sums_of_row(
                             logits, hits, num_hits, pivots, last_key, last, counting, best, slope,
                             width, group, pivot_block,
                         )  # fmt: skip
-                        low, high, above = narrowed(low, high, above, pivots, sums, target)
-                        rounds += 1
+                        if is_weighed:
+                            low, high, above = narrowed(low, high, above, pivots, sums, target)
+                            rounds += 1
+                        else:
+                            target = p * tl.max(sums, 0)
+                            is_weighed = True
             complete = (high == above_best) & (count <= capacity)
 
-            if count <= few:
+            if nth >= 0:
+                last_key, last = low.to(tl.int32), tl.load(found)
+            elif count <= few:
                 last_key, last = _cut_among(
                     logits, found, count, low, high, above, target, p, is_whole, last_key, last, counting,
                     best, slope, few, _PIVOTS_OF_FEW,
                 )  # fmt: skip
-            elif count <= capacity:
+            else:
                 last_key, last = _cut_among(
                     logits, found, count, low, high, above, target, p, is_whole, last_key, last, counting,
                     best, slope, capacity, PIVOTS,
                 )  # fmt: skip
-            else:
-                nth = _ties_to_take(low, above, target, counting, best, slope)
-                last = _nth_with_key(
-                    logits, hits, num_hits, low.to(tl.int32), nth, last_key, last, width, group, block
-                )
-                last_key = low.to(tl.int32)
     value = value_of(last_key)
     floor = best + heat * tl.log(share)
     if (share > 0.0) & (floor > value):
