@@ -24,6 +24,7 @@ from contract.training_loops import (
     twins,
 )
 from ostinato.graphs import AddressError, BatchError, CaptureError, ConfigError, GraphPool
+from ostinato.graphs.training.ignored_targets import why_not_ignored
 from ostinato.memory import GraphMemory, MemorySaver
 
 STEPS = 13
@@ -465,6 +466,54 @@ def test_padding_is_left_out_of_the_loss_or_nothing_is_padded(device, name):
         assert float(step(inputs, targets)) == pytest.approx(expected, rel=1e-5)
     assert replays(step) == (4 if is_padded else 2)
     assert reasons(step) == ({} if is_padded else {"padding-disabled": 2})
+
+
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_a_loss_function_may_hold_tensors_of_the_device(device, looks_up):
+    """It cannot be tried on the host; looking up -100 on a GPU would be the process's end."""
+    weights = torch.linspace(0.5, 1.5, VOCABULARY, device=device)
+
+    def loss_fn(logits, targets):
+        if looks_up:
+            return (cross_entropy(logits, targets) * weights[targets]).mean()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=weights)
+
+    model = make_model(device)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, ladder=LADDER)
+    for length in (8, 8, 5):
+        inputs, targets = one_batch(device, length)
+        expected = loss_fn(model(inputs), targets).item()
+        assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-5)
+    assert reasons(step) == ({"padding-disabled": 1} if looks_up else {})
+
+
+@pytest.mark.parametrize("kind", ["looks up", "custom", "weighs"])
+def test_what_cannot_be_tried_on_the_host_is_tried_with_indices_looked_at_first(kind):
+    tried = []
+    weights = torch.ones(3)
+
+    def loss_fn(logits, targets):
+        tried.append(logits.dtype)
+        if len(tried) == 1:
+            raise RuntimeError("two devices")  # of a GPU and the host, of which there is one here
+        if kind == "custom":
+            return torch.ops.training_tests.looked_up(logits, targets)
+        return (
+            weights[targets].mean()
+            if kind == "looks up"
+            else F.nll_loss(logits.float(), targets[:, 1], weights)
+        )
+
+    logits, targets = torch.randn(2, 3, dtype=torch.bfloat16), torch.tensor([[1, 1], [2, 2]])
+    reason = why_not_ignored(loss_fn, logits, targets)
+    assert tried == [torch.float32, torch.bfloat16]
+    expected = {"looks up": "index -100 is out of bounds", "custom": "looked_up"}
+    assert (reason is None) if kind == "weighs" else (expected[kind] in reason)
+
+
+@torch.library.custom_op("training_tests::looked_up", mutates_args=())
+def looked_up(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("this would have been launched")
 
 
 def test_a_model_whose_rows_see_padding_is_served_at_its_lengths_only(device):

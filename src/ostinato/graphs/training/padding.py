@@ -17,11 +17,11 @@ from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..inputs.buffers import Batch, InputBuffers
 from ..journal import WriteJournal
 from ..options import CaptureOptions
-from ..trees import map_tensors
 from . import other_optimizers
 from .apart import ModelAndLoss
 from .batches import IGNORED, BatchKind
 from .gradients import leaves_behind, none_yet
+from .ignored_targets import why_not_ignored
 from .loss import Loss
 from .places import Written, written_by
 
@@ -83,7 +83,7 @@ class PaddingTrial:
                 self._differentiate(loss)
             if self._loss.takes_mask or loss.dim() > 0:
                 return loss.dim() > 0, None
-            return False, _why_not_ignored(self._loss.loss_fn, outputs, targets)
+            return False, why_not_ignored(self._loss.loss_fn, outputs, targets)
 
         own = [*self._state.values(), *tensors.values()]
         self.written = self._quietly(lambda: written_by(lambda: look(True), besides=own))
@@ -204,26 +204,6 @@ class _Seen(NamedTuple):
 
 def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.zeros(()) if gradient is None else gradient.to_dense().float().norm().cpu()
-
-
-def _why_not_ignored(loss_fn: Callable[..., Any], outputs: Any, targets: Any) -> str | None:
-    """Why a loss function cannot do with ignored targets. Tried on the host: a GPU would not survive it."""
-
-    def on_host(tensor: torch.Tensor) -> torch.Tensor:
-        moved = tensor.detach().cpu()
-        return moved.float() if moved.is_floating_point() else moved
-
-    def partly_ignored(tensor: torch.Tensor) -> torch.Tensor:
-        moved = on_host(tensor).clone()
-        if not moved.is_floating_point() and moved.dim() > 1:
-            moved.select(1, -1).fill_(IGNORED)
-        return moved
-
-    try:
-        loss_fn(map_tensors(on_host, outputs), map_tensors(partly_ignored, targets))
-    except Exception as error:
-        return f"the loss function fails with targets of {IGNORED}: {type(error).__name__}: {error}"
-    return None
 
 
 @contextmanager

@@ -1,0 +1,75 @@
+"""Whether a loss function leaves out targets of -100 by itself.
+
+Note [An index of -100]
+A loss function that looks something up with it stops a GPU for good, and the process with it. So it is tried
+on the host. One that holds tensors on the device, weights of classes or a reference model, fails there for
+that reason alone: it is tried on the device, and each operation that is given integers runs on the host
+first, on numbers of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..trees import map_tensors
+from .batches import IGNORED
+
+
+def why_not_ignored(loss_fn: Callable[..., Any], outputs: Any, targets: Any) -> str | None:
+    """Why a loss function cannot do with ignored targets, if so."""
+    ignoring = map_tensors(_partly_ignored, targets)
+    error = _error_of(loss_fn, map_tensors(_on_host, outputs), map_tensors(_on_host, ignoring))
+    if isinstance(error, RuntimeError):
+        with _IndicesOnTheHostFirst():
+            error = _error_of(loss_fn, map_tensors(torch.Tensor.detach, outputs), ignoring)
+    if error is None:
+        return None
+    return f"the loss function fails with targets of {IGNORED}: {type(error).__name__}: {error}"
+
+
+def _error_of(loss_fn: Callable[..., Any], outputs: Any, targets: Any) -> Exception | None:
+    try:
+        loss_fn(outputs, targets)
+    except Exception as error:
+        return error
+    return None
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    moved = tensor.detach().cpu()
+    return moved.float() if moved.is_floating_point() else moved
+
+
+def _partly_ignored(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    if not copied.is_floating_point() and copied.dim() > 1:
+        copied.select(1, -1).fill_(IGNORED)
+    return copied
+
+
+class _IndicesOnTheHostFirst(TorchDispatchMode):
+    """An index out of range fails on the host, before the device sees it. See Note [An index of -100]."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        tensors = list[torch.Tensor]()
+        map_tensors(tensors.append, (args, kwargs or {}))
+        if any(tensor.dtype in (torch.int64, torch.int32) for tensor in tensors):
+            if func.namespace not in ("aten", "prims"):
+                raise NotImplementedError(f"{func} is given integers and cannot be tried on the host")
+            func(*map_tensors(_stand_in, args), **map_tensors(_stand_in, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host: the same integers, any numbers of that shape."""
+    if tensor.is_floating_point():
+        return torch.empty(tensor.shape, dtype=torch.float32)
+    return tensor.cpu()
