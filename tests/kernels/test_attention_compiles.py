@@ -86,7 +86,7 @@ def chunks(layer: Layer, num_tokens: int = 64) -> None:
 
     tile, cut = layer.queries(num_tokens, 32_768).divided(layer.gpu)
     assert cut is not None
-    sizes = {"request_block": 64, "steps": cut.steps}
+    sizes = {"request_block": 256, "steps": cut.steps}
     shared = layer.shared_bytes(triton_queries._attend_chunks, **vars(tile), **sizes)
     programs = -(-cut.programs // layer.gpu.multiprocessors)
     assert shared <= layer.gpu.room_for(programs)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class ModelConfig:
         """How many layers there are."""
         return len(self.layers)
 
-    @property
+    @cached_property  # every layer of a step asks
     def layer_windows(self) -> tuple[int | None, ...]:
         """Per layer: how many positions a token sees, itself included; None is all of them."""
         return tuple(kind.window for kind in self.layers)

@@ -2,9 +2,9 @@
 
 Note [An index of -100]
 A loss function that looks something up with it stops a GPU for good, and the process with it. So it is tried
-on the host. One that holds tensors on the device, weights of classes or a reference model, fails there for
-that reason alone: it is tried on the device, and each operation that is given integers runs on the host
-first, on numbers of its own.
+on the host. One that holds tensors on the device, weights of classes or a reference model, may fail there for
+that reason alone: it is tried on the device as well. Either way, what such a tensor and integers go into runs
+on the host first, on other numbers of these shapes.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from .batches import IGNORED
 def why_not_ignored(loss_fn: Callable[..., Any], outputs: Any, targets: Any) -> str | None:
     """Why a loss function cannot do with ignored targets, if so."""
     ignoring = map_tensors(_partly_ignored, targets)
-    error = _error_of(loss_fn, map_tensors(_on_host, outputs), map_tensors(_on_host, ignoring))
-    if isinstance(error, RuntimeError):
-        with _IndicesOnTheHostFirst():
+    with _IndicesOnTheHostFirst():
+        error = _error_of(loss_fn, map_tensors(_on_host, outputs), map_tensors(_on_host, ignoring))
+        if isinstance(error, RuntimeError):
             error = _error_of(loss_fn, map_tensors(torch.Tensor.detach, outputs), ignoring)
     if error is None:
         return None

@@ -96,7 +96,7 @@ def prompt_kernel(
 ) -> tuple[CudaKernel, int, int]:
     """The kernel for a batch, the keys that it takes at a time, and the shared memory of a program."""
     keys = 64 if head_dim > 128 else 128
-    requests = max(32, request_block_of(num_requests))
+    requests = request_block_of(num_requests)
 
     def shared_bytes_of(stages: int) -> int:
         # As the source lays it out: queries and rings, counts, units, ends of requests.

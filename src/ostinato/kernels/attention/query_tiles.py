@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -18,6 +19,8 @@ are written and read, where a key and its value have 4 together. So parts move a
 _LEAST_PARTS, _MOST_PARTS = 2, 64
 _MOST_PART_BYTES = 40 << 20
 """Of all parts together: L2 holds most of them."""
+_FEW_REQUESTS, _REQUESTS = 32, 256
+"""What programs look at where they know no more: one for each lane of a warp, as many as usually run."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Queries:
     window: int = 0
     """Positions that a token sees; 0: all."""
 
+    @lru_cache(1 << 12)  # every layer asks  # noqa: B019
     def divided(self, gpu: Gpu) -> tuple[QueryTile, Chunks | None]:
         """A program's tile; contexts are cut if a program for each tile would leave multiprocessors idle."""
         # Of wide heads fewer: a program that takes tiles in turn has fewer registers for sums.
@@ -127,5 +131,5 @@ def query_class(queries: Queries, gpu: Gpu) -> Hashable:
 
 
 def request_block_of(num_requests: int) -> int:
-    """Requests that a program looks at."""
-    return max(16, next_power_of_2(num_requests))
+    """Requests that a program looks at: few sizes, since each is a kernel that takes seconds to compile."""
+    return _FEW_REQUESTS if num_requests <= _FEW_REQUESTS else max(_REQUESTS, next_power_of_2(num_requests))

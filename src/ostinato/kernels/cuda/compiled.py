@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,9 +153,9 @@ class CudaKernel:
         values = (ctypes.c_uint64 * len(args))(*map(_as_word, args))
         first = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
-        maps = {i: _encoded_map(arg) for i, arg in enumerate(args) if isinstance(arg, TileMap)}
-        for i, encoded in maps.items():
-            places[i] = int(encoded.getPtr())
+        maps = [(i, _encoded_map(arg)) for i, arg in enumerate(args) if isinstance(arg, TileMap)]
+        for i, encoded in maps:
+            places[i] = encoded.address
         _check(_driver().cuLaunchKernelEx(config, function, ctypes.addressof(places), 0))
 
     def load(self, device: int, shared_bytes: int, shared_share: int) -> Any:
@@ -217,6 +217,8 @@ def compiling_only(device: torch.device) -> Iterator[Mapping[CudaKernel, Any]]:
 
 
 def _as_word(argument: Argument) -> int:
+    if type(argument) is int:
+        return argument & 0xFFFFFFFF
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if isinstance(argument, TileMap):
@@ -226,23 +228,33 @@ def _as_word(argument: Argument) -> int:
     return argument & 0xFFFFFFFF
 
 
-def _encoded_map(given: TileMap) -> Any:
-    """A driver's tensor map of elements of 16 bits; a launch copies it."""
+class _EncodedMap(NamedTuple):
+    """A driver's tensor map."""
+
+    map: Any
+    address: int
+    """Of what a launch copies, as long as the map lives."""
+
+
+def _encoded_map(given: TileMap) -> _EncodedMap:
     matrix = given.matrix
-    strides = [stride * matrix.element_size() for stride in matrix.stride()[:-1]]
-    if matrix.size(0) == 1:  # there is no next one
-        strides[0] = matrix.size(-1) * matrix.element_size()
-    assert matrix.dtype in (torch.bfloat16, torch.float16), matrix.dtype
-    assert matrix.stride(-1) == 1, "columns must be neighbours"
-    assert matrix.dim() == len(given.box), (matrix.shape, given.box)
-    assert all(at % 16 == 0 for at in (matrix.data_ptr(), *strides)), "rows begin at multiples of 16 bytes"
-    return _encoded(matrix.data_ptr(), tuple(matrix.shape), tuple(strides), given.box)
+    return _encoded(matrix.data_ptr(), matrix.dtype, matrix.shape, matrix.stride(), given.box)
 
 
 @lru_cache(1 << 12)
-def _encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
+def _encoded(
+    address: int, dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...], box: tuple[int, ...]
+) -> _EncodedMap:
+    """A map of elements of 16 bits; `steps`: strides in elements."""
+    strides = [step * dtype.itemsize for step in steps[:-1]]
+    if shape[0] == 1:  # there is no next one
+        strides[0] = shape[-1] * dtype.itemsize
+    assert dtype in (torch.bfloat16, torch.float16), dtype
+    assert steps[-1] == 1, "columns must be neighbours"
+    assert len(shape) == len(box), (shape, box)
+    assert all(at % 16 == 0 for at in (address, *strides)), "rows begin at multiples of 16 bytes"
     driver = _driver()
-    return _check(
+    encoded = _check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             len(shape),
@@ -257,6 +269,7 @@ def _encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
+    return _EncodedMap(encoded, int(encoded.getPtr()))
 
 
 def _launch_config(
