@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from contract.training_loops import captured, make_batches, make_model, train_eagerly, twins
 from ostinato.graphs.capturing import recorder
+from ostinato.graphs.training.padding import PaddingTrial
 
 
 class LiveBytes(TorchDispatchMode):
@@ -49,6 +51,31 @@ def test_the_pool_is_about_what_an_eager_step_takes(device, size):
     step = captured(ours, torch.optim.AdamW(ours.parameters()), ladder=None, clip_norm=1.0)
     step(*batch)
     assert 0.5 * eager.most < step.report().pool_bytes < 1.25 * eager.most
+
+
+def test_trials_of_padding_take_little_more_than_an_eager_step(device, monkeypatch):
+    """Of a model whose answers are most of what a step holds, as a language model's are."""
+    words = 2048
+    model = torch.nn.Sequential(torch.nn.Embedding(words, 8), torch.nn.Linear(8, words)).to(device)
+
+    def loss_fn(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    ids = torch.randint(words, (2, 17), generator=torch.Generator().manual_seed(0)).to(device)
+    batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    with LiveBytes() as eager:
+        loss_fn(model(batch[0]), batch[1]).backward()
+    model.zero_grad()
+    trials, real = LiveBytes(), PaddingTrial.kind_of
+
+    def watched(*args):
+        with trials:
+            return real(*args)
+
+    monkeypatch.setattr(PaddingTrial, "kind_of", watched)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, ladder=[8, 16])
+    step(*batch)
+    assert eager.most < trials.most < 1.5 * eager.most
 
 
 @pytest.mark.parametrize("name", ["mse_loss", pytest.param("smooth_l1_loss", marks=pytest.mark.slow)])

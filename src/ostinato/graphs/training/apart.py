@@ -7,6 +7,11 @@ positions, and what it says of real ones alone, which are the same numbers: the 
 then the same but for rounding, or padding counts. The model's words stand at one another's places, so that
 they are not what a reference says of these; each is one that the model did say, and legal for the loss
 function.
+
+Note [Memory of trials]
+What a language model says is often most of what a step holds. A trial keeps as little of it as it can, since
+a step that fits without graphs must fit while it is tried: no graph of autograd longer than it is needed, no
+copy in a wider type.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..trees import flatten
+from ..trees import Structure, flatten, map_tensors
 from .batches import LENGTH_DIM, BatchKind
 from .loss import Loss
 
@@ -46,28 +51,37 @@ class ModelAndLoss:
 
     def why_not_padded(self) -> str | None:
         """What padding changes, if it changes something."""
-        with torch.enable_grad():  # for models that differentiate
-            outputs = self._loss.outputs(self._padded.inputs)
-            alone = flatten(self._loss.outputs(self._alone.inputs))[0]
-        leaves, structure = flatten(outputs)
-        short = [self._first(leaf) for leaf in leaves]
-        if not all(_close(a, b, self._of_models) for a, b in zip(short, alone, strict=True)):
+        leaves, structure = self._said_of(self._padded)
+        alone = self._said_of(self._alone)[0]
+        if not all(_close(self._first(a), b, self._of_models) for a, b in zip(leaves, alone, strict=True)):
             return "what the model says depends on the length"
+        del alone  # see Note [Memory of trials]
         mixed = [self._mixed(leaf) for leaf in leaves]
+        del leaves
         short = [self._first(leaf) for leaf in mixed]
         try:
+            again = self._loss_of(structure.filled(mixed), self._padded)
             one = _seen(self._loss, structure.filled, mixed, self._padded)
-            again = _seen(self._loss, structure.filled, mixed, self._padded)
             other = _seen(self._loss, structure.filled, short, self._alone)
         except Exception:  # it is given what it must not be: what the model has left elsewhere, say
             return None
-        if not torch.equal(one.loss, again.loss):  # it draws
+        if not torch.equal(one.loss, again):  # it draws
             return None
         if not _close(one.loss, other.loss, self._of_losses, _NOTHING * 10):
             return f"the loss function alone gives {other.loss:.8g} without padding, with it {one.loss:.8g}"
         if not all(map(self._is_same_gradient, one.gradients, other.gradients)):
             return "gradients of the loss function alone depend on padding"
         return None
+
+    def _said_of(self, given: "_Given") -> tuple[list[Any], Structure]:
+        with torch.enable_grad():  # for models that differentiate
+            leaves, structure = flatten(self._loss.outputs(given.inputs))
+        return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
+
+    def _loss_of(self, outputs: Any, given: "_Given") -> torch.Tensor:
+        copied = map_tensors(torch.Tensor.clone, outputs)  # which may be changed in place
+        with torch.enable_grad():
+            return self._loss.of_outputs(copied, given.targets, given.mask).detach()
 
     def _first(self, leaf: Any) -> Any:
         """Real positions."""
@@ -87,10 +101,12 @@ class ModelAndLoss:
         if one is None or other is None:
             return one is other
         real = self._first(one)
-        counted = one.clone()
-        self._first(counted).zero_()  # what is left is padding's
-        is_left_out = real is one or bool(counted.float().norm() <= _NOTHING * one.float().norm())
-        return is_left_out and _close(real, other, self._of_losses)
+        if real is not one:
+            length = real.size(LENGTH_DIM)
+            of_padding = one.narrow(LENGTH_DIM, length, one.size(LENGTH_DIM) - length)
+            if not bool(_norm(of_padding) <= _NOTHING * _norm(one)):
+                return False
+        return _close(real, other, self._of_losses)
 
 
 class _Given(NamedTuple):
@@ -117,7 +133,7 @@ def _seen(loss: Loss, filled: Callable[[list[Any]], Any], leaves: list[Any], giv
             return leaf
         if not leaf.is_floating_point():
             return leaf.clone()
-        wanted.append(leaf.detach().clone().requires_grad_())
+        wanted.append(leaf.detach().requires_grad_())
         return wanted[-1].clone()  # which may be changed in place
 
     with torch.enable_grad():
@@ -132,5 +148,10 @@ def _close(one: Any, other: Any, tolerance: float, slack: float = 0.0) -> bool:
         return True
     if one.shape != other.shape or not one.is_floating_point():
         return True
-    difference, size = (one.double() - other.double()).norm(), other.double().norm()
+    difference, size = _norm(one - other), _norm(other)
     return bool(difference <= tolerance * size + slack) or not difference.isfinite()
+
+
+def _norm(values: torch.Tensor) -> torch.Tensor:
+    """Summed in float64, without a copy in it."""
+    return torch.linalg.vector_norm(values, dtype=torch.float64)
