@@ -88,6 +88,7 @@ class Odd(nn.Module):
             "batch norm": lambda: self.norm(h),
             "mean": lambda: h.square().mean(),
             "count of rows": lambda: h / len(h),
+            "small numbers": lambda: h * 1e-5 / len(h),
             "number of rows": lambda: (h, x.size(0)),
             "rows behind": lambda: self.gru(h.unsqueeze(1))[1],
             "weight": lambda: (h, self.linear.weight.square()),
@@ -95,7 +96,8 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", ["batch norm", "mean", "count of rows", "number of rows", "rows behind", "weight"]
+    "kind",
+    ["batch norm", "mean", "count of rows", "small numbers", "number of rows", "rows behind", "weight"],
 )
 def test_without_a_ladder_fewer_rows_are_padded_only_where_they_may_be(device, kind, caplog):
     torch.manual_seed(0)
@@ -116,6 +118,20 @@ def test_without_a_ladder_fewer_rows_are_padded_only_where_they_may_be(device, k
             torch.testing.assert_close(one, other)
     assert ours.forward.eager_steps == {"padding-disabled": 1}
     assert caplog.text.count("fewer rows than 6 run eagerly in part 0") == 1
+
+
+def test_random_numbers_hide_no_count_of_rows(device):
+    sample = randn(WIDTH, WIDTH, device=device).requires_grad_()
+    for divides in (False, True):
+
+        def part(x, divides=divides):
+            return nn.functional.dropout(x, 0.5) / (len(x) if divides else 3)
+
+        ours = make_graphed_callables(part, (sample,))
+        x = sample.detach()[:4].clone().requires_grad_()
+        out = ours(x)
+        assert bool(((out == 0) | torch.isclose(out, 2 * x / (4 if divides else 3))).all())
+        assert ours.eager_steps == ({"padding-disabled": 1} if divides else {})
 
 
 class Carries(nn.Module):

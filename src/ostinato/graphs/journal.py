@@ -229,6 +229,8 @@ class WriteJournal(SavedWrites, WatchingMode):
         """Why no graph can do it, if something was used that graphs do not know."""
         self.work: list[tuple[Any, str]] = []
         """The ops in order, with what they were given besides tensors."""
+        self.rounds_to_few_bits = False
+        """Whether numbers of 16 bits or fewer were computed, whatever became of them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -250,6 +252,7 @@ class WriteJournal(SavedWrites, WatchingMode):
         self.before(func, args, kwargs)
         result = func(*args, **kwargs)
         plain = [tensor for tensor in tensors_of(result) if is_plain(tensor)]
+        self.rounds_to_few_bits |= any(t.is_floating_point() and t.itemsize <= 2 for t in plain)
         for tensor in self.after(given, plain):
             self._refs[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         self._made += [weakref.ref(tensor) for tensor in plain if storage_address(tensor) in self._created]

@@ -54,6 +54,11 @@ class Trials:
         return self._journals[-1].work if self._journals else []
 
     @property
+    def rounds_to_few_bits(self) -> bool:
+        """Whether an observed run computed in 16 bits or fewer."""
+        return any(journal.rounds_to_few_bits for journal in self._journals)
+
+    @property
     def regions(self) -> list[WrittenRegion]:
         """What the last observed run wrote of what was there before."""
         return self._journals[-1].regions if self._journals else []

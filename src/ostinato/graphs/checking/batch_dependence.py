@@ -43,7 +43,8 @@ _GROSS = {torch.float64: 1e-6, torch.complex128: 1e-6}
 _GROSS_OF_FEW_BITS = 0.1
 """Fraction of an output's norm; a larger difference is not due to rounding."""
 _GROSS_IN_FULL, _GROSS_SHORTENED = 3e-4, 1e-2
-"""The same for float32 in full precision, and where TF32 is allowed: the batch size may decide."""
+"""The same for float32 in full precision, and where TF32 is allowed: the batch size may decide which kernel
+runs, and so the rounding."""
 _FLIPS = 0.02
 """Fraction of integers that rounding may decide, such as the index of the largest of nearly equal numbers.
 None in `verify`, and all of them in a batch of a few rows."""
@@ -104,7 +105,7 @@ def _refuse_dependence(
 
     def allowed(dtype: torch.dtype) -> float:
         is_number = dtype.is_floating_point or dtype.is_complex
-        return _gross(dtype, runner.buffers.device, trials.work) if is_number else flips
+        return gross(dtype, runner.buffers.device, trials) if is_number else flips
 
     with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
         try:
@@ -165,11 +166,13 @@ def _dependent_with_fixed_draws(
     return dependence(runner.outputs.names, padded, alone, allowed)[1]
 
 
-def _gross(dtype: torch.dtype, device: torch.device, work: Work) -> float:
-    """The largest difference that rounding may cause in numbers of this type."""
-    if dtype.itemsize <= 2 or dtype in _GROSS:
-        return _GROSS.get(dtype, _GROSS_OF_FEW_BITS)
-    return _GROSS_SHORTENED if _may_be_shortened(device, work) else _GROSS_IN_FULL
+def gross(dtype: torch.dtype, device: torch.device, trials: Trials) -> float:
+    """The largest difference that rounding may cause in numbers of this type, in what was tried."""
+    if trials.rounds_to_few_bits:  # somewhere: float32 may be what bfloat16 was widened to
+        return _GROSS_OF_FEW_BITS
+    if dtype in _GROSS:
+        return _GROSS[dtype]
+    return _GROSS_SHORTENED if _may_be_shortened(device, trials.work) else _GROSS_IN_FULL
 
 
 def _may_be_shortened(device: torch.device, work: Work) -> bool:

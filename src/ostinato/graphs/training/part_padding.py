@@ -1,17 +1,20 @@
 """Whether rows of a part can be padded: none may depend on another, or on how many there are."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..capturing.trial import Trials
+from ..checking.batch_dependence import gross
+from ..checking.fixed_draws import DrawsAreMixed, FixedDraws
+from ..checking.verify import dependence
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Field
 from ..trees import flatten
-from ..trimming import same_constant
 from ..wrapping.signature import Examples
 from .padding import evaluating
 
@@ -33,9 +36,31 @@ class RowTrial:
     rung: int
 
     def is_alike(self, trials: Trials) -> bool:
-        """Whether real rows are the same whatever padding holds, and, dropout aside, without it."""
+        """Whether real rows are the same whatever padding holds, and without it; dropout as if it drew equal
+        numbers."""
+
+        def same(one: list[Any], other: list[Any]) -> bool:
+            return dependence([""] * len(one), one, other, allowed)[1] is None
+
+        def allowed(dtype: torch.dtype) -> float:
+            is_number = dtype.is_floating_point or dtype.is_complex
+            return gross(dtype, self.buffers.device, trials) if is_number else 0.0
+
         one, other = trials.run(self._padded), trials.run(lambda: self._padded(poison=True))
-        return _same(one, other) and bool(trials.run(self._is_same_unpadded))
+        if not same(one, other):
+            return False
+        with evaluating(self.modules):
+            try:
+                with FixedDraws() if trials.draws_random else nullcontext():
+                    return same(trials.run(self._padded), trials.run(self._alone))
+            except DrawsAreMixed:
+                return self._shapes(trials.run(self._padded)) == self._shapes(trials.run(self._alone))
+            except Exception:  # it knows one number of rows, say
+                return False
+
+    @staticmethod
+    def _shapes(leaves: list[Any]) -> list[Any]:
+        return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def _padded(self, *, poison: bool = False) -> list[Any]:
         shape, descriptor = BatchShape.decode(self.rung // 2), BatchDescriptor.decode(self.rung)
@@ -43,16 +68,9 @@ class RowTrial:
         leaves = self._leaves_of(self.buffers.views(descriptor))
         return [self._first_half(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-    def _is_same_unpadded(self) -> bool:
+    def _alone(self) -> list[Any]:
         half = {name: tensor.to(self.buffers.device) for name, tensor in self._half().items()}
-        with evaluating(self.modules):
-            padded, again = self._padded(), self._padded()
-            try:
-                alone = self._leaves_of(half)
-            except Exception:  # it knows one number of rows, say
-                return False
-        draws = not _same(padded, again)
-        return _same(padded, alone, in_value=not draws)
+        return self._leaves_of(half)
 
     def _half(self) -> Batch:
         return self.examples.dummy(BatchDescriptor.decode(self.rung // 2))
@@ -64,16 +82,3 @@ class RowTrial:
     def _first_half(self, leaf: torch.Tensor) -> torch.Tensor:
         has_rows = leaf.dim() > 0 and leaf.size(0) == self.rung
         return (leaf[: self.rung // 2] if has_rows else leaf).clone()
-
-
-def _same(ones: list[Any], others: list[Any], *, in_value: bool = True) -> bool:
-    for one, other in zip(ones, others, strict=True):
-        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-            is_same = same_constant(one, other)
-        elif in_value and one.shape == other.shape:
-            is_same = torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
-        else:
-            is_same = one.shape == other.shape
-        if not is_same:
-            return False
-    return True
