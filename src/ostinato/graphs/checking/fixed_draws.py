@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch_mode import DispatchMode
+from ..dispatch_mode import WatchingMode
 from ..journal import draws
 from ..memory import tensors_of
 
@@ -22,7 +22,7 @@ class DrawsAreMixed(Exception):
     """An operation draws and does something else besides, as recurrent layers with dropout."""
 
 
-class FixedDraws(DispatchMode):
+class FixedDraws(WatchingMode):
     """Active as a context manager: what is drawn is one half; of integers zero, of places the last."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

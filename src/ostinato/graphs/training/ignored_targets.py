@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..dispatch_mode import WatchingMode
+from ..memory import tensors_of
 from ..trees import map_tensors
 from .batches import IGNORED
 
@@ -49,23 +50,16 @@ def _partly_ignored(tensor: torch.Tensor) -> torch.Tensor:
     return copied
 
 
-class _IndicesOnTheHostFirst(TorchDispatchMode):
+class _IndicesOnTheHostFirst(WatchingMode):
     """An index out of range fails on the host, before the device sees it. See Note [An index of -100]."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        tensors = list[torch.Tensor]()
-        map_tensors(tensors.append, (args, kwargs or {}))
-        if any(tensor.dtype in (torch.int64, torch.int32) for tensor in tensors):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(tensor.dtype in (torch.int64, torch.int32) for tensor in tensors_of((args, kwargs))):
             if func.namespace not in ("aten", "prims"):
                 raise NotImplementedError(f"{func} is given integers and cannot be tried on the host")
-            func(*map_tensors(_stand_in, args), **map_tensors(_stand_in, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            func(*map_tensors(_stand_in, args), **map_tensors(_stand_in, kwargs))
+        return func(*args, **kwargs)
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
