@@ -30,6 +30,8 @@ _AT_TWO_SHAPES = 0.03
 """A mean that counts padding is off by more, another order of additions by much less."""
 _OF_NORMS = 1e-4
 """Of gradients at one shape, in float32: padding that counts for nothing adds zeros to sums."""
+_FEW = 8
+"""Positions with which a loss function is tried on the host."""
 
 
 class PaddingTrial:
@@ -59,8 +61,8 @@ class PaddingTrial:
         """How batches like this one are padded, and why they cannot be, if so."""
         takes_mask = self._loss.takes_mask
         plain = BatchKind(inputs, targets, target_pad=0, with_length=takes_mask)
-        batch, _ = plain.matched(inputs, targets)
-        per_position, refusal = self._look(plain, batch)
+        batch, length = plain.matched(inputs, targets)
+        per_position, refusal = self._look(plain, batch, length)
         masked = takes_mask or per_position
         kind = BatchKind(inputs, targets, target_pad=0 if masked else IGNORED, with_length=masked)
         if masked or refusal is None:
@@ -70,7 +72,7 @@ class PaddingTrial:
                 refusal = f"the model or the loss fails at another length ({type(error).__name__}: {error})"
         return kind, refusal
 
-    def _look(self, kind: BatchKind, batch: Batch) -> tuple[bool, str | None]:
+    def _look(self, kind: BatchKind, batch: Batch, length: int) -> tuple[bool, str | None]:
         """Whether the loss function returns one for each position; why it cannot do with ignored targets."""
         tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
 
@@ -83,7 +85,9 @@ class PaddingTrial:
                 self._differentiate(loss)
             if self._loss.takes_mask or loss.dim() > 0:
                 return loss.dim() > 0, None
-            return False, why_not_ignored(self._loss.loss_fn, outputs, targets)
+            del loss
+            few = self._of_few_positions(kind, tensors, length)
+            return False, why_not_ignored(self._loss.loss_fn, *(few or (outputs, targets)))
 
         own = [*self._state.values(), *tensors.values()]
         self.written = self._quietly(lambda: written_by(lambda: look(True), besides=own))
@@ -117,6 +121,19 @@ class PaddingTrial:
         with suppress(Exception):
             self._quietly(watched)
         return journal
+
+    def _of_few_positions(self, kind: BatchKind, tensors: Batch, length: int) -> tuple[Any, Any] | None:
+        """What the model says of the first ones, and their targets, if model and loss take so few: all that a
+        language model says would be gigabytes on the host."""
+        if length <= _FEW:
+            return None
+        inputs, targets = kind.arguments(kind.part(tensors, 0, _FEW))
+        try:
+            outputs = self._loss.outputs(inputs)
+            self._loss.raw(outputs, targets, None)
+        except Exception:
+            return None
+        return outputs, targets
 
     def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
         """Tried with one half of the batch, the other as padding."""
