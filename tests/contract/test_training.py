@@ -364,6 +364,30 @@ def test_a_moved_parameter_is_named(device):
         step(*one_batch(device))
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "state"])
+def test_what_moved_is_captured_anew_when_asked(device, kind):
+    """And is trained from then on: graphs of the old memory would leave it as it is."""
+    ours, theirs = twins(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 13)).to(device))
+    mine, other = (optimizer_of("adamw", model, device, reference=True) for model in (ours, theirs))
+    step = captured(ours, mine, F.cross_entropy, ladder=None)
+    batch = torch.arange(24.0, device=device).view(4, 6).sin(), torch.arange(4, device=device)
+    found = [step(*batch).item() for _ in range(2)]
+    if kind == "parameter":
+        ours[0].weight.data = ours[0].weight.data.clone()
+    elif kind == "buffer":
+        ours[1].running_mean = ours[1].running_mean.clone()
+    else:
+        state = mine.state[ours[0].weight]
+        state["exp_avg"] = state["exp_avg"].clone()
+    with pytest.raises(AddressError, match=r"step\.capture\(inputs, targets\)"):
+        step(*batch)
+    step.capture(*batch)
+    found += [step(*batch).item() for _ in range(3)]
+    assert found == train_eagerly(theirs, other, [batch] * 5, loss_fn=F.cross_entropy)
+    assert same_parameters(ours, theirs)
+    assert replays(step) == 3
+
+
 def test_what_has_no_graph_runs_eagerly_with_a_reason(device):
     ours, theirs = twins(make_model(device))
     step = captured(ours, optimizer_of("adamw", ours, device), ladder=LADDER)

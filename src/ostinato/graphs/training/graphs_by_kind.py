@@ -254,9 +254,12 @@ class GraphsByKind:
 
     def check_addresses(self) -> None:
         """Raise AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""
-        moved = [*self._places.moved(), *self._optimizer.moved()]
-        if moved:
-            raise moved_error(moved)
+        if moved := self.moved():
+            raise moved_error(moved, "capture as things are: step.capture(inputs, targets)")
+
+    def moved(self) -> list[str]:
+        """The parameters, buffers and state of the optimizer that have moved, by name."""
+        return [*self._places.moved(), *self._optimizer.moved()]
 
     def report(self) -> Report:
         """What was captured, what it costs, what it served, and why steps ran eagerly."""

@@ -100,8 +100,9 @@ class StaticOptimizer:
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups]
 
     def note(self) -> None:
-        """As the groups are now is as graphs have them."""
+        """As the groups and the state are now is as graphs have them."""
         self._baked = [*map(_numbers, self._with_numbers)]
+        self._note_places()
 
     def moved_numbers(self) -> list[str]:
         """The names of numbers in the groups that are not as graphs have them."""

@@ -145,7 +145,7 @@ class TrainStep:
             if self._graphs.match(inputs, targets) is None:
                 self._graphs.add(inputs, targets, is_accumulating=is_accumulating)
             if self._optimizer.has_stepped:
-                is_other = self._graphs.why_not() is not None or bool(self._optimizer.moved_numbers())
+                is_other = self._graphs.why_not() or self._optimizer.moved_numbers() or self._graphs.moved()
                 if self._graphs.is_captured and (self._optimizer.step_inside() or is_other):
                     self._graphs.drop(is_accumulating=is_accumulating)
                 self._graphs.capture_missing(is_accumulating=is_accumulating)
