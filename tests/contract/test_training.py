@@ -388,6 +388,23 @@ def test_what_moved_is_captured_anew_when_asked(device, kind):
     assert replays(step) == 3
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_type_does_not_matter(device, default):
+    """Flags of ours are float32 all the same, which fused optimizers insist on."""
+    ours, theirs = twins(make_model(device))
+    settings = {"accumulate": 3, "clip_norm": 0.5}
+    torch.set_default_dtype(default)
+    try:
+        step = captured(ours, optimizer_of("adamw", ours, device), ladder=LADDER, **settings)
+        batches = make_batches(device, [8] * 6)
+        found = [step(*batch).item() for batch in batches]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    other = optimizer_of("adamw", theirs, device, reference=True)
+    assert found == train_eagerly(theirs, other, batches, **settings)
+    assert same_parameters(ours, theirs)
+
+
 def test_what_has_no_graph_runs_eagerly_with_a_reason(device):
     ours, theirs = twins(make_model(device))
     step = captured(ours, optimizer_of("adamw", ours, device), ladder=LADDER)
