@@ -223,6 +223,22 @@ def test_a_weight_of_a_term_of_the_loss_is_noticed(device):
     assert replays(step) == STEPS - 2, "as it was again: from the graph again"
 
 
+def test_a_count_of_updates_that_the_loss_reads_is_noticed(device, caplog):
+    """The step's own: a term that is warmed up, say."""
+    model = make_model(device)
+    batch, of_steps = make_batches(device, [8])[0], []
+
+    def warmed_up(logits, targets):
+        return cross_entropy(logits, targets) * min(1.0, (1 + sum(s.optimizer_steps for s in of_steps)) / 4)
+
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.0), warmed_up)
+    of_steps.append(step)
+    found = [step(*batch).item() for _ in range(4)]
+    assert found == pytest.approx([found[0] * (i + 1) for i in range(4)], rel=1e-6)
+    assert step.report().eager_steps == {"first-call": 1, "attribute-changed": 2}
+    assert "optimizer_steps is not as at the capture" in caplog.text
+
+
 def test_what_every_step_assigns_is_named_and_counts_no_trials(device, caplog):
     class Counting(nn.Module):
         def __init__(self):

@@ -90,6 +90,11 @@ def functions_in(entry: Any) -> list[Any]:
     return [wrapped] if isinstance(wrapped, types.FunctionType) else []
 
 
+def is_descriptor(entry: Any) -> bool:
+    """Whether an entry of a class is a descriptor of a class that is read."""
+    return hasattr(type(entry), "__get__") and is_users(type(entry).__module__)
+
+
 def is_data(name: str, entry: Any) -> bool:
     """Whether an entry of a class is a value that its code may read."""
     is_code = isinstance(entry, types.FunctionType | type) or bool(functions_in(entry))
