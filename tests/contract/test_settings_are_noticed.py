@@ -235,6 +235,15 @@ class OfAScheduler(OfAnOptimizer):
         self.scheduler.step()
 
 
+class AskedOfAScheduler(OfAScheduler):
+    def __init__(self):
+        super().__init__()
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda epoch: 1 + epoch / 2)
+
+    def forward(self, x):
+        return x * self.scheduler.get_last_lr()[0]
+
+
 class Plain:
     scale: float = 2.0
 
@@ -323,6 +332,7 @@ def test_a_number_in_any_kind_of_holder(device, holder):
         InAnArray,
         OfAnOptimizer,
         OfAScheduler,
+        AskedOfAScheduler,
     ],
 )
 def test_a_number_that_a_module_keeps(device, kind):

@@ -29,6 +29,7 @@ from .user_code import (
     is_read_whole,
     is_users,
     may_grow,
+    read_by_methods,
 )
 from .ways import Ways
 
@@ -78,8 +79,8 @@ class Walk:
         self.of_bound: set[int] = set()
         """Those of objects whose methods are followed: what else is in them is read by these methods."""
         self._ways = Ways()
-        self._of_others: list[tuple[Any, Any, Any, str]] = []
-        """Numbers in objects whose code is not read, such as torch's schedulers."""
+        self._of_others: list[tuple[type, tuple[Any, Any, Any, str]]] = []
+        """Numbers in objects whose code is not read, such as torch's schedulers, by kind of object."""
         # What may grow, see Note [What was added] in reached.py: tables of modules, attributes with how they
         # are called, and containers.
         self.tables: list[dict[str, Any]] = []
@@ -95,7 +96,8 @@ class Walk:
             for holder, key, *rest in self.values
             if may_read(holder, key) or (isinstance(holder, type) and is_called_by_python(key))
         ]
-        self.values += [entry for entry in self._of_others if entry[1] in self.called_names]
+        read_of = {kind: read_by_methods(kind, self.called_names) for kind, _ in self._of_others}
+        self.values += [entry for kind, entry in self._of_others if entry[1] in read_of[kind]]
         growing = self._ways.growing(self.called_names)
         self.growing = [container for container in growing if id(container) in self.holders]
         if len(self._seen) > _MOST_OBJECTS:
@@ -141,7 +143,7 @@ class Walk:
             return inside | self._follow_holder(name, value.keywords)
         if isinstance(value, torch.optim.Optimizer):
             for number, group in enumerate(value.param_groups):
-                self._note_numbers(f"{name}.param_groups[{number}].", group)
+                self._note_numbers(f"{name}.param_groups[{number}].", group, dict)
             return self._follow_holder(f"{name}.state", value.state)
         if isinstance(value, contextvars.ContextVar):
             return self._follow_holder(f"{name}.", value)
@@ -165,7 +167,7 @@ class Walk:
     def _follow_object(self, name: str, value: Any) -> bool:
         kind = type(value)
         if not (is_users(kind.__module__) or is_namespace(value)):
-            self._note_numbers(f"{name}.", getattr(value, "__dict__", {}))
+            self._note_numbers(f"{name}.", getattr(value, "__dict__", {}), kind)
             return False
         found = False
         if hasattr(value, "__dict__"):
@@ -178,11 +180,14 @@ class Walk:
         self._follow_class(kind)
         return found
 
-    def _note_numbers(self, name: str, attributes: dict[str, Any]) -> None:
-        """Of something whose code is not read, they count where code that is read mentions them."""
-        if not self._is_aside and type(attributes) is dict:
-            entries = [(attributes, key, entry, f"{name}{key}") for key, entry in attributes.items()]
-            self._of_others += [entry for entry in entries if isinstance(entry[2], _PLAIN)]
+    def _note_numbers(self, name: str, attributes: dict[str, Any], kind: type) -> None:
+        """Of something whose code is not read, numbers and lists of them count where code that is read
+        mentions them, or a method that reads them."""
+        if self._is_aside or type(attributes) is not dict:
+            return
+        for key, entry in attributes.items():
+            if isinstance(entry, (*_PLAIN, list)):
+                self._of_others.append((kind, (attributes, key, entry, f"{name}{key}")))
 
     def _follow_module(self, name: str, module: torch.nn.Module) -> bool:
         self.modules.append(module)
