@@ -8,6 +8,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from contract.training_loops import (
@@ -747,6 +748,19 @@ class Baseline:
         return (
             cross_entropy(self.norm(logits.transpose(1, 2)).transpose(1, 2) + 0.1 * noise, targets) * weight
         )
+
+
+def test_what_is_given_stays_as_it_is_and_that_is_said(device, caplog):
+    class Doubling(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    model = Doubling(4, 3).to(device)
+    x, targets = torch.ones(2, 4, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.0), F.cross_entropy, ladder=None)
+    assert len({step(x, targets).item() for _ in range(3)}) == 1
+    assert x.tolist() == [[1.0] * 4] * 2
+    assert caplog.text.count("a step changes inputs in place, and does so in a copy") == 1
 
 
 def test_what_a_loss_writes_in_tensors_of_its_own_counts_no_trials(device):

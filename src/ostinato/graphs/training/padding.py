@@ -5,6 +5,7 @@ A model that is about to be trained may say the same whatever it is given: its l
 What it learns depends on padding all the same, so gradients are compared too, by their norms.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from .gradients import leaves_behind, none_yet
 from .ignored_targets import why_not_ignored
 from .loss import Loss
 from .places import Written, written_by
+
+logger = logging.getLogger("ostinato.graphs")
 
 _AT_ONE_SHAPE = {torch.float32: 1e-5, torch.float64: 1e-9}
 _AT_TWO_SHAPES = 0.03
@@ -88,7 +91,14 @@ class PaddingTrial:
         own = [*self._state.values(), *tensors.values()]
         self.written = self._quietly(lambda: written_by(lambda: look(True), besides=own))
         self._trials = self._new_trials()
+        before = {name: tensor._version for name, tensor in tensors.items()}
         found: tuple[bool, str | None] = self._quietly(look)
+        changed = [name for name, tensor in tensors.items() if tensor._version != before[name]]
+        if changed:
+            logger.warning(
+                "a step changes %s in place, and does so in a copy: what it is given stays as it is",
+                ", ".join(changed),
+            )
         return found
 
     def written_at(self, kind: BatchKind, length: int) -> Written:
