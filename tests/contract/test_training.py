@@ -639,6 +639,41 @@ def test_terms_that_are_small_at_first_count_no_padding(device, kind):
     assert reasons(step) == ({} if kind == "masked" else {"padding-disabled": 1})
 
 
+class WarmedUp:
+    """A term for padding as well, whose weight is zero at first, and where that is kept."""
+
+    def __init__(self, device, place):
+        self.place, self.weight = place, 0.0
+        self.tensor = torch.zeros(3, device=device)
+
+    def __call__(self, logits, given):
+        weight = {"input": given["weight"], "tensor": self.tensor[1], "number": self.weight}[self.place]
+        return cross_entropy(logits, given["targets"]) + weight * logits.square().mean()
+
+    def set(self, weight):
+        self.tensor[1] = weight
+        self.weight = weight if self.place == "number" else 0.0
+
+
+@pytest.mark.parametrize("place", ["input", "tensor", "number"])
+def test_terms_that_are_switched_on_later_count_no_padding(device, place):
+    ours, theirs = twins(make_model(device))
+    loss_fn, mine = WarmedUp(device, place), torch.optim.SGD(ours.parameters(), lr=0.1, fused=True)
+    step = captured(ours, mine, loss_fn, ladder=LADDER)
+    other, found, expected = torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True), [], []
+    for i, length in enumerate([8, 8, 5, 8]):
+        loss_fn.set(float(i > 0))
+        inputs, targets = one_batch(device, length)
+        given = {"targets": targets, "weight": torch.tensor(float(i > 0), device=device)}
+        if i == 1 and place == "number":
+            step.capture(inputs, given)
+        found.append(step(inputs, given).item())
+        expected += train_eagerly(theirs, other, [(inputs, given)], loss_fn=loss_fn)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert reasons(step) == {"padding-disabled": 1}
+    assert replays(step) == 2
+
+
 def test_a_model_that_knows_the_length_is_served_at_its_lengths_only(device):
     class Scales(nn.Module):
         def __init__(self):

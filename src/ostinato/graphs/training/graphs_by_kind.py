@@ -110,12 +110,23 @@ class GraphsByKind:
     def add(self, inputs: Any, targets: Any, *, is_accumulating: bool) -> None:
         """Know batches like this one from now on; nothing is captured yet. `is_accumulating`: gradients of
         micro-batches are waiting for an update."""
-        with self._values.put_back():
-            self.kinds.append(self._new(inputs, targets, is_accumulating))
+        with self._values.put_back() as before:
+            self.kinds.append(self._new(inputs, targets, is_accumulating, before.tensors))
 
-    def _new(self, inputs: Any, targets: Any, is_accumulating: bool) -> KindGraphs:
+    def begin_anew(self, *, is_accumulating: bool) -> None:
+        """Let all graphs go. Model and loss function are other ones now: whether padding counts, what they
+        write and what Python carries is found out once more."""
+        self.drop(is_accumulating=is_accumulating)
+        known, self.kinds = self.kinds, []
+        self._written, self._what_python_carries = [], None
+        for graphs in known:
+            self.add(*graphs.kind.first(), is_accumulating=is_accumulating)
+
+    def _new(
+        self, inputs: Any, targets: Any, is_accumulating: bool, reached: list[torch.Tensor]
+    ) -> KindGraphs:
         state = self._note_state(is_accumulating)
-        trial = PaddingTrial(self._loss, state, self._pool.backend, self._options)
+        trial = PaddingTrial(self._loss, state, self._pool.backend, self._options, reached)
         kind, refusal = trial.kind_of(inputs, targets)
         self._written.append(trial.written)
         batch, length = kind.matched(inputs, targets)

@@ -3,10 +3,15 @@
 Note [What a loss does not show]
 A model that is about to be trained may say the same whatever it is given: its last layer is zero, or small.
 What it learns depends on padding all the same, so gradients are compared too, by their norms.
+
+Note [Terms that are switched off]
+A term whose weight is zero, to be warmed up later, shows in nothing. Where the weight is in a tensor, among a
+few numbers, the trial is made once more with one in its place. One that is a number in Python is baked in: if
+it changes, whoever captures anew tries padding anew.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -31,6 +36,7 @@ logger = logging.getLogger("ostinato.graphs")
 _AT_ONE_SHAPE = {torch.float32: 1e-5, torch.float64: 1e-9}
 _AT_TWO_SHAPES = 0.03
 """A mean that counts padding is off by more, another order of additions by much less."""
+_FEW = 8
 _OF_NORMS = 1e-4
 """Of gradients at one shape, in float32: padding that counts for nothing adds zeros to sums."""
 
@@ -39,9 +45,15 @@ class PaddingTrial:
     """Looks at the loss of the first batch in a few ways, without a trace."""
 
     def __init__(
-        self, loss: Loss, state: Mapping[str, torch.Tensor], backend: Backend, options: CaptureOptions
+        self,
+        loss: Loss,
+        state: Mapping[str, torch.Tensor],
+        backend: Backend,
+        options: CaptureOptions,
+        reached: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._loss = loss.uncompiled()
+        """`reached`: the tensors that model and loss function look at."""
+        self._loss, self._reached = loss.uncompiled(), reached
         self._state, self._backend, self._options = state, backend, options
         self.written = Written({}, ())
         """What model and loss function write when they are run, besides the state."""
@@ -68,7 +80,8 @@ class PaddingTrial:
         kind = BatchKind(inputs, targets, target_pad=0 if masked else IGNORED, with_length=masked)
         if masked or refusal is None:
             try:
-                refusal = self._why_not(kind, *kind.matched(inputs, targets))
+                batch, length = kind.matched(inputs, targets)
+                refusal = self._why_not(kind, batch, length) or self._why_not_later(kind, batch, length)
             except Exception as error:
                 refusal = f"the model or the loss fails at another length ({type(error).__name__}: {error})"
         return kind, refusal
@@ -127,6 +140,26 @@ class PaddingTrial:
         with suppress(Exception):
             self._quietly(watched)
         return journal
+
+    def _why_not_later(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
+        """See Note [Terms that are switched off]."""
+        off = {tensor: tensor.detach().clone() for tensor in self._reached if _is_off(tensor)}
+        given = {name: _switched_on(tensor) for name, tensor in batch.items() if _is_off(tensor)}
+        if not off and not given:
+            return None
+        before = self._trials
+        try:
+            with torch.no_grad():
+                for tensor in off:
+                    tensor.copy_(_switched_on(tensor))
+            self._trials = self._new_trials()
+            refusal = self._why_not(kind, {**batch, **given}, length)
+        finally:
+            self._trials = before
+            with torch.no_grad():
+                for tensor, was in off.items():
+                    tensor.copy_(was)
+        return refusal and f"once tensors that are zero now are not, {refusal}"
 
     def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
         """Tried with one half of the batch, the other as padding."""
@@ -210,6 +243,15 @@ class _Seen(NamedTuple):
         """As a whole: those that are zero but for rounding differ in all digits."""
         difference = (self.norms - other.norms).norm()
         return bool(difference <= tolerance * other.norms.norm()) or not difference.isfinite()
+
+
+def _is_off(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.is_floating_point() and not tensor.requires_grad and not tensor.is_inference()
+    return is_plain and 0 < tensor.numel() <= _FEW and bool((tensor == 0).any())
+
+
+def _switched_on(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.masked_fill(tensor == 0, 1)
 
 
 def _norm(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -142,12 +142,13 @@ class TrainStep:
         is baked in otherwise than it is now (a chance of dropout, a weight decay) is captured anew."""
         with turn, torch.inference_mode(False):
             is_accumulating = self.micro_batches > 0
+            if self._optimizer.has_stepped and self._graphs.is_captured:
+                is_other = self._graphs.why_not() or self._optimizer.moved_numbers() or self._graphs.moved()
+                if self._optimizer.step_inside() or is_other:
+                    self._graphs.begin_anew(is_accumulating=is_accumulating)
             if self._graphs.match(inputs, targets) is None:
                 self._graphs.add(inputs, targets, is_accumulating=is_accumulating)
             if self._optimizer.has_stepped:
-                is_other = self._graphs.why_not() or self._optimizer.moved_numbers() or self._graphs.moved()
-                if self._graphs.is_captured and (self._optimizer.step_inside() or is_other):
-                    self._graphs.drop(is_accumulating=is_accumulating)
                 self._graphs.capture_missing(is_accumulating=is_accumulating)
         return self.report()
 
