@@ -639,6 +639,39 @@ def test_terms_that_are_small_at_first_count_no_padding(device, kind):
     assert reasons(step) == ({} if kind == "masked" else {"padding-disabled": 1})
 
 
+class Watching(nn.Module):
+    """Counts what it sees, in a buffer, and its loss function how much: neither changes what is learnt."""
+
+    def __init__(self, device, kind):
+        super().__init__()
+        self.model, self.kind = make_model(device), kind
+        self.register_buffer("seen", torch.full((VOCABULARY,), 1000.0, device=device))
+        self.positions = torch.full((), 1000.0, device=device)
+
+    def forward(self, ids):
+        if self.kind == "buffer":
+            self.seen.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=torch.float32))
+        return self.model(ids)
+
+    def loss(self, logits, targets):
+        if self.kind != "buffer":
+            self.positions += (targets != -100).sum() if self.kind == "real" else targets.numel()
+        return cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "all", "real"])
+def test_what_is_counted_counts_no_padding(device, kind):
+    ours, theirs = Watching(device, kind), Watching(device, kind)
+    step = captured(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ours.loss, ladder=LADDER)
+    for length in (8, 8, 5):
+        inputs, targets = one_batch(device, length)
+        theirs.loss(theirs(inputs), targets)
+        step(inputs, targets)
+    assert torch.equal(ours.seen, theirs.seen)
+    assert torch.equal(ours.positions, theirs.positions)
+    assert reasons(step) == ({} if kind == "real" else {"padding-disabled": 1})
+
+
 class WarmedUp:
     """A term for padding as well, whose weight is zero at first, and where that is kept."""
 

@@ -2,7 +2,8 @@
 
 Note [What a loss does not show]
 A model that is about to be trained may say the same whatever it is given: its last layer is zero, or small.
-What it learns depends on padding all the same, so gradients are compared too, by their norms.
+What it learns depends on padding all the same, so gradients are compared too, by their norms. So is what a
+step writes in buffers and other tensors: a codebook that follows what it is used for, a count of positions.
 
 Note [Terms that are switched off]
 A term whose weight is zero, to be warmed up later, shows in nothing. Where the weight is in a tensor, among a
@@ -186,6 +187,8 @@ class PaddingTrial:
             return f"the loss depends on what padding holds ({one.loss:.6g} or {other.loss:.6g})"
         if not one.has_gradients_of(other, max(tolerance, _OF_NORMS)):
             return "what the model learns depends on what padding holds"
+        if (name := one.writes_otherwise(other, max(tolerance, _OF_NORMS))) is not None:
+            return f"what is written to {name} depends on what padding holds"
         with evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
             with_it = self._quietly(padded)
             alone = buffers.on_device(short, shape)
@@ -197,6 +200,8 @@ class PaddingTrial:
             return f"the loss is {without.loss:.6g} without padding and {with_it.loss:.6g} with it"
         if not with_it.has_gradients_of(without, _AT_TWO_SHAPES):
             return "the model learns something else with padding than without"
+        if (name := with_it.writes_otherwise(without, _AT_TWO_SHAPES)) is not None:
+            return f"something else is written to {name} with padding than without"
         return str(what_counts) if what_counts else None
 
     def _seen(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> "_Seen":
@@ -205,11 +210,11 @@ class PaddingTrial:
             loss = self._loss_of(kind, tensors)
         own, parameters = self._parameters_behind(loss)
         if not loss.requires_grad or any(p._post_accumulate_grad_hooks for p in parameters):
-            return _Seen(loss.detach(), torch.zeros(0))  # such hooks may train
+            return _Seen(loss.detach(), torch.zeros(0), self._trials.changes())  # such hooks may train
         with none_yet(parameters):
             loss.backward()  # type: ignore[no-untyped-call]
             norms = [torch.zeros(()), *(_norm(parameter.grad) for parameter in own)]
-        return _Seen(loss.detach(), torch.stack(norms))
+        return _Seen(loss.detach(), torch.stack(norms), self._trials.changes())
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         """For what hooks of gradients do besides. What fails here fails in the step that counts."""
@@ -234,15 +239,23 @@ class PaddingTrial:
 
 
 class _Seen(NamedTuple):
-    """Of one batch: the loss, and the norms of gradients."""
+    """Of one batch: the loss, the norms of gradients, and what was written, by name."""
 
     loss: torch.Tensor
     norms: torch.Tensor
+    changes: dict[str, torch.Tensor]
 
     def has_gradients_of(self, other: "_Seen", tolerance: float) -> bool:
         """As a whole: those that are zero but for rounding differ in all digits."""
-        difference = (self.norms - other.norms).norm()
-        return bool(difference <= tolerance * other.norms.norm()) or not difference.isfinite()
+        return _alike(self.norms, other.norms, tolerance)
+
+    def writes_otherwise(self, other: "_Seen", tolerance: float) -> str | None:
+        """A place where the one leaves something else than the other."""
+        for name in self.changes.keys() | other.changes.keys():
+            one, two = self.changes.get(name), other.changes.get(name)
+            if one is None or two is None or not _alike(one, two, tolerance):
+                return name.partition(".")[2] or "a tensor that is no buffer"
+        return None
 
 
 def _is_off(tensor: torch.Tensor) -> bool:
@@ -256,6 +269,12 @@ def _switched_on(tensor: torch.Tensor) -> torch.Tensor:
 
 def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.zeros(()) if gradient is None else gradient.to_dense().float().norm().cpu()
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """As a whole."""
+    difference = (one - other).norm()
+    return bool(difference <= tolerance * other.norm()) or not difference.isfinite()
 
 
 @contextmanager
