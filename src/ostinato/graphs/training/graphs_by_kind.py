@@ -84,6 +84,8 @@ class GraphsByKind:
         """What steps write besides buffers and what the optimizer does, by kind of batch."""
         self._what_python_carries: str | None = None
         """From step to step, and no replay would."""
+        self._refusal: str | None = None
+        """Why no graph can serve, whatever model and loss function are."""
         self._baked: tuple[Any, ...] = ()
         self._has_told = False
         self.eager_steps: Counter[Reason] = Counter()
@@ -169,8 +171,13 @@ class GraphsByKind:
             return
         if kind.opaque is not None:
             raise CaptureError(kind.opaque)
-        if self._what_python_carries is not None:
-            raise CaptureError(self._what_python_carries)
+        why_not = self._refusal or self._what_python_carries
+        if why_not is not None:
+            raise CaptureError(why_not)
+
+    def refuse(self, why: str) -> None:
+        """Steps get no graph, for this reason."""
+        self._refusal = why
 
     def _without_other_optimizers(self) -> AbstractContextManager[None]:
         if not self._gradients.is_trial:
@@ -243,6 +250,8 @@ class GraphsByKind:
         """Why no replay would do what the step does now."""
         if not self._places.known:
             return Reason.NOT_CAPTURED
+        if self._refusal is not None:  # it is the failure of every graph
+            return None
         if self._surroundings() != self._baked:
             self._tell_of_surroundings()
             return Reason.ATTRIBUTE_CHANGED

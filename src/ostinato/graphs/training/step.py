@@ -34,6 +34,10 @@ Schedule = Callable[[int], float | Sequence[float]]
 _STATE = {"optimizer_steps", "micro_batches", "skipped", "gradients", "rng", "device_rng", "generators"}
 """What `state_dict` has."""
 _HAS_HOOKS = "it has hooks, which no replay would call"
+_MOVES_PARAMETERS = (
+    "{} gives parameters other memory when it steps (p.data = ...), and a graph would go on with the former: "
+    "have it change them in place (copy_, add_)"
+)
 
 
 class TrainStep:
@@ -255,6 +259,9 @@ class TrainStep:
             self._graphs.capture_missing(is_accumulating=False)
 
     def _find_out_where_it_steps(self) -> None:
+        if self._optimizer.moves_parameters:
+            self._graphs.refuse(_MOVES_PARAMETERS.format(type(self._optimizer.wrapped).__name__))
+            return
         error = why_not_in_a_graph(self._optimizer, self._device, self._options)
         if error is not None and self._options.strict:
             raise error
