@@ -707,6 +707,25 @@ def test_terms_that_are_switched_on_later_count_no_padding(device, place):
     assert replays(step) == 2
 
 
+def test_what_changes_before_the_first_update_counts_no_padding(device):
+    ours, theirs = twins(make_model(device))
+    loss_fn, mine = WarmedUp(device, "number"), torch.optim.SGD(ours.parameters(), lr=0.1, fused=True)
+    step = captured(ours, mine, loss_fn, ladder=LADDER, accumulate=2)
+    batches = [one_batch(device, length) for length in (8, 5, 5, 8)]
+    given = [{"targets": targets, "weight": 0.0} for _, targets in batches]
+    other, found, expected = torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True), [], []
+    for i, (inputs, _) in enumerate(batches):
+        loss_fn.set(float(i > 0))
+        found.append(step(inputs, given[i]).item())
+        expected.append(loss_fn(theirs(inputs), given[i]))
+        (expected[-1] / 2).backward()
+        if i % 2:
+            other.step()
+            other.zero_grad()
+    assert found == pytest.approx([loss.item() for loss in expected], rel=1e-6)
+    assert reasons(step) == {"padding-disabled": 1}
+
+
 def test_a_model_that_knows_the_length_is_served_at_its_lengths_only(device):
     class Scales(nn.Module):
         def __init__(self):

@@ -114,6 +114,13 @@ class GraphsByKind:
         micro-batches are waiting for an update."""
         with self._values.put_back() as before:
             self.kinds.append(self._new(inputs, targets, is_accumulating, before.tensors))
+        if not self.is_captured:
+            self._values.note()
+
+    def follow(self, *, is_accumulating: bool) -> None:
+        """Before anything is captured: what was found out may hold no more."""
+        if self._values.why_changed(quietly=True) is not None:
+            self.begin_anew(is_accumulating=is_accumulating)
 
     def begin_anew(self, *, is_accumulating: bool) -> None:
         """Let all graphs go. Model and loss function are other ones now: whether padding counts, what they

@@ -109,6 +109,8 @@ class TrainStep:
             updates = last or self.micro_batches + 1 == self._accumulate
             if not self._graphs.kinds:
                 self._graphs.add(inputs, targets, is_accumulating=self.micro_batches > 0)
+            elif not self._optimizer.has_stepped:
+                self._graphs.follow(is_accumulating=self.micro_batches > 0)
             found = self._graphs.match(inputs, targets)
             if updates:
                 self._follow_the_optimizer()
@@ -254,6 +256,7 @@ class TrainStep:
         self._optimizer.tell_schedulers()
         if self._optimizer.has_stepped and not self._graphs.is_captured:
             self._find_out_where_it_steps()
+            self._graphs.follow(is_accumulating=False)
             with self._pool.backend.stream():  # see Note [Memory that stays]
                 self._gradients.settle()
             self._graphs.capture_missing(is_accumulating=False)
