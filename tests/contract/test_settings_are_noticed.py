@@ -7,9 +7,12 @@ import enum
 import functools
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
+import weakref
+from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -156,6 +159,91 @@ class OneAttributeOfTwoNames(Scaling):
         self.a_first["scale"] = 3.0
 
 
+class OfAnAttribute:
+    """A descriptor: what it reads stands in another attribute."""
+
+    def __get__(self, owner, kind):
+        return owner.inside
+
+
+class BehindADescriptor(Scaling):
+    factor = OfAnAttribute()
+
+    def __init__(self):
+        super().__init__()
+        self.inside = 2.0
+
+    def forward(self, x):
+        return x * self.factor
+
+    def change(self):
+        self.inside = 3.0
+
+
+def scaled(x):
+    return x * scaled.scale
+
+
+class OnAFunction(Scaling):
+    def __init__(self):
+        super().__init__()
+        scaled.scale = 2.0
+
+    def forward(self, x):
+        return scaled(x)
+
+    def change(self):
+        scaled.scale = 3.0
+
+
+class InAnArray(Scaling):
+    def __init__(self):
+        super().__init__()
+        self.scales = np.array([1.0, 2.0])
+
+    def forward(self, x):
+        return x * float(self.scales[1])
+
+    def change(self):
+        self.scales[1] = 3.0
+
+
+class OfAnOptimizer(Scaling):
+    """Nobody reads torch's code, but what this one asks for counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+
+    def forward(self, x):
+        return x * self.optimizer.param_groups[0]["lr"]
+
+    def change(self):
+        self.optimizer.param_groups[0]["lr"] = 3.0
+
+
+class OfAScheduler(OfAnOptimizer):
+    def __init__(self):
+        super().__init__()
+        self.scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
+
+    def forward(self, x):
+        return x * (2.0 + self.scheduler.last_epoch)
+
+    def change(self):
+        self.optimizer.step()
+        self.scheduler.step()
+
+
+class AskedOfAScheduler(OfAScheduler):
+    def __init__(self):
+        super().__init__()
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda epoch: 1 + epoch / 2)
+
+    def forward(self, x):
+        return x * self.scheduler.get_last_lr()[0]
+
+
 class Plain:
     scale: float = 2.0
 
@@ -180,8 +268,21 @@ class Sub(nn.Dropout):
         lambda: defaultdict(lambda: 2.0),
         lambda: deque([2.0]),
         lambda: {"inside": [({"scale": 2.0},)]},
+        lambda: UserDict(scale=2.0),
+        lambda: ChainMap({}, {"scale": 2.0}),
     ],
-    ids=["object", "slots", "namespace", "arguments", "ordered", "default", "deque", "nested"],
+    ids=[
+        "object",
+        "slots",
+        "namespace",
+        "arguments",
+        "ordered",
+        "default",
+        "deque",
+        "nested",
+        "user",
+        "chain",
+    ],
 )
 def test_a_number_in_any_kind_of_holder(device, holder):
     class Held(Scaling):
@@ -196,12 +297,12 @@ def test_a_number_in_any_kind_of_holder(device, holder):
             if isinstance(holder, deque):
                 return holder[0]
             inside = holder["inside"][0][0] if isinstance(holder, dict) and "inside" in holder else holder
-            return inside["scale"] if isinstance(inside, dict) else inside.scale
+            return inside["scale"] if isinstance(inside, Mapping) else inside.scale
 
         def change(self):
             if isinstance(self.holder, deque):
                 self.holder[0] = 3.0
-            elif isinstance(self.holder, dict):
+            elif isinstance(self.holder, Mapping):
                 inside = self.holder["inside"][0][0] if "inside" in self.holder else self.holder
                 inside["scale"] = 3.0
             else:
@@ -226,6 +327,12 @@ def test_a_number_in_any_kind_of_holder(device, holder):
         InASet,
         TakenFromASet,
         OneAttributeOfTwoNames,
+        BehindADescriptor,
+        OnAFunction,
+        InAnArray,
+        OfAnOptimizer,
+        OfAScheduler,
+        AskedOfAScheduler,
     ],
 )
 def test_a_number_that_a_module_keeps(device, kind):
@@ -244,6 +351,16 @@ def check(device, module, changed=3.0):
     f.recapture()
     assert same(f(x).clone(), x * changed)
     assert f.report().replays == 1
+
+
+def test_a_number_behind_a_weak_reference(device):
+    parent = Attribute()
+    reference = weakref.ref(parent)
+    f, x = wrap(lambda x: x * reference().scale, LADDER), randn(3, WIDTH, device=device)
+    assert same(f(x).clone(), x * 2)
+    parent.change()
+    assert same(f(x), x * 3)
+    assert reasons(f) == {"attribute-changed": 1}
 
 
 def test_a_setting_that_torchs_own_code_reads_in_a_subclass(device):
@@ -361,7 +478,8 @@ class Noted(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.epoch, self.name, self.losses, self.config = 0, "run 1", [], {"lr": 0.1, "tags": {"a"}}
         self.mode = Mode.FAST
-        self.memo = {}
+        self.memo, self.curve = {}, np.zeros(4)
+        self.optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
     def forward(self, x):
         if len(x) not in self.memo:
@@ -380,6 +498,8 @@ def test_what_no_code_reads_may_change(device):
         module.config["lr"] /= 2
         module.config["tags"].add(number)
         module.config[number] = "new"
+        module.curve[number] = 1.0
+        module.optimizer.param_groups[0]["lr"] /= 2
         module.new_note = number
         Noted()
         with torch.no_grad():

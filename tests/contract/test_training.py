@@ -364,6 +364,47 @@ def test_a_moved_parameter_is_named(device):
         step(*one_batch(device))
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "state"])
+def test_what_moved_is_captured_anew_when_asked(device, kind):
+    """And is trained from then on: graphs of the old memory would leave it as it is."""
+    ours, theirs = twins(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 13)).to(device))
+    mine, other = (optimizer_of("adamw", model, device, reference=True) for model in (ours, theirs))
+    step = captured(ours, mine, F.cross_entropy, ladder=None)
+    batch = torch.arange(24.0, device=device).view(4, 6).sin(), torch.arange(4, device=device)
+    found = [step(*batch).item() for _ in range(2)]
+    if kind == "parameter":
+        ours[0].weight.data = ours[0].weight.data.clone()
+    elif kind == "buffer":
+        ours[1].running_mean = ours[1].running_mean.clone()
+    else:
+        state = mine.state[ours[0].weight]
+        state["exp_avg"] = state["exp_avg"].clone()
+    with pytest.raises(AddressError, match=r"step\.capture\(inputs, targets\)"):
+        step(*batch)
+    step.capture(*batch)
+    found += [step(*batch).item() for _ in range(3)]
+    assert found == train_eagerly(theirs, other, [batch] * 5, loss_fn=F.cross_entropy)
+    assert same_parameters(ours, theirs)
+    assert replays(step) == 3
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_type_does_not_matter(device, default):
+    """Flags of ours are float32 all the same, which fused optimizers insist on."""
+    ours, theirs = twins(make_model(device))
+    settings = {"accumulate": 3, "clip_norm": 0.5}
+    torch.set_default_dtype(default)
+    try:
+        step = captured(ours, optimizer_of("adamw", ours, device), ladder=LADDER, **settings)
+        batches = make_batches(device, [8] * 6)
+        found = [step(*batch).item() for batch in batches]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    other = optimizer_of("adamw", theirs, device, reference=True)
+    assert found == train_eagerly(theirs, other, batches, **settings)
+    assert same_parameters(ours, theirs)
+
+
 def test_what_has_no_graph_runs_eagerly_with_a_reason(device):
     ours, theirs = twins(make_model(device))
     step = captured(ours, optimizer_of("adamw", ours, device), ladder=LADDER)
@@ -596,6 +637,93 @@ def test_terms_that_are_small_at_first_count_no_padding(device, kind):
         expected = loss_fn(model(inputs), targets).item()
         assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-6)
     assert reasons(step) == ({} if kind == "masked" else {"padding-disabled": 1})
+
+
+class Watching(nn.Module):
+    """Counts what it sees, in a buffer, and its loss function how much: neither changes what is learnt."""
+
+    def __init__(self, device, kind):
+        super().__init__()
+        self.model, self.kind = make_model(device), kind
+        self.register_buffer("seen", torch.full((VOCABULARY,), 1000.0, device=device))
+        self.positions = torch.full((), 1000.0, device=device)
+
+    def forward(self, ids):
+        if self.kind == "buffer":
+            self.seen.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=torch.float32))
+        return self.model(ids)
+
+    def loss(self, logits, targets):
+        if self.kind != "buffer":
+            self.positions += (targets != -100).sum() if self.kind == "real" else targets.numel()
+        return cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "all", "real"])
+def test_what_is_counted_counts_no_padding(device, kind):
+    ours, theirs = Watching(device, kind), Watching(device, kind)
+    step = captured(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ours.loss, ladder=LADDER)
+    for length in (8, 8, 5):
+        inputs, targets = one_batch(device, length)
+        theirs.loss(theirs(inputs), targets)
+        step(inputs, targets)
+    assert torch.equal(ours.seen, theirs.seen)
+    assert torch.equal(ours.positions, theirs.positions)
+    assert reasons(step) == ({} if kind == "real" else {"padding-disabled": 1})
+
+
+class WarmedUp:
+    """A term for padding as well, whose weight is zero at first, and where that is kept."""
+
+    def __init__(self, device, place):
+        self.place, self.weight = place, 0.0
+        self.tensor = torch.zeros(3, device=device)
+
+    def __call__(self, logits, given):
+        weight = {"input": given["weight"], "tensor": self.tensor[1], "number": self.weight}[self.place]
+        return cross_entropy(logits, given["targets"]) + weight * logits.square().mean()
+
+    def set(self, weight):
+        self.tensor[1] = weight
+        self.weight = weight if self.place == "number" else 0.0
+
+
+@pytest.mark.parametrize("place", ["input", "tensor", "number"])
+def test_terms_that_are_switched_on_later_count_no_padding(device, place):
+    ours, theirs = twins(make_model(device))
+    loss_fn, mine = WarmedUp(device, place), torch.optim.SGD(ours.parameters(), lr=0.1, fused=True)
+    step = captured(ours, mine, loss_fn, ladder=LADDER)
+    other, found, expected = torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True), [], []
+    for i, length in enumerate([8, 8, 5, 8]):
+        loss_fn.set(float(i > 0))
+        inputs, targets = one_batch(device, length)
+        given = {"targets": targets, "weight": torch.tensor(float(i > 0), device=device)}
+        if i == 1 and place == "number":
+            step.capture(inputs, given)
+        found.append(step(inputs, given).item())
+        expected += train_eagerly(theirs, other, [(inputs, given)], loss_fn=loss_fn)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert reasons(step) == {"padding-disabled": 1}
+    assert replays(step) == 2
+
+
+def test_what_changes_before_the_first_update_counts_no_padding(device):
+    ours, theirs = twins(make_model(device))
+    loss_fn, mine = WarmedUp(device, "number"), torch.optim.SGD(ours.parameters(), lr=0.1, fused=True)
+    step = captured(ours, mine, loss_fn, ladder=LADDER, accumulate=2)
+    batches = [one_batch(device, length) for length in (8, 5, 5, 8)]
+    given = [{"targets": targets, "weight": 0.0} for _, targets in batches]
+    other, found, expected = torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True), [], []
+    for i, (inputs, _) in enumerate(batches):
+        loss_fn.set(float(i > 0))
+        found.append(step(inputs, given[i]).item())
+        expected.append(loss_fn(theirs(inputs), given[i]))
+        (expected[-1] / 2).backward()
+        if i % 2:
+            other.step()
+            other.zero_grad()
+    assert found == pytest.approx([loss.item() for loss in expected], rel=1e-6)
+    assert reasons(step) == {"padding-disabled": 1}
 
 
 def test_a_model_that_knows_the_length_is_served_at_its_lengths_only(device):

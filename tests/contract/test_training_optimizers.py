@@ -21,7 +21,7 @@ from contract.training_loops import (
     train_eagerly,
     twins,
 )
-from ostinato.graphs import CaptureOptions
+from ostinato.graphs import CaptureOptions, ConfigError
 
 STEPS = 10
 BEHIND = "runs behind the graph of forward and backward"
@@ -268,6 +268,68 @@ class FitsIn(torch.optim.Optimizer):
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
             p.sub_((p.grad + p * self.drag) * self.param_groups[0]["lr"])
+
+
+class OfOwnRate(torch.optim.Optimizer):
+    """Its learning rate is its own affair, as that of Adafactor in transformers."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad / parameter.grad.norm()
+
+
+def test_an_optimizer_may_have_no_learning_rate(device):
+    _, optimizer = assert_like_eager(device, lambda model: OfOwnRate(model.parameters()))
+    assert optimizer.state_dict()["param_groups"][0]["lr"] is None
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_one_that_takes_parameters_one_by_one_steps_behind(device, name):
+    """It wants a number as its learning rate, and is no reason for steps without a graph."""
+    kind = getattr(torch.optim, name)
+    options = CaptureOptions(freeze_gc=False)
+    make = lambda model: kind(model.parameters(), lr=0.02, foreach=False)  # noqa: E731
+    step, _ = assert_like_eager(device, make, options=options)
+    assert kinds(step) == {"judge"}
+
+
+class MovesParameters(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+def test_an_optimizer_that_moves_parameters_runs_without_a_graph(device, caplog):
+    ours, theirs = twins(make_model(device))
+    batches = make_batches(device, [8] * 4)
+    options = CaptureOptions(freeze_gc=False)
+    step = captured(ours, MovesParameters(ours.parameters(), {"lr": 0.1}), options=options)
+    found = [step(*batch).item() for batch in batches]
+    assert found == train_eagerly(theirs, MovesParameters(theirs.parameters(), {"lr": 0.1}), batches)
+    assert step.report().eager_steps == {"first-call": 1, "capture-failed": 3}
+    assert "MovesParameters gives parameters other memory" in caplog.text
+
+
+class Around(torch.optim.Optimizer):
+    """Forgets about its base."""
+
+    def __init__(self, inside):
+        self.inside, self.param_groups, self.defaults = inside, inside.param_groups, inside.defaults
+        self.state = inside.state
+
+    def step(self, closure=None):
+        self.inside.step()
+
+
+def test_an_optimizer_that_is_none_to_torch_is_refused(device):
+    model = make_model(device)
+    with pytest.raises(ConfigError, match="Around was not made by torch"):
+        captured(model, Around(sgd(model)))
 
 
 def test_an_attribute_that_an_optimizer_reads_may_change(device, caplog):

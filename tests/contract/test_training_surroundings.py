@@ -8,6 +8,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from contract.training_loops import (
@@ -221,6 +222,22 @@ def test_a_weight_of_a_term_of_the_loss_is_noticed(device):
     step, found, expected = losses_of_both(device, change, loss_fn=loss_fn)
     assert found == expected
     assert replays(step) == STEPS - 2, "as it was again: from the graph again"
+
+
+def test_a_count_of_updates_that_the_loss_reads_is_noticed(device, caplog):
+    """The step's own: a term that is warmed up, say."""
+    model = make_model(device)
+    batch, of_steps = make_batches(device, [8])[0], []
+
+    def warmed_up(logits, targets):
+        return cross_entropy(logits, targets) * min(1.0, (1 + sum(s.optimizer_steps for s in of_steps)) / 4)
+
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.0), warmed_up)
+    of_steps.append(step)
+    found = [step(*batch).item() for _ in range(4)]
+    assert found == pytest.approx([found[0] * (i + 1) for i in range(4)], rel=1e-6)
+    assert step.report().eager_steps == {"first-call": 1, "attribute-changed": 2}
+    assert "optimizer_steps is not as at the capture" in caplog.text
 
 
 def test_what_every_step_assigns_is_named_and_counts_no_trials(device, caplog):
@@ -731,6 +748,19 @@ class Baseline:
         return (
             cross_entropy(self.norm(logits.transpose(1, 2)).transpose(1, 2) + 0.1 * noise, targets) * weight
         )
+
+
+def test_what_is_given_stays_as_it_is_and_that_is_said(device, caplog):
+    class Doubling(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    model = Doubling(4, 3).to(device)
+    x, targets = torch.ones(2, 4, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.0), F.cross_entropy, ladder=None)
+    assert len({step(x, targets).item() for _ in range(3)}) == 1
+    assert x.tolist() == [[1.0] * 4] * 2
+    assert caplog.text.count("a step changes inputs in place, and does so in a copy") == 1
 
 
 def test_what_a_loss_writes_in_tensors_of_its_own_counts_no_trials(device):

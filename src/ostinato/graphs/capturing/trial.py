@@ -187,6 +187,16 @@ class Trials:
             journal.undo()
         self._reset_rng()
 
+    def changes(self) -> dict[str, torch.Tensor]:
+        """By how much declared state differs from what it will be put back to, where it does."""
+        found = {}
+        for name, saved in self._saved.items():
+            assert self._state is not None
+            now = settled(self._state[name])
+            if not torch.equal(now, saved):
+                found[name] = now - saved if saved.is_complex() else now.double() - saved.double()
+        return found
+
     def _reset_rng(self) -> None:
         """Set the random generators back to where they were: only if the step draws, since other threads may
         draw from them meanwhile, and would draw the same numbers again."""

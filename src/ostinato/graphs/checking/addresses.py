@@ -97,11 +97,14 @@ class AddressBook:
             raise moved_error(moved)
 
 
-def moved_error(moved: Iterable[str]) -> AddressError:
+def moved_error(
+    moved: Iterable[str],
+    or_else: str = "drop the graphs and capture again (drop() and capture(), or recapture())",
+) -> AddressError:
     """The error that says which tensors have moved, and what to do."""
     return AddressError(
         f"captured graphs still read the old memory of {', '.join(moved)}: update tensors in place "
-        f"(copy_), or drop the graphs and capture again (drop() and capture(), or recapture())"
+        f"(copy_), or {or_else}"
     )
 
 

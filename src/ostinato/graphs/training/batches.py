@@ -111,6 +111,10 @@ class BatchKind:
         """A batch of a rung's length, made of the first one's positions."""
         return self._examples.dummy(descriptor)
 
+    def first(self) -> tuple[Any, Any]:
+        """Inputs and targets of the first batch."""
+        return self.arguments(self.dummy(BatchDescriptor(self._first_length, 1)))
+
     def same_as(self, other: "BatchKind") -> bool:
         return self._names == other._names and self.signature.same_as(other.signature)
 

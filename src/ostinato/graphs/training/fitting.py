@@ -27,7 +27,7 @@ def why_not_in_a_graph(
     if optimizer.is_known or optimizer.why_behind is not None:
         return None
     optimizer.become_static()
-    pool, skipped = GraphPool(device), torch.ones((), device=device)
+    pool, skipped = GraphPool(device), torch.ones((), device=device, dtype=torch.float32)
     changing = [*optimizer.changing(), *(p.grad for p in optimizer.parameters if p.grad is not None)]
     state = {str(number): tensor for number, tensor in enumerate(changing)}
     trials = Trials(pool.backend, state=state, generators=options.generators)

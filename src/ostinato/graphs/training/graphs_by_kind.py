@@ -84,6 +84,8 @@ class GraphsByKind:
         """What steps write besides buffers and what the optimizer does, by kind of batch."""
         self._what_python_carries: str | None = None
         """From step to step, and no replay would."""
+        self._refusal: str | None = None
+        """Why no graph can serve, whatever model and loss function are."""
         self._baked: tuple[Any, ...] = ()
         self._has_told = False
         self.eager_steps: Counter[Reason] = Counter()
@@ -110,12 +112,30 @@ class GraphsByKind:
     def add(self, inputs: Any, targets: Any, *, is_accumulating: bool) -> None:
         """Know batches like this one from now on; nothing is captured yet. `is_accumulating`: gradients of
         micro-batches are waiting for an update."""
-        with self._values.put_back():
-            self.kinds.append(self._new(inputs, targets, is_accumulating))
+        with self._values.put_back() as before:
+            self.kinds.append(self._new(inputs, targets, is_accumulating, before.tensors))
+        if not self.is_captured:
+            self._values.note()
 
-    def _new(self, inputs: Any, targets: Any, is_accumulating: bool) -> KindGraphs:
+    def follow(self, *, is_accumulating: bool) -> None:
+        """Before anything is captured: what was found out may hold no more."""
+        if self._values.why_changed(quietly=True) is not None:
+            self.begin_anew(is_accumulating=is_accumulating)
+
+    def begin_anew(self, *, is_accumulating: bool) -> None:
+        """Let all graphs go. Model and loss function are other ones now: whether padding counts, what they
+        write and what Python carries is found out once more."""
+        self.drop(is_accumulating=is_accumulating)
+        known, self.kinds = self.kinds, []
+        self._written, self._what_python_carries = [], None
+        for graphs in known:
+            self.add(*graphs.kind.first(), is_accumulating=is_accumulating)
+
+    def _new(
+        self, inputs: Any, targets: Any, is_accumulating: bool, reached: list[torch.Tensor]
+    ) -> KindGraphs:
         state = self._note_state(is_accumulating)
-        trial = PaddingTrial(self._loss, state, self._pool.backend, self._options)
+        trial = PaddingTrial(self._loss, state, self._pool.backend, self._options, reached)
         kind, refusal = trial.kind_of(inputs, targets)
         self._written.append(trial.written)
         batch, length = kind.matched(inputs, targets)
@@ -158,8 +178,13 @@ class GraphsByKind:
             return
         if kind.opaque is not None:
             raise CaptureError(kind.opaque)
-        if self._what_python_carries is not None:
-            raise CaptureError(self._what_python_carries)
+        why_not = self._refusal or self._what_python_carries
+        if why_not is not None:
+            raise CaptureError(why_not)
+
+    def refuse(self, why: str) -> None:
+        """Steps get no graph, for this reason."""
+        self._refusal = why
 
     def _without_other_optimizers(self) -> AbstractContextManager[None]:
         if not self._gradients.is_trial:
@@ -232,6 +257,8 @@ class GraphsByKind:
         """Why no replay would do what the step does now."""
         if not self._places.known:
             return Reason.NOT_CAPTURED
+        if self._refusal is not None:  # it is the failure of every graph
+            return None
         if self._surroundings() != self._baked:
             self._tell_of_surroundings()
             return Reason.ATTRIBUTE_CHANGED
@@ -254,9 +281,12 @@ class GraphsByKind:
 
     def check_addresses(self) -> None:
         """Raise AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""
-        moved = [*self._places.moved(), *self._optimizer.moved()]
-        if moved:
-            raise moved_error(moved)
+        if moved := self.moved():
+            raise moved_error(moved, "capture as things are: step.capture(inputs, targets)")
+
+    def moved(self) -> list[str]:
+        """The parameters, buffers and state of the optimizer that have moved, by name."""
+        return [*self._places.moved(), *self._optimizer.moved()]
 
     def report(self) -> Report:
         """What was captured, what it costs, what it served, and why steps ran eagerly."""

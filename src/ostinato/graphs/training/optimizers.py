@@ -51,6 +51,11 @@ class StaticOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"a captured step has one optimizer, and this is a {type(optimizer).__name__}")
+        if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} was not made by torch's Optimizer.__init__: have its __init__ "
+                f"call super().__init__(param_groups, defaults)"
+            )
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(
@@ -65,6 +70,8 @@ class StaticOptimizer:
         self._rates = Rates(optimizer, self._users, rate_type, device)
         self.has_stepped = False
         """Whether the state that the optimizer makes in its first step is there."""
+        self.moves_parameters = False
+        """Whether parameters have other memory after its first step (`p.data = ...`)."""
         self._placed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._still: Callable[[], bool] = lambda: True
         self._baked: list[dict[str, Any]] | None = None
@@ -100,8 +107,9 @@ class StaticOptimizer:
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups]
 
     def note(self) -> None:
-        """As the groups are now is as graphs have them."""
+        """As the groups and the state are now is as graphs have them."""
         self._baked = [*map(_numbers, self._with_numbers)]
+        self._note_places()
 
     def moved_numbers(self) -> list[str]:
         """The names of numbers in the groups that are not as graphs have them."""
@@ -162,8 +170,8 @@ class StaticOptimizer:
     def is_known(self) -> bool:
         """Whether it is of a kind whose step is known to fit into a graph."""
         kind = type(self._optimizer)
-        can = kind is torch.optim.SGD or "capturable" in self._groups[0]
-        plain = not any(_has_tensor_betas(group) for group in self._groups)
+        can = "capturable" in self._groups[0]
+        plain = not any(_has_tensor_betas(g) or g.get("foreach") is False for g in self._groups)
         return self._is_fused or (can and plain and kind.__module__.startswith("torch.optim"))
 
     def become_static(self) -> None:
@@ -221,8 +229,10 @@ class StaticOptimizer:
             if not bool(skip):
                 backend = backend_for(self._device)
                 backend.release_unused()
+                addresses = [p.data_ptr() for p in self.parameters]
                 with backend.stream():  # see Note [Memory that stays]
                     self._step()
+                self.moves_parameters = addresses != [p.data_ptr() for p in self.parameters]
                 self.has_stepped = True
                 self._note_places()
             return

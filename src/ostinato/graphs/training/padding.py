@@ -2,10 +2,17 @@
 
 Note [What a loss does not show]
 A model that is about to be trained may say the same whatever it is given: its last layer is zero, or small.
-What it learns depends on padding all the same, so gradients are compared too, by their norms.
+What it learns depends on padding all the same, so gradients are compared too, by their norms. So is what a
+step writes in buffers and other tensors: a codebook that follows what it is used for, a count of positions.
+
+Note [Terms that are switched off]
+A term whose weight is zero, to be warmed up later, shows in nothing. Where the weight is in a tensor, among a
+few numbers, the trial is made once more with one in its place. One that is a number in Python is baked in: if
+it changes, whoever captures anew tries padding anew.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -25,6 +32,8 @@ from .ignored_targets import why_not_ignored
 from .loss import Loss
 from .places import Written, written_by
 
+logger = logging.getLogger("ostinato.graphs")
+
 _AT_ONE_SHAPE = {torch.float32: 1e-5, torch.float64: 1e-9}
 _AT_TWO_SHAPES = 0.03
 """A mean that counts padding is off by more, another order of additions by much less."""
@@ -32,15 +41,23 @@ _OF_NORMS = 1e-4
 """Of gradients at one shape, in float32: padding that counts for nothing adds zeros to sums."""
 _FEW = 8
 """Positions with which a loss function is tried on the host."""
+_FEW_NUMBERS = 8
+"""In a tensor that may hold the weights of terms."""
 
 
 class PaddingTrial:
     """Looks at the loss of the first batch in a few ways, without a trace."""
 
     def __init__(
-        self, loss: Loss, state: Mapping[str, torch.Tensor], backend: Backend, options: CaptureOptions
+        self,
+        loss: Loss,
+        state: Mapping[str, torch.Tensor],
+        backend: Backend,
+        options: CaptureOptions,
+        reached: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._loss = loss.uncompiled()
+        """`reached`: the tensors that model and loss function look at."""
+        self._loss, self._reached = loss.uncompiled(), reached
         self._state, self._backend, self._options = state, backend, options
         self.written = Written({}, ())
         """What model and loss function write when they are run, besides the state."""
@@ -67,7 +84,8 @@ class PaddingTrial:
         kind = BatchKind(inputs, targets, target_pad=0 if masked else IGNORED, with_length=masked)
         if masked or refusal is None:
             try:
-                refusal = self._why_not(kind, *kind.matched(inputs, targets))
+                batch, length = kind.matched(inputs, targets)
+                refusal = self._why_not(kind, batch, length) or self._why_not_later(kind, batch, length)
             except Exception as error:
                 refusal = f"the model or the loss fails at another length ({type(error).__name__}: {error})"
         return kind, refusal
@@ -92,7 +110,14 @@ class PaddingTrial:
         own = [*self._state.values(), *tensors.values()]
         self.written = self._quietly(lambda: written_by(lambda: look(True), besides=own))
         self._trials = self._new_trials()
+        before = {name: tensor._version for name, tensor in tensors.items()}
         found: tuple[bool, str | None] = self._quietly(look)
+        changed = [name for name, tensor in tensors.items() if tensor._version != before[name]]
+        if changed:
+            logger.warning(
+                "a step changes %s in place, and does so in a copy: what it is given stays as it is",
+                ", ".join(changed),
+            )
         return found
 
     def written_at(self, kind: BatchKind, length: int) -> Written:
@@ -135,6 +160,26 @@ class PaddingTrial:
             return None
         return outputs, targets
 
+    def _why_not_later(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
+        """See Note [Terms that are switched off]."""
+        off = {tensor: tensor.detach().clone() for tensor in self._reached if _is_off(tensor)}
+        given = {name: _switched_on(tensor) for name, tensor in batch.items() if _is_off(tensor)}
+        if not off and not given:
+            return None
+        before = self._trials
+        try:
+            with torch.no_grad():
+                for tensor in off:
+                    tensor.copy_(_switched_on(tensor))
+            self._trials = self._new_trials()
+            refusal = self._why_not(kind, {**batch, **given}, length)
+        finally:
+            self._trials = before
+            with torch.no_grad():
+                for tensor, was in off.items():
+                    tensor.copy_(was)
+        return refusal and f"once tensors that are zero now are not, {refusal}"
+
     def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
         """Tried with one half of the batch, the other as padding."""
         if length < 2:
@@ -160,6 +205,8 @@ class PaddingTrial:
             return f"the loss depends on what padding holds ({one.loss:.6g} or {other.loss:.6g})"
         if not one.has_gradients_of(other, max(tolerance, _OF_NORMS)):
             return "what the model learns depends on what padding holds"
+        if (name := one.writes_otherwise(other, max(tolerance, _OF_NORMS))) is not None:
+            return f"what is written to {name} depends on what padding holds"
         with evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
             with_it = self._quietly(padded)
             alone = buffers.on_device(short, shape)
@@ -171,6 +218,8 @@ class PaddingTrial:
             return f"the loss is {without.loss:.6g} without padding and {with_it.loss:.6g} with it"
         if not with_it.has_gradients_of(without, _AT_TWO_SHAPES):
             return "the model learns something else with padding than without"
+        if (name := with_it.writes_otherwise(without, _AT_TWO_SHAPES)) is not None:
+            return f"something else is written to {name} with padding than without"
         return str(what_counts) if what_counts else None
 
     def _seen(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> "_Seen":
@@ -179,11 +228,11 @@ class PaddingTrial:
             loss = self._loss_of(kind, tensors)
         own, parameters = self._parameters_behind(loss)
         if not loss.requires_grad or any(p._post_accumulate_grad_hooks for p in parameters):
-            return _Seen(loss.detach(), torch.zeros(0))  # such hooks may train
+            return _Seen(loss.detach(), torch.zeros(0), self._trials.changes())  # such hooks may train
         with none_yet(parameters):
             loss.backward()  # type: ignore[no-untyped-call]
             norms = [torch.zeros(()), *(_norm(parameter.grad) for parameter in own)]
-        return _Seen(loss.detach(), torch.stack(norms))
+        return _Seen(loss.detach(), torch.stack(norms), self._trials.changes())
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         """For what hooks of gradients do besides. What fails here fails in the step that counts."""
@@ -208,19 +257,42 @@ class PaddingTrial:
 
 
 class _Seen(NamedTuple):
-    """Of one batch: the loss, and the norms of gradients."""
+    """Of one batch: the loss, the norms of gradients, and what was written, by name."""
 
     loss: torch.Tensor
     norms: torch.Tensor
+    changes: dict[str, torch.Tensor]
 
     def has_gradients_of(self, other: "_Seen", tolerance: float) -> bool:
         """As a whole: those that are zero but for rounding differ in all digits."""
-        difference = (self.norms - other.norms).norm()
-        return bool(difference <= tolerance * other.norms.norm()) or not difference.isfinite()
+        return _alike(self.norms, other.norms, tolerance)
+
+    def writes_otherwise(self, other: "_Seen", tolerance: float) -> str | None:
+        """A place where the one leaves something else than the other."""
+        for name in self.changes.keys() | other.changes.keys():
+            one, two = self.changes.get(name), other.changes.get(name)
+            if one is None or two is None or not _alike(one, two, tolerance):
+                return name.partition(".")[2] or "a tensor that is no buffer"
+        return None
+
+
+def _is_off(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.is_floating_point() and not tensor.requires_grad and not tensor.is_inference()
+    return is_plain and 0 < tensor.numel() <= _FEW_NUMBERS and bool((tensor == 0).any())
+
+
+def _switched_on(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.masked_fill(tensor == 0, 1)
 
 
 def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.zeros(()) if gradient is None else gradient.to_dense().float().norm().cpu()
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """As a whole."""
+    difference = (one - other).norm()
+    return bool(difference <= tolerance * other.norm()) or not difference.isfinite()
 
 
 @contextmanager

@@ -254,7 +254,7 @@ class GraphedPart:
             return self.function(*args, **kwargs)
         moved = self._places.moved()
         if moved:
-            raise moved_error(moved)
+            raise moved_error(moved, "make the graphed callables anew")
         if rows < rung and not self._is_padded:
             self._tell_of_fewer_rows(rung)
             self.eager_steps[Reason.PADDING_DISABLED] += 1

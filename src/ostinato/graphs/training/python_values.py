@@ -50,6 +50,7 @@ class PythonValues:
         before = self._reached()
         yield
         self._own |= before.changed()
+        self.note()
 
     @property
     def are_assigned(self) -> bool:
@@ -133,14 +134,14 @@ class PythonValues:
         return assigned
 
     def note(self) -> None:
-        """As it is now is as graphs have it."""
+        """As it is now is as graphs have it, or will have it."""
         self._captured = reached = self._reached(ignored=self._own)
         self._still = reached.standing(without=self._tables())
         self._has_same_hooks = _hooks_of_gradients(reached.modules).compiled()
         self._training = reached.training()
 
-    def why_changed(self) -> Reason | None:
-        """Why a replay would do something else than the step as it is now."""
+    def why_changed(self, *, quietly: bool = False) -> Reason | None:
+        """Why a replay would do something else than the step as it is now. `quietly`: nobody is told."""
         reached = self._captured
         if reached is None or (self._still() and self._has_same_hooks()):
             return None
@@ -149,7 +150,7 @@ class PythonValues:
         changed = [*reached.changed_values(), *reached.replaced(self._tables()), *reached.added()]
         if not changed and reached.is_same_code() and self._has_same_hooks():
             return None  # equal numbers, only not the same objects
-        if not self._has_warned:
+        if not (quietly or self._has_warned):
             self._has_warned = True
             logger.warning(
                 "steps run eagerly while %s is not as at the capture: a graph would go on with what it was. "

@@ -41,7 +41,9 @@ class Rates:
             self._take(number, group)
 
     def _take(self, number: int, group: dict[str, Any]) -> None:
-        rate, own, users = group["lr"], self.tensors[number], self._users
+        rate, own, users = group.get("lr"), self.tensors[number], self._users
+        if rate is None:  # it makes its own
+            return
         if rate is not own:
             with torch.no_grad():
                 own.fill_(rate)
@@ -79,4 +81,6 @@ class Rates:
         """The groups have what the user gave, for an optimizer that nothing is captured of."""
         for number, group in enumerate(self._groups):
             given = self._users.rate_tensors.get(number)
+            if group.get("lr") is None:
+                continue
             group["lr"] = self._users.rate(number, group["lr"]) if given is None else given[0]

@@ -34,6 +34,10 @@ Schedule = Callable[[int], float | Sequence[float]]
 _STATE = {"optimizer_steps", "micro_batches", "skipped", "gradients", "rng", "device_rng", "generators"}
 """What `state_dict` has."""
 _HAS_HOOKS = "it has hooks, which no replay would call"
+_MOVES_PARAMETERS = (
+    "{} gives parameters other memory when it steps (p.data = ...), and a graph would go on with the former: "
+    "have it change them in place (copy_, add_)"
+)
 
 
 class TrainStep:
@@ -105,6 +109,8 @@ class TrainStep:
             updates = last or self.micro_batches + 1 == self._accumulate
             if not self._graphs.kinds:
                 self._graphs.add(inputs, targets, is_accumulating=self.micro_batches > 0)
+            elif not self._optimizer.has_stepped:
+                self._graphs.follow(is_accumulating=self.micro_batches > 0)
             found = self._graphs.match(inputs, targets)
             if updates:
                 self._follow_the_optimizer()
@@ -142,12 +148,13 @@ class TrainStep:
         is baked in otherwise than it is now (a chance of dropout, a weight decay) is captured anew."""
         with turn, torch.inference_mode(False):
             is_accumulating = self.micro_batches > 0
+            if self._optimizer.has_stepped and self._graphs.is_captured:
+                is_other = self._graphs.why_not() or self._optimizer.moved_numbers() or self._graphs.moved()
+                if self._optimizer.step_inside() or is_other:
+                    self._graphs.begin_anew(is_accumulating=is_accumulating)
             if self._graphs.match(inputs, targets) is None:
                 self._graphs.add(inputs, targets, is_accumulating=is_accumulating)
             if self._optimizer.has_stepped:
-                is_other = self._graphs.why_not() is not None or bool(self._optimizer.moved_numbers())
-                if self._graphs.is_captured and (self._optimizer.step_inside() or is_other):
-                    self._graphs.drop(is_accumulating=is_accumulating)
                 self._graphs.capture_missing(is_accumulating=is_accumulating)
         return self.report()
 
@@ -249,11 +256,15 @@ class TrainStep:
         self._optimizer.tell_schedulers()
         if self._optimizer.has_stepped and not self._graphs.is_captured:
             self._find_out_where_it_steps()
+            self._graphs.follow(is_accumulating=False)
             with self._pool.backend.stream():  # see Note [Memory that stays]
                 self._gradients.settle()
             self._graphs.capture_missing(is_accumulating=False)
 
     def _find_out_where_it_steps(self) -> None:
+        if self._optimizer.moves_parameters:
+            self._graphs.refuse(_MOVES_PARAMETERS.format(type(self._optimizer.wrapped).__name__))
+            return
         error = why_not_in_a_graph(self._optimizer, self._device, self._options)
         if error is not None and self._options.strict:
             raise error

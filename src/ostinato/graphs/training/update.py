@@ -23,14 +23,15 @@ class Update:
     ) -> None:
         self._optimizer, self._gradients, self._clip_norm = optimizer, gradients, clip_norm
         self._scaler, self._average = scaler, average
-        self._correction = torch.ones((), device=device)
+        # Whatever the default type is: fused optimizers take a flag in float32 only.
+        self._correction = torch.ones((), device=device, dtype=torch.float32)
         self._given: float = 1.0
-        self._held = torch.zeros((), device=device)
-        self._one = torch.ones((), device=device)
-        self._verdict = torch.zeros((), device=device)
+        self._held = torch.zeros((), device=device, dtype=torch.float32)
+        self._one = torch.ones((), device=device, dtype=torch.float32)
+        self._verdict = torch.zeros((), device=device, dtype=torch.float32)
         self.skipped = torch.zeros((), device=device, dtype=torch.float64)
         """Updates that were skipped."""
-        self.norm = None if clip_norm is None else torch.zeros((), device=device)
+        self.norm = None if clip_norm is None else torch.zeros((), device=device, dtype=torch.float32)
         """The norm of all gradients at the last update."""
         if scaler is not None and scaler._scale is None:
             scaler._lazy_init_scale_growth_tracker(device)

@@ -41,7 +41,9 @@ class UserFlags:
     def _as_the_user_knows_it(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         """A checkpoint has plain numbers and the user's own flags, and can be loaded anywhere."""
         for number, (group, flags) in enumerate(zip(saved["param_groups"], self.of_groups, strict=False)):
-            group.update(flags, lr=self.rate(number, group["lr"]))
+            group.update(flags)
+            if group.get("lr") is not None:
+                group["lr"] = self.rate(number, group["lr"])
 
     def rate(self, number: int, rate: float | torch.Tensor) -> float:
         """As a number, what was given, unless somebody has written another one to the device since."""

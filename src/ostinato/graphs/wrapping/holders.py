@@ -1,5 +1,6 @@
 """What holds values in Python, and how to look there: dictionaries, lists, sets, closures, objects."""
 
+import array
 import contextvars
 import types
 from collections import deque
@@ -7,7 +8,12 @@ from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 MISSING = object()
+
+ARRAYS = (np.ndarray, array.array, bytearray)
+"""They hold one thing, their contents, and make it anew whenever it is asked for."""
 
 Key = tuple[int, Any]
 """A holder by identity, and a place in it."""
@@ -58,6 +64,8 @@ def item_of(holder: Any, key: Any) -> Any:
         return holder.get(key)
     if isinstance(holder, type):
         return vars(holder).get(key)
+    if isinstance(holder, ARRAYS):
+        return bytes(holder) if isinstance(holder, bytearray) else holder.tobytes()
     if isinstance(holder, set):
         return key in holder or None
     if isinstance(holder, contextvars.ContextVar):

@@ -34,7 +34,7 @@ from ..checking.addresses import moved_error
 from ..trees import tensors_in
 from ..trimming import same_constant
 from .assigned import Assigned
-from .holders import MISSING, Key, drop, identity, item_of, items_of, put
+from .holders import ARRAYS, MISSING, Key, drop, identity, item_of, items_of, put
 from .standing import Comparison
 from .user_code import is_called_by_python
 from .walk import HOOKS, Walk, has_memory
@@ -121,7 +121,9 @@ class Reached:
         tensors counts as well, and those that an object keeps as its results."""
         found = Comparison()
         for h, key, value, _ in self._values:
-            if not self._is_kept(h, key, value):
+            if isinstance(h, ARRAYS):
+                found.add_equal(functools.partial(item_of, h, key))
+            elif not self._is_kept(h, key, value):
                 now = item_of(h, key)  # an equal one may have taken its place
                 found.add_places([(h, key, now if same_constant(now, value) else value)])
         used = self._watched if of_wrapper else self._used(without)

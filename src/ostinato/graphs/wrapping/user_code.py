@@ -13,6 +13,8 @@ from typing import Any, Generic, Protocol
 
 import torch
 
+from .code_names import mentioned, names_in
+
 _NOT_USERS = {*sys.stdlib_module_names, "torch", "numpy", "ostinato", "transformers"} - {"__main__"}
 _INSTALLED = ("site-packages", "dist-packages")
 _CONTAINERS = (
@@ -88,6 +90,20 @@ def functions_in(entry: Any) -> list[Any]:
         return [entry.func]
     wrapped = getattr(entry, "__dict__", {}).get("__wrapped__") if callable(entry) else None
     return [wrapped] if isinstance(wrapped, types.FunctionType) else []
+
+
+def read_by_methods(kind: type, called: frozenset[str]) -> frozenset[str]:
+    """These names, and what methods of such names mention that only read: a scheduler's `get_last_lr`."""
+    entries = {name: entry for base in reversed(kind.__mro__) for name, entry in vars(base).items()}
+    found = [entries[name] for name in called & entries.keys()]
+    functions = [each for entry in found for each in (functions_in(entry) or [entry])]
+    codes = [each.__code__ for each in functions if isinstance(each, types.FunctionType)]
+    return called.union(*(mentioned(code) for code in codes if not names_in(code, ("STORE_ATTR",))))
+
+
+def is_descriptor(entry: Any) -> bool:
+    """Whether an entry of a class is a descriptor of a class that is read."""
+    return hasattr(type(entry), "__get__") and is_users(type(entry).__module__)
 
 
 def is_data(name: str, entry: Any) -> bool:

@@ -7,26 +7,29 @@ import logging
 import sys
 import types
 import weakref
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..memory import storage_address
 from .code_names import mentioned, names_in
-from .holders import Key, PartOf, item_of, items_of, slots_of
+from .holders import ARRAYS, Key, PartOf, item_of, items_of, slots_of
 from .user_code import (
     NAMESPACES,
     functions_in,
     is_called_by_python,
     is_data,
+    is_descriptor,
     is_namespace,
     is_own,
     is_read_whole,
     is_users,
     may_grow,
+    read_by_methods,
 )
 from .ways import Ways
 
@@ -34,6 +37,7 @@ logger = logging.getLogger("ostinato.graphs")
 
 _MOST_OBJECTS = 50_000
 _LARGE = 256
+"""Entries of a container of plain values, or of an array: what has more is data."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Where a module keeps them."""
@@ -42,6 +46,7 @@ _HOOKS_OF_GRADIENTS = ("_backward_hooks", "_backward_pre_hooks", "_post_accumula
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, types.ModuleType)
 _CONTAINERS = (dict, list, tuple, deque, set)
+_AROUND_CONTAINERS = (UserDict, UserList, ChainMap)
 
 
 class Walk:
@@ -74,6 +79,8 @@ class Walk:
         self.of_bound: set[int] = set()
         """Those of objects whose methods are followed: what else is in them is read by these methods."""
         self._ways = Ways()
+        self._of_others: list[tuple[type, tuple[Any, Any, Any, str]]] = []
+        """Numbers in objects whose code is not read, such as torch's schedulers, by kind of object."""
         # What may grow, see Note [What was added] in reached.py: tables of modules, attributes with how they
         # are called, and containers.
         self.tables: list[dict[str, Any]] = []
@@ -89,6 +96,8 @@ class Walk:
             for holder, key, *rest in self.values
             if may_read(holder, key) or (isinstance(holder, type) and is_called_by_python(key))
         ]
+        read_of = {kind: read_by_methods(kind, self.called_names) for kind, _ in self._of_others}
+        self.values += [entry for kind, entry in self._of_others if entry[1] in read_of[kind]]
         growing = self._ways.growing(self.called_names)
         self.growing = [container for container in growing if id(container) in self.holders]
         if len(self._seen) > _MOST_OBJECTS:
@@ -116,6 +125,8 @@ class Walk:
             return self._reads is None or (has_memory(value) and storage_address(value) in self._reads)
         if isinstance(value, weakref.ProxyType | weakref.CallableProxyType):
             return False
+        if isinstance(value, weakref.ReferenceType):
+            return self._visit(name, value())
         if isinstance(value, torch.nn.Module):
             return self._follow_module(name, value)
         if isinstance(value, type):
@@ -131,6 +142,8 @@ class Walk:
             inside = self._visit(name, value.func) | self._visit(f"{name}args", value.args)
             return inside | self._follow_holder(name, value.keywords)
         if isinstance(value, torch.optim.Optimizer):
+            for number, group in enumerate(value.param_groups):
+                self._note_numbers(f"{name}.param_groups[{number}].", group, dict)
             return self._follow_holder(f"{name}.state", value.state)
         if isinstance(value, contextvars.ContextVar):
             return self._follow_holder(f"{name}.", value)
@@ -140,6 +153,12 @@ class Walk:
             return self._follow_holder(f"{name}." if is_named else name, value) | self._follow_object(
                 name, value
             )
+        if isinstance(value, ARRAYS):
+            self._ways.add_container(value)
+            is_large = np.size(value) > _LARGE
+            return not is_large and self._note(name, value, "contents", item_of(value, "contents"))
+        if isinstance(value, _AROUND_CONTAINERS):
+            return self._visit(name, _inside(value)) | self._follow_object(name, value)
         found = self._follow_object(name, value)
         for function in functions_in(value):
             found |= self._visit(name, function)
@@ -148,6 +167,7 @@ class Walk:
     def _follow_object(self, name: str, value: Any) -> bool:
         kind = type(value)
         if not (is_users(kind.__module__) or is_namespace(value)):
+            self._note_numbers(f"{name}.", getattr(value, "__dict__", {}), kind)
             return False
         found = False
         if hasattr(value, "__dict__"):
@@ -159,6 +179,15 @@ class Walk:
             found |= self._follow_holder(f"{name}.", value)
         self._follow_class(kind)
         return found
+
+    def _note_numbers(self, name: str, attributes: dict[str, Any], kind: type) -> None:
+        """Of something whose code is not read, numbers and lists of them count where code that is read
+        mentions them, or a method that reads them."""
+        if self._is_aside or type(attributes) is not dict:
+            return
+        for key, entry in attributes.items():
+            if isinstance(entry, (*_PLAIN, list)):
+                self._of_others.append((kind, (attributes, key, entry, f"{name}{key}")))
 
     def _follow_module(self, name: str, module: torch.nn.Module) -> bool:
         self.modules.append(module)
@@ -221,7 +250,8 @@ class Walk:
         while due := [entry for entry in self._of_classes if is_due(entry[1])]:
             self._of_classes = [entry for entry in self._of_classes if not is_due(entry[1])]
             for base, key, entry in due:
-                if isinstance(entry, types.FunctionType) or functions_in(entry) or is_data(key, entry):
+                is_code = isinstance(entry, types.FunctionType) or functions_in(entry)
+                if is_code or is_descriptor(entry) or is_data(key, entry):
                     self._note(f"{base.__name__}.{key}", base, key, entry)
 
     # -- functions ---------------------------------------------------------------------------------
@@ -235,6 +265,9 @@ class Walk:
         if not is_users(function.__module__):
             return found
         self._names |= names
+        if vars(function):
+            self._ways.add_owner(vars(function), is_read_whole=True, is_own=True)
+            found |= self._follow_holder(f"{function.__name__}.", vars(function))
         defaults = function.__defaults__ or ()
         named = code.co_varnames[: code.co_argcount][-len(defaults) :]
         given = dict(zip(named, defaults, strict=False)) | (function.__kwdefaults__ or {})
@@ -299,14 +332,21 @@ class Walk:
     def _note(self, name: str, holder: Any, key: Any, value: Any) -> bool:
         if (id(holder), key) in self._ignored or isinstance(value, types.ModuleType):
             return False
-        if isinstance(value, _CONTAINERS) and not self._is_aside:
-            self._ways.lead(holder, key, value)
+        if isinstance(_inside(value), (*_CONTAINERS, *ARRAYS)) and not self._is_aside:
+            self._ways.lead(holder, key, _inside(value))
         leads = self._visit(name, value) or (isinstance(value, torch.nn.Module) and not self._is_beside)
         if (self._is_aside and not leads) or self._noted.get((id(holder), key)) is holder:
             return leads
         self._noted[id(holder), key] = holder
         (self.watched if leads else self.values).append((holder, key, value, name))
         return leads
+
+
+def _inside(value: Any) -> Any:
+    """The container that one of `collections` is wrapped around; anything else is itself."""
+    if isinstance(value, UserDict | UserList):
+        return value.data
+    return value.maps if isinstance(value, ChainMap) else value
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
