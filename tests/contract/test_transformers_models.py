@@ -1,5 +1,5 @@
 """Models of `transformers` as their users would wrap them: small configurations of what reads texts, images
-and sounds, in float32, in bfloat16 and under autocast. Every call is served, with the results of the model."""
+and sounds, in float32, in bfloat16 and under autocast. Every call is served, with the results of a model."""
 
 import pytest
 import torch
