@@ -7,10 +7,12 @@ import copy
 import dataclasses
 import functools
 import importlib
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -553,6 +555,32 @@ def test_beams_that_meet_the_end_of_the_model_are_cut(llm: LLM) -> None:
     [output] = llm.beam_search([[5] * 125], BeamSearchParams(beam_width=2, max_tokens=10, ignore_eos=True))
     assert {len(beam.tokens) for beam in output.sequences} == {128}
     assert {beam.finish_reason for beam in output.sequences} == {"length"}
+
+
+def test_a_search_is_not_cut_by_what_fails_in_its_middle(llm: LLM) -> None:
+    """Beams that are shorter than they were wanted would pass for a result."""
+    engine, steps = llm.engine, itertools.count()
+    launch, step = engine.core._launch, engine.step
+    params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+
+    def fails(flight: Any) -> None:
+        if next(steps) == 3:
+            raise RuntimeError("no memory")
+        launch(flight)
+
+    def is_aborted() -> Any:
+        if next(steps) == 3:
+            for name in list(engine._served):
+                engine.abort(name)
+        return step()
+
+    with patch.object(engine.core, "_launch", fails), pytest.raises(RequestError, match="no memory"):
+        llm.beam_search([[7, 8, 9]], params)
+    steps = itertools.count()
+    with patch.object(engine, "step", is_aborted), pytest.raises(RequestError, match="was aborted"):
+        llm.beam_search([[7, 8, 9]], params)
+    [output] = llm.beam_search([[7, 8, 9]], params)
+    assert {len(beam.tokens) for beam in output.sequences} == {9}
 
 
 def test_a_search_that_cannot_be_is_refused(llm: LLM) -> None:

@@ -183,7 +183,7 @@ class LLM(EngineServices, TrainerServices):
             return served(self.engine, beams, each, adapters, strict=False, shown=False, is_told=False)
 
         eos = engine.core.loaded.eos_token_ids
-        search = BeamSearch(params, step, eos, self.config.max_logprobs)
+        search = BeamSearch(params, step, eos, self.config.max_logprobs, engine.core.scheduler.max_len)
         found = search.run(ids, shown=use_tqdm)
         if self.tokenizer is not None:
             for sequence in [each for output in found for each in output.sequences]:

@@ -57,9 +57,15 @@ class BeamSearch:
     """Searches with one set of parameters."""
 
     def __init__(
-        self, params: BeamSearchParams, generate: Generate, eos: frozenset[int], max_logprobs: int
+        self,
+        params: BeamSearchParams,
+        generate: Generate,
+        eos: frozenset[int],
+        max_logprobs: int,
+        max_len: int,
     ) -> None:
-        """`generate` completes prompts, given as token ids, and tells so many logprobs; -1: any number."""
+        """`generate` completes prompts, given as token ids, of less than `max_len` tokens, and tells so many
+        logprobs; -1: any number."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"beam search takes BeamSearchParams, not {params!r}")
         if 0 <= max_logprobs < 2 * params.beam_width:
@@ -73,6 +79,7 @@ class BeamSearch:
             raise RequestError("beam search: structured_outputs are not supported, use generate")
         self._params = params
         self._generate = generate
+        self._max_len = max_len
         self._eos = frozenset[int]() if params.ignore_eos else eos
         self._one_token = SamplingParams(
             temperature=0.0,
@@ -110,14 +117,15 @@ class BeamSearch:
         self, beam: BeamSearchSequence, answer: RequestOutput, search: _Search
     ) -> list[BeamSearchSequence]:
         """The beam with each of the likeliest tokens; those that end a text are put aside."""
-        if answer.error is not None:
+        told = answer.outputs[0].logprobs
+        if not told:
             # Only the length of the model stops a beam; a prompt that cannot be served at all is an error.
-            if not beam.logprobs:
-                raise RequestError(answer.error)
+            if not beam.logprobs or len(beam.tokens) < self._max_len:
+                raise RequestError(answer.error or "the request was aborted")
             beam.finish_reason = "length"
             search.ended.append(beam)
             return []
-        [found] = answer.outputs[0].logprobs or []
+        [found] = told
         grown = []
         for token in found:
             longer = beam.then(token, found)
