@@ -158,7 +158,7 @@ class TextEngine:
             text, ids, _ = self.prompts.read(prompt)
             whole, output = _output(name, text, ids), CompletionOutput(0)
             whole.outputs.append(output)
-            request = Request(name, ids, None, adapter=adapter)
+            request = Request(name, ids, None, cache_salt=cache_salt(prompt), adapter=adapter)
             self._serve([ServedCompletion(request, whole, output, output.token_ids)])
             return name
 

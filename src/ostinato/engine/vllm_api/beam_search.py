@@ -49,6 +49,7 @@ class BeamSearchOutput:
 class _Search:
     """One prompt's."""
 
+    prompt: dict[str, Any]
     beams: list[BeamSearchSequence]
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
@@ -89,9 +90,11 @@ class BeamSearch:
             ignore_eos=True,
         )
 
-    def run(self, prompts: Sequence[list[int]], *, shown: Shown = False) -> list[BeamSearchOutput]:
-        """The best continuations of prompts of token ids; `shown`: a bar over the prompts."""
-        searches = [_Search([BeamSearchSequence(list(prompt))]) for prompt in prompts]
+    def run(self, prompts: Sequence[dict[str, Any]], *, shown: Shown = False) -> list[BeamSearchOutput]:
+        """The best continuations of `TokensPrompt`s; `shown`: a bar over them."""
+        searches = [
+            _Search(prompt, [BeamSearchSequence(list(prompt["prompt_token_ids"]))]) for prompt in prompts
+        ]
         with RequestProgress(len(searches), shown) as bar:
             for _ in range(self._params.max_tokens):
                 open_before = sum(bool(search.beams) for search in searches)
@@ -104,8 +107,10 @@ class BeamSearch:
         return [self._found(search) for search in searches]
 
     def _advance(self, searches: list[_Search]) -> None:
-        beams = [beam for search in searches for beam in search.beams]
-        answers = iter(self._generate([{"prompt_token_ids": beam.tokens} for beam in beams], self._one_token))
+        prompts = [
+            {**search.prompt, "prompt_token_ids": beam.tokens} for search in searches for beam in search.beams
+        ]
+        answers = iter(self._generate(prompts, self._one_token))
         for search in searches:
             longer: list[BeamSearchSequence] = []
             for beam in search.beams:
