@@ -674,3 +674,16 @@ def test_the_engine_step_by_step_beside_other_calls(llm: LLM, model: TinyModel) 
     ):
         with pytest.raises((RequestError, TypeError), match=message):
             engine.add_request("x", "a", params)  # type: ignore[arg-type]
+
+
+def test_a_vector_that_fails_takes_no_other_output_along(llm: LLM) -> None:
+    engine = llm.llm_engine
+    engine.add_request("answer", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
+    for name in ("vector", "other"):
+        engine.add_request(name, "Hello", PoolingParams())
+    llm.engine.abort("vector")  # as a sleep or a pause does
+    told = {output.request_id: output for output in engine.step()}
+    assert told["answer"].finished
+    assert told["vector"].error == "the request was aborted"  # type: ignore[union-attr]
+    assert told["other"].outputs.data.tolist() == llm.embed("Hello")[0].embedding  # type: ignore[union-attr]
+    assert not engine.has_unfinished_requests()

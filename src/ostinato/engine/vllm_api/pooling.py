@@ -157,10 +157,10 @@ class Reader:
         self._check_dimensions(params)
 
     def pooled(self, served: ServedCompletion, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
-        """What came of a prompt that was added by itself; RequestError if nothing did."""
+        """What came of a prompt that was added by itself."""
         outcome = outcome_of(self._engine, served)
-        _raise_first([outcome])
-        return PoolingRequestOutput(*_facts(outcome), PoolingOutput(self._data([outcome], [params])[0]))
+        [data] = self._data([outcome], [params])
+        return PoolingRequestOutput(*_facts(outcome), PoolingOutput(data), outcome.error)
 
     def _data(self, outcomes: list[PromptOutcome], wanted: list[PoolingParams]) -> list[Tensor]:
         if wanted and wanted[0].task == "classify":
