@@ -687,3 +687,11 @@ def test_a_vector_that_fails_takes_no_other_output_along(llm: LLM) -> None:
     assert told["vector"].error == "the request was aborted"  # type: ignore[union-attr]
     assert told["other"].outputs.data.tolist() == llm.embed("Hello")[0].embedding  # type: ignore[union-attr]
     assert not engine.has_unfinished_requests()
+
+
+def test_names_that_callers_choose_are_not_given_to_others(llm: LLM) -> None:
+    engine, taken = llm.llm_engine, int(llm.engine.new_id()) + 2
+    engine.add_request(str(taken), [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
+    outputs = llm.generate([[1]] * 3, SamplingParams(max_tokens=1))
+    assert [output.error for output in outputs] == [None] * 3
+    engine.abort_request(str(taken))

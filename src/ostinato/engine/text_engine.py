@@ -102,8 +102,8 @@ class TextEngine:
         return bool(self._served) or self.core.has_work
 
     def new_id(self) -> str:
-        """A request id that was not used before."""
-        return str(next(self._names))
+        """A request id that was not used before, nor is one that a caller has chosen."""
+        return next(name for name in map(str, self._names) if name not in self._served)
 
     # -- requests in -------------------------------------------------------------------------------
 
