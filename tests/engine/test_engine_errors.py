@@ -1,5 +1,6 @@
 """What cannot be served is refused with a clear error, and the others are served."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -180,6 +181,17 @@ def test_extreme_numbers_hurt_nobody_else(llm: LLM, tiny_text: TinyModel, fields
     assert outputs[1].error is None
     assert all(0 <= token < 131 for token in outputs[1].outputs[0].token_ids)
     assert outputs[1].outputs[0].finish_reason in ("length", "stop")
+
+
+def test_what_min_tokens_cannot_hold_off_of_a_model_with_many_ends_is_refused(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = dataclasses.replace(llm.engine.core.loaded, eos_token_ids=frozenset(range(120, 127)))
+    monkeypatch.setattr(llm.engine.core, "loaded", loaded)
+    given: dict[str, Any] = {"min_tokens": 2, "stop_token_ids": list(range(10))}
+    with pytest.raises(RequestError, match="at most 9 stop tokens beside 7 tokens that end a text"):
+        llm.generate("hello", SamplingParams(**given))
+    assert llm.generate("hello", SamplingParams(**given, ignore_eos=True))[0].finished
 
 
 def test_a_huge_min_tokens_does_not_kill_the_engine(tiny_text: TinyModel) -> None:

@@ -111,6 +111,17 @@ def test_parameters_that_leave_no_allowed_token_end_in_an_error(tiny_text: TinyM
         assert biased[0].outputs[0].text.isdecimal(), "a bias of -100 is no ban"
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_text_that_may_be_complete_goes_on_to_min_tokens(tiny_text: TinyModel, ignore_eos: bool) -> None:
+    """The end of a text ends it where its grammar allows that, ignored or not; but not before."""
+    longing = params(
+        StructuredOutputs(regex="a{0,40}"), min_tokens=5, logit_bias={130: 100.0}, ignore_eos=ignore_eos
+    )
+    with LLM(tiny_text.directory, **SMALL) as llm:
+        [found] = llm.generate("hello", longing)[0].outputs
+    assert (found.text, len(found.token_ids), found.finish_reason) == ("aaaaa", 6, "stop")
+
+
 # -- beside others, one step ahead -----------------------------------------------------------------
 
 FREE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

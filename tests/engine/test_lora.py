@@ -19,7 +19,7 @@ from ostinato.engine.resolved_config import ResolvedConfig
 from ostinato.engine.stepping.model_runner import ModelRunner
 from ostinato.graphs import BatchDescriptor, ConfigError, VerifyError
 
-from .conftest import prompts_of
+from .conftest import TinyModel, prompts_of
 from .lora_world import GREEDY, LoraWorld
 
 SMALL = {
@@ -481,6 +481,24 @@ def test_adapters_of_the_start(world: LoraWorld) -> None:
     for module, text in [("x=/nowhere", "no such directory"), ("{", "is no JSON"), ("=y", "is not name=")]:
         with pytest.raises(ConfigError, match=f"lora_modules: .*{text}"):
             LLM(world.base.directory, lora_modules=[module], **eager)
+
+
+def test_a_score_has_the_adapter_of_its_pair(world: LoraWorld, tiny_text: TinyModel) -> None:
+    """Also where a text is in several pairs."""
+    options = {"disable_cuda_graph": True, "num_pages": 20, "max_lora_rank": 8, "enable_lora": True}
+    ones, others, numbers = ["hi", "you"], ["you", "hi"], (1, 3)
+    with LLM(world.base.directory, tokenizer=tiny_text.directory, **options) as llm:
+        asked = [world.asked(number) for number in numbers]
+        scores = [each.outputs.score for each in llm.score(ones, others, lora_request=asked)]
+        to_one = llm.score("hi", others, lora_request=[None, asked[0]])
+        expected = [
+            llm.score(one, other, lora_request=adapter)[0].outputs.score
+            for one, other, adapter in zip(ones, others, asked, strict=True)
+        ]
+        assert scores == pytest.approx(expected, abs=1e-5)
+        assert abs(scores[0] - scores[1]) > 1e-3
+        assert to_one[0].outputs.score == pytest.approx(llm.score("hi", "you")[0].outputs.score, abs=1e-5)
+        assert to_one[1].outputs.score == pytest.approx(1.0, abs=1e-5)
 
 
 def test_everything_else_takes_an_adapter_along(world: LoraWorld, llm: LLM) -> None:

@@ -126,6 +126,15 @@ def test_a_list_with_something_else_among_its_numbers_is_no_prompt(llm: LLM, ids
     assert any("a prompt is a text or" in (output.error or "") for output in outputs)
 
 
+@pytest.mark.parametrize(
+    "mask", [[True, False], (True, True), np.array([True, False]), torch.tensor([True, False])], ids=repr
+)
+def test_a_mask_in_the_place_of_token_ids_is_refused(llm: LLM, mask: Any) -> None:
+    """It would pass for the tokens 1 and 0."""
+    with pytest.raises(RequestError, match="must be a list of integers"):
+        llm.generate({"prompt_token_ids": mask}, ONE)
+
+
 @pytest.mark.parametrize("long", [1023, 1024, 1025, 5000])
 @pytest.mark.parametrize("last", [2**31, -1, 2**63, 1.5, None])
 def test_one_that_is_no_token_id_behind_many_that_are(long: int, last: Any) -> None:

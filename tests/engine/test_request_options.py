@@ -14,7 +14,12 @@ from ostinato.engine.delivery.output_stream import OutputStream
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import CompletionOutput, RequestOutput
 from ostinato.engine.parameters.bad_words import token_sequences
-from ostinato.engine.parameters.sampling_params import RequestError, RequestOutputKind, SamplingParams
+from ostinato.engine.parameters.sampling_params import (
+    BeamSearchParams,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 from .conftest import TINY, TinyModel, prompts_of
 
@@ -107,6 +112,22 @@ def test_salts_divide_the_prefix_cache(llm: LLM) -> None:
     for salt in ("", 5):
         with pytest.raises(RequestError, match="cache_salt must be a text"):
             llm.generate({**prompt, "cache_salt": salt}, GREEDY)
+
+
+@pytest.mark.parametrize("call", ["embed", "encode", "beam_search"])
+def test_salts_divide_the_prefix_cache_in_calls_that_complete_nothing(llm: LLM, call: str) -> None:
+    [prompt] = prompts_of((40,), seed=78)
+    asked = {
+        "embed": llm.embed,
+        "encode": lambda prompts: llm.encode(prompts, pooling_task="embed"),
+        "beam_search": lambda prompts: llm.beam_search(prompts, BeamSearchParams(2, 3)),
+    }[call]
+    llm.reset_prefix_cache()
+    asked([{**prompt, "cache_salt": "one"}])
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
+    assert llm.generate({**prompt, "cache_salt": "one"}, GREEDY)[0].num_cached_tokens == 32
+    with pytest.raises(RequestError, match="cache_salt must be a text"):
+        asked({**prompt, "cache_salt": ""})
 
 
 def test_salts_divide_blocks_of_pages_too(llm: LLM) -> None:

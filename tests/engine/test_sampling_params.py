@@ -10,6 +10,7 @@ from typing import Any
 import pydantic
 import pytest
 
+from ostinato.engine.parameters import sampling_params
 from ostinato.engine.parameters.sampling_params import (
     BeamSearchParams,
     GuidedDecodingParams,
@@ -283,6 +284,23 @@ def test_what_stands_for_something_else_is_replaced_every_time() -> None:
     params.verified()
     params.bad_words.append("")  # type: ignore[union-attr]
     with pytest.raises(RequestError, match="bad_words"):
+        params.verified()
+
+
+def test_what_another_thread_checks_meanwhile_excuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that can change inside takes the place of what was compared with, between two lines."""
+    read = sampling_params._simple_values_of
+
+    def interrupted(params: SamplingParams) -> Any:
+        monkeypatch.setattr(sampling_params, "_simple_values_of", read)
+        SamplingParams(bad_words=["a"]).verified()
+        return read(params)
+
+    params = SamplingParams()
+    params.verified()
+    params.top_k = -7
+    monkeypatch.setattr(sampling_params, "_simple_values_of", interrupted)
+    with pytest.raises(RequestError, match="top_k"):
         params.verified()
 
 

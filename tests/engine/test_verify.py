@@ -42,6 +42,10 @@ OPTIONS: dict[str, Any] = {
     "num_pages": 40,
     "enable_cudagraph_gc": True,
 }
+ONE_AT_A_TIME = {"max_running_requests": 1, "cuda_graph_bs": (1,), "cuda_graph_prefill_tokens": (1, 16)}
+FIVE_DRAFTS = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "disable_adaptive": True}
+}
 _SMALL: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 32,
@@ -105,7 +109,9 @@ def test_right_graphs_pass_in_every_mode(tmp_path: Path, mode: str) -> None:
         {"batch_invariant": True, "cuda_graph_bs": None, "cuda_graph_prefill_tokens": None},
         {"num_pages": 4},
         {"max_model_len": 9, "num_pages": 4, "logprobs_mode": "processed_logprobs"},
-        {"max_running_requests": 1, "cuda_graph_bs": (1,), "cuda_graph_prefill_tokens": (1, 16)},
+        ONE_AT_A_TIME,
+        {**ONE_AT_A_TIME, **FIVE_DRAFTS},
+        {**ONE_AT_A_TIME, **FIVE_DRAFTS, "max_model_len": 3, "num_pages": 4},
         {"max_running_requests": 20, "cuda_graph_bs": (20,), "max_model_len": 200, "num_pages": 120},
     ],
     ids=lambda options: ",".join(options),
@@ -136,6 +142,15 @@ def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             llm.verify()
 
 
+def test_a_fault_in_long_contexts_is_found_where_one_request_runs_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_page_read_twice(monkeypatch)
+    with engine(tmp_path, CONFIGS["llama"], **ONE_AT_A_TIME) as llm:
+        with pytest.raises(VerifyError, match="full decode 1x1"):
+            llm.verify()
+
+
 def test_a_moved_weight_is_found_and_no_graph_is_launched(tmp_path: Path) -> None:
     with engine(tmp_path, CONFIGS["llama"]) as llm:
         name = move_a_weight(llm)
@@ -163,7 +178,7 @@ def test_a_key_that_nobody_sees_is_found_whatever_the_tolerance(
     monkeypatch.setitem(expected_results.LEAST_TOLERANCE, torch.float32, 0.9)
     with engine(tmp_path, CONFIGS["llama"]) as llm:
         # Which key of a context is looked at depends on the seed.
-        failures = next(filter(None, (verify(llm.engine.core, seed=seed).failures for seed in range(8))), ())
+        failures = next(filter(None, (verify(llm.engine.core, seed=seed).failures for seed in range(20))), ())
     assert failures
     assert {check.what for check in failures} == {"keys unseen"}
     assert all(check.graph.startswith("full decode") for check in failures)

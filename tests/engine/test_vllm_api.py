@@ -7,10 +7,12 @@ import copy
 import dataclasses
 import functools
 import importlib
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -555,6 +557,32 @@ def test_beams_that_meet_the_end_of_the_model_are_cut(llm: LLM) -> None:
     assert {beam.finish_reason for beam in output.sequences} == {"length"}
 
 
+def test_a_search_is_not_cut_by_what_fails_in_its_middle(llm: LLM) -> None:
+    """Beams that are shorter than they were wanted would pass for a result."""
+    engine, steps = llm.engine, itertools.count()
+    launch, step = engine.core._launch, engine.step
+    params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+
+    def fails(flight: Any) -> None:
+        if next(steps) == 3:
+            raise RuntimeError("no memory")
+        launch(flight)
+
+    def is_aborted() -> Any:
+        if next(steps) == 3:
+            for name in list(engine._served):
+                engine.abort(name)
+        return step()
+
+    with patch.object(engine.core, "_launch", fails), pytest.raises(RequestError, match="no memory"):
+        llm.beam_search([[7, 8, 9]], params)
+    steps = itertools.count()
+    with patch.object(engine, "step", is_aborted), pytest.raises(RequestError, match="was aborted"):
+        llm.beam_search([[7, 8, 9]], params)
+    [output] = llm.beam_search([[7, 8, 9]], params)
+    assert {len(beam.tokens) for beam in output.sequences} == {9}
+
+
 def test_a_search_that_cannot_be_is_refused(llm: LLM) -> None:
     for params, message in (
         (BeamSearchParams(beam_width=11, max_tokens=5), "at most 10 with max_logprobs=20"),
@@ -646,3 +674,24 @@ def test_the_engine_step_by_step_beside_other_calls(llm: LLM, model: TinyModel) 
     ):
         with pytest.raises((RequestError, TypeError), match=message):
             engine.add_request("x", "a", params)  # type: ignore[arg-type]
+
+
+def test_a_vector_that_fails_takes_no_other_output_along(llm: LLM) -> None:
+    engine = llm.llm_engine
+    engine.add_request("answer", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
+    for name in ("vector", "other"):
+        engine.add_request(name, "Hello", PoolingParams())
+    llm.engine.abort("vector")  # as a sleep or a pause does
+    told = {output.request_id: output for output in engine.step()}
+    assert told["answer"].finished
+    assert told["vector"].error == "the request was aborted"  # type: ignore[union-attr]
+    assert told["other"].outputs.data.tolist() == llm.embed("Hello")[0].embedding  # type: ignore[union-attr]
+    assert not engine.has_unfinished_requests()
+
+
+def test_names_that_callers_choose_are_not_given_to_others(llm: LLM) -> None:
+    engine, taken = llm.llm_engine, int(llm.engine.new_id()) + 2
+    engine.add_request(str(taken), [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
+    outputs = llm.generate([[1]] * 3, SamplingParams(max_tokens=1))
+    assert [output.error for output in outputs] == [None] * 3
+    engine.abort_request(str(taken))

@@ -28,6 +28,7 @@ from ostinato import (
     EngineArgs,
     LLMEngine,
     PoolingParams,
+    RequestError,
     RequestOutput,
     SamplingParams,
 )
@@ -194,6 +195,15 @@ def test_score(tmp_path: Path, make: MakeLLM, model: TinyModel) -> None:
     vectors = [torch.tensor(output.outputs.embedding) for output in llm.embed([query, *documents])]
     near = [output.outputs.score for output in llm.score(query, documents)]
     assert near == pytest.approx([float(vectors[0] @ other) for other in vectors[1:]], abs=1e-5)
+    # Of vectors that are cut, as by `embed`.
+    short = PoolingParams(dimensions=8)
+    cut = [
+        torch.tensor(one.outputs.embedding) for one in llm.embed([query, *documents], pooling_params=short)
+    ]
+    near = [output.outputs.score for output in llm.score(query, documents, pooling_params=short)]
+    assert near == pytest.approx([float(cut[0] @ other) for other in cut[1:]], abs=1e-5)
+    with pytest.raises(RequestError, match="dimensions is 99"):
+        llm.score(query, documents, pooling_params=PoolingParams(dimensions=99))
 
 
 def test_sequence_reward(tmp_path: Path) -> None:

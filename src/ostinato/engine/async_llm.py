@@ -169,7 +169,10 @@ class AsyncLLM(AsyncTrainerServices):
         finally:
             with contextlib.suppress(RequestError):
                 self._thread.do(lambda engine: self._inboxes.give_up(engine, arrived))
-        yield reader.pooled(served, wanted)
+        output = reader.pooled(served, wanted)
+        if output.error is not None:
+            raise RequestError(output.error)
+        yield output
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End requests now; their coroutines get the output so far. `internal` exists for compatibility with

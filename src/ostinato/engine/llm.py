@@ -29,7 +29,7 @@ from .pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from .prompt_reader import Prompt
+from .prompt_reader import Prompt, cache_salt
 from .served_prompts import begin, finish, one_each, served
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import SleepReport
@@ -175,7 +175,10 @@ class LLM(EngineServices, TrainerServices):
         if adapter is not None:
             engine.version_of(adapter)
             adapter = replace(adapter, load_inplace=False)
-        ids = [engine.prompts.token_ids_of(prompt) for prompt in listed]
+        read = [
+            {"prompt_token_ids": engine.prompts.token_ids_of(prompt), "cache_salt": cache_salt(prompt)}
+            for prompt in listed
+        ]
 
         def step(beams: list[dict[str, Any]], wanted: SamplingParams) -> list[RequestOutput]:
             each = [wanted] * len(beams)
@@ -183,8 +186,8 @@ class LLM(EngineServices, TrainerServices):
             return served(self.engine, beams, each, adapters, strict=False, shown=False, is_told=False)
 
         eos = engine.core.loaded.eos_token_ids
-        search = BeamSearch(params, step, eos, self.config.max_logprobs)
-        found = search.run(ids, shown=use_tqdm)
+        search = BeamSearch(params, step, eos, self.config.max_logprobs, engine.core.scheduler.max_len)
+        found = search.run(read, shown=use_tqdm)
         if self.tokenizer is not None:
             for sequence in [each for output in found for each in output.sequences]:
                 sequence.text = self.tokenizer.decode(sequence.tokens)

@@ -102,8 +102,8 @@ class TextEngine:
         return bool(self._served) or self.core.has_work
 
     def new_id(self) -> str:
-        """A request id that was not used before."""
-        return str(next(self._names))
+        """A request id that was not used before, nor is one that a caller has chosen."""
+        return next(name for name in map(str, self._names) if name not in self._served)
 
     # -- requests in -------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class TextEngine:
             text, ids, _ = self.prompts.read(prompt)
             whole, output = _output(name, text, ids), CompletionOutput(0)
             whole.outputs.append(output)
-            request = Request(name, ids, None, adapter=adapter)
+            request = Request(name, ids, None, cache_salt=cache_salt(prompt), adapter=adapter)
             self._serve([ServedCompletion(request, whole, output, output.token_ids)])
             return name
 

@@ -13,7 +13,7 @@ import torch
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _NOTHING = np.array([], dtype=np.int32)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_AS_IN_NUMPY = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 def token_array(ids: Any) -> IntArray:
@@ -28,7 +28,7 @@ def token_array_and_highest(ids: Any) -> tuple[IntArray, int]:
     """`token_array`, and `highest` of it, which is known when it is made."""
     if isinstance(ids, str | bytes):
         raise TypeError("a text is no list of integers")
-    if isinstance(ids, torch.Tensor) and ids.dim() == 1 and ids.dtype in _INTEGERS:
+    if isinstance(ids, torch.Tensor) and ids.dim() == 1 and ids.dtype in _AS_IN_NUMPY:
         ids = ids.numpy(force=True)
     elif isinstance(ids, array.array):
         ids = np.asarray(ids)  # as it is: `_narrow` copies what can be written to
@@ -69,6 +69,8 @@ def _packed(ids: Any) -> tuple[IntArray, int]:
     """Of anything that lists integers. `array` takes what is one and nothing else, and a third of the time of
     numpy; of unsigned numbers, for signed ones are read by a parser."""
     listed = ids if isinstance(ids, list | tuple) else list(ids)
+    if listed and isinstance(listed[0], bool):  # of these lists are, or none is: a mask in the place of ids
+        raise TypeError("truth values are no token ids")
     try:
         found = np.frombuffer(array.array("I", listed), dtype=np.int32) if listed else _NOTHING
         if (high := highest(found)) < 2**31:

@@ -308,9 +308,10 @@ class _LastChecked:
 
     def are(self, params: SamplingParams) -> bool:
         """Whether these are the same objects, without stop strings or stop tokens."""
-        if params.stop != [] or params.stop_token_ids != [] or not self._values:
+        values = self._values  # another thread may note others meanwhile
+        if params.stop != [] or params.stop_token_ids != [] or not values:
             return False
-        return all(map(operator.is_, _simple_values_of(params), self._values))
+        return all(map(operator.is_, _simple_values_of(params), values))
 
 
 _last_checked = _LastChecked()

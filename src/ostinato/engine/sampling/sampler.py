@@ -10,7 +10,7 @@ then serves these, and nobody else (`kernels.sampling.asking_rows`). It is the c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -165,7 +165,7 @@ class Sampler:
     def take(self, request: Request, params: SamplingParams) -> None:
         """Give a new request its rules; RequestError for parameters that this vocabulary, these buffers or
         this configuration do not allow."""
-        self._check(params)
+        self._check(params, request.eos_token_ids)
         self.processors.check(params)
         request.processors = [*(params.logits_processors or ()), *self.processors.functions(params)]
         request.is_processed = bool(request.processors) or self.processors.sees_everybody
@@ -177,7 +177,7 @@ class Sampler:
             is_processed=request.is_processed,
         )
 
-    def _check(self, params: SamplingParams) -> None:
+    def _check(self, params: SamplingParams, eos_token_ids: Collection[int]) -> None:
         most = self._runner.config.config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
@@ -194,8 +194,13 @@ class Sampler:
             raise RequestError(f"logit_bias names {len(bias)} tokens, {MAX_BIASES} are possible")
         if bias and max(bias) >= self._vocab:
             raise RequestError(f"logit_bias of token {max(bias)}: the vocabulary ends at {self._vocab - 1}")
-        if params.min_tokens and len(params.stop_token_ids or ()) > MAX_BANNED - 4:
-            raise RequestError(f"min_tokens can hold off at most {MAX_BANNED - 4} stop tokens")
+        num_ends = 0 if params.ignore_eos else len(eos_token_ids)
+        most_stops = MAX_BANNED - max(4, num_ends)
+        if params.min_tokens and len(params.stop_token_ids or ()) > most_stops:
+            raise RequestError(
+                f"min_tokens can hold off at most {most_stops} stop tokens beside {num_ends} tokens that "
+                "end a text of this model"
+            )
 
     # -- steps -------------------------------------------------------------------------------------
 

@@ -45,7 +45,9 @@ def rules_of(
             raise RequestError("bad_words are texts, and this model has no tokenizer: give their token ids")
     _check_known("bad_words", [token for word in words for token in word], vocab_size)  # type: ignore[misc]
     _check_known("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    return TokenRules(params, eos_token_ids, vocab_size, is_processed)
+    # Where a grammar's text is complete, the end of a text ends it, ignored or not.
+    ends = () if params.ignore_eos and not has_grammar else eos_token_ids
+    return TokenRules(params, ends, vocab_size, is_processed)
 
 
 class TokenRules:
@@ -54,7 +56,7 @@ class TokenRules:
     def __init__(
         self, params: SamplingParams, eos_token_ids: Iterable[int], vocab_size: int, is_processed: bool
     ) -> None:
-        """RequestError if they leave nothing at the beginning."""
+        """`eos_token_ids`: those that end it. RequestError if they leave nothing at the beginning."""
         words: list[list[int]] = [list(word) for word in params.bad_words or ()]  # type: ignore[arg-type]
         singles = [word[0] for word in words if len(word) == 1]
         base = _mask_of(params.allowed_token_ids, vocab_size)
@@ -69,8 +71,7 @@ class TokenRules:
         """Of the tokens that came last."""
         self.follows_tokens = bool(self._behind) or is_processed
         """Whether what may come depends on the tokens before."""
-        eos: Sequence[int] = () if params.ignore_eos else tuple(eos_token_ids)
-        ends = {*eos, *(params.stop_token_ids or ())} if params.min_tokens else set()
+        ends = {*eos_token_ids, *(params.stop_token_ids or ())} if params.min_tokens else set()
         self._ends = [token for token in ends if token < vocab_size]
         self._min_tokens = params.min_tokens
         if not self.next(()).any():

@@ -15,7 +15,8 @@ from .made_requests import MadeRequest
 
 _MOST_BATCHES = 4
 """Small graphs see the requests in so many batches, large ones in fewer."""
-_ENOUGH_REQUESTS = 6
+ENOUGH_REQUESTS = 6
+"""Of different lengths, for graphs of one request too."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _end(request: MadeRequest, graph: BatchDescriptor) -> int:
 
 
 def _batches(size: int) -> int:
-    return max(1, min(_MOST_BATCHES, -(-_ENOUGH_REQUESTS // size)))
+    return max(1, min(_MOST_BATCHES, -(-ENOUGH_REQUESTS // size)))
 
 
 def _window(requests: Sequence[MadeRequest], first: int, count: int) -> list[MadeRequest]:

@@ -18,6 +18,7 @@ from .borrowed_pages import BorrowedPages, choose_pages
 from .expected_results import ExpectedResults, rounding_errors, tolerances
 from .made_adapters import MadeAdapters
 from .made_requests import Room, make_requests, num_pages_of
+from .made_steps import ENOUGH_REQUESTS
 from .outcome import Check, EngineVerification
 from .progress import VerifyProgress
 from .row_graphs import check_row_graph
@@ -188,8 +189,9 @@ def _room(core: EngineCore) -> Room:
     if len(contexts) > 1:
         longest = max(longest, contexts[-2] + 70)  # so that the last bucket is needed
     longest = min(longest, config.max_model_len, core.scheduler.max_len)
+    longest = max(longest, max((one.query_len or 1 for one in descriptors), default=1))
     return Room(
-        num_requests=min(most_requests, usable),
+        num_requests=min(max(most_requests, ENOUGH_REQUESTS), usable),
         num_pages=usable,
         longest=longest,
         # A third of them decode in a mixed step, the longest perhaps among them; the others must fill it.

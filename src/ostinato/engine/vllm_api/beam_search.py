@@ -49,6 +49,7 @@ class BeamSearchOutput:
 class _Search:
     """One prompt's."""
 
+    prompt: dict[str, Any]
     beams: list[BeamSearchSequence]
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
@@ -57,9 +58,15 @@ class BeamSearch:
     """Searches with one set of parameters."""
 
     def __init__(
-        self, params: BeamSearchParams, generate: Generate, eos: frozenset[int], max_logprobs: int
+        self,
+        params: BeamSearchParams,
+        generate: Generate,
+        eos: frozenset[int],
+        max_logprobs: int,
+        max_len: int,
     ) -> None:
-        """`generate` completes prompts, given as token ids, and tells so many logprobs; -1: any number."""
+        """`generate` completes prompts, given as token ids, of less than `max_len` tokens, and tells so many
+        logprobs; -1: any number."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"beam search takes BeamSearchParams, not {params!r}")
         if 0 <= max_logprobs < 2 * params.beam_width:
@@ -73,6 +80,7 @@ class BeamSearch:
             raise RequestError("beam search: structured_outputs are not supported, use generate")
         self._params = params
         self._generate = generate
+        self._max_len = max_len
         self._eos = frozenset[int]() if params.ignore_eos else eos
         self._one_token = SamplingParams(
             temperature=0.0,
@@ -82,9 +90,11 @@ class BeamSearch:
             ignore_eos=True,
         )
 
-    def run(self, prompts: Sequence[list[int]], *, shown: Shown = False) -> list[BeamSearchOutput]:
-        """The best continuations of prompts of token ids; `shown`: a bar over the prompts."""
-        searches = [_Search([BeamSearchSequence(list(prompt))]) for prompt in prompts]
+    def run(self, prompts: Sequence[dict[str, Any]], *, shown: Shown = False) -> list[BeamSearchOutput]:
+        """The best continuations of `TokensPrompt`s; `shown`: a bar over them."""
+        searches = [
+            _Search(prompt, [BeamSearchSequence(list(prompt["prompt_token_ids"]))]) for prompt in prompts
+        ]
         with RequestProgress(len(searches), shown) as bar:
             for _ in range(self._params.max_tokens):
                 open_before = sum(bool(search.beams) for search in searches)
@@ -97,8 +107,10 @@ class BeamSearch:
         return [self._found(search) for search in searches]
 
     def _advance(self, searches: list[_Search]) -> None:
-        beams = [beam for search in searches for beam in search.beams]
-        answers = iter(self._generate([{"prompt_token_ids": beam.tokens} for beam in beams], self._one_token))
+        prompts = [
+            {**search.prompt, "prompt_token_ids": beam.tokens} for search in searches for beam in search.beams
+        ]
+        answers = iter(self._generate(prompts, self._one_token))
         for search in searches:
             longer: list[BeamSearchSequence] = []
             for beam in search.beams:
@@ -110,14 +122,15 @@ class BeamSearch:
         self, beam: BeamSearchSequence, answer: RequestOutput, search: _Search
     ) -> list[BeamSearchSequence]:
         """The beam with each of the likeliest tokens; those that end a text are put aside."""
-        if answer.error is not None:
+        told = answer.outputs[0].logprobs
+        if not told:
             # Only the length of the model stops a beam; a prompt that cannot be served at all is an error.
-            if not beam.logprobs:
-                raise RequestError(answer.error)
+            if not beam.logprobs or len(beam.tokens) < self._max_len:
+                raise RequestError(answer.error or "the request was aborted")
             beam.finish_reason = "length"
             search.ended.append(beam)
             return []
-        [found] = answer.outputs[0].logprobs or []
+        [found] = told
         grown = []
         for token in found:
             longer = beam.then(token, found)

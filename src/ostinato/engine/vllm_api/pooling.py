@@ -99,7 +99,8 @@ class Reader:
             return self._judged(ones, others, wanted, template)
         if template is not None:
             raise RequestError(f"chat_template: {self._architecture} embeds both texts apart, without one")
-        return self._cosines(ones, others)
+        self._check_dimensions(wanted)
+        return self._cosines(ones, others, wanted.dimensions)
 
     def _judged(
         self, ones: list[str], others: list[str], wanted: PoolingParams, template: str | None
@@ -118,13 +119,21 @@ class Reader:
             for outcome, score in zip(outcomes, scores, strict=True)
         ]
 
-    def _cosines(self, ones: list[str], others: list[str]) -> list[ScoringRequestOutput]:
-        distinct = list(dict.fromkeys([*ones, *others]))
-        outcomes = dict(zip(distinct, self._states(distinct), strict=True))
-        _raise_first(outcomes.values())
-        vectors = {text: _state(outcome, self._pooling) for text, outcome in outcomes.items()}
+    def _cosines(
+        self, ones: list[str], others: list[str], dimensions: int | None
+    ) -> list[ScoringRequestOutput]:
+        adapters = one_adapter_each(self._lora_request, len(others))
+        pairs = [
+            ((one, asked), (other, asked)) for one, other, asked in zip(ones, others, adapters, strict=True)
+        ]
+        distinct = list(dict.fromkeys([each for pair in pairs for each in pair]))
+        states = self._states([text for text, _ in distinct], adapters=[asked for _, asked in distinct])
+        _raise_first(states)
+        outcomes = dict(zip(distinct, states, strict=True))
+        kept = {each: _state(outcome, self._pooling)[:dimensions] for each, outcome in outcomes.items()}
+        vectors = {each: torch.nn.functional.normalize(state, dim=0) for each, state in kept.items()}
         outputs = []
-        for one, other in zip(ones, others, strict=True):
+        for one, other in pairs:
             ids = outcomes[one].prompt_token_ids + outcomes[other].prompt_token_ids
             score = float(torch.dot(vectors[one], vectors[other]))
             outputs.append(ScoringRequestOutput(outcomes[other].request_id, None, ids, ScoringOutput(score)))
@@ -148,21 +157,24 @@ class Reader:
         self._check_dimensions(params)
 
     def pooled(self, served: ServedCompletion, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
-        """What came of a prompt that was added by itself; RequestError if nothing did."""
+        """What came of a prompt that was added by itself."""
         outcome = outcome_of(self._engine, served)
-        _raise_first([outcome])
-        return PoolingRequestOutput(*_facts(outcome), PoolingOutput(self._data([outcome], [params])[0]))
+        [data] = self._data([outcome], [params])
+        return PoolingRequestOutput(*_facts(outcome), PoolingOutput(data), outcome.error)
 
     def _data(self, outcomes: list[PromptOutcome], wanted: list[PoolingParams]) -> list[Tensor]:
         if wanted and wanted[0].task == "classify":
             return self._classes(outcomes, wanted)
         return [torch.tensor(vector) for vector in self._vectors(outcomes, wanted)]
 
-    def _states(self, prompts: list[Any], alone: bool = False) -> list[PromptOutcome]:
+    def _states(
+        self, prompts: list[Any], alone: bool = False, *, adapters: AskedAdapters = None
+    ) -> list[PromptOutcome]:
+        """`adapters`: of these prompts, where they are not those of the call."""
         shown = self._shown if self._shown is not None or not alone else False
         with HeldSignals() as signals:
-            adapters = one_adapter_each(self._lora_request, len(prompts))
-            return states_of(self._engine, prompts, shown, signals.let_through, adapters)
+            asked = one_adapter_each(adapters or self._lora_request, len(prompts))
+            return states_of(self._engine, prompts, shown, signals.let_through, asked)
 
     # -- from states to numbers --------------------------------------------------------------------
 
