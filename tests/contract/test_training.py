@@ -528,17 +528,19 @@ def test_a_loss_function_may_hold_tensors_of_the_device(device, looks_up):
     assert reasons(step) == ({"padding-disabled": 1} if looks_up else {})
 
 
-@pytest.mark.parametrize("kind", ["looks up", "custom", "weighs"])
-def test_what_cannot_be_tried_on_the_host_is_tried_with_indices_looked_at_first(kind):
+@pytest.mark.parametrize("kind", ["looks up", "custom", "custom on the host", "weighs"])
+def test_indices_are_tried_on_the_host_before_another_device_sees_them(kind):
+    """Tensors of torch's device `meta` stand for those of a GPU; a first failure for theirs beside the
+    host's."""
     tried = []
-    weights = torch.ones(3)
+    weights = torch.ones(3, device="meta" if kind in ("looks up", "custom") else "cpu")
 
     def loss_fn(logits, targets):
         tried.append(logits.dtype)
+        if kind.startswith("custom"):
+            return torch.ops.training_tests.looked_up(weights, targets.clamp(min=0)).mean()
         if len(tried) == 1:
-            raise RuntimeError("two devices")  # of a GPU and the host, of which there is one here
-        if kind == "custom":
-            return torch.ops.training_tests.looked_up(logits, targets)
+            raise RuntimeError("two devices")
         return (
             weights[targets].mean()
             if kind == "looks up"
@@ -547,13 +549,18 @@ def test_what_cannot_be_tried_on_the_host_is_tried_with_indices_looked_at_first(
 
     logits, targets = torch.randn(2, 3, dtype=torch.bfloat16), torch.tensor([[1, 1], [2, 2]])
     reason = why_not_ignored(loss_fn, logits, targets)
-    assert tried == [torch.float32, torch.bfloat16]
+    assert tried == [torch.float32] + [torch.bfloat16] * (kind != "custom on the host")
     expected = {"looks up": "index -100 is out of bounds", "custom": "looked_up"}
-    assert (reason is None) if kind == "weighs" else (expected[kind] in reason)
+    assert expected[kind] in reason if kind in expected else reason is None
 
 
 @torch.library.custom_op("training_tests::looked_up", mutates_args=())
 def looked_up(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return values[places]
+
+
+@looked_up.register_fake
+def _(values, places):
     raise AssertionError("this would have been launched")
 
 

@@ -24,7 +24,7 @@ from ..dispatching.step_mode import step_mode
 from ..errors import CaptureError
 from ..inputs.buffers import Batch
 from ..inputs.fields import Extent, Field
-from ..journal import WrittenRegion
+from ..journal import WriteJournal, WrittenRegion
 from .fixed_draws import DrawsAreMixed, FixedDraws
 from .verify import (
     Verifiable,
@@ -166,13 +166,13 @@ def _dependent_with_fixed_draws(
     return dependence(runner.outputs.names, padded, alone, allowed)[1]
 
 
-def gross(dtype: torch.dtype, device: torch.device, trials: Trials) -> float:
-    """The largest difference that rounding may cause in numbers of this type, in what was tried."""
-    if trials.rounds_to_few_bits:  # somewhere: float32 may be what bfloat16 was widened to
+def gross(dtype: torch.dtype, device: torch.device, seen: Trials | WriteJournal) -> float:
+    """The largest difference that rounding may cause in numbers of this type, in the runs that were seen."""
+    if dtype.itemsize <= 2 or seen.rounds_to_few_bits:  # float32 may be what bfloat16 was widened to
         return _GROSS_OF_FEW_BITS
     if dtype in _GROSS:
         return _GROSS[dtype]
-    return _GROSS_SHORTENED if _may_be_shortened(device, trials.work) else _GROSS_IN_FULL
+    return _GROSS_SHORTENED if _may_be_shortened(device, seen.work) else _GROSS_IN_FULL
 
 
 def _may_be_shortened(device: torch.device, work: Work) -> bool:

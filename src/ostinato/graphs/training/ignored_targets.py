@@ -55,7 +55,9 @@ class _IndicesOnTheHostFirst(WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(tensor.dtype in (torch.int64, torch.int32) for tensor in tensors_of((args, kwargs))):
+        given = tensors_of((args, kwargs))
+        are_integers_given = any(tensor.dtype in (torch.int64, torch.int32) for tensor in given)
+        if are_integers_given and any(tensor.device.type != "cpu" for tensor in given):
             if func.namespace not in ("aten", "prims"):
                 raise NotImplementedError(f"{func} is given integers and cannot be tried on the host")
             func(*map_tensors(_stand_in, args), **map_tensors(_stand_in, kwargs))

@@ -1,7 +1,7 @@
 """Whether rows of a part can be padded: none may depend on another, or on how many there are."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..checking.verify import dependence
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Field
+from ..journal import WriteJournal
 from ..trees import flatten
 from ..wrapping.signature import Examples
 from .padding import evaluating
@@ -44,19 +45,25 @@ class RowTrial:
 
         def allowed(dtype: torch.dtype) -> float:
             is_number = dtype.is_floating_point or dtype.is_complex
-            return gross(dtype, self.buffers.device, trials) if is_number else 0.0
+            return gross(dtype, self.buffers.device, journal) if is_number else 0.0
 
+        journal = WriteJournal()  # trials that are told the state do not look themselves
+        trials.run(lambda: self._watched_by(journal))
         one, other = trials.run(self._padded), trials.run(lambda: self._padded(poison=True))
         if not same(one, other):
             return False
         with evaluating(self.modules):
             try:
-                with FixedDraws() if trials.draws_random else nullcontext():
+                with FixedDraws() if journal.draws_random else nullcontext():
                     return same(trials.run(self._padded), trials.run(self._alone))
             except DrawsAreMixed:
                 return self._shapes(trials.run(self._padded)) == self._shapes(trials.run(self._alone))
             except Exception:  # it knows one number of rows, say
                 return False
+
+    def _watched_by(self, journal: WriteJournal) -> None:
+        with suppress(Exception), journal:  # what must not be watched says so; what fails, fails again
+            self._padded()
 
     @staticmethod
     def _shapes(leaves: list[Any]) -> list[Any]:
