@@ -60,6 +60,11 @@ def inputs_of(name, rows, device, dtype):
     return {"input_ids": ids, "use_cache": False} if name in (*DECODERS, "Mamba") else {"input_ids": ids}
 
 
+def sizes_are_read_by_the_host(device, name, kind):
+    """Torch multiplies by experts' matrices on a GPU from a list of sizes on the host, except in bfloat16."""
+    return device.type == "cuda" and name == "Mixtral" and kind != "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in EVERY],
@@ -76,4 +81,8 @@ def test_a_model_is_served_whatever_it_reads(device, name, kind):
             expected = model(**batch)[0].float()
             assert found.shape == expected.shape
             assert float((found - expected).norm() / expected.norm()) < (1e-4 if kind == "float32" else 3e-2)
-    assert (reasons(served), served.report().replays) == ({}, len(batches))
+    found = reasons(served), served.report().replays
+    if sizes_are_read_by_the_host(device, name, kind):
+        assert found == ({"capture-failed": len(batches)}, 0)
+    else:
+        assert found == ({}, len(batches))

@@ -142,8 +142,8 @@ def stale_page_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs read a copy of the page table that nobody keeps up to date."""
     made = ModelRunner.__init__
 
-    def init(self: ModelRunner, *arguments: Any) -> None:
-        made(self, *arguments)
+    def init(self: ModelRunner, *arguments: Any, **more: Any) -> None:
+        made(self, *arguments, **more)
         self.page_table = self.page_table.clone()
 
     monkeypatch.setattr(ModelRunner, "__init__", init)

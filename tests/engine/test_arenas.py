@@ -23,7 +23,7 @@ def test_weights_and_kv_cache_lie_in_arenas_by_tag(tiny: Any, monkeypatch: pytes
         return arenas[tag].allocate
 
     prompts, greedy = prompts_of((3, 21, 40)), SamplingParams(temperature=0, max_tokens=8)
-    monkeypatch.setattr(text_engine, "load", functools.partial(text_engine.load, arenas=allocate))
+    monkeypatch.setattr(text_engine, "place", functools.partial(text_engine.place, arenas=allocate))
     with LLM(tiny.directory, progress=False, dtype="float32", **SMALL) as llm:
         runner = llm.engine.core.runner
         assert sorted(arenas["weights"].asked) == sorted(name for name, _ in runner.model.named_parameters())

@@ -5,7 +5,6 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,22 +55,62 @@ def count_layers(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[i
     return seen
 
 
+class OnHost(rehearsal.Rehearsal):
+    """A rehearsal that goes as on a GPU."""
+
+    def __init__(self, llm: LLM, *, num_pages: int | None = None) -> None:
+        loaded = llm.engine.core.loaded
+        asked = dataclasses.replace(llm.config, num_pages=num_pages)
+        self.times = StartupTimes()
+        super().__init__(
+            dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, config=asked)), self.times
+        )
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return True
+
+
+class NoCompilation:
+    """In place of `Compilation`: what is tried out runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.happened: list[str] = []
+
+    def __enter__(self) -> "NoCompilation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.happened.append("end")
+
+    def collecting(self) -> Any:
+        self.happened.append("collect")
+        return nullcontext()
+
+    def begin(self) -> None:
+        self.happened.append("begin")
+
+
 def test_a_rehearsal_tries_two_layers_and_captures_all_of_them(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rehearsal, "compiling_only", lambda _: nullcontext())
+    """And warms none of them up: what a first run makes is there."""
+    monkeypatch.setattr(rehearsal, "Compilation", NoCompilation)
     monkeypatch.setattr(ResolvedConfig, "warmups", 1)
     runner = new_runner(llm)
     kinds = {runner.planned.kernels_of(key) for key in runner.graphs.keys}
     assert len(runner.graphs.keys) > len(kinds) == 2
     seen = count_layers(runner, monkeypatch)
-    rehearsal._compile(runner, None)
-    assert seen == [0, 1] * len(kinds)
-    seen.clear()
+    monkeypatch.setattr(rehearsal, "ModelRunner", lambda *_, **__: runner)
+    trial = OnHost(llm)
+    with trial:
+        assert seen == [0, 1] * len(kinds)
+        seen.clear()
     tried = rehearsal._some_of(runner.graphs.keys, runner.planned.widens)
     assert len(tried) > len(kinds)
-    plan = rehearsal._trial_capture(runner, None)
-    assert seen == [0, 1, 2, 3] * (len(kinds) + len(tried)), "a warm-up of each kind, a recording of each"
+    plan = trial.plan()
+    assert seen == [0, 1, 2, 3] * len(tried), "a recording of each"
+    assert trial.warm == {runner.planned.warmed_with(key) for key in runner.graphs.keys}
     assert plan.activations is not None
     assert plan.activations > 0
     assert not runner.graphs.graphs
@@ -120,11 +159,58 @@ def test_with_a_budget_that_is_too_small_all_of_it_is_expected_to_be_taken(llm: 
     assert rehearsal._trial_capture(runner, None).activations == 30_000
 
 
+def test_graphs_of_kernels_that_were_not_tried_out_are_warmed_up(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResolvedConfig, "warmups", 1)
+    runner = new_runner(llm)
+    kinds = {runner.planned.warmed_with(key) for key in runner.graphs.keys}
+    runner.graphs.take_as_warm(list(kinds)[1:])
+    seen = count_layers(runner, monkeypatch)
+    runner.capture(StartupTimes(), progress=False)
+    assert seen == [0, 1, 2, 3] * (1 + len(runner.graphs.keys))
+
+
+def test_weights_are_read_while_kernels_are_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[NoCompilation] = []
+
+    def make(device: torch.device) -> NoCompilation:
+        made.append(NoCompilation(device))
+        return made[0]
+
+    monkeypatch.setattr(rehearsal, "Compilation", make)
+    with OnHost(llm, num_pages=9):
+        [compilation] = made
+        assert compilation.happened == ["collect", "begin"]
+    assert compilation.happened == ["collect", "begin", "end"]
+
+
+def test_weights_that_cannot_be_read_end_a_compilation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[type[BaseException] | None] = []
+
+    class Noted(NoCompilation):
+        def __exit__(self, kind: Any, *_: object) -> None:
+            ended.append(kind)
+
+    monkeypatch.setattr(rehearsal, "Compilation", Noted)
+    with pytest.raises(ValueError, match="no such tensor"), OnHost(llm, num_pages=9):
+        raise ValueError("no such tensor")
+    assert ended == [ValueError]
+
+
+def test_on_a_cpu_there_is_nothing_to_rehearse(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "ModelRunner", lambda *_, **__: pytest.fail("made"))
+    times = StartupTimes()
+    trial = rehearsal.Rehearsal(llm.engine.core.loaded, times)
+    with trial:
+        pass
+    assert (trial.plan(), trial.warm, times.seconds) == (MemoryPlan(), frozenset(), {})
+
+
 def test_room_is_kept_for_buffers_that_come_behind_the_kv_cache(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a runner and of a sampler are on the device while it is measured, and are counted."""
-    loaded = llm.engine.core.loaded
     made: list[str] = []
 
     def noted(name: str) -> Any:
@@ -136,17 +222,20 @@ def test_room_is_kept_for_buffers_that_come_behind_the_kv_cache(
     monkeypatch.setattr(
         rehearsal.DeviceMemory, "now", lambda _: rehearsal.DeviceMemory(allocated=100 * len(made))
     )
-    monkeypatch.setattr(rehearsal, "compiling_only", lambda _: nullcontext())
+    monkeypatch.setattr(rehearsal, "Compilation", NoCompilation)
     monkeypatch.setattr(rehearsal, "_trial_capture", lambda *_: MemoryPlan(activations=7))
-    config = dataclasses.replace(loaded.config, config=dataclasses.replace(llm.config, num_pages=None))
-    times = StartupTimes()
-    plan = rehearsal._rehearse(dataclasses.replace(loaded, config=config), times)
-    assert list(times.seconds) == ["compile", "rehearse"], "what it costs is told apart"
+    trial = OnHost(llm)
+    with trial:
+        pass
+    assert list(trial.times.seconds) == ["compile"]
+    plan = trial.plan()
+    assert list(trial.times.seconds) == ["compile", "rehearse"], "what it costs is told apart"
     assert (plan.buffers, plan.to_come) == (200, 200 + 7 + OUTSIDE_GRAPHS)
     assert made == ["ModelRunner", "Sampler"]
-    times = StartupTimes()
-    given = rehearsal._rehearse(loaded, times)
-    assert list(times.seconds) == ["compile"]
+    trial = OnHost(llm, num_pages=9)
+    with trial:
+        pass
+    given = trial.plan()
     assert (given.to_come, given.predictions) == (0, {}), "the number of pages is given"
 
 
@@ -155,19 +244,24 @@ def test_what_a_rehearsal_made_is_gone_before_memory_is_counted(
 ) -> None:
     made: list[weakref.ref[ModelRunner]] = []
     counted: list[bool] = []
+    make = rehearsal.ModelRunner
 
-    def rehearse(loaded: Any, times: StartupTimes) -> MemoryPlan:
-        made.append(weakref.ref(new_runner(llm)))
-        return MemoryPlan(buffers=5)
+    def noted(*given: Any, **more: Any) -> ModelRunner:
+        runner = make(*given, **more)
+        made.append(weakref.ref(runner))
+        return runner
 
-    monkeypatch.setattr(rehearsal, "_rehearse", rehearse)
+    monkeypatch.setattr(rehearsal, "ModelRunner", noted)
+    monkeypatch.setattr(rehearsal, "Compilation", NoCompilation)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: counted.append(made[0]() is None))
-    loaded: Any = SimpleNamespace(config=SimpleNamespace(device=torch.device("cuda", 0)))
-    readings = iter([100, 130])
+    readings = iter([100, 110, 115, 130])
     monkeypatch.setattr(DeviceMemory, "now", lambda _: DeviceMemory(allocated=next(readings)))
     gc.disable()
     try:
-        plan = rehearsal.rehearse(loaded, StartupTimes())
+        trial = OnHost(llm, num_pages=9)
+        with trial:
+            pass
+        plan = trial.plan()
         assert (plan.buffers, plan.workspace) == (5, 30), "what is left is what libraries keep"
     finally:
         gc.enable()
@@ -190,9 +284,12 @@ def test_triton_starts_beside_loading_on_a_gpu_only(deep: TinyModel, monkeypatch
         raise Begun
 
     monkeypatch.setattr(loading.triton_start, "begin", begin)
-    config = EngineConfig(deep.directory, dtype="float32", device="cpu")
-    assert loading.load(config).model is not None
-    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), speculation=None)
-    monkeypatch.setattr("ostinato.engine.loading.load.resolve", lambda *_: on_gpu)
+    on_cpu = EngineConfig(deep.directory, dtype="float32", device="cpu")
+    assert loading.place(on_cpu).model is not None
+    anywhere = dataclasses.replace(on_cpu, device="auto")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert loading.place(anywhere).model is not None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert loading.place(on_cpu).model is not None
     with pytest.raises(Begun):
-        loading.load(config)
+        loading.place(anywhere)

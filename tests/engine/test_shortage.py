@@ -77,7 +77,12 @@ def test_a_start_uses_these_words(tiny: TinyModel, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ModelLoadError, match=r"num_pages=\d+ takes .* are free on cuda:0"):
         allocate_kv(loaded.model, on_gpu, MemoryPlan())
     monkeypatch.setattr("ostinato.engine.loading.load.resolve", lambda *_: on_gpu)
-    monkeypatch.setattr(loading, "load_model", none_left)
+    transformer = loading.Transformer
+    monkeypatch.setattr(
+        loading,
+        "Transformer",
+        lambda *given, **more: (transformer if more["device"] == "meta" else none_left)(*given, **more),
+    )
     monkeypatch.setattr(loading.triton_start, "begin", lambda: None)
     monkeypatch.setattr(loading, "get_backend", lambda *_: None)
     monkeypatch.setattr(loading, "use_table_of_user", lambda *_: None)
@@ -88,7 +93,20 @@ def test_a_start_uses_these_words(tiny: TinyModel, monkeypatch: pytest.MonkeyPat
         lambda *size, device=None, **more: empty(*size, device=device if device == "meta" else "cpu", **more),
     )
     with pytest.raises(ModelLoadError, match=r"the weights take .* in torch.float32, and 8.00 GiB of 8.00"):
-        loading.load(EngineConfig(tiny.directory))
+        loading.place(EngineConfig(tiny.directory))
+
+
+def test_memory_that_ends_while_weights_are_read_is_told_in_the_same_words(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object, **__: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    placed = loading.place(EngineConfig(tiny.directory, device="cpu", max_model_len=64))
+    placed = dataclasses.replace(placed, room=Room(total=8 * GIB, free=GIB))
+    monkeypatch.setattr(loading, "fill_model", none_left)
+    with pytest.raises(ModelLoadError, match=r"the weights take .* in torch.float32, and 1.00 GiB of 8.00"):
+        loading.read(placed)
 
 
 def test_what_weights_will_take_is_what_they_take(tiny: TinyModel) -> None:

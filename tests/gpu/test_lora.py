@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.conftest import prompts_of, tiny  # noqa: F401
+from engine.conftest import prompts_of, tiny, tiny_text  # noqa: F401
 from engine.test_lora import *  # noqa: F403
 from ostinato import LLM, LoRARequest, SamplingParams
 from ostinato.models.adapters.reading import adaptable

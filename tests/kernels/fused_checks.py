@@ -84,7 +84,7 @@ def check_projection(
     biases = _random(weight.size(0), **options, seed=4) if bias else None
     rest = _random(num_tokens, out_features, **options, seed=5) if residual else None
     operands = (x, weight, biases, norm_weight, 1e-5, gated, rest)
-    with patch.object(triton_linear, "choose", lambda *_: tile):
+    with patch.object(triton_linear, "choose_for", lambda *_: tile):
         out = triton_linear.project_few_tokens(*operands, torch.float32)
         rounded = triton_linear.project_few_tokens(*operands, dtype)
     wanted = few_tokens.reference(
@@ -116,7 +116,7 @@ def check_product(
     weight = _random(out_features * (2 if gated else 1), in_features, **options, seed=2) * in_features**-0.5
     biases = _random(weight.size(0), **options, seed=4) if bias else None
     parts = tile.parts if isinstance(tile, SkinnyTile) else 1
-    with patch.object(triton_linear, "choose", lambda *_: tile):
+    with patch.object(triton_linear, "choose_for", lambda *_: tile):
         out = triton_linear.multiply(x, weight, biases, gated, torch.float32)
         rounded = triton_linear.multiply(x, weight, biases, gated, dtype)
         if not gated and not bias and parts == 1:

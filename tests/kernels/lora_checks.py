@@ -139,7 +139,7 @@ def check_fused(
     for slots in ([0], [1], [3], [4], [-1]) if num_tokens == 1 else (several,):
         rows = Rows.in_blocks(torch.as_tensor(slots, dtype=torch.int32, device=device), stack.num_slots)
         adapted = Adapted(stack, rows)
-        with patch.object(triton_linear, "choose", lambda *_: tile):
+        with patch.object(triton_linear, "choose_for", lambda *_: tile):
             if isinstance(tile, UNFUSED):
                 assert gated
                 adapters = Operands.of(adapted)
@@ -184,7 +184,7 @@ def check_broken_slot(
     adapted = Adapted(stack, Rows.in_blocks(slots, num_slots))
 
     def run() -> Tensor:
-        with patch.object(triton_linear, "choose", lambda *_: tile):
+        with patch.object(triton_linear, "choose_for", lambda *_: tile):
             return triton_linear.multiply_and_gate_adapted(x, weight, None, *Operands.of(adapted))
 
     before = run()

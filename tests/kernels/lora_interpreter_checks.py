@@ -82,7 +82,7 @@ def check_products_that_lie_there() -> None:
     for is_library in (True, False):
         chosen = Library() if is_library else tile
         with patch.object(products, "tile_for", lambda *_, gated, chosen=chosen: chosen):
-            with patch.object(triton_linear, "choose", lambda *_: tile):
+            with patch.object(triton_linear, "choose_for", lambda *_: tile):
                 found = products.linear_in_parts(x, Weight(weight), None, adapted)
         assert found.dim() == (2 if is_library else 3)
         found = products.joined(found, torch.float32).double()
@@ -103,7 +103,7 @@ def check_deltas_that_a_norm_adds() -> None:
     for chosen in (Library(), tile):
         with (
             patch.object(products, "tile_for", lambda *_, gated, chosen=chosen: chosen),
-            patch.object(triton_linear, "choose", lambda *_: tile),
+            patch.object(triton_linear, "choose_for", lambda *_: tile),
         ):
             product, deltas = products.linear_beside_adapters(x, Weight(weight), None, adapted)
         assert product.dim() == (2 if chosen is not tile else 3)
@@ -172,11 +172,11 @@ def check_declarations() -> None:
     torch.library.opcheck(adapted_product.multiply_beside_adapters._dispatched, beside, test_utils=tests)
     added = (torch.randn(3, 24), torch.randn(3, 24), torch.randn(24), 1e-5, torch.randn(3, 24), slots)
     torch.library.opcheck(ops.add_adapted_rms_norm.default, added, test_utils=tests)
-    with patch.object(triton_linear, "choose", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
+    with patch.object(triton_linear, "choose_for", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
         halves = lora_checks.random_stack("cpu", torch.float32, 32, (12, 12))
         gated = (x, weight, None, *Operands.of(Adapted(halves, rows)))
         torch.library.opcheck(ops.multiply_and_gate_adapted.default, gated, test_utils=tests)
-    with patch.object(triton_linear, "choose", lambda *_: GemvTile(8, 32, 4)):
+    with patch.object(triton_linear, "choose_for", lambda *_: GemvTile(8, 32, 4)):
         added = Operands.of(Adapted(stack, Rows.in_blocks(one, 5)))
         operands = (x[:1], weight, None, None, 1e-5, False, None, torch.float32, *added)
         torch.library.opcheck(ops.project_few_adapted_tokens.default, operands, test_utils=tests)

@@ -72,7 +72,7 @@ def test_adapters_around_a_norm_that_is_half_done(emulator, name):
 def test_ops_around_a_norm_are_declared_truthfully(emulator, monkeypatch):
     """What is changed is said to be changed, and nothing else is."""
     monkeypatch.setattr(cuda_wide, "cuda_kernel", emulator.kernel)
-    monkeypatch.setattr(cuda_scaled, "choose", lambda *_: WideTile(16, 64, 64, 2, 2))
+    monkeypatch.setattr(cuda_scaled, "choose_for", lambda *_: WideTile(16, 64, 64, 2, 2))
     tests, ops = ("test_schema", "test_faketensor"), torch.ops.ostinato
     x, weight, bias, norm = (random_bf16(*size) for size in ((5, 128), (64, 128), (64,), (128,)))
     begun = scaled_rows.scale(x, norm)

@@ -99,7 +99,7 @@ def check_layers_by_choice() -> None:
         x, residual = torch.randn(num_tokens, 64), torch.randn(num_tokens, 24)
         with (
             patch.object(products, "tile_for", lambda *_, tile=tile, **__: tile),
-            patch.object(triton_linear, "choose", lambda *_, tile=tile: tile),
+            patch.object(triton_linear, "choose_for", lambda *_, tile=tile: tile),
         ):
             product = products.linear_in_parts(x, Weight(weight), bias)
             rows = (num_tokens, 24)
@@ -149,12 +149,12 @@ def check_ops_are_declared_truthfully() -> None:
     opcheck(ops.attend_tokens.default, (*prepared, None, 4, case.scale, 0, 32), test_utils=tests)
     x, matrix = torch.randn(1, 16), torch.randn(8, 16)
     projection = (x, matrix, None, weight, 1e-5, True, torch.randn(1, 4), torch.float32)
-    with patch.object(triton_linear, "choose", lambda *_: GemvTile(2, 16, 4)):
+    with patch.object(triton_linear, "choose_for", lambda *_: GemvTile(2, 16, 4)):
         opcheck(ops.project_few_tokens.default, projection, test_utils=tests)
         opcheck(ops.multiply_into.default, (x, matrix, torch.empty(1, 8)), test_utils=tests)
     for parts in (1, 2):
         with patch.object(
-            triton_linear, "choose", lambda *_, parts=parts: SkinnyTile(16, 8, 16, 4, 2, parts)
+            triton_linear, "choose_for", lambda *_, parts=parts: SkinnyTile(16, 8, 16, 4, 2, parts)
         ):
             opcheck(ops.multiply.default, (x, matrix, None, False, torch.float32), test_utils=tests)
     opcheck(ops.rms_norm.default, (x, weight, 1e-5), test_utils=tests)

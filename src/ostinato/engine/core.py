@@ -46,7 +46,7 @@ from ostinato.models.errors import WeightsError
 from ostinato.models.weight_update import NamedTensors, TornWeightsError
 
 from .engine_parts import put_together
-from .loading.load import LoadedModel
+from .loading.load import PlacedModel
 from .parameters.sampling_params import RequestError, SamplingParams
 from .sampling.prompt_logprobs import prompt_logprobs_of
 from .scheduling.request import FinishReason, IntArray, Request
@@ -63,25 +63,25 @@ logger = logging.getLogger("ostinato.engine")
 
 
 class EngineCore:
-    """A loaded model, its KV cache, its graphs, its scheduler and its sampler."""
+    """A model, its KV cache, its graphs, its scheduler and its sampler."""
 
     def __init__(
-        self, loaded: LoadedModel, *, progress: bool | None = None, startup: StartupTimes | None = None
+        self, placed: PlacedModel, *, progress: bool | None = None, startup: StartupTimes | None = None
     ) -> None:
-        """Allocate and capture; `progress` shows a bar (default: when standard error is a terminal).
+        """Read, allocate and capture; `progress` shows a bar (default: when standard error is a terminal).
 
         `startup`: times of what was done before.
         """
-        config = loaded.config
+        config = placed.config
         self.config = config
         # Asked for in every step, where they take longer to work out than some parts of it.
         self._lookahead, self._is_on_cpu = config.lookahead, config.device.type == "cpu"
-        self.loaded = loaded
         self.clock = StepClock()
         """CPU time of the steps."""
         self.startup = startup or StartupTimes()
         """Time that the phases of the start took."""
-        parts = put_together(loaded, self.startup, progress)
+        parts = put_together(placed, self.startup, progress)
+        self.loaded = parts.loaded
         self.runner, self.sampler = parts.runner, parts.sampler
         self.scheduler, self.following = parts.scheduler, parts.following
         self.sleeper = parts.sleeper

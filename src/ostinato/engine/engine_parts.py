@@ -17,10 +17,10 @@ from .adapters.first_adapters import load_first_adapters
 from .adapters.served_adapters import ServedAdapters
 from .loading.device_memory import DeviceMemory
 from .loading.drafts import draft_kv_shape, draft_parts, draft_windows
-from .loading.load import LoadedModel, ModelLoadError, allocate_kv
+from .loading.load import LoadedModel, ModelLoadError, PlacedModel, allocate_kv, read
 from .loading.memory_plan import MemoryPlan
 from .loading.prompt_bound import prompt_bound_of
-from .loading.rehearsal import rehearse
+from .loading.rehearsal import Rehearsal
 from .loading.shortage import Room, no_room_for_steps
 from .sampling.following import Following
 from .sampling.sampler import Sampler
@@ -77,16 +77,23 @@ class EngineParts:
         return self.sleeper.less_what_is_away(found)
 
 
-def put_together(loaded: LoadedModel, startup: StartupTimes, progress: bool | None) -> EngineParts:
-    """Allocate and capture; `startup` notes how long each phase takes."""
-    # Once for all captures of the start: walking the modules of torch takes a tenth of a second.
-    with frozen_gc(not loaded.config.config.enable_cudagraph_gc):
-        return _put_together(loaded, startup, progress)
+def put_together(placed: PlacedModel, startup: StartupTimes, progress: bool | None) -> EngineParts:
+    """Read, allocate and capture; `startup` notes how long each phase takes."""
+    # Once for all captures of the start: walking the modules of torch takes a tenth of a second. On a GPU of
+    # which torch held nothing before, no garbage does.
+    with frozen_gc(not placed.config.config.enable_cudagraph_gc, collects=not placed.is_first):
+        return _put_together(placed, startup, progress)
 
 
-def _put_together(loaded: LoadedModel, startup: StartupTimes, progress: bool | None) -> EngineParts:
-    config = loaded.config
-    plan = _rehearsed(loaded, startup)
+def _put_together(placed: PlacedModel, startup: StartupTimes, progress: bool | None) -> EngineParts:
+    config = placed.config
+    rehearsal = Rehearsal(placed, startup)
+    try:
+        with rehearsal, startup.phase("load"):
+            loaded = read(placed)
+        plan = rehearsal.plan()
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(no_room_for_steps(config, error, Room.on(config.device))) from error
     with startup.phase("kv"):
         beside = draft_kv_shape(loaded.draft, config.dtype)
         kv = allocate_kv(loaded.model, config, plan, loaded.arenas, beside)
@@ -130,6 +137,7 @@ def _put_together(loaded: LoadedModel, startup: StartupTimes, progress: bool | N
         config.config.grammar_limits,
     )
     _expect(plan, runner, sampler)
+    runner.graphs.take_as_warm(rehearsal.warm)
     before = DeviceMemory.now(config.device)
     report = runner.capture(startup, progress=progress)
     if sampler is not None:
@@ -154,14 +162,6 @@ def _put_together(loaded: LoadedModel, startup: StartupTimes, progress: bool | N
     logger.info("start: %s", ", ".join(f"{name} {s:.2f} s" for name, s in startup.read().items()))
     logger.info("memory: %s", ", ".join(f"{name} {size:,}" for name, size in parts.memory().items()))
     return parts
-
-
-def _rehearsed(loaded: LoadedModel, startup: StartupTimes) -> MemoryPlan:
-    try:
-        return rehearse(loaded, startup)
-    except torch.OutOfMemoryError as error:
-        room = Room.on(loaded.config.device)
-        raise ModelLoadError(no_room_for_steps(loaded.config, error, room)) from error
 
 
 def _served_adapters(loaded: LoadedModel) -> ServedAdapters | None:

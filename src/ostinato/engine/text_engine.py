@@ -26,7 +26,7 @@ from .delivery.delivery import Delivery
 from .delivery.request_counts import RequestCounts
 from .delivery.request_times import RequestTimes
 from .delivery.served_completion import ServedCompletion
-from .loading.load import load
+from .loading.load import place
 from .outputs import CompletionOutput, RequestOutput
 from .parameters.bad_words import token_sequences
 from .parameters.sampling_params import RequestError, SamplingParams
@@ -57,18 +57,18 @@ class TextEngine:
         startup = StartupTimes()
         processors = processor_classes(config.logits_processors or ())
         with startup.phase("load"):
-            loaded = load(config)
-        if processors and not loaded.model.config.has_lm_head:
+            placed = place(config)
+        if processors and not placed.model.config.has_lm_head:
             raise ConfigError("logits_processors are for models that generate; this one has no output layer")
-        self.core = EngineCore(loaded, progress=progress, startup=startup)
+        self.core = EngineCore(placed, progress=progress, startup=startup)
         self.turn = Turn()
         """Held by whoever does something with the engine."""
         self.is_closed = False
         """Whether it has ended: nothing can be asked any more."""
         self._awaited: dict[int, set[str]] = {}
         """By call: see `awaiting`."""
-        self.tokenizer = loaded.tokenizer
-        self.prompts = PromptReader(loaded.tokenizer)
+        self.tokenizer = self.core.loaded.tokenizer
+        self.prompts = PromptReader(self.tokenizer)
         """What is given as a prompt goes through it."""
         self._served: dict[str, list[ServedCompletion]] = {}
         """By the name of the prompt."""

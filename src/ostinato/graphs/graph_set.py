@@ -204,6 +204,11 @@ class GraphSet:
         """Run the step of a key once, on padding, and undo its effects."""
         self._recorder.try_out(key)
 
+    def take_as_warm(self, kernels: Iterable[Hashable]) -> None:
+        """What steps make when they first run these kernels, as `kernels_of` tells them apart, is there:
+        captures run no warm-up for them. One that meets a cold kernel nevertheless begins anew, with them."""
+        self._recorder.take_as_warm(kernels)
+
     def drop(self, key: GraphKey | None = None) -> None:
         """Drop one graph, or all of them. Dropping the last one frees the memory at once."""
         if key is not None and key not in self.graphs:

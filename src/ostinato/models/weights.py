@@ -50,13 +50,20 @@ def load_model(
         max_positions=max_positions,
         allocate=allocate,
     )
+    fill_model(model, directory, load_format=load_format, seed=seed)
+    return model
+
+
+def fill_model(
+    model: Transformer, directory: str | Path, *, load_format: LoadFormat = "safetensors", seed: int = 0
+) -> None:
+    """Give a model that was only allocated its weights, in place."""
     if load_format == "dummy":
         fill_with_random_weights(model, seed)
     elif load_format == "safetensors":
         load_weights(model, directory)
     else:
         raise WeightsError(f"unknown load_format {load_format!r}: use safetensors or dummy")
-    return model
 
 
 def checkpoint_tensors(model: Transformer) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("weights were asked for")
 
-    monkeypatch.setattr(loading, "load_model", refuse)
+    monkeypatch.setattr(loading, "fill_model", refuse)
 
 
 def refused_head(folder: Path, changes: dict[str, Any], missing: str | None) -> dict[str, Any]:

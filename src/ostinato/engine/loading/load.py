@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from ostinato.models.drafts.draft import Draft
 from ostinato.models.errors import DownloadError, ModelError
 from ostinato.models.locate import locate_model
 from ostinato.models.transformer import Transformer
-from ostinato.models.weights import load_model
+from ostinato.models.weights import LoadFormat, fill_model
 from ostinato.text.errors import TokenizerError
 from ostinato.text.json_file import read_json
 from ostinato.text.tokenizer import Tokenizer
@@ -47,20 +49,14 @@ class ModelLoadError(OstinatoError, ValueError):
     """The model cannot be loaded as asked; the text says what is wrong with it."""
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model ready to run."""
+@dataclass(frozen=True, kw_only=True)
+class PlacedModel:
+    """A model whose memory is there: what is recorded of it now is right when its weights have come."""
 
     directory: Path
     config: ResolvedConfig
     model: Transformer
     attention: AttentionBackend
-    tokenizer: Tokenizer | None
-    """None where the directory has none: prompts are token ids then."""
-    tokenizer_directory: Path
-    eos_token_ids: frozenset[int]
-    default_sampling: Mapping[str, Any]
-    """Of requests that do not say: fields of `SamplingParams`."""
     arenas: Arenas = from_torch
     """Who gives memory for weights and KV cache."""
     memory: SavedMemory | None = None
@@ -69,14 +65,39 @@ class LoadedModel:
     """Slots of adapters, where they are served."""
     draft: Draft | None = None
     """A model that drafts tokens, where one was asked for."""
+    room: Room | None = None
+    """Memory of the device before anything of this was there; None: on a CPU."""
+    is_first: bool = False
+    """Whether torch had nothing on the GPU before."""
+    has_weights: bool = False
+    """Whether the weights have come: those of a draft may depend on them."""
+    tokenizer_directory: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(PlacedModel):
+    """A model ready to run."""
+
+    tokenizer: Tokenizer | None
+    """None where the directory has none: prompts are token ids then."""
+    eos_token_ids: frozenset[int]
+    default_sampling: Mapping[str, Any]
+    """Of requests that do not say: fields of `SamplingParams`."""
     pooling: str = "last"
     """Where vectors of texts are taken from if nobody says."""
 
 
 def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
-    """Find, read and place the model that was asked for."""
-    room: Room | None = None
-    try:
+    """Find, place and read the model that was asked for."""
+    return read(place(asked, arenas))
+
+
+def place(asked: EngineConfig, arenas: Arenas = from_torch) -> PlacedModel:
+    """Find the model and allocate it. Its weights come with `read`; meanwhile kernels may be compiled."""
+    room, memory, draft, adapters, is_first = None, None, None, None, False
+    with _told():
+        if torch.version.cuda is not None and asked.device != "cpu":
+            triton_start.begin()  # while torch looks for GPUs
         directory = locate_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
         beside_it = directory
         if asked.tokenizer is not None:
@@ -85,67 +106,97 @@ def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
         config = resolve(asked, shape.max_position_embeddings, getattr(torch, shape.dtype))
         found_draft = draft_for(shape, config)
         if config.device.type == "cuda":
-            triton_start.begin()
+            is_first = not torch.cuda.memory_reserved(config.device)
             torch.empty(1, device=config.device)  # makes the context, while Triton is imported
             room = Room.on(config.device)
-        memory = None
+        attention = get_backend(asked.attention_backend, config.device)
+        use_table_of_user(asked.kernel_table, config.device)
+    with _told(), _no_room_told(shape, config, room):
         if asked.enable_sleep_mode:
             memory = SavedMemory(config.device, hostile=asked.hostile_wake)
             arenas = memory.arenas
-        attention = get_backend(asked.attention_backend, config.device)
-        use_table_of_user(asked.kernel_table, config.device)
-        # Reading a tokenizer takes as long as reading a small model's weights.
-        with ThreadPoolExecutor(1) as beside:
-            reading = beside.submit(_tokenizer, beside_it)
-            model = load_model(
-                directory,
-                device=config.device,
-                dtype=config.dtype,
-                load_format="dummy" if asked.load_format == "dummy" else "safetensors",
-                max_positions=config.max_positions,
-                seed=asked.seed,
-                allocate=arenas("weights", config.device),
-                config=shape,
-            )
-            tokenizer = reading.result()
+        model = Transformer(
+            shape,
+            device=config.device,
+            dtype=config.dtype,
+            max_positions=config.max_positions,
+            allocate=arenas("weights", config.device),
+        )
         if memory is not None:
             memory.take_over_buffers(model)
-        draft = None
         if found_draft is not None:
+            _fill(model, directory, asked)
             draft = load_draft(found_draft, model, config, arenas, memory)
-        adapters = None
         if asked.serves_adapters:
             slots, rank = asked.adapter_slots, asked.max_lora_rank
             adapters = AdapterStacks(model, slots, rank, arenas("weights", config.device))
+    return PlacedModel(
+        directory=directory,
+        config=config,
+        model=model,
+        attention=attention,
+        arenas=arenas,
+        memory=memory,
+        adapters=adapters,
+        draft=draft,
+        room=room,
+        is_first=is_first,
+        has_weights=found_draft is not None,
+        tokenizer_directory=beside_it,
+    )
+
+
+def read(placed: PlacedModel) -> LoadedModel:
+    """Read what files hold: weights, unless they are there, the tokenizer, and what requests start from."""
+    asked, directory = placed.config.config, placed.directory
+    with _told(), _no_room_told(placed.model.config, placed.config, placed.room):
+        # Reading a tokenizer takes as long as reading a small model's weights.
+        with ThreadPoolExecutor(1) as beside:
+            reading = beside.submit(_tokenizer, placed.tokenizer_directory)
+            if not placed.has_weights:
+                _fill(placed.model, directory, asked)
+            tokenizer = reading.result()
         eos = set(tokenizer.eos_token_ids) if tokenizer else set[int]()
         if tokenizer is None or asked.tokenizer is not None:
             eos.update(_eos_token_ids(directory))
         sampling = default_sampling(asked, directory)
         pooling = default_pooling(directory)
+    config = placed.config
+    architecture = placed.model.config.architecture
+    logger.info("loaded %s (%s) on %s in %s", directory.name, architecture, config.device, config.dtype)
+    fields = {field.name: getattr(placed, field.name) for field in dataclasses.fields(placed)}
+    return LoadedModel(
+        **{**fields, "has_weights": True},
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(eos),
+        default_sampling=sampling,
+        pooling=pooling,
+    )
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What is wrong with files, as an error of loading."""
+    try:
+        yield
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
         raise ModelLoadError(str(error)) from error
+
+
+@contextmanager
+def _no_room_told(shape: ModelConfig, config: ResolvedConfig, room: Room | None) -> Iterator[None]:
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         if room is None:
             raise
         weights = weight_bytes(shape, config.dtype)
         raise ModelLoadError(no_room_for_weights(config, weights, room)) from error
-    logger.info("loaded %s (%s) on %s in %s", directory.name, shape.architecture, config.device, config.dtype)
-    names = frozenset(eos)
-    return LoadedModel(
-        directory,
-        config,
-        model,
-        attention,
-        tokenizer,
-        beside_it,
-        names,
-        sampling,
-        arenas,
-        memory,
-        adapters,
-        draft,
-        pooling,
-    )
+
+
+def _fill(model: Transformer, directory: Path, asked: EngineConfig) -> None:
+    kind: LoadFormat = "dummy" if asked.load_format == "dummy" else "safetensors"
+    fill_model(model, directory, load_format=kind, seed=asked.seed)
 
 
 def weight_bytes(shape: ModelConfig, dtype: torch.dtype) -> int:

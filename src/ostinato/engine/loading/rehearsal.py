@@ -1,19 +1,23 @@
 """Before the KV cache is there: compile what steps need, and find out what their graphs will take.
 
 Runs on a GPU only, against a KV cache of two pages. Nothing of it stays but compiled kernels and a plan.
+Kernels do not depend on what weights there are, so these may be read while processes compile.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from types import TracebackType
 
 import torch
+from torch.nn import functional
 
 from ostinato.cache.kv import KVCache
 from ostinato.graphs import CudaGraphRunner, GraphKey
-from ostinato.kernels.compile_ahead import compiling_only
+from ostinato.kernels.compile_ahead import Compilation
 
 from ..sampling.sampler import Sampler
 from ..stepping.model_runner import ModelRunner
@@ -21,60 +25,110 @@ from ..stepping.times import StartupTimes
 from .arenas import from_torch
 from .device_memory import DeviceMemory
 from .drafts import draft_parts
-from .load import LoadedModel, kv_shape
+from .load import PlacedModel, kv_shape
 from .memory_plan import MemoryPlan
 
 _NODES_OF_AN_EMPTY_GRAPH = 200
 """What the driver holds for a graph without nodes, in nodes: about."""
 
 
-def rehearse(loaded: LoadedModel, times: StartupTimes) -> MemoryPlan:
-    """Compile the kernels of all graphs; what graphs and buffers will take."""
-    device = loaded.config.device
-    if device.type != "cuda":
-        return MemoryPlan()
-    gc.collect()  # what goes meanwhile would make the buffers look smaller
-    before = DeviceMemory.now(device)
-    plan = _rehearse(loaded, times)
-    with times.phase("rehearse"):
-        # A runner and its graphs know each other, and what they hold must be gone before anything is sized.
-        gc.collect()
-        torch.cuda.empty_cache()
-    kept = DeviceMemory.now(device).less(before)
-    return replace(plan, workspace=max(0, kept.allocated))
+class Rehearsal:
+    """Of an engine's steps, with a model whose weights may still be to come.
 
+    Kernels are compiled while its context is open; `plan` comes after. On a CPU there is nothing to do.
+    """
 
-def _rehearse(loaded: LoadedModel, times: StartupTimes) -> MemoryPlan:
-    config = loaded.config
-    with times.phase("compile"):
-        kv = KVCache(kv_shape(loaded.model, config), 2, config.device)
+    def __init__(self, placed: PlacedModel, times: StartupTimes) -> None:
+        self._placed, self._times = placed, times
+        self._open = ExitStack()
+        self._runner: ModelRunner | None = None
+        self._sampler: Sampler | None = None
+        self._before, self._buffers = DeviceMemory(), 0
+        self.warm: frozenset[Hashable] = frozenset()
+        """Which kernels need no warm-up any more, as `PlannedGraphs.warmed_with` tells them apart."""
+
+    def __enter__(self) -> Rehearsal:
+        device = self._placed.config.device
+        if self._is_on_gpu:
+            with self._times.phase("compile"):
+                gc.collect()  # what goes meanwhile would make the buffers look smaller
+                self._before = DeviceMemory.now(device)
+                self._make_steps()
+                compilation = self._open.enter_context(Compilation(device))
+                with compilation.collecting():
+                    self._try_out()
+                compilation.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._times.phase("compile") if self._runner else nullcontext():
+            self._open.__exit__(kind, error, trace)
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._placed.config.device.type == "cuda"
+
+    def _make_steps(self) -> None:
+        placed, config = self._placed, self._placed.config
+        kv = KVCache(kv_shape(placed.model, config), 2, config.device)
         before = DeviceMemory.now(config.device)
-        draft = draft_parts(loaded.draft, kv.num_pages, config, from_torch)
-        runner = ModelRunner(
-            loaded.model, kv, loaded.attention, config, adapters=loaded.adapters, draft=draft
+        draft = draft_parts(placed.draft, kv.num_pages, config, from_torch)
+        self._runner = ModelRunner(
+            placed.model, kv, placed.attention, config, adapters=placed.adapters, draft=draft
         )
-        sampler = Sampler(runner) if loaded.model.config.has_lm_head else None
-        buffers = DeviceMemory.now(config.device).less(before).allocated
-        _compile(runner, sampler)
-    if config.config.num_pages is not None:
-        return MemoryPlan(buffers)
-    with times.phase("rehearse"):
-        # The engine will make these buffers again, behind its KV cache.
-        return replace(_trial_capture(runner, sampler), buffers=buffers)
+        self._sampler = Sampler(self._runner) if placed.model.config.has_lm_head else None
+        self._buffers = DeviceMemory.now(config.device).less(before).allocated
+
+    def _try_out(self) -> None:
+        """Run what launches each kernel."""
+        runner, done, warm = self._runner, set(), set()
+        assert runner is not None
+        with runner.graphs.backend.stream():
+            _start_libraries(runner)
+        with runner.model.one_layer_of_each_kind():
+            if self._sampler is not None:
+                self._sampler.try_out()  # has the kernel that takes longest to compile
+            for key in runner.graphs.keys:
+                kernels = runner.planned.kernels_of(key)
+                if kernels not in done:
+                    done.add(kernels)
+                    warm.add(runner.planned.warmed_with(key))
+                    runner.graphs.try_out(key)
+            if runner.speculation is not None:
+                runner.speculation.try_out()
+        self.warm = frozenset(warm)
+
+    def plan(self) -> MemoryPlan:
+        """What graphs and buffers will take; nothing but compiled kernels is left of all this."""
+        if self._runner is None:
+            return MemoryPlan()
+        plan = MemoryPlan(self._buffers)
+        with self._times.phase("rehearse"):
+            if self._placed.config.config.num_pages is None:
+                # The engine will make these buffers again, behind its KV cache.
+                self._runner.graphs.take_as_warm(self.warm)
+                plan = replace(_trial_capture(self._runner, self._sampler), buffers=self._buffers)
+            # A runner and its graphs know each other, and what they hold must be gone before anything is
+            # sized.
+            self._runner = self._sampler = None
+            gc.collect()
+            torch.cuda.empty_cache()
+        kept = DeviceMemory.now(self._placed.config.device).less(self._before)
+        return replace(plan, workspace=max(0, kept.allocated))
 
 
-def _compile(runner: ModelRunner, sampler: Sampler | None) -> None:
-    done = set()
-    with compiling_only(runner.lengths.device), runner.model.one_layer_of_each_kind():
-        for key in runner.graphs.keys:
-            kernels = runner.planned.kernels_of(key)
-            if kernels not in done:
-                done.add(kernels)
-                runner.graphs.try_out(key)
-        if sampler is not None:
-            sampler.try_out()
-        if runner.speculation is not None:
-            runner.speculation.try_out()
+def _start_libraries(runner: ModelRunner) -> None:
+    """What torch and cuBLAS do when they first run takes a quarter of a second, as steps would find out.
+
+    It needs no Triton, which is getting ready meanwhile.
+    """
+    ids = torch.zeros(64, dtype=torch.int64, device=runner.lengths.device)
+    rows = runner.rows["lengths"].index_select(0, torch.where(ids < 0, ids + 1, ids))
+    torch.zeros_like(rows).index_copy_(0, ids, rows.to(torch.int32) * (rows != 0))
+    weight = runner.model.embed_tokens.weight
+    functional.linear(functional.embedding(ids, weight), weight[: len(ids)])
 
 
 def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:

@@ -26,6 +26,12 @@ class LayerAttention:
         self.lengths: HostLengths | None = None
         """Of the step, where attention runs outside of graphs; None: it is inside of one."""
 
+    def prepare(self) -> None:
+        """Make what graphs need and cannot make themselves."""
+        if self._backend.keep_beside is not None:
+            for layer in range(self._model.num_layers):
+                self._backend.keep_beside(self._kv.layer(layer)[0])
+
     def over(self, batch: AttentionBatch) -> Attend:
         """That of one step."""
         heads = functools.partial(self._heads, batch)

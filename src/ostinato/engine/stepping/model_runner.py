@@ -204,6 +204,7 @@ class ModelRunner:
     ) -> Report:
         """Capture all graphs, or those of these keys; weights and KV cache must be in place."""
         self.rows.capture()
+        self._layers.prepare()
         report = self.graphs.capture(keys, progress=progress)
         for graph in self.graphs.graphs.values():
             times.add("capture decode" if graph.descriptor.is_uniform else "capture prefill", graph.seconds)

@@ -69,11 +69,12 @@ class _FrozenGc:
         self._holders = 0
         self._was_enabled = self._ours = False
 
-    def freeze(self) -> None:
+    def freeze(self, *, collects: bool) -> None:
         with self._lock:
             if self._holders == 0:
                 self._was_enabled = gc.isenabled()
-                gc.collect()
+                if collects:
+                    gc.collect()
                 gc.disable()
                 self._ours = gc.get_freeze_count() <= _ALWAYS_FROZEN
                 if self._ours:
@@ -94,17 +95,18 @@ _frozen_gc = _FrozenGc()
 
 
 @contextmanager
-def frozen_gc(enabled: bool = True) -> Iterator[None]:
+def frozen_gc(enabled: bool = True, *, collects: bool = True) -> Iterator[None]:
     """A context that collects garbage once, then keeps the collector from running or scanning old objects.
 
     A collection during a capture is slow and may free device memory that a graph still uses. A `gc.freeze()`
     of the user's stays in place, because unfreezing would undo it. Nested uses, also in other threads, have
-    no effect.
+    no effect. Without `collects` what is garbage already stays until later: where nothing of it can hold
+    memory of the device.
     """
     if not enabled:
         yield
         return
-    _frozen_gc.freeze()
+    _frozen_gc.freeze(collects=collects)
     try:
         yield
     finally:

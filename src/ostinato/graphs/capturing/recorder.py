@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -85,6 +85,10 @@ class StepRecorder:
         """The ops that warm-ups were seen to run since last asked."""
         works, self._works = self._works, {}
         return works
+
+    def take_as_warm(self, kernels: Iterable[Hashable]) -> None:
+        """Steps that run these need no warm-up."""
+        self._warm.update(kernels)
 
     def warm_up(self, keys: Sequence[GraphKey]) -> None:
         """Where captures give the memory of their warm-ups back: those of all that is about to be captured.

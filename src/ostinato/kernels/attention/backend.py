@@ -126,6 +126,10 @@ class AttentionBackend:
     most_places: MostPlaces | None = None
     """Where it pays to say of a step that `equal_places` are its; None: nowhere."""
 
+    keep_beside: Callable[[Tensor], object] | None = None
+    """`keep_beside(k_cache)`: make what kernels keep beside a layer's keys, which no capture can; None:
+    nothing."""
+
     reads_prefix_once: bool = False
     """Whether `attend_qkv`, or `attend` where there is none, makes use of `AttentionBatch.prefix_lens`."""
 
@@ -175,5 +179,6 @@ def _triton(device: torch.device) -> AttentionBackend:
         attend_qkv=gpu_ops.attend_qkv,
         store_qkv=gpu_ops.store_qkv,
         most_places=gpu_ops.most_places,
+        keep_beside=gpu_ops.keep_beside,
         reads_prefix_once=True,
     )

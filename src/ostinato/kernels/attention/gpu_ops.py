@@ -17,6 +17,7 @@ interpreter (TRITON_INTERPRET=1 before Python starts) runs all of it without a G
 import torch
 from torch import Tensor
 
+from ..cuda.compiled import is_supported
 from ..custom_op import custom_op
 from ..dependent_launch import INTERPRETED
 from ..linear.products import joined
@@ -24,9 +25,15 @@ from . import cuda_decode, cuda_queries, triton_decode, triton_heads, triton_que
 from .batch import AttentionBatch, HostLengths
 from .heads import HeadPreparation
 
-__all__ = ["INTERPRETED", "attend", "attend_eager", "attend_qkv", "most_places", "store_qkv"]
+__all__ = ["INTERPRETED", "attend", "attend_eager", "attend_qkv", "keep_beside", "most_places", "store_qkv"]
 
 most_places = cuda_decode.most_queries
+
+
+def keep_beside(k_cache: Tensor) -> None:
+    """Make what kernels in CUDA C++ keep beside these keys."""
+    if is_supported(k_cache.device):
+        cuda_decode.counters_of(k_cache)
 
 
 @custom_op("attend_tokens", mutates_args=("k_cache", "v_cache"))

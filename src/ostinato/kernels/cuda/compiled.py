@@ -199,16 +199,21 @@ def is_compiling_only() -> bool:
 
 
 @contextmanager
-def compiling_only(device: torch.device) -> Iterator[Mapping[CudaKernel, Any]]:
-    """Nothing that this thread launches inside runs; leaving compiles what is new and loads it, all at once.
+def compiling_only() -> Iterator[Mapping[CudaKernel, tuple[int, int]]]:
+    """Nothing that this thread launches inside runs.
 
-    New kernels that were asked for so far are the keys of what is returned.
+    New kernels that were asked for are the keys of what is returned; the values are for `load_all`.
     """
-    _of_thread.postponed = {}
+    postponed: dict[CudaKernel, tuple[int, int]] = {}
+    _of_thread.postponed = postponed
     try:
-        yield _of_thread.postponed
+        yield postponed
     finally:
-        kernels, _of_thread.postponed = _of_thread.postponed, None
+        _of_thread.postponed = None
+
+
+def load_all(kernels: Mapping[CudaKernel, tuple[int, int]], device: torch.device) -> None:
+    """Compile kernels that were asked for, unless they are on disk, and load them, all at once."""
     if not kernels:
         return
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -29,6 +29,14 @@ def choose(shape: MatrixShape, num_tokens: int, dtype: torch.dtype, device: torc
     return _found(*shape, num_tokens, dtype, device)
 
 
+def choose_for(
+    matrix: torch.Tensor, gated: bool, num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> Tile:
+    """The same for a weight [rows, columns], both halves of a gated one in it: asked by every launch."""
+    rows, columns = matrix.shape
+    return _found(rows // 2 if gated else rows, columns, gated, num_tokens, dtype, device)
+
+
 @cache
 def _found(
     out_features: int,

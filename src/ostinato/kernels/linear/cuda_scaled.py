@@ -5,9 +5,9 @@ from torch import Tensor
 from ..custom_op import custom_op
 from ..lora.deltas import Operands, Shrunk
 from ..squares import room_for_scaled
-from .choice import choose
+from .choice import choose_for
 from .cuda_wide import launch_wide
-from .tiles import WideTile, shape_of
+from .tiles import WideTile
 
 
 @custom_op("project_scaled")
@@ -155,6 +155,6 @@ def _results(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
 
 
 def _tile(x: Tensor, weight: Tensor, gated: bool) -> WideTile:
-    tile = choose(shape_of(weight, gated), x.size(0), x.dtype, x.device)
+    tile = choose_for(weight, gated, x.size(0), x.dtype, x.device)
     assert isinstance(tile, WideTile), tile
     return tile

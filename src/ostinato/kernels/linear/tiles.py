@@ -7,8 +7,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
 MOST_REGISTERS = 255
 """Of a thread."""
 MOST_SHARED_BYTES = 227 << 10
@@ -41,11 +39,6 @@ class MatrixShape(NamedTuple):
     out_features: int
     in_features: int
     gated: bool = False
-
-
-def shape_of(weight: Tensor, gated: bool) -> MatrixShape:
-    """Of a weight [rows, columns]; both halves of a gated one lie in it, one below the other."""
-    return MatrixShape(weight.size(0) // (2 if gated else 1), weight.size(1), gated)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from ..custom_op import custom_op
 from ..host_sizes import cdiv
 from ..lora.deltas import Operands, Shrunk
 from ..on_chip_memory import prefer_l1
-from .choice import choose
+from .choice import choose_for
 from .tiles import (
     UNFUSED,
     CudaGemvTile,
@@ -18,7 +18,6 @@ from .tiles import (
     StreamedTile,
     Tile,
     WideTile,
-    shape_of,
 )
 from .triton_gemv import _gemv
 from .triton_skinny import _skinny
@@ -179,7 +178,7 @@ def _(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _choice(x: Tensor, weight: Tensor, *, gated: bool) -> Tile:
-    return choose(shape_of(weight, gated), x.size(0), x.dtype, x.device)
+    return choose_for(weight, gated, x.size(0), x.dtype, x.device)
 
 
 def _unfused_tile(x: Tensor, weight: Tensor, gated: bool) -> SkinnyTile | WideTile:

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from .choice import choose
-from .tiles import Library, Tile, shape_of
+from .choice import choose_for
+from .tiles import Library, Tile
 
 ShardDim = Literal[0, 1] | None
 """Which dimension tensor parallelism splits: 0 by output, 1 by input, None not at all."""
@@ -47,4 +47,4 @@ def plain(weight: Weight, taker: str) -> Tensor:
 def tile_for(x: Tensor, weight: Weight, *, gated: bool) -> Tile:
     """What runs the product of rows x with a weight; on a CPU the library."""
     matrix = plain(weight, "the kernel table")
-    return choose(shape_of(matrix, gated), x.size(0), x.dtype, x.device) if x.is_cuda else Library()
+    return choose_for(matrix, gated, x.size(0), x.dtype, x.device) if x.is_cuda else Library()
