@@ -104,7 +104,8 @@ def advance(scheduler, loss):
 def assert_like_eager(
     device, optimizer, scheduler=None, *, accumulate=1, made_late=False, options=None, **settings
 ):
-    """In doubles, where kinds of an optimizer differ by the rounding of rates and counts only."""
+    """In doubles, where rates and counts that are rounded to float32 would show. (On a GPU, fused kernels
+    take rates in no other type.)"""
     ours, theirs = twins(make_model(device).double())
     mine, other = optimizer(ours), optimizer(theirs)
     batches = make_batches(device, [8] * STEPS * accumulate)
@@ -121,7 +122,12 @@ def assert_like_eager(
             advance(beside, expected[-1])
         if made_late and number == 1:
             followed, beside = scheduler(mine), scheduler(other)
-    assert found == pytest.approx(expected, rel=1e-4)
+    is_on_gpu = device.type == "cuda"
+    assert found == pytest.approx(expected, rel=1e-4 if is_on_gpu else 1e-6)
+    pairs = [*zip(ours.parameters(), theirs.parameters(), strict=True)]
+    difference = max(float((one - other).norm() / other.norm()) for one, other in pairs)
+    keeps_float32 = type(mine).__name__ in ("NAdam", "RAdam", "ASGD")  # also where it is eager
+    assert difference < (1e-4 if is_on_gpu else 1e-7 if keeps_float32 else 1e-9)
     assert step.report().eager_steps == {"first-call": accumulate}
     assert replays(step) >= (STEPS - 1) * accumulate - 1
     return step, mine
@@ -135,7 +141,7 @@ def some(table, quick):
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in table]
 
 
-@pytest.mark.parametrize("name", some(OPTIMIZERS, ["Muon"]))
+@pytest.mark.parametrize("name", some(OPTIMIZERS, ["Muon", "RMSprop"]))
 def test_every_optimizer_of_torch(device, name, caplog):
     step, _ = assert_like_eager(device, OPTIMIZERS[name])
     assert (BEHIND in caplog.text) == (name in BEHIND_IT)
@@ -340,7 +346,8 @@ def test_an_attribute_that_an_optimizer_reads_may_change(device, caplog):
         mine.drag = other.drag = 0.5 if number >= 3 else 0.0
         found.append(step(*batch).item())
         expected += train_eagerly(theirs, other, [batch])
-    assert found == pytest.approx(expected, rel=1e-6)
+    is_on_gpu = device.type == "cuda"
+    assert found == pytest.approx(expected, rel=1e-4 if is_on_gpu else 1e-6)
     assert "drag in its groups moved" in caplog.text
 
 
@@ -357,7 +364,8 @@ def test_a_learning_rate_that_is_a_tensor_may_be_written(device):
         expected += train_eagerly(theirs, other, [batch])
         for rate in rates:
             rate.mul_(0.5)
-    assert found == pytest.approx(expected, rel=1e-6)
+    is_on_gpu = device.type == "cuda"
+    assert found == pytest.approx(expected, rel=1e-4 if is_on_gpu else 1e-6)
     assert mine.param_groups[0]["lr"].item() == pytest.approx(0.02 / 2**5)
     assert step.report().eager_steps == {"first-call": 1}
 
@@ -412,7 +420,8 @@ def test_a_number_that_moved_for_good_is_captured_anew_when_asked(device, caplog
             step.capture(*batch)
         found.append(step(*batch).item())
         expected += train_eagerly(theirs, other, [batch])
-    assert found == pytest.approx(expected, rel=1e-6)
+    is_on_gpu = device.type == "cuda"
+    assert found == pytest.approx(expected, rel=1e-4 if is_on_gpu else 1e-6)
     assert "weight_decay in its groups moved" in caplog.text
     assert kinds(step) == {"update"}
     assert replays(step) == 2

@@ -23,7 +23,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakMethod, finalize
 
@@ -66,8 +66,7 @@ class StaticOptimizer:
         self._device = device
         self._users = UserFlags.of(optimizer)
         self._is_fused = _can_be_fused(optimizer, self._users)
-        rate_type = torch.float64 if self._is_fused and device.type == "cpu" else torch.float32
-        self._rates = Rates(optimizer, self._users, rate_type, device)
+        self._rates = Rates(optimizer, self._users, self._rate_type, device)
         self.has_stepped = False
         """Whether the state that the optimizer makes in its first step is there."""
         self.moves_parameters = False
@@ -95,6 +94,31 @@ class StaticOptimizer:
     def wrapped(self) -> torch.optim.Optimizer:
         """The user's."""
         return self._optimizer
+
+    @property
+    def _rate_type(self) -> torch.dtype:
+        """Of rates on the device: fused kernels take one type only."""
+        if self._is_fused:
+            return torch.float64 if self._device.type == "cpu" else torch.float32
+        return self._count_type
+
+    @property
+    def _count_type(self) -> torch.dtype:
+        """Of counts of steps on the device. Eager optimizers compute with them, and with rates, in float64
+        in Python, which shows where parameters are in float64."""
+        are_double = not self._is_fused and all(each.dtype is torch.float64 for each in self.parameters)
+        return torch.float64 if are_double else torch.float32
+
+    @contextmanager
+    def _counts_begin(self) -> Iterator[None]:
+        """In which an optimizer of torch makes its counts: in float64 if that is the default type."""
+        before = torch.get_default_dtype()
+        if self._is_static and self._count_type is torch.float64:
+            torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -206,7 +230,7 @@ class StaticOptimizer:
                 state = self._optimizer.state.get(parameter, {})
                 step = state.get("step")
                 if isinstance(step, torch.Tensor) and group.get("capturable"):
-                    state["step"] = step.to(parameter.device, torch.float32)
+                    state["step"] = step.to(parameter.device, self._count_type)
         # It would say that a capturable optimizer runs outside a graph.
         self._optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
 
@@ -230,7 +254,7 @@ class StaticOptimizer:
                 backend = backend_for(self._device)
                 backend.release_unused()
                 addresses = [p.data_ptr() for p in self.parameters]
-                with backend.stream():  # see Note [Memory that stays]
+                with backend.stream(), self._counts_begin():  # see Note [Memory that stays]
                     self._step()
                 self.moves_parameters = addresses != [p.data_ptr() for p in self.parameters]
                 self.has_stepped = True
@@ -258,7 +282,11 @@ class StaticOptimizer:
             self._refuse_what_a_graph_cannot_keep(before)
 
     def _step(self) -> None:
-        with _capturable_on_a_cpu(self._device, fused=self._is_fused), torch.no_grad():
+        is_capturable = self._is_static and not self._is_fused
+        with (
+            torch.no_grad(),
+            _capturable_on_a_cpu() if is_capturable and self._device.type == "cpu" else nullcontext(),
+        ):
             self._optimizer.step()
 
     def changing(self) -> list[torch.Tensor]:
@@ -394,11 +422,8 @@ _patching = threading.RLock()
 
 
 @contextmanager
-def _capturable_on_a_cpu(device: torch.device, *, fused: bool) -> Iterator[None]:
+def _capturable_on_a_cpu() -> Iterator[None]:
     """Capturable optimizers work on any device, and refuse a CPU unless they believe to be compiled."""
-    if device.type != "cpu" or fused:
-        yield
-        return
     compiler: Any = torch.compiler
     with _patching:
         plain, compiler.is_compiling = compiler.is_compiling, lambda: True
