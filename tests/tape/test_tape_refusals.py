@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 from tape_recording import record
+from torch._subclasses import FakeTensorMode
 
 from ostinato.graphs.backends.tape import TapeBackend
+from ostinato.graphs.checking.obstacles import ObstacleWatch
 from ostinato.graphs.errors import CaptureError
+from ostinato.graphs.forbidden import forbidden_op
 from ostinato.graphs.options import CaptureOptions
 
 X = torch.arange(6.0).view(2, 3)
@@ -74,6 +77,41 @@ def test_refused_at_the_users_line(name):
     assert re.search(r"(use|return|make|keep|read|pass|give|do it) ", str(caught.value)), "no advice given"
 
 
+@pytest.fixture
+def as_before():
+    """Puts back what steps that are not refused change."""
+    x, outside = X.clone(), OUTSIDE.clone()
+    yield
+    X.copy_(x)
+    OUTSIDE.set_(outside)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_watch_that_refuses_nothing_says_the_same(name, as_before, capsys):
+    step = REFUSED[name]
+    with pytest.raises(CaptureError) as refused:
+        record(step)
+    with torch.no_grad(), ObstacleWatch() as watch:
+        step()
+    [found] = watch.obstacles
+    assert str(refused.value) == f"{found.what} cannot be captured: it {found.why} (at {found.where})"
+    assert found.times == 1
+
+
+def test_a_watch_lists_lines_of_the_backward_pass_and_goes_on():
+    x = torch.ones(3, requires_grad=True)
+    seen = []
+    x.register_hook(lambda grad: seen.append(grad.sum().item()))  # this line
+    with ObstacleWatch() as watch:
+        (x * 2).sum().backward()
+        seen.append(x.grad.max().item())  # and this one
+    assert seen == [6.0, 2.0]
+    assert [found.where.rpartition("# ")[2] for found in watch.obstacles] == ["this line", "and this one"]
+    assert str(watch).startswith("2 obstacles in ")
+    assert all(str(found) in str(watch) for found in watch.obstacles)
+
+
 def test_a_refusal_in_the_backward_pass_names_the_line():
     x = torch.ones(3, requires_grad=True)
 
@@ -116,7 +154,9 @@ def marked(x):
 @pytest.mark.parametrize("name", ALLOWED)
 def test_legal_under_capture(name):
     step = ALLOWED[name]
-    expected = step()
+    with ObstacleWatch() as watch:
+        expected = step()
+    assert watch.obstacles == ()
     got = record(step).replay()
     assert got is expected is None or torch.equal(got, expected)
 
@@ -186,3 +226,32 @@ def test_recording_leaves_outside_state_alone():
     record(step)
     after = (*layer.state_dict().values(), cache, counter, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class NothingSeen:
+    """A watcher at the beginning of a step."""
+
+    def is_known(self, tensor):
+        return False
+
+    def is_inside(self, tensor):
+        return False
+
+
+def test_copies_between_host_and_device_are_forbidden():
+    """Seen on machines with a GPU only: here a fake tensor stands for one there."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        there, here = torch.empty(2, device="cuda"), torch.empty(2)
+
+        def crossing(func, *args, **kwargs):
+            found = forbidden_op(func, args, kwargs, NothingSeen())
+            return found and found.what
+
+        copy, to = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+        assert crossing(copy, here, there) == crossing(to, there, device=torch.device("cpu"))
+        assert crossing(copy, here, there) == "a copy to the host"
+        assert crossing(copy, there, here) == crossing(to, here, device=torch.device("cuda:0"))
+        assert crossing(copy, there, here) == "a copy from the host"
+        assert crossing(copy, there, there) is crossing(copy, here, here) is None
+        assert crossing(to, there, dtype=torch.int32) is None
+        assert crossing(to, here, device=torch.device("meta")) is None

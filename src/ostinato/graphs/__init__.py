@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # isort: off
     from .capturing.pool import GraphPool as GraphPool
     from .capturing.segments import SegmentedGraph as SegmentedGraph, eager_boundary as eager_boundary
     from .checking.addresses import AddressBook as AddressBook
+    from .checking.obstacles import Obstacle as Obstacle, ObstacleWatch as ObstacleWatch
     from .checking.verify import Verification as Verification, verify as verify
     from .current_stream import CurrentStream as CurrentStream
     from .dispatching.descriptor import BatchDescriptor as BatchDescriptor, BatchShape as BatchShape
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # isort: off
     from .training.callables import make_graphed_callables as make_graphed_callables
     from .training.graphed_train_step import graphed_train_step as graphed_train_step
     from .training.step import TrainStep as TrainStep
+    from .wrapping.doctor import Diagnosis as Diagnosis
     from .wrapping.graphed import graphed as graphed
 
 _PUBLIC = {
@@ -48,6 +50,7 @@ _PUBLIC = {
     "capturing.pool": "GraphPool",
     "capturing.segments": "SegmentedGraph eager_boundary",
     "checking.addresses": "AddressBook",
+    "checking.obstacles": "Obstacle ObstacleWatch",
     "checking.verify": "Verification verify",
     "current_stream": "CurrentStream",
     "dispatching.descriptor": "BatchDescriptor BatchShape",
@@ -64,6 +67,7 @@ _PUBLIC = {
     "training.callables": "make_graphed_callables",
     "training.graphed_train_step": "graphed_train_step",
     "training.step": "TrainStep",
+    "wrapping.doctor": "Diagnosis",
     "wrapping.graphed": "graphed",
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names.split()}

@@ -1,1 +1,1 @@
-"""Tools that look at the runtime from outside: benchmarks now; profile, inspect and doctor later."""
+"""Tools that look at engine and runtime from outside: benchmarks, the choice of kernels, a demonstration."""

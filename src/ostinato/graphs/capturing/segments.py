@@ -18,8 +18,9 @@ writes into the result does not write into the boundary's own memory.
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -180,7 +181,6 @@ class BoundaryCapture:
 
     @property
     def breaks(self) -> bool:
-        """Whether a marked function met now interrupts the recording."""
         return self._piecewise and not self._inside
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,11 +230,32 @@ class BoundaryCapture:
         return SegmentedGraph(steps)
 
 
+class AtBoundaries(Protocol):
+    """Decides what happens when the step reaches a marked function."""
+
+    @property
+    def breaks(self) -> bool:
+        """Whether a marked function met now goes through `call`."""
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function in a special way."""
+
+
 class _Active(threading.local):
-    capture: BoundaryCapture | None = None
+    capture: AtBoundaries | None = None
 
 
 _active = _Active()
+
+
+@contextmanager
+def eager_calls_by(at_boundaries: AtBoundaries) -> Iterator[None]:
+    """A context in which this thread's calls of marked functions go through the given object."""
+    before, _active.capture = _active.capture, at_boundaries
+    try:
+        yield
+    finally:
+        _active.capture = before
 
 
 def eager_boundary(function: Callable[P, R]) -> Callable[P, R]:

@@ -9,7 +9,7 @@ from ..dispatching.mode import GraphMode
 from ..errors import ConfigError
 from ..inputs.fields import Scalar
 from ..options import CaptureOptions
-from .graphed_call import Settings
+from .entry import Settings
 from .wrappers import wrap
 
 

@@ -3,9 +3,8 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,17 @@ from ..checking.verify import Verification
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.dispatch import Dispatcher, Reason
 from ..dispatching.keys import GraphKey
-from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import decided_step_mode, step_mode
 from ..errors import BatchError, CaptureError, ConfigError, VerifyError
 from ..inputs.buffers import Batch, InputBuffers
-from ..inputs.fields import Scalar
 from ..journal import writing_inference_tensors
-from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors
 from .assigned import Assigned
+from .doctor import Diagnosis, diagnose
+from .entry import Entry, Settings
 from .first_run import FirstRun
 from .no_gradients import differentiated, refusing_backward
 from .reached import Reached
@@ -38,39 +36,7 @@ from .transforms import inside_transform
 logger = logging.getLogger("ostinato.graphs")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a wrapper and of its copies; see `graphed`."""
-
-    ladder: Ladder
-    batch_dim: int
-    mode: GraphMode
-    shared: Sequence[str]
-    pads: Mapping[str, Scalar]
-    options: CaptureOptions
-    compile_up_to: int
-    threads: bool
-    debug: bool
-
-
 _MOST_EQUAL_CHANGES = 8
-
-
-@dataclass
-class _Entry:
-    """The graphs of one call signature, and the surroundings they were captured in."""
-
-    signature: Signature
-    runner: CudaGraphRunner
-    batch: Batch
-    """Representative inputs."""
-    first: FirstRun
-    reached: Reached
-    surroundings: tuple[Any, ...]
-    is_standing: Callable[[], bool]
-    """Whether everything in `reached` is certainly unchanged; if not, each part must be checked."""
-    num_equal_changes: int = 0
-    """How often that was written anew. It takes longer than checking each part once."""
 
 
 class GraphedCall:
@@ -86,7 +52,7 @@ class GraphedCall:
         self.attributes_changed = False
         """Whether an attribute was set through the wrapper since the capture."""
         self._pool = pool
-        self._entries: list[_Entry] = []
+        self._entries: list[Entry] = []
         self._shares_results = pool or self
         self.owner: threading.Thread | None = None
         """The owner of the results that a call overwrites."""
@@ -170,7 +136,7 @@ class GraphedCall:
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Run the function once. Returns whether that was the call, because it cannot be undone, and its
         result."""
-        signature, batch = self._signature(args, kwargs)
+        signature, batch = self.signature_of(args, kwargs)
         if signature.opaque is not None:
             self._warn_once(signature.opaque, signature.opaque)
             return True, self._eagerly(Reason.OPAQUE_ARGUMENT, args, kwargs)
@@ -183,12 +149,16 @@ class GraphedCall:
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one; further signatures can be added the same way."""
-        signature, batch = self._signature(args, kwargs)
+        signature, batch = self.signature_of(args, kwargs)
         if signature.opaque is not None:
             raise BatchError(f"{signature.opaque}: pass tensors or numbers")
         with turn:
             self._capture(signature, batch)
         return self.report()
+
+    def doctor(self, *args: Any, **kwargs: Any) -> Diagnosis:
+        """Say what keeps a call like this one from graphs: every line and cause. Nothing of it stays."""
+        return diagnose(GraphedCall(self.function, self.settings.for_trial()), args, kwargs)
 
     def recapture(self) -> Report:
         """Capture everything again, in the present state."""
@@ -235,9 +205,8 @@ class GraphedCall:
         """All captured graphs."""
         return [graph for entry in self._entries for graph in entry.runner.graphs.values()]
 
-    # -- internals ---------------------------------------------------------------------------------
-
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Batch]:
+    def signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Batch]:
+        """The signature of a call, and its tensors; none if the signature is opaque."""
         settings = self.settings
         signature = Signature.of(
             self.function,
@@ -254,6 +223,17 @@ class GraphedCall:
             raise BatchError("the shapes of the arguments do not fit together")
         return signature, found[0]
 
+    def device_of(self, batch: Batch) -> torch.device:
+        """Where graphs for a call with these tensors run."""
+        if self._pool is not None:
+            return self._pool.device
+        devices = [tensor.device for tensor in batch.values()]
+        if isinstance(self.function, torch.nn.Module):
+            devices += [parameter.device for parameter in self.function.parameters()]
+        return next((device for device in devices if device.type != "cpu"), devices[0])
+
+    # -- internals ---------------------------------------------------------------------------------
+
     def _warn_once(self, about: str, text: str) -> None:
         if about not in self._warned_of:
             self._warned_of.add(about)
@@ -261,20 +241,20 @@ class GraphedCall:
 
     def _unlike_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         try:
-            signature, _ = self._signature(args, kwargs)
+            signature, _ = self.signature_of(args, kwargs)
         except (BatchError, ConfigError) as error:
             return str(error)
         what = self._entries[-1].signature.difference(signature)
         return f"{what}; call capture() with such arguments to serve them from graphs as well"
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch, BatchShape] | None:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Batch, BatchShape] | None:
         for entry in self._entries:
             matched = entry.signature.batch_of(args, kwargs)
             if matched is not None:
                 return entry, *matched
         return None
 
-    def _why_not(self, entry: _Entry, is_standing: bool) -> Reason | None:
+    def _why_not(self, entry: Entry, is_standing: bool) -> Reason | None:
         """Why the present state rules out the graphs of a call's signature; None if it does not."""
         if _autocast(entry.runner.pool.device) != entry.surroundings[0]:
             return Reason.AUTOCAST_CHANGED
@@ -288,7 +268,7 @@ class GraphedCall:
         has_changed = bool(_others(entry.reached)) and entry.reached.is_unchanged()
         return Reason.ATTRIBUTE_CHANGED if has_changed else None
 
-    def _warn_of(self, reason: Reason, entry: _Entry) -> None:
+    def _warn_of(self, reason: Reason, entry: Entry) -> None:
         names = _others(entry.reached) if reason is Reason.ATTRIBUTE_CHANGED else []
         which = f": {', '.join(names[:5])}" if names else ""
         self._warn_once(reason, f"{reason} since the capture{which}: set it back, or call recapture()")
@@ -309,7 +289,7 @@ class GraphedCall:
             return self.function(*args, **kwargs)
 
     def _capture(self, signature: Signature, batch: Batch, *, may_stay: bool = False) -> FirstRun:
-        device, options = self._device(batch), self.settings.options
+        device, options = self.device_of(batch), self.settings.options
         first = FirstRun(self.function, signature, batch, device, options.generators, may_stay=may_stay)
         self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
         before = Reached(self.function, *signature.functions)
@@ -346,7 +326,7 @@ class GraphedCall:
         kept = {name: tensor.detach().clone() for name, tensor in batch.items()}
         surroundings = _autocast(runner.pool.device), reached.training()
         standing = reached.standing(of_wrapper=True)
-        self._entries.append(_Entry(signature, runner, kept, first, reached, surroundings, standing))
+        self._entries.append(Entry(signature, runner, kept, first, reached, surroundings, standing))
         self.attributes_changed = False
         return first
 
@@ -393,14 +373,6 @@ class GraphedCall:
         )
         runner.eager_steps = self.eager_steps
         return runner
-
-    def _device(self, batch: Batch) -> torch.device:
-        if self._pool is not None:
-            return self._pool.device
-        devices = [tensor.device for tensor in batch.values()]
-        if isinstance(self.function, torch.nn.Module):
-            devices += [parameter.device for parameter in self.function.parameters()]
-        return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
 def _others(reached: Reached) -> list[str]:

@@ -19,7 +19,9 @@ from ..capturing.pool import GraphPool
 from ..checking.verify import Verification
 from ..report import Report
 from ..trimming import same_constant
-from .graphed_call import GraphedCall, Settings
+from .doctor import Diagnosis
+from .entry import Settings
+from .graphed_call import GraphedCall
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -40,6 +42,10 @@ class _GraphControls:
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one, ahead of the first call."""
         return self.graph_call.capture(*args, **kwargs)
+
+    def doctor(self, *args: Any, **kwargs: Any) -> Diagnosis:
+        """Say what keeps calls like this one from graphs: every line and cause. Leaves nothing behind."""
+        return self.graph_call.doctor(*args, **kwargs)
 
     def recapture(self) -> Report:
         """Capture again in the present state: moved weights, train() or eval(), autocast."""

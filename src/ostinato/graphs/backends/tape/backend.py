@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...blame import calling_line
+from ...capture_queries import answering_capture_queries
 from ...errors import CaptureError
 from ...journal import SavedWrites
 from ...memory import is_foreign
@@ -17,7 +18,7 @@ from .arena import Layout, TapeMemory
 from .calls import calling_again
 from .program import Emitter, describe
 from .recorder import Recorder
-from .refusals import RefusalMode, answering_capture_queries
+from .refusals import RefusalMode
 from .storages import TensorSpec
 
 

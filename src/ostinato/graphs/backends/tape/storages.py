@@ -73,6 +73,9 @@ class StorageTable:
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         return None if number is None else self.records[number]
 
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        return self.known(tensor) is not None
+
     def is_inside(self, tensor: torch.Tensor) -> bool:
         record = self.known(tensor)
         return record is not None and record.inside

@@ -1,0 +1,179 @@
+"""What a CUDA graph capture forbids: which calls, why, and what to write instead.
+
+A dispatch mode sees ATen calls (`forbidden_op`). On a CPU some host reads make none (`tolist`, `numpy`,
+printing); a function mode sees those (`forbidden_function`). A recording on the tape refuses the first such
+call; the doctor lists all of them.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .memory import tensors_of
+
+aten = torch.ops.aten
+
+_READ = (
+    "reads a tensor's value into Python, which would wait for the device: keep the value in a tensor "
+    "(torch.where, masking) or read it after the replay"
+)
+_COPY_OUT = (
+    "copies a tensor to host memory: return the tensor from the step and copy it after the replay, or copy "
+    "into a buffer made before the capture"
+)
+_COPY_IN = (
+    "copies host memory to the device: make the tensor there (torch.arange, torch.full), before the step, or "
+    "pass it as an argument"
+)
+_PRINT = (
+    "prints a tensor, which reads its values: return it and print it after the replay, or print its shape"
+)
+_HOST_DATA = (
+    "creates a tensor from Python or NumPy data, which copies from host memory: create it before the capture "
+    "and let the step read it, or build it on the device (torch.arange, torch.full)"
+)
+
+_REFUSED_FUNCTIONS = {
+    getattr(torch.Tensor, name): why
+    for why, names in {
+        _READ: "item tolist __bool__ __int__ __float__ __complex__ __index__ __contains__",
+        _COPY_OUT: "numpy __array__ cpu",
+        _PRINT: "__repr__ __format__",
+    }.items()
+    for name in names.split()
+}
+
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
+_ONE_HOT = torch._C._nn.one_hot
+WATCHED_FUNCTIONS = frozenset({*_REFUSED_FUNCTIONS, *_SPLITS, _ONE_HOT})
+"""Functions that `forbidden_function` has to see."""
+
+_FOR_PYTHON = "returns the comparison of values to Python: use"
+_DYNAMIC = "has a result whose shape depends on values:"
+_REFUSED_OPS: dict[str, str] = {
+    "aten::_local_scalar_dense": _READ,
+    "aten::item": _READ,
+    "aten::is_nonzero": _READ,
+    "aten::_linalg_check_errors": "checks every row for errors, including padding: use the variant that "
+    "returns them (torch.linalg.inv_ex, cholesky_ex, solve_ex, lu_factor_ex)",
+    "aten::_pack_padded_sequence": "reads lengths on the host: pack outside of the captured step",
+    "aten::equal": f"{_FOR_PYTHON} torch.eq(...).all(), which stays a tensor",
+    "aten::allclose": f"{_FOR_PYTHON} torch.isclose(...).all(), which stays a tensor",
+    "aten::nonzero": f"{_DYNAMIC} use torch.where with three arguments, or torch.nonzero_static",
+    "aten::masked_select": f"{_DYNAMIC} use torch.where or multiply by the mask, which keep the shape",
+    "aten::repeat_interleave": f"{_DYNAMIC} pass output_size=",
+    "aten::bincount": f"{_DYNAMIC} use scatter_add_ into a buffer of fixed size",
+}
+_UNIQUE = f"{_DYNAMIC} do it outside of the captured step"
+_MASK_READ = (
+    "indexes with a boolean mask, so its shape depends on values: use torch.where, which keeps the shape"
+)
+_MASK_WRITE = "writes through a boolean mask, which reads its values: use masked_fill_ or torch.where"
+_MOVES = (
+    "would change the memory of a tensor that existed before the capture, but a graph reads and writes fixed "
+    "addresses: give the tensor its final size beforehand, or write into it with copy_"
+)
+
+_VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_INDEX_READS = {aten.index, aten._unsafe_index}
+_INDEX_WRITES = {aten.index_put_, aten.index_put, aten._index_put_impl_, aten._unsafe_index_put}
+_LIFTS = {aten.lift_fresh, aten.lift}
+_COPIES = {aten.copy_, aten._to_copy}
+_LOOKED_AT = _INDEX_READS | _INDEX_WRITES | _LIFTS | _COPIES
+_RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_"}
+
+
+class Forbidden(NamedTuple):
+    """Something that cannot be part of a CUDA graph."""
+
+    what: str
+    """The call."""
+    why: str
+    """What it does, and what to write instead; continues a sentence that begins with "it"."""
+
+    def __str__(self) -> str:
+        return f"{self.what} cannot be captured: it {self.why}"
+
+
+class Seen(Protocol):
+    """What a watcher knows of the memory that a step uses."""
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether an earlier call of the step used or made this memory."""
+
+    def is_inside(self, tensor: torch.Tensor) -> bool:
+        """Whether an earlier call of the step made this memory."""
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_of(indices))
+
+
+@cache
+def _is_never_refused(func: Any) -> bool:
+    """Whether `forbidden_op` has nothing to look at, whatever the arguments: so it is with most."""
+    name, packet = func._schema.name, func.overloadpacket
+    is_looked_at = packet in _LOOKED_AT or name in _RESIZES
+    is_refused = name in _REFUSED_OPS or "unique" in name or not _VALUE_TAGS.isdisjoint(func.tags)
+    return not is_looked_at and not is_refused
+
+
+def forbidden_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> Forbidden | None:
+    """Whether an ATen call that is about to be made could not be part of a CUDA graph."""
+    if _is_never_refused(func):
+        return None
+    name, packet = func._schema.name, func.overloadpacket
+    plain = name.removeprefix("aten::")
+    if packet in _INDEX_READS:
+        return Forbidden("tensor[mask]", _MASK_READ) if _has_mask(args[1]) else None
+    if packet in _INDEX_WRITES:
+        return Forbidden("tensor[mask] = value", _MASK_WRITE) if _has_mask(args[1]) else None
+    if packet in _LIFTS:
+        is_data = args[0].dim() > 0 and args[0].numel() > 0 and not seen.is_known(args[0])
+        return Forbidden("a tensor of host data", _HOST_DATA) if is_data else None
+    if packet in _COPIES:
+        return _crossing(packet, args, kwargs)
+    if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return None
+    if name in _RESIZES:
+        return None if seen.is_inside(args[0]) else Forbidden(plain, _MOVES)
+    return Forbidden(plain, _REFUSED_OPS.get(name, _UNIQUE))
+
+
+def _crossing(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forbidden | None:
+    """A copy between host and device."""
+    if packet is aten.copy_:
+        to, source = args[0].device, args[1]
+    else:
+        to, source = kwargs.get("device") or args[0].device, args[0]
+    if to.type == source.device.type or "meta" in (to.type, source.device.type):
+        return None
+    if to.type == "cpu":
+        return Forbidden("a copy to the host", _COPY_OUT)
+    return Forbidden("a copy from the host", _COPY_IN)
+
+
+def forbidden_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forbidden | None:
+    """Whether one of `WATCHED_FUNCTIONS`, about to be called, could not be part of a CUDA graph."""
+    why = _REFUSED_FUNCTIONS.get(func)
+    if why is not None:
+        return Forbidden(f"Tensor.{func.__name__}", why)
+    if func in _SPLITS and any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values())):
+        return Forbidden("tensor_split", _READ)
+    return None
+
+
+def one_hot_unchecked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The result of `one_hot` with a given number of classes; None if this is another call.
+
+    Only on a CPU does torch's own look at the values, to check them.
+    """
+    if func is not _ONE_HOT or (classes := _classes(*args, **kwargs)) <= 0:
+        return None
+    index = args[0] if args else kwargs["input"]
+    return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).long()
+
+
+def _classes(input: Any, num_classes: int = -1) -> int:
+    return num_classes

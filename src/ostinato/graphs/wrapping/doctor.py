@@ -1,0 +1,164 @@
+"""Says why a function cannot be served from graphs: every cause, with its line, from one call."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..backends import backend_for
+from ..blame import raising_line
+from ..capturing.autocast import clean_autocast_cache
+from ..capturing.captured import CapturedGraph
+from ..capturing.gate import turn
+from ..capturing.trial import Trials
+from ..checking.obstacles import Obstacle, ObstacleWatch, counted
+from ..checking.verify import Verification
+from ..dispatching.mode import GraphMode
+from ..dispatching.step_mode import step_mode
+from ..errors import CaptureError, VerifyError
+from ..forbidden import Forbidden
+from ..inputs.buffers import Batch
+from ..report import Report
+from .entry import Settings
+from .reached import Reached
+from .signature import Signature
+
+
+class Examined(Protocol):
+    """What a diagnosis needs from the calls of a function."""
+
+    function: Callable[..., Any]
+    settings: Settings
+
+    def signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Batch]: ...
+
+    def device_of(self, batch: Batch) -> torch.device: ...
+
+    def capture(self, *args: Any, **kwargs: Any) -> Report: ...
+
+    def graphs(self) -> list[CapturedGraph]: ...
+
+    def verify(self) -> Verification: ...
+
+    def report(self) -> Report: ...
+
+
+_RAISED = "raised while a capture was under way, and is not raised otherwise"
+_WAY_OUT = (
+    "What has to stay as it is can run between graphs: mark its function @eager_boundary and use "
+    'graphed(..., mode="piecewise").'
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What stands between a function and its graphs; `print` it."""
+
+    obstacles: tuple[Obstacle, ...]
+    """Lines that a capture forbids, in the order in which they run."""
+    operations: int
+    """ATen calls of one run."""
+    causes: tuple[str, ...]
+    """Why graphs were refused for other reasons: rows that depend on the batch, state in Python, ..."""
+    report: Report | None
+    """What a capture gave; None if the arguments rule one out."""
+    verification: Verification | None
+    """How graphs compare with the function; None if there are none, or `causes` says how they differ."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether every rung was captured and verified."""
+        has_all = self.report is not None and not self.report.failures
+        return has_all and not self.causes and self.verification is not None and self.verification.passed
+
+    def __str__(self) -> str:
+        lines = [self._summary(), *map(str, self.obstacles), *self.causes]
+        if self.obstacles and not self.is_healthy:
+            lines.append(_WAY_OUT)
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        graphs = counted(0 if self.report is None else len(self.report.graphs), "graph")
+        operations = counted(self.operations, "operation")
+        if self.is_healthy:
+            return f"healthy: {graphs} captured and verified, {operations} per run"
+        found = counted(len(self.obstacles) + len(self.causes), "obstacle")
+        return f"{found} in {operations}, {graphs} captured"
+
+
+def diagnose(call: Examined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Diagnosis:
+    """Examine what a wrapper of its own would do with a call, capture for it, and verify.
+
+    What the function raises for these arguments is raised. `call` keeps graphs; the function and all that it
+    changes are as before.
+    """
+    signature, batch = call.signature_of(args, kwargs)
+    if signature.opaque is not None:
+        return Diagnosis((), 0, (f"{signature.opaque}: pass tensors or numbers",), None, None)
+    piecewise = call.settings.mode is GraphMode.PIECEWISE
+    with turn, _quiet():
+        watch = _examine(call, signature, batch, ObstacleWatch(piecewise=piecewise))
+        verification, causes = None, []
+        try:
+            call.capture(*args, **kwargs)
+            if call.graphs():
+                verification = call.verify()
+        except (CaptureError, VerifyError) as error:
+            causes.append(str(error))
+        report = call.report()
+    for cause in dict.fromkeys(report.failures.values()):
+        if not any(obstacle.where and f"(at {obstacle.where})" in cause for obstacle in watch.obstacles):
+            causes.append(cause)
+    return Diagnosis(watch.obstacles, watch.operations, tuple(causes), report, verification)
+
+
+def _examine(call: Examined, signature: Signature, batch: Batch, watch: ObstacleWatch) -> ObstacleWatch:
+    """Run the function once on copies of its inputs, watched, and undo it."""
+    backend = backend_for(call.device_of(batch))
+
+    def run(watching: AbstractContextManager[Any]) -> None:
+        trials = Trials(backend, generators=call.settings.options.generators)
+        before = Reached(call.function, *signature.functions)
+        copies = {name: tensor.detach().clone() for name, tensor in batch.items()}
+
+        def step() -> Any:
+            with watching:
+                return signature.call(call.function, copies)
+
+        try:
+            with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache():
+                trials.run_for_good(step)
+        finally:
+            trials.undo()
+            before.put_back(before.changed())
+
+    try:
+        run(watch)
+    except Exception as error:
+        run(nullcontext())  # whoever raises without being watched, too, raises that
+        text = str(error).splitlines()
+        what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        watch.note(Forbidden(what, _RAISED), where=raising_line(error.__traceback__))
+    return watch
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which this thread's captures log no warnings: the diagnosis says it all."""
+    thread = threading.get_ident()
+    logger = logging.getLogger("ostinato.graphs")
+
+    def is_said(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno > logging.WARNING
+
+    logger.addFilter(is_said)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_said)
