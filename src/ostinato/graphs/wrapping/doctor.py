@@ -119,7 +119,7 @@ def diagnose(call: Examined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
 
 
 def _examine(call: Examined, signature: Signature, batch: Batch, watch: ObstacleWatch) -> ObstacleWatch:
-    """Run the function once on copies of its inputs, watched, and undo it."""
+    """Run the function on copies of its inputs, once as it is and once watched, and undo both runs."""
     backend = backend_for(call.device_of(batch))
 
     def run(watching: AbstractContextManager[Any]) -> None:
@@ -138,10 +138,10 @@ def _examine(call: Examined, signature: Signature, batch: Batch, watch: Obstacle
             trials.undo()
             before.put_back(before.changed())
 
+    run(nullcontext())  # as before a capture: kernels are compiled, and what it raises anyway is raised
     try:
         run(watch)
     except Exception as error:
-        run(nullcontext())  # whoever raises without being watched, too, raises that
         text = str(error).splitlines()
         what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
         watch.note(Forbidden(what, _RAISED), where=raising_line(error.__traceback__))
