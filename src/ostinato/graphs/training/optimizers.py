@@ -40,6 +40,7 @@ from .user_flags import UserFlags
 logger = logging.getLogger("ostinato.graphs")
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_DOUBLE = (torch.float64, torch.complex128)
 _HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 """What schedulers keep in a group, and optimizers do not read."""
@@ -105,9 +106,9 @@ class StaticOptimizer:
     @property
     def _count_type(self) -> torch.dtype:
         """Of counts of steps on the device. Eager optimizers compute with them, and with rates, in float64
-        in Python, which shows where parameters are in float64."""
-        are_double = not self._is_fused and all(each.dtype is torch.float64 for each in self.parameters)
-        return torch.float64 if are_double else torch.float32
+        in Python, which shows where one of their parameters has as many digits."""
+        has_doubles = not self._is_fused and any(each.dtype in _DOUBLE for each in self.parameters)
+        return torch.float64 if has_doubles else torch.float32
 
     @contextmanager
     def _counts_begin(self) -> Iterator[None]:
