@@ -160,7 +160,7 @@ class Scaled(nn.Module):
         return (self.inside(ids) * self.scale).real
 
 
-@pytest.mark.parametrize(("dtype", "begins"), [(torch.float32, 0), (torch.complex128, 0)])
+@pytest.mark.parametrize(("dtype", "begins"), [(torch.float32, 0), (torch.complex128, 0), (torch.float64, 2)])
 def test_counts_beside_other_types_and_of_parameters_that_begin_later(device, dtype, begins):
     ours, theirs = twins(Scaled(device, dtype))
     mine, other = (torch.optim.RAdam(model.parameters(), lr=0.02) for model in (ours, theirs))

@@ -111,10 +111,11 @@ class StaticOptimizer:
         return torch.float64 if has_doubles else torch.float32
 
     @contextmanager
-    def _counts_begin(self) -> Iterator[None]:
-        """In which an optimizer of torch makes its counts: in float64 if that is the default type."""
+    def _making_counts(self) -> Iterator[None]:
+        """In which an optimizer of torch makes its counts, of a parameter that begins later as well: in
+        float64 if that is the default type."""
         before = torch.get_default_dtype()
-        if self._is_static and self._count_type is torch.float64:
+        if self._is_static and self.is_known and self._count_type is torch.float64:
             torch.set_default_dtype(torch.float64)
         try:
             yield
@@ -255,7 +256,7 @@ class StaticOptimizer:
                 backend = backend_for(self._device)
                 backend.release_unused()
                 addresses = [p.data_ptr() for p in self.parameters]
-                with backend.stream(), self._counts_begin():  # see Note [Memory that stays]
+                with backend.stream():  # see Note [Memory that stays]
                     self._step()
                 self.moves_parameters = addresses != [p.data_ptr() for p in self.parameters]
                 self.has_stepped = True
@@ -286,6 +287,7 @@ class StaticOptimizer:
         is_capturable = self._is_static and not self._is_fused
         with (
             torch.no_grad(),
+            self._making_counts(),
             _capturable_on_a_cpu() if is_capturable and self._device.type == "cpu" else nullcontext(),
         ):
             self._optimizer.step()
