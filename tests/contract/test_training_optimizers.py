@@ -471,6 +471,17 @@ def test_hooks_of_an_optimizer_are_called_in_every_step(device, whose, since, ca
     assert "it has hooks" in caplog.text
 
 
+def test_hooks_of_an_optimizer_of_doubles_make_tensors_of_the_usual_type(device):
+    model = make_model(device).double()
+    optimizer = torch.optim.Adamax(model.parameters(), lr=0.1)
+    made = []
+    optimizer.register_step_post_hook(lambda *_: made.append(torch.zeros(()).dtype))
+    step = captured(model, optimizer)
+    for batch in make_batches(device, [8] * 2):
+        step(*batch)
+    assert made == [torch.float32] * 2
+
+
 def test_hooks_of_an_optimizer_that_nobody_knows_count_no_trials(device):
     model = make_model(device)
     optimizer = type("Own", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)

@@ -23,7 +23,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakMethod, finalize
 
@@ -110,17 +110,13 @@ class StaticOptimizer:
         has_doubles = not self._is_fused and any(each.dtype in _DOUBLE for each in self.parameters)
         return torch.float64 if has_doubles else torch.float32
 
-    @contextmanager
-    def _making_counts(self) -> Iterator[None]:
-        """In which an optimizer of torch makes its counts, of a parameter that begins later as well: in
-        float64 if that is the default type."""
-        before = torch.get_default_dtype()
-        if self._is_static and self.is_known and self._count_type is torch.float64:
-            torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+    def _making_counts(self) -> AbstractContextManager[None]:
+        """In which an optimizer of torch makes its counts, of a parameter that begins later as well."""
+        if not (self._is_static and self.is_known and self._count_type is torch.float64):
+            return nullcontext()
+        # They would have the default type if that were float64; but that is also everybody else's.
+        makes: Any = type(self._optimizer)._init_group  # type: ignore[attr-defined]
+        return _replaced(makes.__globals__, "_get_scalar_dtype", lambda is_fused=None: torch.float64)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -424,13 +420,16 @@ def _called(method: WeakMethod[Any], optimizer: torch.optim.Optimizer) -> None:
 _patching = threading.RLock()
 
 
-@contextmanager
-def _capturable_on_a_cpu() -> Iterator[None]:
+def _capturable_on_a_cpu() -> AbstractContextManager[None]:
     """Capturable optimizers work on any device, and refuse a CPU unless they believe to be compiled."""
-    compiler: Any = torch.compiler
+    return _replaced(vars(torch.compiler), "is_compiling", lambda: True)
+
+
+@contextmanager
+def _replaced(names: dict[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
     with _patching:
-        plain, compiler.is_compiling = compiler.is_compiling, lambda: True
+        plain, names[name] = names[name], function
         try:
             yield
         finally:
-            compiler.is_compiling = plain
+            names[name] = plain
