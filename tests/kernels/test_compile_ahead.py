@@ -48,6 +48,24 @@ def test_every_job_but_the_first_runs_in_a_child_and_then_here(
         assert len(pids) == (2 if number else 1), "one child did it too, but for the first"
 
 
+def test_kernels_of_another_model_on_disk_are_no_reason_to_compile_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_collector: MakeCollector
+) -> None:
+    """Two models may have the first kernel in common, and no others."""
+    collector, now = new_collector(num_on_disk=100), [0.0]
+    monkeypatch.setattr(compile_ahead, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def job(number: int) -> None:
+        (tmp_path / f"{number}.{os.getpid()}").touch()
+        now[0] += number
+
+    for number in range(5):
+        collector.submit(job, number)
+    collector.begin()
+    collector.run()
+    assert [len(list(tmp_path.glob(f"{number}.*"))) for number in range(5)] == [1, 1, 2, 2, 2]
+
+
 def test_where_fewer_kernels_are_on_disk_than_jobs_all_run_in_children(
     tmp_path: Path, new_collector: MakeCollector
 ) -> None:

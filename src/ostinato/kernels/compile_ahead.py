@@ -33,7 +33,7 @@ from .cuda.compiled import CudaKernel, is_compiling_only, load_all
 from .cuda.compiled import compiling_only as cuda_kernels_compiled_only
 
 _SLOWEST_HIT_SECONDS = 0.1
-"""A first kernel that takes longer was not on disk, and the others will not be either. (Compiling a small one
+"""A kernel that takes longer was not on disk, and those after it will not be either. (Compiling a small one
 takes a quarter of a second, reading it some 20 milliseconds.)"""
 
 _CALLS = re.compile(r"(?<!def )\b(\w+)\(")
@@ -115,15 +115,15 @@ class _Collector(Executor):
             self._begin([*(pending.job for pending in self._pending), *self._beside])
 
     def run(self) -> None:
-        """Do what processes have not done, which is only to read where they have. Where nobody knows what is
-        on disk, the first kernel shows."""
+        """Do what processes have not done, which is only to read where they have. Nobody may know what is on
+        disk, and what is may be of other models: the first kernel that takes long shows."""
         self._processes.wait()
-        for number, pending in enumerate(self._pending):
+        for number, pending in enumerate(self._pending, 1):
             started = time.perf_counter()
             pending.compile()
             is_slow = time.perf_counter() - started > _SLOWEST_HIT_SECONDS
-            if number == 0 and is_slow and not self._begun:
-                self._begin([*(each.job for each in self._pending[1:]), *self._beside])
+            if is_slow and not self._begun:
+                self._begin([*(each.job for each in self._pending[number:]), *self._beside])
                 self._processes.wait()
 
     def give_up(self) -> None:
