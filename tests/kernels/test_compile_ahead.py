@@ -2,6 +2,8 @@
 
 import functools
 import os
+import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -326,6 +328,28 @@ def test_a_child_that_hangs_is_given_up(
     collector.run()
     assert time.monotonic() - started < 20
     assert [future.result() for future in futures] == ["done"] * 3
+
+
+def test_processes_end_with_one_that_is_killed() -> None:
+    """They have its memory on the GPU, and its sockets."""
+    given, taken = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            os.close(given)
+            processes = compiling_processes.CompilingProcesses()
+            processes._limit = 2
+            processes.begin([compiling_processes.Job(1, lambda: os.write(taken, b"x") and time.sleep(30))])
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    os.close(taken)
+    assert os.read(given, 1) == b"x"
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert select.select([given], [], [], 10)[0], "nobody has the other end"
+    assert os.read(given, 1) == b""
+    os.close(given)
 
 
 def test_cuda_sources_are_compiled_by_children_too(

@@ -7,10 +7,13 @@ left to this process, which also tells what is wrong with it.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import logging
 import os
+import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -23,6 +26,7 @@ logger = logging.getLogger("ostinato.kernels")
 
 _PATIENCE_SECONDS = 60.0
 _MOST = 16
+_SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _NUMBER_BYTES = 2
 """Of a job: all numbers together must fit into a pipe, which takes 64 KiB."""
 
@@ -52,6 +56,7 @@ class CompilingProcesses:
         if not jobs or self._limit < 2 or not hasattr(os, "fork"):
             return
         numbers, given = os.pipe()
+        parent = os.getpid()
         try:
             os.write(given, b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in range(len(jobs))))
             os.close(given)
@@ -63,7 +68,7 @@ class CompilingProcesses:
                 for _ in range(count):
                     child = os.fork()
                     if child == 0:
-                        _work_and_exit(jobs, numbers, claims)
+                        _work_and_exit(jobs, numbers, claims, parent)
                     self._children.append(child)
         except OSError as error:  # no room for a process, or for a file
             logger.warning("kernels are compiled by fewer processes than there are processors: %s", error)
@@ -99,8 +104,9 @@ def _has_ended(child: int) -> bool:
         return True
 
 
-def _work_and_exit(jobs: Sequence[Job], numbers: int, claims: Path) -> None:
+def _work_and_exit(jobs: Sequence[Job], numbers: int, claims: Path, parent: int) -> None:
     try:
+        _die_with(parent)
         gc.disable()  # collecting here what belongs to CUDA would call it
         while number := os.read(numbers, _NUMBER_BYTES):
             with suppress(Exception):  # the parent comes to it too, and tells
@@ -109,6 +115,14 @@ def _work_and_exit(jobs: Sequence[Job], numbers: int, claims: Path) -> None:
                     _build_launcher(compiled, claims)
     finally:
         os._exit(0)  # whatever is missing is compiled by the parent, which also tells what is wrong with it
+
+
+def _die_with(parent: int) -> None:
+    """A parent that is killed cannot end this process, which has its memory on the GPU and its sockets."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENT, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(0)
 
 
 def _build_launcher(kernel: Any, claims: Path) -> None:
