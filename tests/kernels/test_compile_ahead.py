@@ -433,7 +433,7 @@ def postponed_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-@pytest.mark.parametrize("where", ["os.fork", "tempfile.TemporaryDirectory"])
+@pytest.mark.parametrize("where", ["os.fork", "os.pipe", "tempfile.TemporaryDirectory"])
 def test_without_room_for_processes_everything_is_compiled_here(
     postponed_jobs: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

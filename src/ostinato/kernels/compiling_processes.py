@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,15 +55,12 @@ class CompilingProcesses:
         count = min(max(1, self._limit - len(self._children)), len(jobs))
         if not jobs or self._limit < 2 or not hasattr(os, "fork"):
             return
-        numbers, given = os.pipe()
         parent = os.getpid()
         try:
-            os.write(given, b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in range(len(jobs))))
-            os.close(given)
             if self._claims is None:
                 self._claims = tempfile.TemporaryDirectory()
             claims = Path(self._claims.name)
-            with warnings.catch_warnings():
+            with _given_out(len(jobs)) as numbers, warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # about threads: see above
                 for _ in range(count):
                     child = os.fork()
@@ -72,8 +69,6 @@ class CompilingProcesses:
                     self._children.append(child)
         except OSError as error:  # no room for a process, or for a file
             logger.warning("kernels are compiled by fewer processes than there are processors: %s", error)
-        finally:
-            os.close(numbers)
 
     def wait(self) -> None:
         """Until all have ended, or for so long."""
@@ -95,6 +90,18 @@ class CompilingProcesses:
 
     def _forget_those_that_ended(self) -> None:
         self._children[:] = [child for child in self._children if not _has_ended(child)]
+
+
+@contextmanager
+def _given_out(count: int) -> Iterator[int]:
+    """Where so many numbers, from 0 on, are read, each by one process."""
+    numbers, given = os.pipe()
+    try:
+        with open(given, "wb") as file:
+            file.write(b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in range(count)))
+        yield numbers
+    finally:
+        os.close(numbers)
 
 
 def _has_ended(child: int) -> bool:
