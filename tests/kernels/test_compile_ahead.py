@@ -311,7 +311,7 @@ def test_a_job_that_fails_fails_here(tmp_path: Path, new_collector: MakeCollecto
 
 
 def test_a_child_that_hangs_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, new_collector: MakeCollector
+    monkeypatch: pytest.MonkeyPatch, new_collector: MakeCollector, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiling_processes, "_PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(compile_ahead, "_SLOWEST_HIT_SECONDS", 0.0)
@@ -328,6 +328,7 @@ def test_a_child_that_hangs_is_given_up(
     collector.run()
     assert time.monotonic() - started < 20
     assert [future.result() for future in futures] == ["done"] * 3
+    assert "given up after" in caplog.text
 
 
 def test_processes_end_with_one_that_is_killed() -> None:

@@ -76,6 +76,8 @@ class CompilingProcesses:
         while self._children and time.monotonic() < deadline:
             self._forget_those_that_ended()
             time.sleep(0.005)
+        if self._children:
+            logger.warning("processes that compile kernels are given up after %.0f s", _PATIENCE_SECONDS)
 
     def end(self) -> None:
         """Leave no child behind."""
