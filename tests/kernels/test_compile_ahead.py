@@ -511,18 +511,21 @@ def test_threads_collect_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compile_ahead.triton_start, "finish", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     launch = triton.runtime.JITFunction.run
-    inside = threading.Event()
+    inside, after = threading.Event(), threading.Event()
     seen: list[bool] = []
 
     def first() -> None:
-        with compile_ahead.compiling_only(torch.device("cuda")):
-            inside.set()
-            time.sleep(0.2)
+        with compile_ahead.Compilation(torch.device("cuda")) as compilation:
+            with compilation.collecting():
+                inside.set()
+                time.sleep(0.2)
+            seen.append(after.wait(0.2))
 
     def second() -> None:
         inside.wait()
         with compile_ahead.compiling_only(torch.device("cuda")):
-            time.sleep(0.4)
+            after.set()
+            time.sleep(0.3)
             seen.append(triton.runtime.JITFunction.run is launch)
 
     threads = [threading.Thread(target=work) for work in (first, second)]
@@ -530,5 +533,5 @@ def test_threads_collect_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == [False], "what the second one launches must not run when the first one is done"
+    assert seen == [False, False], "the second one must not get kernels of the first, and launch nothing"
     assert triton.runtime.JITFunction.run is launch

@@ -134,7 +134,8 @@ class _Collector(Executor):
 
 
 _one_at_a_time = threading.RLock()
-"""What is collected is collected by a change to Triton, which is there once."""
+"""What is collected is collected by a change to Triton, which is there once. Whoever asked for a kernel that
+another compilation has collected would get it from there, or the error that ended that."""
 
 
 class Compilation:
@@ -153,23 +154,29 @@ class Compilation:
         self._mode: Any = nullcontext()
 
     def __enter__(self) -> Compilation:
+        _one_at_a_time.acquire()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is not None:
+            if error is None:
+                self._compile()
+            else:
                 self._abandon()
-                return
-            try:
-                self.begin()
-                self._collector.run()
-            except BaseException:
-                self._abandon()
-                raise
         finally:
             self._processes.end()
+            _one_at_a_time.release()
+
+    def _compile(self) -> None:
+        try:
+            self.begin()
+            self._collector.run()
+        except BaseException:
+            self._abandon()
+            raise
+        self._processes.end()
         self._mode.__exit__(None, None, None)
         load_all(self._cuda_kernels, self._device)
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
@@ -178,7 +185,7 @@ class Compilation:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """What this thread launches inside does not run, and is compiled later; once."""
-        with _one_at_a_time, cuda_kernels_compiled_only() as self._cuda_kernels, self._triton_kernels():
+        with cuda_kernels_compiled_only() as self._cuda_kernels, self._triton_kernels():
             yield
 
     def begin(self) -> None:
