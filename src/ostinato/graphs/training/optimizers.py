@@ -105,10 +105,9 @@ class StaticOptimizer:
 
     @property
     def _count_type(self) -> torch.dtype:
-        """Of counts of steps on the device. Eager optimizers compute with them, and with rates, in float64
-        in Python, which shows where one of their parameters has as many digits."""
-        has_doubles = not self._is_fused and any(each.dtype in _DOUBLE for each in self.parameters)
-        return torch.float64 if has_doubles else torch.float32
+        """Of counts of steps on the device. Eager optimizers compute with them, and with rates, in Python,
+        which shows where one of their parameters has as many digits."""
+        return torch.float64 if self.has_doubles and not self._is_fused else torch.float32
 
     def _making_counts(self) -> AbstractContextManager[None]:
         """In which an optimizer of torch makes its counts, of a parameter that begins later as well."""
@@ -117,6 +116,11 @@ class StaticOptimizer:
         # They would have the default type if that were float64; but that is also everybody else's.
         makes: Any = type(self._optimizer)._init_group  # type: ignore[attr-defined]
         return _replaced(makes.__globals__, "_get_scalar_dtype", lambda is_fused=None: torch.float64)
+
+    @property
+    def has_doubles(self) -> bool:
+        """Whether one of its parameters has as many digits as a number in Python."""
+        return any(each.dtype in _DOUBLE for each in self.parameters)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
