@@ -619,6 +619,26 @@ def test_a_model_that_only_learns_otherwise_with_padding_is_served_at_its_length
     assert reasons(step) == {"padding-disabled": 1}
 
 
+class Turns(nn.Module):
+    """By an angle that is nothing until it is trained, and is learnt from all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.turn = nn.Embedding(VOCABULARY, VOCABULARY), nn.Parameter(torch.ones(1) + 0j)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return x * self.turn.real + x.mean(1, keepdim=True) * self.turn.imag
+
+
+def test_a_model_that_only_learns_other_imaginary_parts_with_padding_is_served_at_its_lengths_only(device):
+    model = Turns().to(device)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), ladder=LADDER)
+    for length in (8, 5):
+        step(*one_batch(device, length))
+    assert reasons(step) == {"padding-disabled": 1}
+
+
 class WithReference:
     """The distance to a model that begins as the same one: nothing at first."""
 
