@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from . import triton_start
+from . import on_chip_memory, triton_start
 from .compiling_processes import CompilingProcesses, Job
 from .cuda.compiled import CudaKernel, is_compiling_only, load_all
 from .cuda.compiled import compiling_only as cuda_kernels_compiled_only
@@ -280,3 +280,4 @@ def _load(kernel: Any, device: torch.device) -> None:
     torch.cuda.set_device(device)
     compiled = kernel.result() if hasattr(kernel, "result") else kernel
     assert callable(compiled.run)
+    on_chip_memory.loaded(kernel, compiled)
