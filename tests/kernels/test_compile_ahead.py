@@ -331,6 +331,18 @@ def test_a_child_that_hangs_is_given_up(
     assert "given up after" in caplog.text
 
 
+def test_a_process_that_somebody_has_waited_for_is_not_killed(
+    monkeypatch: pytest.MonkeyPatch, children: list[int]
+) -> None:
+    """Another one may have its number."""
+    processes = compiling_processes.CompilingProcesses()
+    processes._limit = 2
+    processes.begin([compiling_processes.Job(1, int)])
+    os.waitpid(children[0], 0)
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("killed"))
+    processes.end()
+
+
 def test_processes_end_with_one_that_is_killed() -> None:
     """They have its memory on the GPU, and its sockets."""
     given, taken = os.pipe()

@@ -81,6 +81,7 @@ class CompilingProcesses:
 
     def end(self) -> None:
         """Leave no child behind."""
+        self._forget_those_that_ended()  # their numbers may be others' by now
         for child in self._children:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, 9)
