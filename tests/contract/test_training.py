@@ -283,6 +283,21 @@ def test_a_last_accumulation_may_be_shorter(device, how):
     assert step.optimizer_steps == 3
 
 
+def test_a_shorter_accumulation_has_the_digits_of_parameters_in_float64(device):
+    ours, theirs = twins(make_model(device).double())
+    batches, loss_fn = (
+        make_batches(device, [8] * 3),
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()),
+    )
+    mine, other = (torch.optim.SGD(model.parameters(), lr=0.5) for model in (ours, theirs))
+    step = captured(ours, mine, loss_fn, accumulate=4)
+    for number, batch in enumerate(batches):
+        step(*batch, last=number == 2)
+    train_eagerly(theirs, other, batches, accumulate=4, loss_fn=loss_fn)
+    for one, like in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, like, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("stop", [pytest.param(0, marks=pytest.mark.slow), 1, 6])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(device, stop):
     """In the middle of an accumulation, too, and of a padded length."""
@@ -601,6 +616,26 @@ def test_a_model_that_only_learns_otherwise_with_padding_is_served_at_its_length
     for length in (first, 8, 5):
         expected = F.cross_entropy(model(one_batch(device, length)[0]), labels).item()
         assert step(one_batch(device, length)[0], labels).item() == pytest.approx(expected, rel=1e-6)
+    assert reasons(step) == {"padding-disabled": 1}
+
+
+class Turns(nn.Module):
+    """By an angle that is nothing until it is trained, and is learnt from all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.turn = nn.Embedding(VOCABULARY, VOCABULARY), nn.Parameter(torch.ones(1) + 0j)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return x * self.turn.real + x.mean(1, keepdim=True) * self.turn.imag
+
+
+def test_a_model_that_only_learns_other_imaginary_parts_with_padding_is_served_at_its_lengths_only(device):
+    model = Turns().to(device)
+    step = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), ladder=LADDER)
+    for length in (8, 5):
+        step(*one_batch(device, length))
     assert reasons(step) == {"padding-disabled": 1}
 
 

@@ -148,6 +148,32 @@ def test_every_optimizer_of_torch(device, name, caplog):
     assert step.skipped == 0
 
 
+class Scaled(nn.Module):
+    """By a parameter, perhaps of another type."""
+
+    def __init__(self, device, dtype):
+        super().__init__()
+        self.inside = make_model(device).double()
+        self.scale = nn.Parameter(torch.ones((), device=device, dtype=dtype))
+
+    def forward(self, ids):
+        return (self.inside(ids) * self.scale).real
+
+
+@pytest.mark.parametrize(("dtype", "begins"), [(torch.float32, 0), (torch.complex128, 0), (torch.float64, 2)])
+def test_counts_beside_other_types_and_of_parameters_that_begin_later(device, dtype, begins):
+    ours, theirs = twins(Scaled(device, dtype))
+    mine, other = (torch.optim.RAdam(model.parameters(), lr=0.02) for model in (ours, theirs))
+    step = captured(ours, mine)
+    for number, batch in enumerate(make_batches(device, [8] * 8)):
+        for model in (ours, theirs):
+            model.inside.requires_grad_(number >= begins)
+        step(*batch)
+        train_eagerly(theirs, other, [batch])
+    for one, like in zip(matrices(ours), matrices(theirs), strict=True):
+        torch.testing.assert_close(one, like, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", some(SCHEDULERS, ["SequentialLR"]))
 def test_every_scheduler_of_torch(device, name, caplog):
     assert_like_eager(device, adamw, SCHEDULERS[name])
@@ -443,6 +469,17 @@ def test_hooks_of_an_optimizer_are_called_in_every_step(device, whose, since, ca
     assert len(called) == 4 - since
     assert kinds(step) == {"judge"}
     assert "it has hooks" in caplog.text
+
+
+def test_hooks_of_an_optimizer_of_doubles_make_tensors_of_the_usual_type(device):
+    model = make_model(device).double()
+    optimizer = torch.optim.Adamax(model.parameters(), lr=0.1)
+    made = []
+    optimizer.register_step_post_hook(lambda *_: made.append(torch.zeros(()).dtype))
+    step = captured(model, optimizer)
+    for batch in make_batches(device, [8] * 2):
+        step(*batch)
+    assert made == [torch.float32] * 2
 
 
 def test_hooks_of_an_optimizer_that_nobody_knows_count_no_trials(device):

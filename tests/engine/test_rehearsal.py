@@ -185,7 +185,13 @@ def test_weights_are_read_while_kernels_are_compiled(llm: LLM, monkeypatch: pyte
     assert compilation.happened == ["collect", "begin", "end"]
 
 
-def test_weights_that_cannot_be_read_end_a_compilation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_room(_: rehearsal.Rehearsal) -> None:
+    raise torch.OutOfMemoryError
+
+
+def test_weights_that_cannot_be_read_and_steps_that_fail_end_a_compilation(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended: list[type[BaseException] | None] = []
 
     class Noted(NoCompilation):
@@ -196,6 +202,10 @@ def test_weights_that_cannot_be_read_end_a_compilation(llm: LLM, monkeypatch: py
     with pytest.raises(ValueError, match="no such tensor"), OnHost(llm, num_pages=9):
         raise ValueError("no such tensor")
     assert ended == [ValueError]
+    monkeypatch.setattr(rehearsal.Rehearsal, "_try_out", _no_room)
+    with pytest.raises(torch.OutOfMemoryError), OnHost(llm, num_pages=9):
+        pytest.fail("has begun")
+    assert ended == [ValueError, torch.OutOfMemoryError], "while kernels are collected, some compile already"
 
 
 def test_on_a_cpu_there_is_nothing_to_rehearse(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,11 +63,11 @@ def test_a_cache_smaller_than_the_longest_request_is_a_warning_with_values() -> 
 
 def test_a_start_uses_these_words(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, without one."""
-    loaded = loading.load(EngineConfig(tiny.directory, device="cpu", max_model_len=64))
-    on_gpu = dataclasses.replace(loaded.config, device=torch.device("cuda", 0))
+    placed = loading.place(EngineConfig(tiny.directory, device="cpu", max_model_len=64))
+    on_gpu = dataclasses.replace(placed.config, device=torch.device("cuda", 0))
     monkeypatch.setattr(Room, "on", lambda device: Room(total=GIB, free=GIB // 8))
     with pytest.raises(ModelLoadError, match=r"no memory is left for the KV cache on cuda:0: .* Use "):
-        allocate_kv(loaded.model, on_gpu, PLAN)
+        allocate_kv(placed.model, on_gpu, PLAN)
 
     def none_left(*_: object, **__: object) -> object:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -75,7 +75,7 @@ def test_a_start_uses_these_words(tiny: TinyModel, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(loading, "KVCache", none_left)
     monkeypatch.setattr(Room, "on", lambda device: Room(total=8 * GIB, free=8 * GIB))
     with pytest.raises(ModelLoadError, match=r"num_pages=\d+ takes .* are free on cuda:0"):
-        allocate_kv(loaded.model, on_gpu, MemoryPlan())
+        allocate_kv(placed.model, on_gpu, MemoryPlan())
     monkeypatch.setattr("ostinato.engine.loading.load.resolve", lambda *_: on_gpu)
     transformer = loading.Transformer
     monkeypatch.setattr(
@@ -110,9 +110,9 @@ def test_memory_that_ends_while_weights_are_read_is_told_in_the_same_words(
 
 
 def test_what_weights_will_take_is_what_they_take(tiny: TinyModel) -> None:
-    loaded = loading.load(EngineConfig(tiny.directory, device="cpu", max_model_len=64))
-    taken = sum(parameter.nbytes for parameter in loaded.model.parameters())
-    assert weight_bytes(loaded.model.config, torch.float32) == taken
+    placed = loading.place(EngineConfig(tiny.directory, device="cpu", max_model_len=64))
+    taken = sum(parameter.nbytes for parameter in placed.model.parameters())
+    assert weight_bytes(placed.model.config, torch.float32) == taken
 
 
 def test_room_is_kept_for_work_outside_graphs() -> None:

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +48,24 @@ def test_every_job_but_the_first_runs_in_a_child_and_then_here(
         pids = {int(file.suffix[1:]) for file in tmp_path.glob(f"{number}.*")}
         assert here in pids
         assert len(pids) == (2 if number else 1), "one child did it too, but for the first"
+
+
+def test_kernels_of_another_model_on_disk_are_no_reason_to_compile_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_collector: MakeCollector
+) -> None:
+    """Two models may have the first kernel in common, and no others."""
+    collector, now = new_collector(num_on_disk=100), [0.0]
+    monkeypatch.setattr(compile_ahead, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def job(number: int) -> None:
+        (tmp_path / f"{number}.{os.getpid()}").touch()
+        now[0] += number
+
+    for number in range(5):
+        collector.submit(job, number)
+    collector.begin()
+    collector.run()
+    assert [len(list(tmp_path.glob(f"{number}.*"))) for number in range(5)] == [1, 1, 2, 2, 2]
 
 
 def test_where_fewer_kernels_are_on_disk_than_jobs_all_run_in_children(
@@ -291,7 +311,7 @@ def test_a_job_that_fails_fails_here(tmp_path: Path, new_collector: MakeCollecto
 
 
 def test_a_child_that_hangs_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, new_collector: MakeCollector
+    monkeypatch: pytest.MonkeyPatch, new_collector: MakeCollector, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiling_processes, "_PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(compile_ahead, "_SLOWEST_HIT_SECONDS", 0.0)
@@ -308,6 +328,41 @@ def test_a_child_that_hangs_is_given_up(
     collector.run()
     assert time.monotonic() - started < 20
     assert [future.result() for future in futures] == ["done"] * 3
+    assert "given up after" in caplog.text
+
+
+def test_a_process_that_somebody_has_waited_for_is_not_killed(
+    monkeypatch: pytest.MonkeyPatch, children: list[int]
+) -> None:
+    """Another one may have its number."""
+    processes = compiling_processes.CompilingProcesses()
+    processes._limit = 2
+    processes.begin([compiling_processes.Job(1, int)])
+    os.waitpid(children[0], 0)
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("killed"))
+    processes.end()
+
+
+def test_processes_end_with_one_that_is_killed() -> None:
+    """They have its memory on the GPU, and its sockets."""
+    given, taken = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            os.close(given)
+            processes = compiling_processes.CompilingProcesses()
+            processes._limit = 2
+            processes.begin([compiling_processes.Job(1, lambda: os.write(taken, b"x") and time.sleep(30))])
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    os.close(taken)
+    assert os.read(given, 1) == b"x"
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert select.select([given], [], [], 10)[0], "nobody has the other end"
+    assert os.read(given, 1) == b""
+    os.close(given)
 
 
 def test_cuda_sources_are_compiled_by_children_too(
@@ -391,7 +446,7 @@ def postponed_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-@pytest.mark.parametrize("where", ["os.fork", "tempfile.TemporaryDirectory"])
+@pytest.mark.parametrize("where", ["os.fork", "os.pipe", "tempfile.TemporaryDirectory"])
 def test_without_room_for_processes_everything_is_compiled_here(
     postponed_jobs: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -468,18 +523,21 @@ def test_threads_collect_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compile_ahead.triton_start, "finish", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     launch = triton.runtime.JITFunction.run
-    inside = threading.Event()
+    inside, after = threading.Event(), threading.Event()
     seen: list[bool] = []
 
     def first() -> None:
-        with compile_ahead.compiling_only(torch.device("cuda")):
-            inside.set()
-            time.sleep(0.2)
+        with compile_ahead.Compilation(torch.device("cuda")) as compilation:
+            with compilation.collecting():
+                inside.set()
+                time.sleep(0.2)
+            seen.append(after.wait(0.2))
 
     def second() -> None:
         inside.wait()
         with compile_ahead.compiling_only(torch.device("cuda")):
-            time.sleep(0.4)
+            after.set()
+            time.sleep(0.3)
             seen.append(triton.runtime.JITFunction.run is launch)
 
     threads = [threading.Thread(target=work) for work in (first, second)]
@@ -487,5 +545,5 @@ def test_threads_collect_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == [False], "what the second one launches must not run when the first one is done"
+    assert seen == [False, False], "the second one must not get kernels of the first, and launch nothing"
     assert triton.runtime.JITFunction.run is launch

@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
-from . import triton_start
+from . import on_chip_memory, triton_start
 from .compiling_processes import CompilingProcesses, Job
 from .cuda.compiled import CudaKernel, is_compiling_only, load_all
 from .cuda.compiled import compiling_only as cuda_kernels_compiled_only
 
 _SLOWEST_HIT_SECONDS = 0.1
-"""A first kernel that takes longer was not on disk, and the others will not be either. (Compiling a small one
+"""A kernel that takes longer was not on disk, and those after it will not be either. (Compiling a small one
 takes a quarter of a second, reading it some 20 milliseconds.)"""
 
 _CALLS = re.compile(r"(?<!def )\b(\w+)\(")
@@ -115,15 +115,15 @@ class _Collector(Executor):
             self._begin([*(pending.job for pending in self._pending), *self._beside])
 
     def run(self) -> None:
-        """Do what processes have not done, which is only to read where they have. Where nobody knows what is
-        on disk, the first kernel shows."""
+        """Do what processes have not done, which is only to read where they have. Nobody may know what is on
+        disk, and what is may be of other models: the first kernel that takes long shows."""
         self._processes.wait()
-        for number, pending in enumerate(self._pending):
+        for number, pending in enumerate(self._pending, 1):
             started = time.perf_counter()
             pending.compile()
             is_slow = time.perf_counter() - started > _SLOWEST_HIT_SECONDS
-            if number == 0 and is_slow and not self._begun:
-                self._begin([*(each.job for each in self._pending[1:]), *self._beside])
+            if is_slow and not self._begun:
+                self._begin([*(each.job for each in self._pending[number:]), *self._beside])
                 self._processes.wait()
 
     def give_up(self) -> None:
@@ -134,7 +134,8 @@ class _Collector(Executor):
 
 
 _one_at_a_time = threading.RLock()
-"""What is collected is collected by a change to Triton, which is there once."""
+"""What is collected is collected by a change to Triton, which is there once. Whoever asked for a kernel that
+another compilation has collected would get it from there, or the error that ended that."""
 
 
 class Compilation:
@@ -153,23 +154,29 @@ class Compilation:
         self._mode: Any = nullcontext()
 
     def __enter__(self) -> Compilation:
+        _one_at_a_time.acquire()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is not None:
+            if error is None:
+                self._compile()
+            else:
                 self._abandon()
-                return
-            try:
-                self.begin()
-                self._collector.run()
-            except BaseException:
-                self._abandon()
-                raise
         finally:
             self._processes.end()
+            _one_at_a_time.release()
+
+    def _compile(self) -> None:
+        try:
+            self.begin()
+            self._collector.run()
+        except BaseException:
+            self._abandon()
+            raise
+        self._processes.end()
         self._mode.__exit__(None, None, None)
         load_all(self._cuda_kernels, self._device)
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
@@ -178,7 +185,7 @@ class Compilation:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """What this thread launches inside does not run, and is compiled later; once."""
-        with _one_at_a_time, cuda_kernels_compiled_only() as self._cuda_kernels, self._triton_kernels():
+        with cuda_kernels_compiled_only() as self._cuda_kernels, self._triton_kernels():
             yield
 
     def begin(self) -> None:
@@ -273,3 +280,4 @@ def _load(kernel: Any, device: torch.device) -> None:
     torch.cuda.set_device(device)
     compiled = kernel.result() if hasattr(kernel, "result") else kernel
     assert callable(compiled.run)
+    on_chip_memory.loaded(kernel, compiled)

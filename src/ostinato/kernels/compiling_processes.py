@@ -7,15 +7,18 @@ left to this process, which also tells what is wrong with it.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import logging
 import os
+import signal
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +26,7 @@ logger = logging.getLogger("ostinato.kernels")
 
 _PATIENCE_SECONDS = 60.0
 _MOST = 16
+_SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _NUMBER_BYTES = 2
 """Of a job: all numbers together must fit into a pipe, which takes 64 KiB."""
 
@@ -51,24 +55,20 @@ class CompilingProcesses:
         count = min(max(1, self._limit - len(self._children)), len(jobs))
         if not jobs or self._limit < 2 or not hasattr(os, "fork"):
             return
-        numbers, given = os.pipe()
+        parent = os.getpid()
         try:
-            os.write(given, b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in range(len(jobs))))
-            os.close(given)
             if self._claims is None:
                 self._claims = tempfile.TemporaryDirectory()
             claims = Path(self._claims.name)
-            with warnings.catch_warnings():
+            with _given_out(len(jobs)) as numbers, warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # about threads: see above
                 for _ in range(count):
                     child = os.fork()
                     if child == 0:
-                        _work_and_exit(jobs, numbers, claims)
+                        _work_and_exit(jobs, numbers, claims, parent)
                     self._children.append(child)
         except OSError as error:  # no room for a process, or for a file
             logger.warning("kernels are compiled by fewer processes than there are processors: %s", error)
-        finally:
-            os.close(numbers)
 
     def wait(self) -> None:
         """Until all have ended, or for so long."""
@@ -76,9 +76,12 @@ class CompilingProcesses:
         while self._children and time.monotonic() < deadline:
             self._forget_those_that_ended()
             time.sleep(0.005)
+        if self._children:
+            logger.warning("processes that compile kernels are given up after %.0f s", _PATIENCE_SECONDS)
 
     def end(self) -> None:
         """Leave no child behind."""
+        self._forget_those_that_ended()  # their numbers may be others' by now
         for child in self._children:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, 9)
@@ -92,6 +95,18 @@ class CompilingProcesses:
         self._children[:] = [child for child in self._children if not _has_ended(child)]
 
 
+@contextmanager
+def _given_out(count: int) -> Iterator[int]:
+    """Where so many numbers, from 0 on, are read, each by one process."""
+    numbers, given = os.pipe()
+    try:
+        with open(given, "wb") as file:
+            file.write(b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in range(count)))
+        yield numbers
+    finally:
+        os.close(numbers)
+
+
 def _has_ended(child: int) -> bool:
     try:
         return os.waitpid(child, os.WNOHANG)[0] != 0
@@ -99,8 +114,9 @@ def _has_ended(child: int) -> bool:
         return True
 
 
-def _work_and_exit(jobs: Sequence[Job], numbers: int, claims: Path) -> None:
+def _work_and_exit(jobs: Sequence[Job], numbers: int, claims: Path, parent: int) -> None:
     try:
+        _die_with(parent)
         gc.disable()  # collecting here what belongs to CUDA would call it
         while number := os.read(numbers, _NUMBER_BYTES):
             with suppress(Exception):  # the parent comes to it too, and tells
@@ -109,6 +125,14 @@ def _work_and_exit(jobs: Sequence[Job], numbers: int, claims: Path) -> None:
                     _build_launcher(compiled, claims)
     finally:
         os._exit(0)  # whatever is missing is compiled by the parent, which also tells what is wrong with it
+
+
+def _die_with(parent: int) -> None:
+    """A parent that is killed cannot end this process, which has its memory on the GPU and its sockets."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENT, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(0)
 
 
 def _build_launcher(kernel: Any, claims: Path) -> None:

@@ -15,15 +15,27 @@ MOSTLY_L1 = 3
 ALL_SHARED = 100
 
 _with_much_l1: set[int] = set()
+_WANTS_L1 = "_ostinato_wants_l1"
 
 
 def prefer_l1(launched: Any) -> None:
-    """Of a Triton kernel, as its launch returns it: from the next launch on."""
+    """Of a Triton kernel, as its launch returns it: from the next launch on; `loaded` says it of one that was
+    only collected."""
+    if not hasattr(launched, "__dict__"):
+        return
     # A kernel that is not compiled yet would be, were it asked for an attribute.
-    function = vars(launched).get("function") if hasattr(launched, "__dict__") else None
-    if function is not None and function not in _with_much_l1 and _has_driver():
+    function = vars(launched).get("function")
+    if function is None:
+        vars(launched)[_WANTS_L1] = True
+    elif function not in _with_much_l1 and _has_driver():
         prefer(function, MOSTLY_L1)
         _with_much_l1.add(function)
+
+
+def loaded(collected: Any, kernel: Any) -> None:
+    """What a launch that only collected it has returned is now this kernel, on the device."""
+    if _WANTS_L1 in vars(collected):
+        prefer_l1(kernel)
 
 
 @cache

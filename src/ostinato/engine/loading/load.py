@@ -69,8 +69,6 @@ class PlacedModel:
     """Memory of the device before anything of this was there; None: on a CPU."""
     is_first: bool = False
     """Whether torch had nothing on the GPU before."""
-    has_weights: bool = False
-    """Whether the weights have come: those of a draft may depend on them."""
     tokenizer_directory: Path
 
 
@@ -85,11 +83,6 @@ class LoadedModel(PlacedModel):
     """Of requests that do not say: fields of `SamplingParams`."""
     pooling: str = "last"
     """Where vectors of texts are taken from if nobody says."""
-
-
-def load(asked: EngineConfig, arenas: Arenas = from_torch) -> LoadedModel:
-    """Find, place and read the model that was asked for."""
-    return read(place(asked, arenas))
 
 
 def place(asked: EngineConfig, arenas: Arenas = from_torch) -> PlacedModel:
@@ -124,7 +117,7 @@ def place(asked: EngineConfig, arenas: Arenas = from_torch) -> PlacedModel:
         )
         if memory is not None:
             memory.take_over_buffers(model)
-        if found_draft is not None:
+        if found_draft is not None:  # whose weights may depend on the model's
             _fill(model, directory, asked)
             draft = load_draft(found_draft, model, config, arenas, memory)
         if asked.serves_adapters:
@@ -141,19 +134,19 @@ def place(asked: EngineConfig, arenas: Arenas = from_torch) -> PlacedModel:
         draft=draft,
         room=room,
         is_first=is_first,
-        has_weights=found_draft is not None,
         tokenizer_directory=beside_it,
     )
 
 
 def read(placed: PlacedModel) -> LoadedModel:
-    """Read what files hold: weights, unless they are there, the tokenizer, and what requests start from."""
+    """Read what files hold: weights, unless they came with those of a draft, the tokenizer, and what requests
+    start from."""
     asked, directory = placed.config.config, placed.directory
     with _told(), _no_room_told(placed.model.config, placed.config, placed.room):
         # Reading a tokenizer takes as long as reading a small model's weights.
         with ThreadPoolExecutor(1) as beside:
             reading = beside.submit(_tokenizer, placed.tokenizer_directory)
-            if not placed.has_weights:
+            if placed.draft is None:
                 _fill(placed.model, directory, asked)
             tokenizer = reading.result()
         eos = set(tokenizer.eos_token_ids) if tokenizer else set[int]()
@@ -166,7 +159,7 @@ def read(placed: PlacedModel) -> LoadedModel:
     logger.info("loaded %s (%s) on %s in %s", directory.name, architecture, config.device, config.dtype)
     fields = {field.name: getattr(placed, field.name) for field in dataclasses.fields(placed)}
     return LoadedModel(
-        **{**fields, "has_weights": True},
+        **fields,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(eos),
         default_sampling=sampling,

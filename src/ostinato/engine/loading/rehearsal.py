@@ -50,14 +50,15 @@ class Rehearsal:
     def __enter__(self) -> Rehearsal:
         device = self._placed.config.device
         if self._is_on_gpu:
-            with self._times.phase("compile"):
+            with self._times.phase("compile"), ExitStack() as begun:
                 gc.collect()  # what goes meanwhile would make the buffers look smaller
                 self._before = DeviceMemory.now(device)
                 self._make_steps()
-                compilation = self._open.enter_context(Compilation(device))
+                compilation = begun.enter_context(Compilation(device))
                 with compilation.collecting():
                     self._try_out()
                 compilation.begin()
+                self._open = begun.pop_all()
         return self
 
     def __exit__(

@@ -23,7 +23,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakMethod, finalize
 
@@ -40,6 +40,7 @@ from .user_flags import UserFlags
 logger = logging.getLogger("ostinato.graphs")
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_DOUBLE = (torch.float64, torch.complex128)
 _HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 """What schedulers keep in a group, and optimizers do not read."""
@@ -104,21 +105,22 @@ class StaticOptimizer:
 
     @property
     def _count_type(self) -> torch.dtype:
-        """Of counts of steps on the device. Eager optimizers compute with them, and with rates, in float64
-        in Python, which shows where parameters are in float64."""
-        are_double = not self._is_fused and all(each.dtype is torch.float64 for each in self.parameters)
-        return torch.float64 if are_double else torch.float32
+        """Of counts of steps on the device. Eager optimizers compute with them, and with rates, in Python,
+        which shows where one of their parameters has as many digits."""
+        return torch.float64 if self.has_doubles and not self._is_fused else torch.float32
 
-    @contextmanager
-    def _counts_begin(self) -> Iterator[None]:
-        """In which an optimizer of torch makes its counts: in float64 if that is the default type."""
-        before = torch.get_default_dtype()
-        if self._is_static and self._count_type is torch.float64:
-            torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+    def _making_counts(self) -> AbstractContextManager[None]:
+        """In which an optimizer of torch makes its counts, of a parameter that begins later as well."""
+        if not (self._is_static and self.is_known and self._count_type is torch.float64):
+            return nullcontext()
+        # They would have the default type if that were float64; but that is also everybody else's.
+        makes: Any = type(self._optimizer)._init_group  # type: ignore[attr-defined]
+        return _replaced(makes.__globals__, "_get_scalar_dtype", lambda is_fused=None: torch.float64)
+
+    @property
+    def has_doubles(self) -> bool:
+        """Whether one of its parameters has as many digits as a number in Python."""
+        return any(each.dtype in _DOUBLE for each in self.parameters)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -254,7 +256,7 @@ class StaticOptimizer:
                 backend = backend_for(self._device)
                 backend.release_unused()
                 addresses = [p.data_ptr() for p in self.parameters]
-                with backend.stream(), self._counts_begin():  # see Note [Memory that stays]
+                with backend.stream():  # see Note [Memory that stays]
                     self._step()
                 self.moves_parameters = addresses != [p.data_ptr() for p in self.parameters]
                 self.has_stepped = True
@@ -285,6 +287,7 @@ class StaticOptimizer:
         is_capturable = self._is_static and not self._is_fused
         with (
             torch.no_grad(),
+            self._making_counts(),
             _capturable_on_a_cpu() if is_capturable and self._device.type == "cpu" else nullcontext(),
         ):
             self._optimizer.step()
@@ -421,13 +424,16 @@ def _called(method: WeakMethod[Any], optimizer: torch.optim.Optimizer) -> None:
 _patching = threading.RLock()
 
 
-@contextmanager
-def _capturable_on_a_cpu() -> Iterator[None]:
+def _capturable_on_a_cpu() -> AbstractContextManager[None]:
     """Capturable optimizers work on any device, and refuse a CPU unless they believe to be compiled."""
-    compiler: Any = torch.compiler
+    return _replaced(vars(torch.compiler), "is_compiling", lambda: True)
+
+
+@contextmanager
+def _replaced(names: dict[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
     with _patching:
-        plain, compiler.is_compiling = compiler.is_compiling, lambda: True
+        plain, names[name] = names[name], function
         try:
             yield
         finally:
-            compiler.is_compiling = plain
+            names[name] = plain

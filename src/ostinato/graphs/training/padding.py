@@ -286,7 +286,10 @@ def _switched_on(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
-    return torch.zeros(()) if gradient is None else gradient.to_dense().float().norm().cpu()
+    if gradient is None:
+        return torch.zeros(())
+    dense = gradient.to_dense()
+    return (dense.abs() if dense.is_complex() else dense).float().norm().cpu()
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

@@ -23,9 +23,10 @@ class Update:
     ) -> None:
         self._optimizer, self._gradients, self._clip_norm = optimizer, gradients, clip_norm
         self._scaler, self._average = scaler, average
-        # Whatever the default type is: fused optimizers take a flag in float32 only.
-        self._correction = torch.ones((), device=device, dtype=torch.float32)
+        exact = torch.float64 if optimizer.has_doubles else torch.float32
+        self._correction = torch.ones((), device=device, dtype=exact)
         self._given: float = 1.0
+        # Whatever the default type is: fused optimizers take a flag in float32 only.
         self._held = torch.zeros((), device=device, dtype=torch.float32)
         self._one = torch.ones((), device=device, dtype=torch.float32)
         self._verdict = torch.zeros((), device=device, dtype=torch.float32)
