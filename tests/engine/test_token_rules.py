@@ -155,7 +155,10 @@ def test_preempted_requests_keep_to_their_lists(tiny_text: TinyModel) -> None:
         ({"allowed_token_ids": ids_of("a"), "bad_words": ["a"]}, "allowed_token_ids: .* leave no token"),
         ({"allowed_token_ids": [EOS], "min_tokens": 2}, "allowed_token_ids: .* leave no token"),
         ({"logprob_token_ids": [131]}, "logprob_token_ids: token 131"),
-        ({"logprobs": -1}, r"logprobs is -1 \(all\), and at most 20 can be asked for: raise max_logprobs"),
+        (
+            {"logprobs": -1},
+            r"logprobs is -1 \(all\), and at most 20 are allowed: raise the engine.s max_logprobs",
+        ),
         ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
     ],
 )
@@ -277,7 +280,7 @@ def broken(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         (broken, "logits_processors: broken raised KeyError: 'oops'"),
         (lambda ids, logits: None, "must return logits of shape"),
         (lambda ids, logits: logits[:5], "must return logits of shape"),
-        (lambda ids, logits: logits * torch.nan, "nan is among the logits"),
+        (lambda ids, logits: logits * torch.nan, "nan among the logits"),
         (lambda ids, logits: logits - torch.inf, "leave no token"),
         (only(*ids_of("c")), "leave no token"),
     ],
