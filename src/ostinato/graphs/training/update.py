@@ -1,4 +1,4 @@
-"""From gradients to new parameters, without a look at a value by the host."""
+"""From gradients to new parameters, without the host reading any value."""
 
 import math
 
@@ -9,7 +9,7 @@ from .optimizers import StaticOptimizer
 
 
 class Update:
-    """Averages, unscales, checks and clips gradients, then steps the optimizer or does not."""
+    """Averages, unscales, checks and clips gradients, then steps the optimizer or skips the update."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Update:
     ) -> None:
         self._optimizer, self._gradients, self._clip_norm = optimizer, gradients, clip_norm
         self._scaler, self._average = scaler, average
-        # Whatever the default type is: fused optimizers take a flag in float32 only.
+        # Independent of the default type: fused optimizers accept only a float32 flag.
         self._correction = torch.ones((), device=device, dtype=torch.float32)
         self._given: float = 1.0
         self._held = torch.zeros((), device=device, dtype=torch.float32)
@@ -51,11 +51,11 @@ class Update:
         return [scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()]
 
     def hold(self, held: bool) -> None:
-        """Whether updates leave parameters and the optimizer's state as they are: in trial runs."""
+        """Whether updates leave parameters and the optimizer's state unchanged, as in trial runs."""
         self._held.fill_(float(held))
 
     def divide_by(self, micro_batches: int, accumulate: int) -> None:
-        """How many micro-batches the next update is of; each was divided by `accumulate` already."""
+        """Set the number of micro-batches of the next update; each was already divided by `accumulate`."""
         correction = accumulate / micro_batches
         if correction != self._given:
             self._correction.fill_(correction)
@@ -73,12 +73,12 @@ class Update:
         self._verdict.copy_(self._judged())
 
     def step(self) -> None:
-        """What `judge` has left to do."""
+        """What `judge` leaves to do."""
         with torch.no_grad():
             self._optimizer.step(self._verdict)
 
     def _judged(self) -> torch.Tensor:
-        """Average, unscale and clip; 1.0 if the update is to be skipped. Small kernels are counted here."""
+        """Average, unscale and clip; returns 1.0 if the update must be skipped. Every small kernel counts."""
         pairs = self._gradients.present
         gradients = [gradient for _, gradient in pairs]
         if self._average:
@@ -101,7 +101,7 @@ class Update:
         return skip
 
     def _unscale(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Divide by the scale; 1.0 if something was not finite."""
+        """Divide by the scale; returns 1.0 if something was not finite."""
         assert self._scaler is not None
         assert self._scaler._scale is not None
         inverse = self._scaler._scale.double().reciprocal().float()
